@@ -14,6 +14,7 @@ SHAPE = (12, 10)
 
 
 def values(seed: int = 1, dtype: str = "float32") -> dict[str, np.ndarray]:
+    """Return random tensors by name."""
     random = np.random.default_rng(seed)
     return {
         "weights/table": random.standard_normal(SHAPE).astype(dtype),
@@ -22,7 +23,7 @@ def values(seed: int = 1, dtype: str = "float32") -> dict[str, np.ndarray]:
 
 
 def boxes(rows: int, columns: int) -> list[Box]:
-    """The boxes of `SHAPE` cut into rows x columns."""
+    """Return the boxes of `SHAPE` cut into rows x columns."""
     height, width = SHAPE[0] // rows, SHAPE[1] // columns
     return [
         Box((r * height, c * width), ((r + 1) * height, (c + 1) * width))
@@ -32,6 +33,7 @@ def boxes(rows: int, columns: int) -> list[Box]:
 
 
 def outgoing(name: str, tensor: np.ndarray, box: Box) -> Outgoing:
+    """Return a box of a tensor, to be written."""
     return Outgoing(name, tensor.shape, box, str(tensor.dtype), lambda: tensor[box.index])
 
 
@@ -41,7 +43,7 @@ def save(
     tensors: Mapping[str, np.ndarray] | None = None,
     cut: tuple[int, int] = (1, 1),
 ) -> Path:
-    """A checkpoint of two ranks: the boxes of the table in turn, other tensors on rank 0."""
+    """Write a checkpoint of two ranks: boxes of the table in turn, other tensors on rank 0."""
     tensors = values() if tensors is None else tensors
     directory.parent.mkdir(parents=True, exist_ok=True)  # a run makes its own
     temporary = files.prepare(directory, step, 1000)

@@ -1,4 +1,4 @@
-"""Small configurations for tests: a tree of defaults, changed key by key."""
+"""Small configurations for tests: a tree of defaults with changed keys."""
 
 import copy
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ Changes = Mapping[str, Any]
 
 
 def tree(changes: Changes | None = None) -> dict[str, dict[str, Any]]:
-    """The tree of `SMALL` with `changes`, such as {"model.layers": 3}; None takes a key out."""
+    """Return the tree of `SMALL` with `changes`, as {"model.layers": 3}; None removes a key."""
     changed: dict[str, dict[str, Any]] = copy.deepcopy(SMALL)
     for key, value in (changes or {}).items():
         section, name = key.split(".")
@@ -31,12 +31,12 @@ def tree(changes: Changes | None = None) -> dict[str, dict[str, Any]]:
 
 
 def small(changes: Changes | None = None, ranks: int = 1) -> Config:
-    """A small GPT on `ranks` ranks."""
+    """Return the configuration of a small GPT on `ranks` ranks."""
     return resolve(tree(changes), ranks)
 
 
 def layout(t: int = 1, p: int = 1, v: int = 1, d: int = 1) -> dict[str, int]:
-    """The changes that select a layout of t p d ranks."""
+    """Return the changes that select a layout of t p d ranks."""
     return {
         "parallel.tensor": t,
         "parallel.pipeline": p,

@@ -1,4 +1,4 @@
-"""Short trainings in one layout on synthetic tokens, and what they leave behind."""
+"""Short trainings in one layout on synthetic tokens, and their results."""
 
 import gc
 import time
@@ -37,8 +37,10 @@ class Run:
 
 
 def tokens(config: Config, step: int, vocab_size: int = VOCAB_SIZE) -> tuple[Tensor, Tensor]:
-    """The global batch of `step`: ids [B, s + 1], and weights [B, s] of 0 and 1, each sequence
-    with another share of valid tokens."""
+    """Return the global batch of `step`: ids [B, s + 1], and weights [B, s] of 0 and 1.
+
+    Each sequence has another share of valid tokens.
+    """
     generator = torch.Generator().manual_seed(1000 + step)
     size, length = config.batch.global_size, config.model.seq_length
     ids = torch.randint(vocab_size, (size, length + 1), generator=generator)
@@ -51,7 +53,7 @@ def tokens(config: Config, step: int, vocab_size: int = VOCAB_SIZE) -> tuple[Ten
 def microbatches(
     config: Config, step: int, data_rank: int, *, masked: bool = True, vocab_size: int = VOCAB_SIZE
 ) -> list[Batch]:
-    """This data rank's microbatches of the global batch."""
+    """Return a data rank's microbatches of the global batch of `step`."""
     ids, weights = tokens(config, step, vocab_size)
     m, b = config.microbatches, config.batch.micro_size
     batches = []
@@ -74,7 +76,7 @@ def passes(batches: Iterable[Batch], step: int | None = 0) -> list[MicrobatchPas
 
 
 def as_classified(batch: Batch, config: Config) -> Batch:
-    """The same sequences as samples of a task, whose classes follow from their numbers."""
+    """Return the sequences as samples of a task, whose classes follow from their numbers."""
     rows, each = len(batch.samples), config.task.sequences
     classes = max(config.task.choices, config.task.classes)
     last = 0 if config.model.masked else len(batch.inputs) - 1
@@ -88,34 +90,35 @@ def as_classified(batch: Batch, config: Config) -> Batch:
 
 
 def logical(engine: Engine, pieces: Iterable[Piece]) -> dict[str, Tensor]:
-    """The whole tensors of all parameters, from every rank's `pieces` of one kind."""
+    """Return the whole tensors of all parameters, from every rank's `pieces` of one kind."""
     everyone = engine.axes.world.all_gather_object([piece.copied() for piece in pieces])
     return assemble(piece for of_rank in everyone for piece in of_rank)
 
 
 def whole_weights(engine: Engine) -> dict[str, Tensor]:
-    """The whole master weights."""
+    """Return the whole master weights."""
     return logical(engine, (one for one in engine.state.pieces() if one.kind == WEIGHTS))
 
 
 def whole_gradients(engine: Engine) -> dict[str, Tensor]:
-    """The whole gradients."""
+    """Return the whole gradients."""
     return logical(engine, engine.state.gradients())
 
 
 def course(config: Config) -> Course:
-    """The course of a run on the tokens of this file."""
+    """Return the course of a run on the tokens of this file."""
     return Course(config, synthetic(config))
 
 
 def build(world: World, changes: Changes, vocab_size: int = VOCAB_SIZE) -> Engine:
+    """Return an engine of a small model on all ranks of `world`."""
     config = small(changes, world.size)
     axes = world.split(grid_of(config))
     return Engine(config, axes, vocab_size)
 
 
 def steps_of(engine: Engine, count: int, *, masked: bool = True) -> list:
-    """The results of the first `count` steps."""
+    """Run the first `count` steps and return their results."""
     config, rank, size = engine.config, engine.axes["data"].rank, engine.vocab_size
     return [
         engine.step(k, microbatches(config, k, rank, masked=masked, vocab_size=size))
@@ -126,7 +129,7 @@ def steps_of(engine: Engine, count: int, *, masked: bool = True) -> list:
 def train(
     comm, changes: Changes, *, steps: int = 5, masked: bool = True, vocab_size: int = VOCAB_SIZE
 ) -> Run:
-    """Train on the first t p d ranks of `comm`; every rank of it gets the result."""
+    """Train on the first t p d ranks of `comm`; return the result on every rank of it."""
     sizes = [changes.get(f"parallel.{axis}", 1) for axis in ("tensor", "pipeline", "data")]
     world = World(comm).first(sizes[0] * sizes[1] * sizes[2])
     run = None
@@ -143,7 +146,7 @@ def train(
 
 
 def load(engine: Engine, whole: dict[str, Tensor]) -> None:
-    """Put this rank's slices of the logical tensors in place."""
+    """Copy this rank's slices of the logical tensors into its weights."""
     for piece in engine.state.pieces():
         if piece.kind == WEIGHTS:
             assert whole[piece.name].shape == piece.shape, piece.name
@@ -152,7 +155,7 @@ def load(engine: Engine, whole: dict[str, Tensor]) -> None:
 
 
 def logits_of(engine: Engine, batch) -> Tensor | None:
-    """[s, b, V] on the last pipeline rank, passing activations from stage to stage."""
+    """Return the logits [s, b, V] on the last pipeline rank, and None on the others."""
     axes, model = engine.axes, engine.config.model
     (stage,) = engine.stages.values()
     here = axes["pipeline"].rank
@@ -171,8 +174,11 @@ def logits_of(engine: Engine, batch) -> Tensor | None:
 
 
 def from_root(comm: MPI.Comm, value: Any) -> Any:
-    """Rank 0's `value` on every rank. Who waits sleeps: MPI's own waiting takes half the cores
-    from the ranks that compute, where there are more ranks than cores."""
+    """Return rank 0's `value` on every rank.
+
+    Waiting ranks sleep: with more ranks than cores, MPI's own waiting would take half the cores
+    from the ranks that compute.
+    """
     here = comm.Ibarrier()
     while not here.Test():
         time.sleep(0.005)
@@ -180,12 +186,12 @@ def from_root(comm: MPI.Comm, value: Any) -> Any:
 
 
 def greatest_difference(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The greatest relative difference of two curves."""
+    """Return the greatest relative difference of two curves."""
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
 
 def assert_same_bits(found: Run, expected: Run) -> None:
-    """Loss and norm of every step and every final parameter are equal to the bit."""
+    """Check that losses, norms and final parameters are equal to the bit."""
     assert found.losses == expected.losses
     assert found.norms == expected.norms
     assert found.parameters.keys() == expected.parameters.keys()
@@ -194,8 +200,8 @@ def assert_same_bits(found: Run, expected: Run) -> None:
 
 
 def measured(work: Callable[[], object]) -> tuple[int, int]:
-    """(bytes that `work` leaves allocated, most while it ran) beyond what was there before."""
-    gc.collect()  # engines of tests before have cycles: freed in between they would count
+    """Return the bytes that `work` leaves allocated, and the most that it had at once."""
+    gc.collect()  # engines of earlier tests have cycles, which must not be freed meanwhile
     gc.disable()
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

@@ -1,4 +1,4 @@
-"""Runs of a small model that lose ranks: SIGKILL at chosen places of a step."""
+"""Runs of a small model that lose ranks by SIGKILL at chosen places of a step."""
 
 import json
 import sys
@@ -37,8 +37,8 @@ validate_samples = 6
 """
 LOST = ", since no other rank held the lost shard of the state,"
 
-# KILLS: [rank, place, step], ...; ranks as started, steps from 1. The work of a place is done by
-# the process that dies there up to the place; what other ranks have done by then is left to chance.
+# KILLS: [rank, place, step], ...; ranks as started, steps from 1. A process does all of its work
+# before the place where it dies; the progress of other ranks at that moment is left to chance.
 KILLER = """
 import json, os, signal, sys
 from ptdmpi.cli import main
@@ -85,7 +85,7 @@ main()
 
 
 def prepare(folder: Path) -> None:
-    """A configuration, and tokens to train on and to validate with."""
+    """Write a configuration, and shards of tokens for training and validation."""
     _shard(folder / "train", 4000, 1)
     _shard(folder / "valid", 500, 2)
     (folder / "config.toml").write_text(CONFIG)
@@ -99,6 +99,7 @@ def _shard(folder: Path, tokens: int, seed: int) -> None:
 
 
 def command(first: str, second: str, *settings: str) -> list[str]:
+    """Return the words of `FIRST SECOND train config.toml` with each setting as --set."""
     options = [word for setting in settings for word in ("--set", setting)]
     return [first, second, "train", "config.toml", *options]
 
@@ -106,7 +107,7 @@ def command(first: str, second: str, *settings: str) -> list[str]:
 def disturbed(
     folder: Path, ranks: int, kills: list, *settings: str, check: bool = True, first: str = ""
 ):
-    """`first`: lines of Python in front of the program."""
+    """Train under mpirun with `kills`; `first`: lines of Python before the program."""
     return mpirun(
         ranks,
         command("-c", first + KILLER, "run.on_failure=shrink", *settings),
@@ -119,10 +120,10 @@ def disturbed(
 
 
 def check_same(run: Path, undisturbed: Path) -> None:
-    """The records of each step once, losses and final state to the bit."""
+    """Check that each step is recorded once, and that losses and final state agree to the bit."""
     keys = ("step", "loss", "grad_norm", "learning_rate", "validation_loss")
     found, expected = (
-        # a run that goes on from a checkpoint on fewer ranks says once that its layout has changed
+        # a run that resumes on fewer ranks records once that its layout has changed
         [
             {key: record[key] for key in keys if key in record}
             for record in records(path)
@@ -139,7 +140,7 @@ def check_same(run: Path, undisturbed: Path) -> None:
 
 
 def check_close(run: Path, undisturbed: Path) -> None:
-    """The records of each step once; losses and final state to rounding."""
+    """Check that each step is recorded once, and that losses and final state agree to rounding."""
     found, expected = (
         [(one["step"], one["loss"]) for one in records(path) if "loss" in one]
         for path in (run, undisturbed)
@@ -150,10 +151,11 @@ def check_close(run: Path, undisturbed: Path) -> None:
     wanted, got = tensors(undisturbed / last), tensors(run / last)
     assert wanted.keys() == got.keys()
     for name, values in wanted.items():
-        # the first steps of Adam divide what is near 0 by what is near 0
+        # the first steps of Adam divide numbers near 0 by each other
         scale = np.abs(values).max()
         assert np.abs(got[name] - values).max() <= 1e-2 * scale + 1e-7, name
 
 
 def losses(run: Path) -> list[str]:
+    """Return the lines of the log on lost ranks."""
     return [line for line in (run / "log.txt").read_text().splitlines() if " lost" in line]

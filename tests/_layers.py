@@ -1,4 +1,4 @@
-"""Layers on a tensor axis with whole weights that a test knows, and their whole gradients."""
+"""Layers on a tensor axis with known whole weights, and their whole gradients."""
 
 from collections.abc import Iterable
 
@@ -20,26 +20,29 @@ TOLERANCES = {"fp32": 1e-5, "fp64": 1e-12}
 
 
 def whole_initial(seed: int, name: str, shape: tuple[int, ...], init: float | str) -> Tensor:
-    """The whole logical tensor that a parameter begins with."""
+    """Return the whole initial tensor of a parameter."""
     return torch.cat([values for _, values in initial(seed, name, shape, init)])
 
 
 def random_tensor(name: str, shape: tuple[int, ...], precision: str) -> Tensor:
-    """The same normal values on every rank, for each name others."""
+    """Return normal values, the same on every rank, and different for each name."""
     seed = int.from_bytes(name.encode()) % (2**63)
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(DTYPES[precision])
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """The greatest difference over the greatest magnitude; NaN where either holds one."""
+    """Return the greatest difference over the greatest magnitude; NaN if either has a NaN."""
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     actual, expected = actual.detach().double(), expected.detach().double()
     return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
 def assemble(pieces: Iterable[Piece]) -> dict[str, Tensor]:
-    """Logical tensors of the pieces of all ranks: complete, and replicas equal to the bit."""
+    """Return the logical tensors of all ranks' pieces.
+
+    Check that they are complete, and that replicas are equal to the bit.
+    """
     whole, torn = state.assemble(pieces)
     assert torn == [], "replicas differ"
     for name, tensor in whole.items():
@@ -67,7 +70,7 @@ class Placed:
         self.buffer.refresh_weights()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Whole gradients; the parts of what sequence parallelism divides are summed."""
+        """Return whole gradients; sum the parts that sequence parallelism divides."""
         pieces: list[Piece] = []
         for name, entry in self.buffer.entries.items():
             gradient = entry.view(self.buffer.gradients).clone()
@@ -84,7 +87,7 @@ class Placed:
         return assemble(_copies_added(everyone))
 
     def check_gradients(self, serial: dict[str, Tensor], precision: str) -> None:
-        """Every gradient equals that of the serial leaves."""
+        """Check that every gradient is close to that of the serial leaves."""
         found = self.gradients()
         assert found.keys() == serial.keys()
         for name, gradient in found.items():
@@ -92,7 +95,7 @@ class Placed:
 
 
 def _copies_added(everyone: list[list[Piece]]) -> list[Piece]:
-    """The pieces of all ranks, with those that neighbours hold copies of as one: their sum."""
+    """Return the pieces of all ranks; copies of a piece on several ranks are summed into one."""
     copied: dict[tuple[str, str], Piece] = {}
     found = []
     for piece in (piece for of_rank in everyone for piece in of_rank):
@@ -106,15 +109,16 @@ def _copies_added(everyone: list[list[Piece]]) -> list[Piece]:
 
 
 def tensor_axis(comm, sequence_parallel: bool) -> TensorAxis:
+    """Return the tensor axis of all ranks of `comm`."""
     return TensorAxis(MpiCommunicator(comm), sequence_parallel)
 
 
 def positions(x: Tensor, axis: TensorAxis) -> Tensor:
-    """This rank's positions of [s, ...], as between blocks."""
+    """Return this rank's positions of [s, ...], as between blocks."""
     return x[axis.local_positions(len(x))]
 
 
 def columns(x: Tensor, parts: tuple[int, ...], axis: TensorAxis) -> Tensor:
-    """This rank's share of the last dim, of each part on its own."""
+    """Return this rank's share of the last dim, cut out of each part separately."""
     shares = [part.chunk(axis.size, -1)[axis.rank] for part in x.split(parts, -1)]
     return torch.cat(shares, -1).contiguous()

@@ -1,4 +1,4 @@
-"""Data-parallel methods in their matrix form: n workers simulated in numpy, beside the trainer."""
+"""Data-parallel methods in matrix form: n workers simulated in numpy, and by the trainer."""
 
 from collections.abc import Callable
 
@@ -22,18 +22,22 @@ EXACT = {**TINY, **SGD, "precision.compute": "fp64"}
 
 
 def flat(weights: dict[str, torch.Tensor]) -> Matrix:
+    """Return all weights in one row, in the order of their names."""
     return torch.cat([weights[name].flatten() for name in sorted(weights)]).double().numpy()
 
 
 def own_weights(engine) -> dict[str, torch.Tensor]:
-    """A replica's weights; it is whole on this rank."""
+    """Return a replica's weights; this rank has them whole."""
     return assemble(one for one in engine.state.pieces() if one.kind == "weights")
 
 
 def simulated(comm, changes: dict, update: Callable[[Matrix, Matrix, int], Matrix]) -> Matrix:
-    """[n, parameters] after STEPS steps of the matrix form: row i is worker i, whose gradients are
-    those of its own samples, n times their part of the whole batch's, from a serial engine on rank
-    i. `update(X, gradients, step)` is X of the next step, in numpy."""
+    """Return the weights [n, parameters] after STEPS steps of the matrix form.
+
+    Row i is worker i. A serial engine on rank i computes its gradients: those of its own samples,
+    which are n times their part of the whole batch's. `update(X, gradients, step)` returns X of the
+    next step, in numpy.
+    """
     n = comm.size
     share = {"batch.global_size": TINY["batch.global_size"] // n, "parallel.data": 1}
     serial = {
@@ -61,7 +65,7 @@ def simulated(comm, changes: dict, update: Callable[[Matrix, Matrix, int], Matri
 
 
 def trained(comm, changes: dict) -> Matrix:
-    """[n, parameters]: the weights of all replicas after STEPS steps of the trainer."""
+    """Return the weights [n, parameters] of all replicas after STEPS steps of the trainer."""
     engine = build(World(comm), {**changes, "parallel.data": comm.size})
     steps_of(engine, STEPS, masked=False)
     return np.stack(comm.allgather(flat(own_weights(engine))))

@@ -1,4 +1,4 @@
-"""Start programs under mpirun, with a time limit, and leave nothing of them behind."""
+"""Start programs under mpirun with a time limit, and end all of their processes."""
 
 import contextlib
 import functools
@@ -14,22 +14,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-GRACE_S = 5.0  # for dying ranks to write their stacks, for mpirun to tidy up
+GRACE_S = 5.0  # for ranks to write their stacks, and for mpirun to clean up
 
 
 class MpirunError(AssertionError):
-    """The program under mpirun failed; the message holds all that it wrote."""
+    """A failure of the program under mpirun; the message has all of its output."""
 
 
 class MpirunTimeout(MpirunError):
-    """The program was ended by its time limit; the message holds the stacks of all ranks."""
+    """A time limit that has ended the program; the message has the stacks of all ranks."""
 
 
 @functools.cache
 def mpi_environment() -> dict[str, str]:
-    """The environment of this process with the settings of jobs/mpi-env.sh."""
+    """Return the environment of this process with the settings of jobs/mpi-env.sh."""
     environment = dict(os.environ)
-    # Unbuffered, Python writes a line and its end apart, and the lines of several ranks mix.
+    # Without buffers Python writes a line and its end separately, so lines of ranks would mix.
     environment.pop("PYTHONUNBUFFERED", None)
     if sys.prefix != sys.base_prefix:
         environment["VIRTUAL_ENV"] = sys.prefix
@@ -37,7 +37,7 @@ def mpi_environment() -> dict[str, str]:
     script = f'. "$0" && exec "{sys.executable}" -c "{dump}"'
     command = ["bash", "-c", script, str(ROOT / "jobs" / "mpi-env.sh")]
     found = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    # A crash, or SIGABRT from the time limit, then prints the stacks of all Python threads.
+    # With the fault handler a crash, or SIGABRT after the time limit, prints all Python stacks.
     return json.loads(found.stdout) | {"PYTHONFAULTHANDLER": "1"}
 
 
@@ -53,9 +53,8 @@ def mpirun(
 ) -> subprocess.CompletedProcess[str]:
     """Run `mpirun OPTIONS -n RANKS python ARGS...` and return its exit code and text output.
 
-    `env` is added to the environment. Raises MpirunError when the exit code is not 0 (unless
-    `check` is false), and MpirunTimeout, with the stacks of all ranks, when it takes longer than
-    `timeout_s`.
+    `env` is added to the environment. Raise MpirunError if the exit code is not 0 and `check` is
+    true. Raise MpirunTimeout, with the stacks of all ranks, after `timeout_s`.
     """
     end = time.monotonic() + timeout_s
     return launch(
@@ -68,7 +67,7 @@ def mpirun(
 
 
 def command_of(ranks: int, args: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """`mpirun OPTIONS -n RANKS python ARGS...`, of the MPI that the tests run with."""
+    """Return the words of `mpirun OPTIONS -n RANKS python ARGS...`, with the MPI of the tests."""
     program = shutil.which("mpirun", path=mpi_environment()["PATH"])
     if program is None:
         raise MpirunError("no mpirun: run `make setup`, or load the site's MPI")
@@ -83,7 +82,7 @@ def launch(
     check: bool,
     overdue: Callable[[], str | None],
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in a session of its own until it ends or `overdue` gives a reason to end it."""
+    """Run a command in its own session until it ends or `overdue` returns a reason to end it."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
             command,
@@ -101,7 +100,7 @@ def launch(
             if reason:
                 _show_stacks(process)
         finally:
-            if process.poll() is None:  # also after Ctrl-C; mpirun ends its ranks and tidies up
+            if process.poll() is None:  # also after Ctrl-C; mpirun ends its ranks and cleans up
                 process.terminate()
                 _wait(lambda: process.poll() is not None)
             for pid in _session(process):
@@ -120,10 +119,10 @@ def launch(
 
 
 def _show_stacks(process: subprocess.Popen) -> None:
-    """Have every rank print its stacks and end.
+    """Let every rank print its stacks and end.
 
-    mpirun sleeps meanwhile: it kills all ranks as soon as one has died, and the others would not
-    get to print.
+    mpirun is stopped meanwhile, because it kills all ranks when the first one ends, before the
+    others have printed.
     """
     ranks = [pid for pid in _session(process) if pid != process.pid]
     _send(process.pid, signal.SIGSTOP)
@@ -131,11 +130,11 @@ def _show_stacks(process: subprocess.Popen) -> None:
         _send(pid, signal.SIGABRT)
     _wait(lambda: not any(_is_alive(pid) for pid in ranks))
     _send(process.pid, signal.SIGCONT)
-    _wait(lambda: process.poll() is not None)  # it passes on what the ranks wrote
+    _wait(lambda: process.poll() is not None)  # it forwards the output of the ranks
 
 
 def _session(process: subprocess.Popen) -> list[int]:
-    """What the command started: Open MPI gives each rank a process group, but no session."""
+    """Return the processes of the command's session; Open MPI makes process groups, no sessions."""
     members = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(ProcessLookupError):
@@ -154,7 +153,7 @@ def _is_alive(pid: int) -> bool:
         status = Path("/proc", str(pid), "status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return "State:\tZ" not in status  # Z: it has ended, and its parent has not yet looked
+    return "State:\tZ" not in status  # Z: it has ended, and its parent has not yet noticed
 
 
 def _wait(done: Callable[[], bool]) -> None:

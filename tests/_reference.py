@@ -1,4 +1,4 @@
-"""The model once more, in plain PyTorch on one rank: what the parallel layers are compared with.
+"""The model in plain PyTorch on one rank, the reference of the parallel layers.
 
 Written from the papers with whole tensors, batch first, [b, s, h], and no code of the project but
 its configuration. `weights` are the logical parameters by name.
@@ -16,10 +16,12 @@ Weights = Mapping[str, Tensor]
 
 
 def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
+    """Return x W^T + b, with the bias if there is one."""
     return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
 
 def norm(weights: Weights, name: str, x: Tensor, model: ModelConfig) -> Tensor:
+    """Return the RMSNorm or LayerNorm of x over its last dim."""
     gain = weights[f"{name}.weight"] + model.zero_centered_norm
     if model.norm == "rmsnorm":
         return x / (x.square().mean(-1, keepdim=True) + model.norm_eps).sqrt() * gain
@@ -29,8 +31,11 @@ def norm(weights: Weights, name: str, x: Tensor, model: ModelConfig) -> Tensor:
 
 
 def rope(x: Tensor, model: ModelConfig) -> Tensor:
-    """x [b, a, s, head size]: the pair (i, i + half) of position n as a complex number, turned by
-    n theta^(-2i / head size)."""
+    """Rotate x [b, a, s, head size] by its positions (Su et al. 2021, arXiv 2104.09864).
+
+    The pair (i, i + half) of position n is a complex number, which is rotated by the angle
+    n theta^(-2i / head size).
+    """
     half = model.head_size // 2
     # tables of angles are float32 in every framework, whatever the type of the activations
     exponents = torch.arange(half, dtype=torch.float32) * 2 / model.head_size
@@ -45,7 +50,7 @@ def rope(x: Tensor, model: ModelConfig) -> Tensor:
 
 
 def stretched(frequency: float, model: ModelConfig) -> float:
-    """Meta's `apply_scaling`, by wavelengths."""
+    """Return a frequency scaled by its wavelength, as Llama 3's `apply_scaling` does."""
     length, wave = model.rope_original_length, 2 * torch.pi / frequency
     low, high = model.rope_low_factor, model.rope_high_factor
     if wave < length / high:
@@ -116,7 +121,7 @@ def block(weights: Weights, name: str, x: Tensor, model: ModelConfig, layer: int
 def hidden(
     weights: Weights, model: ModelConfig, ids: Tensor, types: Tensor | None = None
 ) -> Tensor:
-    """ids and types [b, s] -> [b, s, h]."""
+    """Return the hidden states [b, s, h] of ids and types [b, s]."""
     x = F.embedding(ids, weights["embedding.word.weight"])
     x = x * model.hidden**0.5 if model.scale_embedding else x
     if model.positions == "learned":
@@ -133,7 +138,7 @@ def hidden(
 def logits(
     weights: Weights, model: ModelConfig, ids: Tensor, types: Tensor | None = None
 ) -> Tensor:
-    """ids and types [b, s] -> [b, s, V]."""
+    """Return the logits [b, s, V] of ids and types [b, s]."""
     x = hidden(weights, model, ids, types)
     if model.output_head == "mlm":
         x = norm(weights, "mlm.norm", gelu(linear(weights, "mlm.dense", x), model), model)
@@ -143,7 +148,7 @@ def logits(
 
 
 def order_logits(weights: Weights, model: ModelConfig, ids: Tensor, types: Tensor) -> Tensor:
-    """ids and types [b, s] -> [b, 2]."""
+    """Return the logits [b, 2] of the order of sentences, for ids and types [b, s]."""
     first = hidden(weights, model, ids, types)[:, 0]
     return linear(weights, "sentence.order", linear(weights, "sentence.pooler", first).tanh())
 
@@ -151,12 +156,12 @@ def order_logits(weights: Weights, model: ModelConfig, ids: Tensor, types: Tenso
 def summed_loss(
     weights: Weights, model: ModelConfig, ids: Tensor, labels: Tensor, token_weights: Tensor
 ) -> Tensor:
-    """Sum over tokens [b, s] of weight * cross-entropy, in nats."""
+    """Return the sum over tokens [b, s] of weight * cross-entropy, in nats."""
     rows = logits(weights, model, ids).flatten(0, 1)
     losses = F.cross_entropy(rows, labels.flatten(), reduction="none")
     return (losses * token_weights.flatten()).sum()
 
 
 def leaves(weights: Weights) -> dict[str, Tensor]:
-    """Copies that gather gradients."""
+    """Return copies of the weights that collect gradients."""
     return {name: value.clone().requires_grad_() for name, value in weights.items()}

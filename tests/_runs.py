@@ -27,7 +27,7 @@ SIZES = {
 
 
 def shard(folder: Path, tokens: int, seed: int) -> str:
-    """A directory with one shard of random ids."""
+    """Make a directory with one shard of random ids, and return its path."""
     folder.mkdir()
     ids = np.random.default_rng(seed).integers(0, VOCAB_SIZE - 1, tokens)
     path = folder / "shard-00000.h5"
@@ -37,12 +37,13 @@ def shard(folder: Path, tokens: int, seed: int) -> str:
 
 
 def configuration(folder: Path, changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """A small run in `folder`, which must hold the directories train and valid of `corpus`."""
+    """Return the tree of a small run in `folder`, which has the data of `corpus`."""
     where = {"run.dir": str(folder / "run"), "data.train": [{"path": str(folder / "train")}]}
     return tree({**SIZES, **where, **changes})
 
 
 def corpus(folder: Path) -> None:
+    """Write shards for training and validation into `folder`."""
     shard(folder / "train", 4000, 1)
     shard(folder / "valid", 1000, 2)
 
@@ -51,7 +52,7 @@ def corpus(folder: Path) -> None:
 def loop(
     comm, folder: Path, changes: dict[str, Any], patch: Callable[[Loop], None] = lambda loop: None
 ) -> Iterator[Loop]:
-    """A Loop on all ranks of `comm`, patched before it runs; closed at the end."""
+    """Yield a Loop on all ranks of `comm`, patched before it runs; close it at the end."""
     if comm.rank == 0 and not (folder / "train").exists():
         corpus(folder)
     comm.Barrier()
@@ -67,7 +68,7 @@ def loop(
 
 
 def after(method: Callable, call: int, action: Callable[[], None]) -> Callable:
-    """`method`, with `action` done after its `call`-th call."""
+    """Return `method` with `action` after its `call`-th call."""
     calls = 0
 
     def wrapped(*arguments, **named):
@@ -82,11 +83,12 @@ def after(method: Callable, call: int, action: Callable[[], None]) -> Callable:
 
 
 def records(run: Path) -> list[dict]:
+    """Return the records of a run."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
-    """The logical tensors of a checkpoint, put together from its boxes."""
+    """Return the logical tensors of a checkpoint, assembled from their boxes."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     whole = {}
     for name, tensor in manifest["tensors"].items():
@@ -101,4 +103,5 @@ def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
 
 
 def log(run: Path) -> str:
+    """Return the log of a run."""
     return (run / "log.txt").read_text()

@@ -26,8 +26,11 @@ def stored(
     changed: Callable[[str, Tensor], Tensor] = lambda name, values: values,
     **model,
 ) -> Path:
-    """`model` are keys of [model] beside SHAPE; `factor`: the magnitude of the weights, `average`:
-    that of what stands as their average, 0: none; both are `changed` then."""
+    """Write a run directory with one checkpoint of random weights, and return it.
+
+    `model`: keys of [model] besides SHAPE. `factor`: magnitude of the weights. `average`: magnitude
+    of their moving average; 0 stores none. `changed(name, values)` is stored instead of `values`.
+    """
     keys = SHAPE | model
     kinds = {"weights": factor} | ({"ema": average} if average else {})
     parts = []

@@ -15,7 +15,7 @@ END, VOCAB_SIZE = 256, 257
 
 
 def text(length: int, seed: int) -> str:
-    """Words, blanks and commas of at least `length` characters."""
+    """Return words, blanks and commas of at least `length` characters."""
     chosen = random.Random(seed)
     parts: list[str] = []
     while sum(map(len, parts)) < length:
@@ -24,11 +24,12 @@ def text(length: int, seed: int) -> str:
 
 
 def tokens_of(document: str) -> np.ndarray:
+    """Return the bytes of a document and the end."""
     return np.array([*document.encode(), END])
 
 
 def byte_shards(folder: Path, shards: list[list[str]], tokenizer: str = "bytes") -> Dataset:
-    """One shard for each list of documents, of single bytes and an end behind each document."""
+    """Write one shard for each list of documents: their bytes, and an end after each document."""
     folder.mkdir()
     digest = hashlib.sha256(tokenizer.encode()).hexdigest()
     for number, documents in enumerate(shards):
@@ -40,8 +41,10 @@ def byte_shards(folder: Path, shards: list[list[str]], tokenizer: str = "bytes")
 
 
 def metaspace(texts: list[str]) -> Any:
-    """A tokenizer as SentencePiece's: a space is the beginning of the word behind it, and the first
-    one of a text is not decoded."""
+    """Return a tokenizer like SentencePiece's, trained on `texts`.
+
+    A space is part of the word after it, and the first space of a text is not decoded.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())

@@ -1,4 +1,4 @@
-"""Settings that every test shares."""
+"""Settings and hooks of pytest for all tests."""
 
 import ast
 import functools
@@ -12,20 +12,21 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests import parallel
 
-# Examples are drawn from a fixed seed, so that a red test is red for everybody; wall-clock limits
-# per example would fail on a busy machine.
+# A fixed seed draws the examples, so that a failing test fails for everybody. A time limit for each
+# example would fail on a busy machine.
 settings.register_profile("ptdmpi", deadline=None, derandomize=True)
 settings.load_profile("ptdmpi")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option --until."""
     parser.addoption(
         "--until", type=float, help="no test begins after this time (seconds since 1970)"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """End what mpirun started when a time limit outside ends pytest (`timeout`, a CI runner)."""
+    """End the programs under mpirun, too, when SIGTERM ends pytest (`timeout`, a CI runner)."""
     signal.signal(signal.SIGTERM, _stop)
 
 
@@ -35,20 +36,24 @@ def _stop(number: int, frame: object) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
+    """Return the scheduler of tests for pytest-xdist."""
     return ByRoom(config, log)
 
 
 class ByRoom(LoadScopeScheduling):
-    """Deals tests to workers by their room."""
+    """A scheduler that gives all tests of a room to one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         return room_of(nodeid)
 
 
 def room_of(nodeid: str) -> str:
-    """One worker has all tests of a room, so two of them never have several ranks at work at once:
-    those that start programs under mpirun are one room, parallel ones of one rank another. The
-    others go by file, for their fixtures."""
+    """Return the room of a test: one worker runs all tests of a room.
+
+    Tests that start programs under mpirun share one room, so that no two of them run several ranks
+    at once. Parallel tests of one rank share another. All other tests are grouped by file, for the
+    sake of their fixtures.
+    """
     file, _, name = nodeid.partition("::")
     of_ranks, starts_ranks = _kinds(file)
     if name.partition("[")[0] in of_ranks:
@@ -58,7 +63,7 @@ def room_of(nodeid: str) -> str:
 
 @functools.cache
 def _kinds(file: str) -> tuple[set[str], bool]:
-    """The parallel tests of a file, and whether others of it start ranks by themselves."""
+    """Return the names of a file's parallel tests, and whether the file starts ranks itself."""
     text = (parallel.ROOT / file).read_text(encoding="utf-8")
     of_ranks = {
         node.name
@@ -70,14 +75,17 @@ def _kinds(file: str) -> tuple[set[str], bool]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test of one process after the time --until; the ranks skip their tests themselves."""
     until = item.config.option.until
     if until is not None and time.time() > until and not hasattr(item.obj, "parallel_body"):
         pytest.skip(parallel.NO_TIME)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """With --durations, also the parallel tests, each with its own time. (pytest's own give the
-    whole mpirun to the first test of it.)"""
+    """Print the slowest parallel tests if --durations is given.
+
+    pytest's own list counts the time of a whole mpirun for its first test.
+    """
     stats = terminalreporter.stats
     reports = [report for kind in ("passed", "failed") for report in stats.get(kind, ())]
     seconds = {r.nodeid: s for r in reports if (s := dict(r.user_properties).get(parallel.SECONDS))}

@@ -13,7 +13,7 @@ folder for all ranks. Other fixtures live in the pytest process and do not reach
 
 Starting N interpreters that import torch takes seconds, so all selected tests at one number of
 ranks share one mpirun, and each is still reported as its own pytest item. A failure ends all ranks;
-the tests behind it get a new mpirun.
+the tests after it get a new mpirun.
 """
 
 import contextlib
@@ -49,10 +49,10 @@ NO_TIME = "no time was left for it"
 
 
 def parallel(ranks: Sequence[int], *, limit_s: float = 60.0) -> Callable[[Callable], Callable]:
-    """Make a pytest test of a module-level function `test_x(comm, ...)` for each number of ranks.
+    """Return a decorator that makes `test_x(comm, ...)` a pytest test for each number of ranks.
 
-    A rank that takes longer than `limit_s` fails the test, with the stacks of all ranks. Numbers
-    above MANY are run by `make test-long`.
+    The function must be at module level. A rank that takes longer than `limit_s` fails the test,
+    with the stacks of all ranks. `make test-long` runs the tests on more than MANY ranks.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -80,8 +80,10 @@ def parallel(ranks: Sequence[int], *, limit_s: float = 60.0) -> Callable[[Callab
 
 
 def _marked(ranks: object) -> object:
-    """A number of ranks (or a pytest.param of one), marked: several of them use all cores together,
-    and take long above MANY."""
+    """Return a number of ranks (or a pytest.param of one) as a marked parameter.
+
+    Several ranks use all cores together; more than MANY take long.
+    """
     plain = ranks if isinstance(ranks, int) else ranks.values[0]
     marks = [] if isinstance(ranks, int) else list(ranks.marks)
     if plain > 1:
@@ -93,7 +95,7 @@ def _marked(ranks: object) -> object:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How one test ended: `kind` is passed, failed or skipped; `text` is what all ranks wrote."""
+    """The end of one test: `kind` is passed, failed or skipped, `text` the output of all ranks."""
 
     kind: str
     text: str
@@ -104,7 +106,7 @@ _OUTCOMES = pytest.StashKey[dict[str, Outcome]]()
 
 
 def _run_item(request: pytest.FixtureRequest, ranks: int) -> None:
-    """Report the outcome of one pytest item, running it and its later siblings if need be."""
+    """Report the outcome of a pytest item; run it first, together with later ones, if need be."""
     outcomes = request.config.stash.setdefault(_OUTCOMES, {})
     item = request.node
     _check_arguments(item)
@@ -124,24 +126,26 @@ def _run_item(request: pytest.FixtureRequest, ranks: int) -> None:
 
 
 def _runs_with(other: pytest.Item, item: pytest.Function, ranks: int) -> bool:
-    """Whether `other` can share the mpirun of `item`."""
+    """Return True if `other` can share the mpirun of `item`."""
     body = getattr(getattr(other, "obj", None), "parallel_body", None)
     return (
         body is not None
         and other.callspec.params["ranks"] == ranks
-        # a module that changes its process (`PROCESS` says how) shares it with its like alone
+        # a module that changes its process, as `PROCESS` says, shares it with its like alone
         and getattr(other.module, "PROCESS", "") == getattr(item.module, "PROCESS", "")
         and not _foreign_arguments(other)
     )
 
 
 def _foreign_arguments(item: pytest.Function) -> list[str]:
+    """Return the arguments of a test that the ranks cannot get."""
     known = {"comm", "tmp_path", *item.callspec.params}
     wanted = inspect.signature(item.obj.parallel_body).parameters
     return [name for name in wanted if name not in known]
 
 
 def _check_arguments(item: pytest.Function) -> None:
+    """Fail the test if it asks for arguments that the ranks cannot get."""
     if foreign := _foreign_arguments(item):
         pytest.fail(
             f"{', '.join(foreign)}: a parallel test has comm, tmp_path and parameters only",
@@ -150,8 +154,10 @@ def _check_arguments(item: pytest.Function) -> None:
 
 
 def _run_batch(ranks: int, batch: Sequence[pytest.Function], until: float | None) -> list[Outcome]:
-    """Run tests under one mpirun: their outcomes, up to the first failure. None begins after the
-    time `until`."""
+    """Run tests under one mpirun and return their outcomes, up to the first failure.
+
+    No test begins after the time `until`.
+    """
     with tempfile.TemporaryDirectory(prefix="ptdmpi-tests-") as folder:
         place = Path(folder)
         tests = [_describe(item, place / f"tmp{i}") for i, item in enumerate(batch)]
@@ -173,8 +179,10 @@ def _run_batch(ranks: int, batch: Sequence[pytest.Function], until: float | None
 
 
 def _describe(item: pytest.Function, tmp_path: Path) -> tuple[str, str, str, bytes]:
-    """Name and file of the module, name of the test function, and the arguments that the ranks call
-    it with (pickled by themselves, for their types may be the module's)."""
+    """Return the name and the file of the module, the name of the test, and its arguments.
+
+    The arguments are pickled on their own, because their types may be defined in the module.
+    """
     arguments = {k: v for k, v in item.callspec.params.items() if k != "ranks"}
     if "tmp_path" in inspect.signature(item.obj.parallel_body).parameters:
         tmp_path.mkdir()
@@ -184,19 +192,22 @@ def _describe(item: pytest.Function, tmp_path: Path) -> tuple[str, str, str, byt
 
 
 def _events(place: Path, rank: int) -> list[dict]:
-    """What rank `rank` has reported so far; a last line that is still being written is left out."""
+    """Return the reports of a rank so far, without a last line that it is still writing."""
     file = place / f"rank{rank}.jsonl"
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]
 
 
 class _Watch:
-    """Says when the test that is running, or the start-up before it, has overrun its limit."""
+    """The time limit of the running test, or of the start-up before the first one.
+
+    A call returns the reason if the limit has passed, else None.
+    """
 
     def __init__(self, place: Path, ranks: int, limits_s: Sequence[float]) -> None:
         self.limits_s = limits_s
         self.files = [place / f"rank{rank}.jsonl" for rank in range(ranks)]
-        self.sizes = [0] * ranks  # of what has been read of each: it is asked ten times a second
+        self.sizes = [0] * ranks  # bytes read of each file: this is called ten times a second
         self.test, self.since = -1, time.monotonic()
 
     def __call__(self) -> str | None:
@@ -209,7 +220,7 @@ class _Watch:
         return f"time limit of {limit_s:g} s" + (" of the start-up" if self.test < 0 else "")
 
     def _newest(self, rank: int) -> int:
-        """The test of the last whole line that a rank has reported since it was asked, or -1."""
+        """Return the test of a rank's newest whole line since the last call, or -1."""
         with contextlib.suppress(FileNotFoundError), open(self.files[rank], "rb") as file:
             file.seek(self.sizes[rank])
             lines, end, _ = file.read().rpartition(b"\n")
@@ -220,7 +231,7 @@ class _Watch:
 
 
 def _outcomes(place: Path, ranks: int, count: int, error: str) -> list[Outcome]:
-    """Outcomes in order, ending with the first test that not every rank has finished well."""
+    """Return the outcomes in order, up to the first test that some rank has not finished well."""
     events = [_events(place, rank) for rank in range(ranks)]
     outcomes = []
     for test in range(count):
@@ -228,7 +239,7 @@ def _outcomes(place: Path, ranks: int, count: int, error: str) -> list[Outcome]:
         kinds = {end["kind"] for end in ends}
         if len(kinds) == 1 and kinds <= {"passed", "skipped"}:
             kind = kinds.pop()
-            # A skip is the same on all ranks: its reason is wanted once, as one line.
+            # a skip is the same on all ranks, so its reason is printed once
             text = ends[0]["reason"] if kind == "skipped" else _output(place, events, test)
             seconds = max(end["seconds"] for end in ends)
             outcomes.append(Outcome(kind, text, seconds))
@@ -237,19 +248,19 @@ def _outcomes(place: Path, ranks: int, count: int, error: str) -> list[Outcome]:
         text = "\n".join([states, _output(place, events, test), error])
         outcomes.append(Outcome("failed", text))
         return outcomes
-    if error:  # every test passed, then a rank died: nobody else would report it
+    if error:  # every test passed, then a rank died: only this reports it
         outcomes[-1] = Outcome("failed", f"after the last test: {error}")
     return outcomes
 
 
 def _end(events_of_rank: list[dict], test: int) -> dict:
-    """How a rank ended a test."""
+    """Return a rank's report of the end of a test."""
     ends = (e for e in events_of_rank if e["test"] == test and e["kind"] != "start")
     return next(ends, {"kind": "unfinished"})
 
 
 def _output(place: Path, events: list[list[dict]], test: int) -> str:
-    """What each rank wrote while it ran one test (and, for the first, while it started)."""
+    """Return the output of each rank during a test; for the first test, since its start, too."""
     parts = []
     for rank, of_rank in enumerate(events):
         file = place / f"rank{rank}.txt"

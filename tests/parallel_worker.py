@@ -1,4 +1,4 @@
-"""What one rank does under `mpirun python parallel_worker.py FOLDER`: see parallel.py.
+"""One rank under `mpirun python parallel_worker.py FOLDER`, see parallel.py.
 
 It reads the job from FOLDER, redirects its output to rankR.txt, and appends to rankR.jsonl one line
 when a test starts and one when it has ended.
@@ -15,21 +15,22 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-ABORT_DELAY_S = 0.5  # time for the other ranks to report the same failure before all are ended
+ABORT_DELAY_S = 0.5  # the other ranks report the same failure before all are ended
 
 
 def main() -> None:
+    """Run the tests of the job, up to the first failure, which ends all ranks."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     place = Path(sys.argv[1])
     output = os.open(place / f"rank{world.rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)  # file descriptors, so that C libraries and faulthandler land there too
+    os.dup2(output, 1)  # file descriptors: for C libraries and faulthandler, too
     os.dup2(output, 2)
-    sys.stdout.reconfigure(line_buffering=True)  # what was printed before a hang must be seen
+    sys.stdout.reconfigure(line_buffering=True)  # to show what was printed before a hang
     test = -1
     try:
-        # A program of ours wrote this file a moment ago; pickle lets parameters be any value.
+        # parallel.py wrote this file a moment ago; with pickle, parameters may be any value
         job = pickle.loads((place / "job.pickle").read_bytes())
         sys.path[:] = job["path"]
         with open(place / f"rank{world.rank}.jsonl", "w", buffering=1) as events:
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def _load(name: str, file: Path) -> None:
-    """Import a test module under the name that pytest gave it, as pickled values refer to it."""
+    """Import a test module under pytest's name for it, because pickled values refer to that."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -71,7 +72,7 @@ def _load(name: str, file: Path) -> None:
 
 
 def _is_late(world: object, until: float | None) -> bool:
-    """Whether no test begins any more, as one rank sees it."""
+    """Return True on all ranks if the time is up by the clock of rank 0."""
     return until is not None and world.bcast(time.time() > until)
 
 
@@ -87,18 +88,19 @@ def _call(body: Callable, comm: object, arguments: dict[str, object]) -> dict[st
 
 
 def _report(events: object, **event: object) -> None:
+    """Write an event as one line of JSON."""
     events.write(json.dumps(event) + "\n")
 
 
 def _flush_and_tell() -> int:
-    """Flush what Python holds back; return the size of this rank's output so far in bytes."""
+    """Flush Python's buffers; return the size of this rank's output so far in bytes."""
     sys.stdout.flush()
     sys.stderr.flush()
     return os.fstat(1).st_size
 
 
 def _print_locals(error: BaseException) -> None:
-    """Show the variables of the frame below `_call`, the test's: a plain assert names no values."""
+    """Print the variables of the test's frame, below `_call`: a plain assert shows no values."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [frame.f_code.co_name for frame in frames]
     shorten = reprlib.Repr()

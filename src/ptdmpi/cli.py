@@ -36,7 +36,7 @@ class LazyGroup(CommandGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """Import and return the subcommand `name`; None if there is none."""
+        """Import and return the subcommand `name`, or None for an unknown name."""
         if name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f"ptdmpi.commands.{name}").command

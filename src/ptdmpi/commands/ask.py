@@ -72,6 +72,7 @@ def command() -> None:
 @click.option("--price", type=Number(), help="Of a rank-hour, in your currency.")
 @_answered
 def ranks_command(
+    *,
     model: str,
     cluster: str,
     ranks: int,
@@ -94,6 +95,7 @@ def ranks_command(
 @click.option("--restart-minutes", required=True, type=Number(), help="Failure to first step.")
 @_answered
 def restarts_command(
+    *,
     model: str,
     cluster: str,
     ranks: int,
@@ -117,7 +119,7 @@ def restarts_command(
 @click.option("--pod", type=Number(1, MOST_RANKS), help="Nodes that share the full rate.")
 @_answered
 def network_command(
-    model: str, cluster: str, ranks: int, batch: int | None, pod: int | None
+    *, model: str, cluster: str, ranks: int, batch: int | None, pod: int | None
 ) -> Reply:
     """Predict a slower, tapered or two-tier network."""
     return network.answer(pricer_of_names(model, cluster, batch), ranks, pod)
@@ -132,6 +134,7 @@ def network_command(
 @click.option("--lengths", type=NumberList(), help="Sequence lengths; as many tokens in a step.")
 @_answered
 def sweep_command(
+    *,
     model: str,
     cluster: str,
     ranks: int,
@@ -169,7 +172,7 @@ def partition_command(model: str, cluster: str, tensor: int, micro_size: int) ->
 @BATCH
 @_answered
 def methods_command(
-    model: str, cluster: str, ranks: int | None, layout: str | None, batch: int | None
+    *, model: str, cluster: str, ranks: int | None, layout: str | None, batch: int | None
 ) -> Reply:
     """Predict what communication-efficient methods save."""
     pricer = pricer_of_names(model, cluster, batch)
@@ -193,6 +196,7 @@ def methods_command(
 @click.option("--utilisation", type=Number(), help="Share of the peak, such as 0.4: says the days.")
 @_answered
 def days_command(
+    *,
     model: str,
     cluster: str,
     ranks: int,

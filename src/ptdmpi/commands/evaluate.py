@@ -85,7 +85,7 @@ def _table(result: dict[str, Any]) -> str:
 
 
 def _class_line(name: str, scores: dict[str, Any]) -> str:
-    """Return the accuracy on the items of one class; a class without items has none."""
+    """Return the accuracy on the items of one class, or "-" for a class without items."""
     accuracy = "-" if scores["accuracy"] is None else f"{scores['accuracy']:.4f}"
     shown = f"{accuracy} of {scores['items']:,}"
     return f"  {f'accuracy of {name}':<28} {shown:>16}"

@@ -45,6 +45,7 @@ class Number(click.types.FloatParamType):
         self.most = most
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        """Return the number of an option's text."""
         try:
             number = float(value) if self.least is None else int(value)
         except ValueError:
@@ -70,6 +71,7 @@ class NumberList(click.ParamType[list[int]]):
     name = "sizes"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
+        """Return the numbers of an option's text. Raise InputError for anything else."""
         parts = str(value).split(",")
         if not all(part.isdigit() and 1 <= int(part) <= MOST_BATCH for part in parts):
             raise InputError(f"{param.opts[0]} {value}: must be numbers from 1, such as 256,512")
@@ -82,6 +84,7 @@ class ShardGroup(click.ParamType[int | str]):
     name = "group"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int | str:
+        """Return "all", "node" or a number. Raise InputError for anything else."""
         if value in ("all", "node"):
             return str(value)
         if not str(value).isdigit() or int(value) < 1:

@@ -94,7 +94,7 @@ def _written(
 ) -> tuple[list[Path], list[str]]:
     """Write pictures and trace. Return their paths, and lines on what could not be written.
 
-    The run of another user is often read-only: its table is still printed. Raise InputError if
+    Another user's run is often read-only: its table is still printed. Raise InputError if
     `output` was given and cannot be written.
     """
     try:

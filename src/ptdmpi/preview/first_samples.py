@@ -41,7 +41,7 @@ def first_samples(
 
 
 def _tokenizer(config: Config, course: Course, vocab_size: int) -> tuple[Text | None, str | None]:
-    """Return the tokenizer of the shards and None, or None and the reason why there is none."""
+    """Return the tokenizer of the shards and None, or None and the reason why it is missing."""
     try:
         return text_of(config, course, vocab_size), None
     except InputError as error:

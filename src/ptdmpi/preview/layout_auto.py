@@ -20,8 +20,8 @@ def with_best_layout(
     """Return the configuration `tree` with the layout that the run has already, or the best one.
 
     All ranks call it together. Without `run.cluster` it measures this machine first. `overrides`
-    are the --set options, of which none may fix a part of the layout. Raise InputError on every
-    rank if one does, or if no layout fits.
+    are the --set options. Raise InputError on every rank if one of them sets a part of the layout,
+    or if no layout fits.
     """
     world.on_root(lambda: choose.require_free(overrides))
     tree = world.on_root(lambda: dict(with_form(tree)))

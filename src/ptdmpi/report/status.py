@@ -149,7 +149,7 @@ class Watched:
         return status
 
     def _take(self, line: str) -> None:
-        """Keep the record in a line; ignore a line that is none."""
+        """Keep the record in a line; ignore any other line."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):

@@ -24,7 +24,7 @@ class TrainedSteps(NamedTuple):
 def trained_steps(path: Path, steps: Sequence[Mapping[str, Any]]) -> list[TrainedSteps]:
     """Return the attempts that trained the recorded `steps` of run `path`, oldest first.
 
-    A run of an older version has none. Raise InputError if the history cannot be read.
+    The list is empty for a run of an older version. Raise InputError if the history cannot be read.
     """
     numbers = [record["step"] for record in steps]
     try:

@@ -80,7 +80,7 @@ def _group(key: str) -> str:
 
 
 def kept_records(metrics: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a run so far; skip lines that are none."""
+    """Yield the records of a run so far; skip any other line."""
     if not metrics.is_file():
         return
     with metrics.open(encoding="utf-8", errors="replace") as lines:

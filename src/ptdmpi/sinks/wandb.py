@@ -59,7 +59,7 @@ class WeightsAndBiases:
 
 
 def _known_id(state: Path) -> str | None:
-    """Return the id in the file `state`; None if there is none."""
+    """Return the id in the file `state`, or None without such a file."""
     try:
         identity = json.loads(state.read_bytes())["id"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -72,7 +72,7 @@ def assemble(
     journal = Journal(config, axes, signals.show)
     if axes.carried_by:
         journal.say(axes.carried_by)
-    lookout = Lookout(config, axes, world, signals, journal.say)
+    lookout = Lookout(config, axes, world, signals, say=journal.say)
     try:
         parts = _with_state(world, lookout, journal, device=device, handover=handover)
     except Exception:

@@ -32,6 +32,7 @@ class Lookout:
         axes: Axes,
         world: World,
         signals: StopRequest,
+        *,
         say: Callable[[str], None],
     ) -> None:
         run = config.run

@@ -131,7 +131,7 @@ class Ballot(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """The result of a vote. `stop` is the reason to stop, or empty if there is none."""
+    """The result of a vote. `stop` is the reason to stop; it is empty if the run continues."""
 
     stop: str
     save: Save
@@ -139,7 +139,7 @@ class Asked:
 
 
 class _Files(NamedTuple):
-    """Whether the files STOP and SAVE are in the run directory."""
+    """The files STOP and SAVE: are they in the run directory?"""
 
     stop: bool
     save: bool

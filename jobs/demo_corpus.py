@@ -12,12 +12,13 @@ from pathlib import Path
 
 
 def main(output: Path) -> None:
+    """Write the file, and print its size."""
     library = Path(sysconfig.get_paths()["stdlib"])
     temporary = output.with_suffix(".tmp")
     count = size = 0
     with open(temporary, "w", encoding="utf-8") as file:
         for path in sorted(library.rglob("*.py")):
-            # packages that somebody installed are not the standard library
+            # installed packages are not part of the standard library
             if {"site-packages", "dist-packages"} & set(path.parts):
                 continue
             try:
@@ -25,9 +26,10 @@ def main(output: Path) -> None:
             except UnicodeDecodeError:  # test data of Python's own tests
                 continue
             file.write(json.dumps({"text": text}) + "\n")
-            count, size = count + 1, size + len(text.encode())
+            count += 1
+            size += len(text.encode())
     if not count:
-        sys.exit(f"no Python sources below {library}; take a text of yours: make demo CORPUS=path")
+        sys.exit(f"no Python sources below {library}; use your own text: make demo CORPUS=path")
     os.replace(temporary, output)
     print(f"{count:,} files of the standard library, {size / 1e6:.1f} MB")
 

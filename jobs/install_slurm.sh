@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what `make test-slurm` starts: Debian's Slurm. As root on Debian; starts no service.
+# Install Debian's Slurm for `make test-slurm`, as root on Debian. No service is started.
 set -euo pipefail
 packages=(slurmctld slurmd slurm-client munge libpmix2 libpmix-dev)
 if command -v dpkg-query > /dev/null && dpkg-query -W "${packages[@]}" > /dev/null 2>&1; then

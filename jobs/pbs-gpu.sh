@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on GPU nodes under PBS (Polaris), one rank per GPU. Jobs of PBS take no arguments:
+# Train on GPU nodes under PBS (Polaris), one rank per GPU. PBS jobs take no arguments:
 #
 #   qsub -v "ARGS=CONFIG.toml --set SECTION.KEY=VALUE" jobs/pbs-gpu.sh
 #
@@ -14,14 +14,14 @@
 #PBS -l select=2
 #PBS -l place=scatter
 #PBS -l walltime=06:00:00
-# Polaris and Aurora start no job that does not name its file systems.
+# On Polaris and Aurora a job must name its file systems.
 ##PBS -l filesystems=home:eagle
 #PBS -j oe
-# PBS itself runs the job again when its first node is lost.
+# PBS itself restarts the job when its first node is lost.
 #PBS -r y
 RANKS_PER_NODE=${RANKS_PER_NODE:-4}
 CORES_PER_RANK=${CORES_PER_RANK:-8}
-# One line of PBS_NODEFILE for each node. These flags are those of PALS (HPE Cray) and MPICH.
+# PBS_NODEFILE has lines for each node. The flags are those of PALS (HPE Cray) and MPICH.
 NODES=$(sort -u "$PBS_NODEFILE" | wc -l)
 FLAGS="--ppn $RANKS_PER_NODE --depth $CORES_PER_RANK --cpu-bind depth"
 LAUNCH=${LAUNCH:-mpiexec -n $((NODES * RANKS_PER_NODE)) $FLAGS}

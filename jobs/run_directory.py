@@ -1,4 +1,4 @@
-"""Prints the number of steps and the run directory of a configuration, for the job scripts.
+"""Print the number of steps and the run directory of a configuration, for the job scripts.
 
 `python jobs/run_directory.py CONFIG.toml [--set SECTION.KEY=VALUE ...]`
 """
@@ -12,6 +12,7 @@ from ptdmpi.config import InputError, RunConfig, load
 
 
 def main() -> None:
+    """Print what the job scripts need, or stop with exit code 2."""
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
     parser.add_argument("--set", action="append", default=[])
@@ -27,6 +28,7 @@ def main() -> None:
 
 
 def stop(reason: str) -> None:
+    """Print an error, and exit with code 2."""
     print(f"ptdmpi: error: {reason}", file=sys.stderr)
     raise SystemExit(2)
 

@@ -1,4 +1,4 @@
-"""What the numbers belong to: the device, the code and the libraries. Others void them."""
+"""The device, the code and the libraries to which numbers belong; others make them worthless."""
 
 import contextlib
 import hashlib
@@ -19,7 +19,7 @@ LIBRARIES = ("torch", "nccl4py", "transformers", "torchtitan")
 def identity() -> dict[str, Any]:
     """Return the device's name (None: there is no GPU), the commit, and versions by library.
 
-    Where there is no git, a digest of the sources is the commit.
+    Without git, a digest of the sources is the commit.
     """
     device = None
     if torch.cuda.is_available():
@@ -32,7 +32,7 @@ def identity() -> dict[str, Any]:
 def machinery() -> dict[str, str]:
     """Return the versions of what torch runs on: CUDA or HIP, driver, cuDNN, libnccl.
 
-    What is not here, or cannot be asked, is left out.
+    Versions that are not here, or cannot be asked for, are left out.
     """
     versions = {
         "CUDA": torch.version.cuda,

@@ -1,4 +1,4 @@
-"""How much of the communication of two replicas is hidden under kernels, from a trace of steps:
+"""The share of two replicas' communication that is hidden under kernels, from a trace of steps:
 `python -m benchmarks.gpu.overlap nccl`, which mpirun has started, prints JSON on rank 0."""
 
 import json
@@ -90,7 +90,7 @@ def overlap(
 
     config = configuration(shape, "bf16", 1, "none", ranks=world.size)
     with drawn_there():
-        engine = engine_on(config, vocab_size, device, wire, world)
+        engine = engine_on(config, vocab_size, device, wire=wire, world=world)
     placing = Placing(device)
     first = world.rank * config.microbatches
     activities = [ProfilerActivity.CPU]

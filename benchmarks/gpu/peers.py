@@ -26,7 +26,7 @@ STEPS = 6
 
 
 class Workload(NamedTuple):
-    """What is trained: a shape, of which this trainer takes `sequences` a step in microbatches of
+    """A shape to train. This trainer takes `sequences` of it a step, in microbatches of
     `micro_size`."""
 
     device: torch.device

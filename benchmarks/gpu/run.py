@@ -2,7 +2,7 @@
 
 Each part runs in a process of its own.
 
-What was measured is kept in results/latest.json, written at least every ten seconds. A run that was
+All results are kept in results/latest.json, written at least every ten seconds. A run that was
 cut short continues with the rows that are left; with another device, commit or library it begins
 anew, and so it does with --anew.
 """
@@ -42,10 +42,10 @@ Part = dict[str, Any]
 
 @dataclass
 class Record:
-    """What was measured so far, and the files that hold it.
+    """The results so far, and their files.
 
-    `everything` is the content of latest.json. `copies` is a folder into which all that is written
-    is copied, too; None: there is none.
+    `everything` is the content of latest.json. Each file is copied into the folder `copies`, unless
+    that is None.
     """
 
     everything: dict[str, Any]

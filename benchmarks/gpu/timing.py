@@ -1,4 +1,4 @@
-"""What every part measures with: timed work on a device, rates, and rows measured one by one."""
+"""Timed work on a device, rates, and rows that are measured one by one, for all parts."""
 
 import contextlib
 import gc

@@ -72,6 +72,7 @@ def engine_on(
     config: Config,
     vocab_size: int,
     device: torch.device,
+    *,
     wire: str = "auto",
     world: World | None = None,
 ) -> Engine:
@@ -166,8 +167,8 @@ def in_turn(
     named: dict[str, str],
     rounds: int = ROUNDS,
 ) -> Iterator[Row]:
-    """Yield rounds of our quickest way and of another trainer's, alternating, so that a machine
-    whose speed drifts is the same for both.
+    """Yield rounds of our quickest way and of a peer's, alternating, so that a machine whose speed
+    drifts is the same for both.
 
     All rounds are one row, which is "left" until the last round is done. `named` has the names of
     the two ways. Raises Left if a side was not measured.

@@ -1,7 +1,7 @@
 """Predictions of published runs outside `published/`, those of `outside.csv`.
 
-No value was calibrated on them, and no term of the model was chosen by them. Those of 2022 ran a
-newer program, which overlaps sums over the tensor axis with weight gradients.
+No value was calibrated on them, and no term of the model was chosen by them. The runs of 2022
+used a newer program, which overlaps sums over the tensor axis with weight gradients.
 """
 
 import csv

@@ -1,1 +1,1 @@
-"""This project beside other trainers and the limit."""
+"""This project compared with other trainers and with the limit of its products"""

@@ -90,7 +90,7 @@ class PeerTrial:
 
 @dataclass(frozen=True)
 class Constants:
-    """What does not change from round to round: for each side, the greatest over its ranks."""
+    """The values that are the same in all rounds: for each side, the greatest over its ranks."""
 
     peak_memory_bytes: int
     peer_peak_memory_bytes: int | None  # None: it did not finish

@@ -1,4 +1,4 @@
-"""The fastest way of another tool to train a row, chosen by short trials."""
+"""The fastest way of a peer to train a row, chosen by short trials."""
 
 import math
 import time
@@ -20,7 +20,7 @@ FIRST_STEP_S = 5.0  # plus what a first step may take longer
 class Rival:
     """A trainer that is measured against this project in a row, and its fastest way.
 
-    A `variant` of None is this project with the layout of `row`. Where no way finished, `at_most`
+    A `variant` of None is this project with the layout of `row`. If no way finished, `at_most`
     is the bound of its tokens per second, and nothing is measured.
     """
 

@@ -73,7 +73,7 @@ def train_on(base: Path, data: Path, steps: int, name: str, *settings: str) -> P
 
 
 def quantized(
-    model: Path, data: Path, form: str, method: str, more: Sequence[str]
+    model: Path, data: Path, form: str, method: str, *, more: Sequence[str]
 ) -> dict[str, Any]:
     """Quantize a model, unless it is done, and return the report of `ptdmpi quantize`, with
     perplexities in bf16. `more` are its options for GPTQ's samples."""
@@ -93,7 +93,7 @@ def rows(model: Path, data: Path, more: Sequence[str]) -> Iterator[list[str]]:
     """Yield a row of the table for each form and method."""
     for form in FORMS:
         for method in METHODS:
-            report = quantized(model, data, form, method, more)
+            report = quantized(model, data, form, method, more=more)
             (perplexity,) = report["perplexity"]
             yield [
                 form,
@@ -124,7 +124,7 @@ def after_training(
     }
     for title, model in models.items():
         for method in METHODS:
-            (perplexity,) = quantized(model, data, "int4, 64", method, more)["perplexity"]
+            (perplexity,) = quantized(model, data, "int4, 64", method, more=more)["perplexity"]
             values = [f"{perplexity[when]:.3f}" for when in ("before", "after")]
             yield [title, method, *values]
 

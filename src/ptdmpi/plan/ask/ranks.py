@@ -1,4 +1,4 @@
-"""How many ranks, and what a training costs: the best layout of each number of nodes."""
+"""`ptdmpi ask ranks`: the cost of a training by the number of ranks, each in its best layout."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +14,13 @@ from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.plan.show import table
 from ptdmpi.terminal.say import note
 
-LEAST_STATE_BYTES = 2  # of a parameter on a device, whatever is shared out and offloaded
+LEAST_STATE_BYTES = 2  # of a parameter on a device, whatever is sharded and offloaded
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a whole training costs in its best layout; `megawatt_hours` is None where the cluster
-    file has no power."""
+    """The cost of a whole training in its best layout. `megawatt_hours` is None if the cluster file
+    has no power."""
 
     price: Price
     days: float
@@ -29,105 +29,148 @@ class Cost:
 
     @property
     def ranks(self) -> int:
+        """The number of ranks."""
         return self.price.layout.ranks
 
 
 def cost(price: Price, pricer: Pricer, tokens: float) -> Cost:
-    """What `tokens` of training take in that layout: whole nodes are paid for."""
+    """Return the cost of training on `tokens` tokens in the layout of a price; all devices of each
+    node are paid for."""
     steps = tokens / (pricer.batch * pricer.model.config.seq_length)
-    node, hours = pricer.cluster.node, steps * price.step_time_s / 3600
+    node = pricer.cluster.node
+    hours = steps * price.step_time_s / 3600
     paid = -(-price.layout.ranks // node.devices) * node.devices
-    power = node.power_w
-    energy = None if power is None else paid / node.devices * power * hours / 1e6
+    energy = None
+    if node.power_w is not None:
+        energy = paid / node.devices * node.power_w * hours / 1e6
     return Cost(price, hours / 24, paid * hours, energy)
 
 
 def ladder(devices: int, least: int, most: int) -> list[int]:
-    """Numbers of ranks to look at: a node's devices times powers of two, or where that is more than
-    there is, the powers of two below; and the most."""
-    first = devices if devices <= most else 1
+    """Return the numbers of ranks to try, from `least` to `most`: a node's devices times powers of
+    two, or powers of two if a node has more devices than `most`; and `most` itself."""
+    ranks = devices if devices <= most else 1
     rungs = []
-    while first <= most:
-        rungs.append(first)
-        first *= 2
-    return [rung for rung in [*rungs, *([most] if rungs[-1] != most else [])] if rung >= least]
+    while ranks <= most:
+        rungs.append(ranks)
+        ranks *= 2
+    if rungs[-1] != most:
+        rungs.append(most)
+    return [rung for rung in rungs if rung >= least]
 
 
 def between(fewer: int, more: int, devices: int) -> list[int]:
-    """Up to three numbers of ranks between two, in whole nodes."""
-    fewer, more = fewer // devices, more // devices
-    nodes = {fewer + (more - fewer) * part // 4 for part in (1, 2, 3)} - {fewer, more}
+    """Return up to three numbers of ranks between two others, in whole nodes."""
+    first = fewer // devices
+    last = more // devices
+    nodes = {first + (last - first) * part // 4 for part in (1, 2, 3)} - {first, last}
     return [count * devices for count in sorted(nodes)]
 
 
 def answer(
     pricer: Pricer, most: int, tokens: float, days: float | None, price: float | None
 ) -> Reply:
-    """Trainings on up to `most` ranks; `days`: the deadline, `price` of a rank-hour. Raises
-    InputError if nothing fits, or nothing is done in time."""
+    """Answer for trainings on up to `most` ranks.
+
+    `days` is the deadline and `price` the price of a rank-hour; None: there is none. Raises
+    InputError if no layout fits, or no training ends in time.
+    """
     devices = pricer.cluster.node.devices
     count = parameter_count(pricer.model.config, pricer.model.vocab_size)
     least = LEAST_STATE_BYTES * count / pricer.capacity_bytes
     if days is not None:  # no fewer are in time at the peak
         least = max(least, MODEL_FLOPS * count * tokens / pricer.machine.peak / (days * DAY_S))
     rungs = ladder(devices, min(most, int(least)), most)
-    found = _costs(pricer, rungs, tokens)
+    costs = _costs(pricer, rungs, tokens)
     if days is not None:
-        late = [one.ranks for one in found if one.days > days]
-        early = [one.ranks for one in found if one.days <= days]
+        late = [known.ranks for known in costs if known.days > days]
+        early = [known.ranks for known in costs if known.days <= days]
         if late and early and min(early) > max(late) >= devices:
-            found += _costs(pricer, between(max(late), min(early), devices), tokens)
-    if not found:
-        search(pricer, Space(most))  # says what is missing
-    found.sort(key=lambda one: one.ranks)
-    in_time = [one for one in found if days is None or one.days <= days]
+            costs += _costs(pricer, between(max(late), min(early), devices), tokens)
+    if not costs:
+        search(pricer, Space(most))  # raises an error that says what is missing
+    costs.sort(key=lambda known: known.ranks)
+    in_time = [known for known in costs if days is None or known.days <= days]
     if not in_time:
-        quickest = min(found, key=lambda one: one.days)
+        quickest = min(costs, key=lambda known: known.days)
         raise InputError(
             f"{pricer.model.name} on {tokens:.3g} tokens takes {quickest.days:.1f} days on "
             f"{counted(quickest.ranks, 'rank')} of {pricer.cluster.name}, the best number of up to "
             f"{most:,}: not within {days:g} days"
         )
-    best = min(in_time, key=lambda one: one.rank_hours)
-    return _told(pricer, found, best, days, price)
+    best = min(in_time, key=lambda known: known.rank_hours)
+    return _reply(pricer, costs, best, days=days, price=price)
 
 
 def _costs(pricer: Pricer, rungs: list[int], tokens: float) -> list[Cost]:
-    found = []
+    """Return the cost on each number of ranks that has a layout."""
+    costs = []
     for ranks in rungs:
         note(f"ptdmpi ask: searching layouts of {counted(ranks, 'rank')}")
         try:
             best = search(pricer, Space(ranks), 1)[0]
         except InputError:  # too few ranks for the model, or too many for the batch
             continue
-        found.append(cost(best, pricer, tokens))
-    return found
+        costs.append(cost(best, pricer, tokens))
+    return costs
 
 
-def _told(
-    pricer: Pricer, found: list[Cost], best: Cost, days: float | None, price: float | None
-) -> Reply:
-    rows = [["ranks", "days", "rank-hours", *(["money"] if price else []), "MWh", "MFU", "layout"]]
-    entries: list[dict[str, Any]] = []
-    for one in found:
-        entry = table.numbers(one.price, pricer, None)
-        money = None if price is None else one.rank_hours * price
-        energy = "" if one.megawatt_hours is None else f"{one.megawatt_hours:,.0f}"
-        paid = [] if money is None else [f"{money:,.0f}"]
-        told = "  <-" if one is best else ""
-        mfu, words = f"{one.price.mfu:.1%}", f"{one.price.layout}, {table.settings(entry)}{told}"
-        sizes = [f"{one.ranks}", f"{one.days:.1f}", f"{one.rank_hours:,.0f}"]
-        rows.append([*sizes, *paid, energy, mfu, words])
-        costs = {"days": one.days, "rank_hours": one.rank_hours, "money": money}
-        entries.append({"ranks": one.ranks, **costs, "mwh": one.megawatt_hours, **entry})
-    within = "" if days is None else f" of those done within {days:g} days"
-    cheap = f"{best.days:.1f} days, {best.rank_hours:,.0f} rank-hours"
-    cheap += "" if price is None else f", {best.rank_hours * price:,.0f} at {price:g} each"
+def _row(cost: Cost, entry: dict[str, Any], money: float | None, *, is_best: bool) -> list[str]:
+    """Return the row of one number of ranks; `entry` is that of its layout in the JSON."""
+    row = [f"{cost.ranks}", f"{cost.days:.1f}", f"{cost.rank_hours:,.0f}"]
+    if money is not None:
+        row.append(f"{money:,.0f}")
+    energy = ""
+    if cost.megawatt_hours is not None:
+        energy = f"{cost.megawatt_hours:,.0f}"
+    mark = "  <-" if is_best else ""
+    layout = f"{cost.price.layout}, {table.settings(entry)}{mark}"
+    return [*row, energy, f"{cost.price.mfu:.1%}", layout]
+
+
+def _sentence(pricer: Pricer, best: Cost, days: float | None, price: float | None) -> str:
+    """Return the answer in a sentence."""
+    within = ""
+    if days is not None:
+        within = f" of those done within {days:g} days"
+    costs = f"{best.days:.1f} days, {best.rank_hours:,.0f} rank-hours"
+    if price is not None:
+        costs += f", {best.rank_hours * price:,.0f} at {price:g} each"
     if best.megawatt_hours is not None:
-        cheap += f", {best.megawatt_hours:,.0f} MWh"
-    level = None if days is None else (days, f"{days:g} days")
+        costs += f", {best.megawatt_hours:,.0f} MWh"
+    ranks = counted(best.ranks, "rank")
+    return f"The cheapest{within}: {ranks} of {pricer.cluster.name}, {costs}."
+
+
+def _reply(
+    pricer: Pricer, costs: list[Cost], best: Cost, *, days: float | None, price: float | None
+) -> Reply:
+    """Return the reply with its tables and pictures."""
+    header = ["ranks", "days", "rank-hours", "MWh", "MFU", "layout"]
+    if price is not None:
+        header.insert(3, "money")
+    rows = [header]
+    entries: list[dict[str, Any]] = []
+    for known in costs:
+        entry = table.numbers(known.price, pricer, None)
+        money = None if price is None else known.rank_hours * price
+        rows.append(_row(known, entry, money, is_best=known is best))
+        entries.append(
+            {
+                "ranks": known.ranks,
+                "days": known.days,
+                "rank_hours": known.rank_hours,
+                "money": money,
+                "mwh": known.megawatt_hours,
+                **entry,
+            }
+        )
+    level = None
+    if days is not None:
+        level = (days, f"{days:g} days")
+    in_time = " in time" if days else ""
     return Reply(
-        f"The cheapest{within}: {counted(best.ranks, 'rank')} of {pricer.cluster.name}, {cheap}.",
+        _sentence(pricer, best, days, price),
         rows,
         {"best_ranks": best.ranks, "choices": entries},
         f"{pricer.model.name} on {pricer.cluster.name}: how many ranks",
@@ -135,15 +178,15 @@ def _told(
             Panel(
                 "ranks",
                 "days",
-                {"days": [(one.ranks, one.days) for one in found]},
+                {"days": [(known.ranks, known.days) for known in costs]},
                 level=level,
                 logarithmic="xy",
             ),
             Panel(
                 "ranks",
                 "rank-hours",
-                {"rank-hours": [(one.ranks, one.rank_hours) for one in found]},
-                mark=(best.ranks, f"cheapest{' in time' if days else ''}: {best.ranks}"),
+                {"rank-hours": [(known.ranks, known.rank_hours) for known in costs]},
+                mark=(best.ranks, f"cheapest{in_time}: {best.ranks}"),
                 logarithmic="x",
             ),
         ],

@@ -1,4 +1,4 @@
-"""Advice about layouts: changes that help one, and what the paper's rules would choose."""
+"""Advice on layouts: changes that make one faster, and the choice by the rules of the paper."""
 
 import itertools
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ from ptdmpi.plan.search.space import (
     shardings,
 )
 
-# of a Layout
+# fields of a Layout that are on or off
 SWITCHES = ("sequence_parallel", "scatter_gather", "partition_activations", "dp_overlap")
 
 
 def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
-    """Every legal layout that differs in one decision: a setting, or ranks moved from one axis to
-    another."""
+    """Yield every legal layout that differs in one decision: in a setting, or by ranks moved from
+    one axis to another."""
     sizes = ("tensor", "pipeline", "data")
     tried: list[Layout] = []
     for source, target in itertools.permutations(sizes, 2):
@@ -42,8 +42,10 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
     if layout.stages > 1:
         own = len(pricer.memory.split(layout)[0])
         tried += [replace(layout, first_layers=first) for first in (own - 1, own + 1) if first]
-    other = default_schedule(layout.virtual) if layout.schedule == "gpipe" else "gpipe"
-    tried.append(replace(layout, schedule=other))
+    other_schedule = "gpipe"
+    if layout.schedule == "gpipe":
+        other_schedule = default_schedule(layout.virtual)
+    tried.append(replace(layout, schedule=other_schedule))
     for mode in RECOMPUTE_MODES:
         kept = layout.partition_activations and mode == "full"
         whole = replace(layout, recompute=mode, recompute_layers=None)
@@ -59,8 +61,10 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
         stages = [zero for zero in STAGES if covers_state(zero) or not layout.shard_group]
         tried += [replace(layout, zero=zero) for zero in stages]
         node = of_a_node(pricer, layout)
-        groups_of = {None, node} if 1 < node < layout.data and covers_state(layout.zero) else {None}
-        tried += [replace(layout, shard_group=group) for group in groups_of]
+        shard_groups: set[int | None] = {None}
+        if 1 < node < layout.data and covers_state(layout.zero):
+            shard_groups.add(node)
+        tried += [replace(layout, shard_group=group) for group in shard_groups]
     places = (place for place in OFFLOADS if not pricer.cluster.lacks(place))
     tried += [replace(layout, offload=place) for place in places]
     for changed in tried:
@@ -69,7 +73,7 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
 
 
 def difference(layout: Layout, changed: Layout) -> str:
-    """What is other in `changed`, as options of the command line would say it."""
+    """Return the differences of `changed` from `layout` as options of the command line."""
     words = [
         f"{letter}={getattr(changed, name)}"
         for letter, name in LETTERS.items()
@@ -78,11 +82,12 @@ def difference(layout: Layout, changed: Layout) -> str:
     kinds = {layout.schedule, changed.schedule}
     if len(kinds) == 2 and "gpipe" in kinds:  # the others follow from v
         words.append(f"--schedule {changed.schedule}")
-    modes = [(one.recompute, one.recompute_layers) for one in (layout, changed)]
-    if modes[0] != modes[1]:
-        layers = changed.recompute_layers
-        some = "" if layers is None else f" --recompute-layers {layers}"
-        words.append(f"recompute {changed.recompute}{some}")
+    before = (layout.recompute, layout.recompute_layers)
+    if (changed.recompute, changed.recompute_layers) != before:
+        option = ""
+        if changed.recompute_layers is not None:
+            option = f" --recompute-layers {changed.recompute_layers}"
+        words.append(f"recompute {changed.recompute}{option}")
     if changed.first_layers != layout.first_layers:
         words.append(f"--first-layers {changed.first_layers}")
     for key in SWITCHES:
@@ -93,36 +98,40 @@ def difference(layout: Layout, changed: Layout) -> str:
 
 
 def improvements(price: Price, pricer: Pricer, count: int = 3) -> tuple[int, list[Price]]:
-    """(the most changes that one is away, the layouts that help most): of a layout that fits the
-    fastest one change away; of one that does not, the fastest that fit, one or two changes away.
-    Where no two make it fit, the single ones that save most memory."""
+    """Return the number of changes and the layouts that help most, at most `count`.
+
+    For a layout that fits: the fastest one change away. For a layout that does not fit: the fastest
+    that fit, one or two changes away; if two changes are not enough, the single changes that save
+    most memory.
+    """
     single = list(neighbours(price.layout, pricer))
     if price.fits:
-        found = (pricer.price(layout) for layout in single)
-        faster = [one for one in found if one.fits and one.step_time_s < price.step_time_s]
+        prices = (pricer.price(layout) for layout in single)
+        faster = [other for other in prices if other.fits and other.step_time_s < price.step_time_s]
         return 1, sorted(faster, key=lambda other: other.step_time_s)[:count]
-    double = {two for one in single for two in neighbours(one, pricer)} - {price.layout}
-    best = _fastest(pricer, [one for one in {*single, *double} if pricer.fits(one)], count)
+    double = {twice for layout in single for twice in neighbours(layout, pricer)} - {price.layout}
+    fitting = [layout for layout in {*single, *double} if pricer.fits(layout)]
+    best = _fastest(pricer, fitting, count)
     if best:
-        return 1 + any(one.layout not in single for one in best), best
-    found = (pricer.price(layout) for layout in single)
-    return 1, sorted(found, key=lambda other: other.memory.total)[:count]
+        return 1 + any(other.layout not in single for other in best), best
+    prices = (pricer.price(layout) for layout in single)
+    return 1, sorted(prices, key=lambda other: other.memory.total)[:count]
 
 
 def _fastest(pricer: Pricer, layouts: list[Layout], count: int) -> list[Price]:
-    """The `count` fastest, simulated by ascending bound."""
-    found = Best(count, same=lambda layout: layout)
+    """Return the `count` fastest, which are simulated by ascending bound."""
+    best = Best(count, same=lambda layout: layout)
     bounds = ((pricer.bound_s(layout), layout) for layout in layouts)
     for bound_s, layout in sorted(bounds, key=lambda pair: pair[0]):
-        if bound_s >= found.limit_s:
+        if bound_s >= best.limit_s:
             break
-        found.offer(pricer.price(layout))
-    return found.prices
+        best.offer(pricer.price(layout))
+    return best.prices
 
 
 def microbatch_model(pricer: Pricer, layout: Layout) -> dict[int, float]:
-    """b -> seconds of (b'/b + p - 1)(t_f(b) + t_b(b)), b' = B / d: Narayanan et al. 2021, equation
-    1, with the times of the slowest stage."""
+    """Return the seconds (b'/b + p - 1)(t_f(b) + t_b(b)), b' = B / d, for each microbatch size b, by
+    the times of the slowest stage (Narayanan et al. 2021, equation 1)."""
     per_replica = pricer.batch // layout.data
     times = {}
     for micro_size in divisors(per_replica):
@@ -133,9 +142,12 @@ def microbatch_model(pricer: Pricer, layout: Layout) -> dict[int, float]:
 
 
 def heuristic(pricer: Pricer, space: Space) -> Price | None:
-    """The layout of the paper's takeaways (Narayanan et al. 2021, sections 3.2 to 3.5): t up to
-    what a node's devices and the model allow, then p, as few model-parallel ranks as fit; the rest
-    is data-parallel; b by equation 1; recomputation in full. None if no such layout fits."""
+    """Return the layout of the paper's takeaways (Narayanan et al. 2021, sections 3.2 to 3.5).
+
+    t is as large as a node's devices and the model allow; p gives as few model-parallel ranks as
+    fit; the remaining ranks are data-parallel; b is that of equation 1; recomputation is full.
+    Returns None if no such layout fits.
+    """
     devices = pricer.cluster.node.devices
     within = replace(space, recompute="full", sequence_parallel=False)
     legal = [

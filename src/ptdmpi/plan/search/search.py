@@ -1,14 +1,15 @@
-"""Every legal layout, and the best of them: exhaustive, with bounds that cannot lose the best.
+"""The search for the fastest legal layouts: exhaustive, with bounds that cannot lose the best.
 
-Of the settings of a layout of the same sizes (recomputation, sequence parallelism, schedule, how
-messages travel, what is sharded and offloaded) the fastest that fit count.
+For each set of sizes (t, p, d, v, b) the fastest settings that fit are kept: recomputation,
+sequence parallelism, schedule, form of messages, sharding and offload.
 
-Three bounds of a layout's step time, each cheaper and no larger than the next: of the mean rank
-(`Pricer.rough_bound_s`), of every rank (`Pricer.bound_s`), the simulation itself. Layouts are
-looked at by ascending first bound, that with the quickest sharding, simulated by ascending second
-one, and the search ends where neither the next first bound nor the next second one is below the
-slowest layout that is kept: no layout behind can be among the best. So the result is that of
-simulating all of them, and learned or approximate searches have nothing to add.
+The step time of a layout has three bounds, each cheaper and no larger than the next: that of the
+mean rank (`Pricer.rough_bound_s`), that of every rank (`Pricer.bound_s`), and the simulation
+itself. Layouts are visited by ascending first bound (with their fastest sharding) and simulated by
+ascending second bound. The search ends when neither the next first bound nor the next second bound
+is below the slowest layout that is kept: no later layout can be among the best. The result is
+therefore the same as that of simulating every layout, and a learned or approximate search could not
+improve it.
 """
 
 import bisect
@@ -17,6 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ptdmpi.base.near import divisors
 from ptdmpi.base.words import counted
@@ -39,23 +41,29 @@ from ptdmpi.plan.search.space import (
 )
 from ptdmpi.terminal.progress import SOON_S, progress
 
-MOST_LAYOUTS = 1_000_000  # that are looked at: a minute, and half a gigabyte of them
+MOST_LAYOUTS = 1_000_000  # to visit them takes a minute and half a gigabyte
 
 
 class Best:
-    """The `count` fastest prices seen, fastest first; of layouts that agree in `same` the
-    fastest."""
+    """The `count` fastest prices so far, fastest first.
+
+    `same` maps a layout to a key; of layouts with equal keys only the fastest is kept.
+    """
 
     def __init__(self, count: int, same: Callable[[Layout], Hashable]) -> None:
-        self.count, self.same = count, same
+        self.count = count
+        self.same = same
         self.prices: list[Price] = []
 
     @property
     def limit_s(self) -> float:
-        """What a layout must be faster than to be kept."""
-        return self.prices[-1].step_time_s if len(self.prices) == self.count else math.inf
+        """The step time in seconds that a layout must be below to be kept."""
+        if len(self.prices) < self.count:
+            return math.inf
+        return self.prices[-1].step_time_s
 
     def offer(self, price: Price) -> None:
+        """Keep a price if it is among the fastest."""
         like = self.same(price.layout)
         for kept in self.prices:
             if self.same(kept.layout) == like:
@@ -67,103 +75,128 @@ class Best:
         del self.prices[self.count :]
 
 
+class _TimedSharding(NamedTuple):
+    """A sharding, and a lower bound of the seconds that its messages take in a step."""
+
+    data_s: float
+    sharding: Sharding
+
+
+class _Candidate(NamedTuple):
+    """A layout without its sharding, the shardings that may fit it, fastest first, and a lower
+    bound of the seconds of its work in a step."""
+
+    layout: Layout
+    shardings: list[_TimedSharding]
+    work_s: float
+
+
 @dataclass
 class _Collected:
-    """Every legal layout at v = 1; and of those with a sharding that may fit the rough bounds: of
-    the work, `work_s`, and with the quickest of the `ways` to be sharded, which are in order."""
+    """All legal layouts at v = 1 (`groups`), and the `candidates` of the search: those with a
+    sharding that may fit, at every v. `rough` has (rough bound in seconds, index of a candidate)
+    with its fastest sharding."""
 
     groups: list[Layout] = field(default_factory=list)
-    ways: list[list[tuple[float, Sharding]]] = field(default_factory=list)
-    layouts: list[tuple[Layout, int, float]] = field(default_factory=list)  # (it, ways, work_s)
-    rough: list[tuple[float, int]] = field(default_factory=list)  # (bound, number of the layout)
+    candidates: list[_Candidate] = field(default_factory=list)
+    rough: list[tuple[float, int]] = field(default_factory=list)
 
 
 def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
-    """The `count` fastest layouts that fit, fastest first, each at its best settings. Raises
-    InputError if none fits or is legal."""
+    """Return the `count` fastest layouts that fit, fastest first, each at its best settings.
+
+    Raises InputError if no layout is legal, or none fits.
+    """
     collected = _collect(pricer, space)
-    found = Best(count, same=str)
+    best = Best(count, same=str)
     waiting: list[tuple[float, int, Layout]] = []  # heap of (bound, number, layout)
     numbers = itertools.count()
-    with progress("searching", len(collected.layouts), "layout", SOON_S) as advance:
+    with progress("searching", len(collected.candidates), "layout", SOON_S) as advance:
         for rough_s, number in [*sorted(collected.rough), (math.inf, -1)]:
-            while waiting and waiting[0][0] <= rough_s and waiting[0][0] < found.limit_s:
-                found.offer(pricer.price(heapq.heappop(waiting)[-1]))
+            while waiting and waiting[0][0] <= rough_s and waiting[0][0] < best.limit_s:
+                best.offer(pricer.price(heapq.heappop(waiting)[-1]))
                 advance(0)
-            if rough_s >= found.limit_s or number < 0:
+            if rough_s >= best.limit_s or number < 0:
                 break
             advance(1)
-            layout, ways, work_s = collected.layouts[number]
-            for data_s, sharding in collected.ways[ways]:
-                if work_s + data_s >= found.limit_s:
-                    break  # nor is one of the slower ways behind it any quicker
-                for one in _all_fitting(pricer, space, sharding.of(layout)):
-                    heapq.heappush(waiting, (pricer.bound_s(one), next(numbers), one))
-    if not found.prices:
+            candidate = collected.candidates[number]
+            for data_s, sharding in candidate.shardings:
+                if candidate.work_s + data_s >= best.limit_s:
+                    break  # the shardings after it are slower still
+                sharded = sharding.of(candidate.layout)
+                for layout in _all_fitting(pricer, space, sharded):
+                    heapq.heappush(waiting, (pricer.bound_s(layout), next(numbers), layout))
+    if not best.prices:
         raise InputError(_nothing_fits(pricer, space, collected))
-    return found.prices
+    return best.prices
 
 
 def _all_fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """Those that fit of the layout and, where that is asked for, of its uneven ones."""
+    """Yield the variants that fit: of the layout and, with `space.uneven`, of its uneven splits."""
     for first in uneven_firsts(space, pricer, layout):
         yield from _fitting(pricer, space, first)
 
 
 def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """The legal variants that fit; where the first does not, no other one does. Of those on one
-    stage that recompute nothing and do not fit, with as few layers recomputed as fit: on several
-    stages, those that recompute would keep the others waiting, so that is left to `space.uneven`.
+    """Yield the legal variants that fit; if the first one does not, no other one does.
+
+    If a layout recomputes nothing and does not fit, it is yielded with as few layers recomputed as
+    fit. On several stages, the stages that recompute would keep the others waiting; there only
+    `space.uneven` allows it.
     """
-    for way, one in enumerate(variants(space, layout)):
-        if pricer.fits(one):
-            yield one
-        elif way == 0:
-            some = one.pipeline == 1 or space.uneven
-            if one.recompute == "none" and space.recompute is None and some:
-                yield from least_recomputed(pricer, space, one)
+    for number, variant in enumerate(variants(space, layout)):
+        if pricer.fits(variant):
+            yield variant
+        elif number == 0:
+            may_recompute = variant.pipeline == 1 or space.uneven
+            if variant.recompute == "none" and space.recompute is None and may_recompute:
+                yield from least_recomputed(pricer, space, variant)
             return
 
 
 def _collect(pricer: Pricer, space: Space) -> _Collected:
-    """All layouts. Raises InputError for more than `MOST_LAYOUTS`."""
-    found, told = _Collected(), 0
+    """Return all legal layouts. Raises InputError if there are more than `MOST_LAYOUTS`."""
+    collected = _Collected()
+    reported = 0
     known: dict[tuple[int, int, int, str], list[tuple[float, float, Sharding]]] = {}
     with progress("collecting", None, "layout", SOON_S) as advance:
         for group in groups(space, pricer):
             key = (group.tensor, group.pipeline, group.data, group.recompute)
             if key not in known:
                 known[key] = [
-                    (*pricer.rough_data_s(one.of(group)), one)
-                    for one in shardings(space, pricer, group)
-                    if pricer.may_fit(one.of(group))
+                    (*pricer.rough_data_s(sharding.of(group)), sharding)
+                    for sharding in shardings(space, pricer, group)
+                    if pricer.may_fit(sharding.of(group))
                 ]
-            found.groups.append(group)
+            collected.groups.append(group)
             m = group.microbatches(pricer.batch)
-            ways = [(after_s + m * each_s, one) for after_s, each_s, one in known[key]]
-            if not ways:
+            timed = [
+                _TimedSharding(after_s + m * each_s, sharding)
+                for after_s, each_s, sharding in known[key]
+            ]
+            if not timed:
                 continue
-            ways.sort(key=lambda way: way[0])
+            timed.sort(key=lambda entry: entry.data_s)
             for layout in chunked(space, group, pricer.model.config.layers, pricer.batch):
-                uneven = space.uneven and layout.pipeline > 1 and layout.first_layers is None
-                least = layout.changed(first_layers=1) if uneven else layout
+                least = layout
+                if space.uneven and layout.pipeline > 1 and layout.first_layers is None:
+                    least = layout.changed(first_layers=1)
                 work_s = pricer.rough_work_s(least)
-                found.rough.append((work_s + ways[0][0], len(found.layouts)))
-                found.layouts.append((layout, len(found.ways), work_s))
-            found.ways.append(ways)
-            advance(len(found.layouts) - told)
-            told = len(found.layouts)
-            if told > MOST_LAYOUTS:
+                collected.rough.append((work_s + timed[0].data_s, len(collected.candidates)))
+                collected.candidates.append(_Candidate(layout, timed, work_s))
+            advance(len(collected.candidates) - reported)
+            reported = len(collected.candidates)
+            if reported > MOST_LAYOUTS:
                 raise InputError(
                     f"more than {MOST_LAYOUTS:,} layouts of {pricer.model.name} are legal on "
                     f"{counted(space.ranks, 'rank')} at a batch of {pricer.batch}: choose numbers "
                     "with fewer divisors, or give --recompute or a --layout"
                 )
-    return found
+    return collected
 
 
 def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
-    """What is missing, and what would be legal or fit."""
+    """Return the message if no layout fits: what is missing, and what would be legal or fit."""
     where = f"{counted(space.ranks, 'rank')} of {pricer.cluster.name}"
     legal = _all_ways(pricer, space, collected.groups)
     if not legal:
@@ -185,9 +218,12 @@ def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
     parts = ", ".join(f"{name} {size(n)}" for name, n in needed.parts.items() if n)
     helps = [*itertools.islice(_more_ranks(pricer, space), 1)]
     freer = replace(space, zero=STAGES, shard_group=None, offload=None)
-    more = (one for one in _all_ways(pricer, freer, collected.groups) if pricer.fits(one))
-    helps += [sharding_words(one) for one in itertools.islice(more, 1)]
-    advice = "would fit: " + ", or ".join(helps) if helps else "nor would one on 64 times as many"
+    all_ways = _all_ways(pricer, freer, collected.groups)
+    fitting = (layout for layout in all_ways if pricer.fits(layout))
+    helps += [sharding_words(layout) for layout in itertools.islice(fitting, 1)]
+    advice = "nor would one on 64 times as many"
+    if helps:
+        advice = "would fit: " + ", or ".join(helps)
     return (
         f"no layout of {pricer.model.name} fits on {where}: the least that one needs is "
         f"{size(needed.total)} per rank ({', '.join(_named(least))}: {parts}) of "
@@ -196,6 +232,7 @@ def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
 
 
 def _named(layout: Layout) -> list[str]:
+    """Return the layout, its recomputation, and its sharding if it has any, in words."""
     words = [str(layout), f"recompute {layout.recompute}"]
     if covers_state(layout.zero) or layout.offload != "none":
         words.append(sharding_words(layout))
@@ -203,15 +240,16 @@ def _named(layout: Layout) -> list[str]:
 
 
 def _all_ways(pricer: Pricer, space: Space, layouts: Iterable[Layout]) -> list[Layout]:
-    """The layouts in every way to be sharded, those that send least first."""
-    config, batch = pricer.model.config, pricer.batch
-    ways = (one.of(layout) for layout in layouts for one in shardings(space, pricer, layout))
-    legal = [layout for layout in ways if is_legal(layout, config, batch)]
+    """Return the layouts with every sharding that is legal, those that send least first."""
+    sharded = (
+        sharding.of(layout) for layout in layouts for sharding in shardings(space, pricer, layout)
+    )
+    legal = [layout for layout in sharded if is_legal(layout, pricer.model.config, pricer.batch)]
     return sorted(legal, key=lambda layout: (layout.offload != "none", layout.zero))
 
 
 def _more_ranks(pricer: Pricer, space: Space) -> Iterator[str]:
-    """A layout that fits on as few times the ranks as possible."""
+    """Yield layouts that fit on more ranks, in words, those on the fewest ranks first."""
     for factor in GROWTHS[1:]:
         bigger = replace(space, ranks=factor * space.ranks)
         for layout in _all_ways(pricer, bigger, groups(bigger, pricer)):
@@ -221,13 +259,18 @@ def _more_ranks(pricer: Pricer, space: Space) -> Iterator[str]:
 
 
 def _legal_ranks(pricer: Pricer, space: Space) -> list[int]:
-    """The numbers of ranks next to the one asked for that have a legal layout."""
-    config, batch = pricer.model.config, pricer.batch
+    """Return the numbers of ranks next to `space.ranks` that have a legal layout: the nearest one
+    below and the nearest one above, if there are such."""
+    config = pricer.model.config
     tensors = [t for t in divisors(config.heads) if is_legal(Layout(t, 1, 1), config, 1)]
-    below, above = [], []
-    for rows in {t * d for t in tensors for d in divisors(batch)}:
-        # of the p that are legal the one next to the ranks asked for, on either side
-        fewer, more = (space.ranks - 1) // rows, space.ranks // rows + 1
-        below += [rows * min(fewer, config.layers)] if fewer else []
-        above += [rows * more] if more <= config.layers else []
-    return [*([max(below)] if below else []), *([min(above)] if above else [])]
+    below: list[int] = []
+    above: list[int] = []
+    for rows in {t * d for t in tensors for d in divisors(pricer.batch)}:
+        # the legal p that bring the ranks next to the wanted number, on either side
+        fewer = (space.ranks - 1) // rows
+        more = space.ranks // rows + 1
+        if fewer:
+            below.append(rows * min(fewer, config.layers))
+        if more <= config.layers:
+            above.append(rows * more)
+    return sorted(below)[-1:] + sorted(above)[:1]

@@ -1,4 +1,4 @@
-"""What a search may choose from: every legal layout, and the settings of each."""
+"""The space of a search: every legal layout, and the settings of each."""
 
 import itertools
 import math
@@ -21,14 +21,15 @@ from ptdmpi.config.legality import (
 from ptdmpi.config.zero import STAGES, covers_state
 from ptdmpi.plan.cost.price import Pricer
 
-# Chunks per rank, and stages, that are looked at: what further ones would save of the bubble is
-# little, and each costs messages.
-MOST_CHUNKS, MOST_STAGES = 64, 256
+# Limits on chunks per rank and on stages: more would save little of the bubble, and each costs
+# messages.
+MOST_CHUNKS = 64
+MOST_STAGES = 256
 
 
 @dataclass(frozen=True)
 class Space:
-    """What the search may choose from; None leaves a setting to it."""
+    """The choices of a search. A setting that is None is left to the search."""
 
     ranks: int
     schedule: str | None = None
@@ -48,14 +49,16 @@ class Space:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those of a Layout, as `groups` takes them; `variants` takes them the other way."""
+        """The fields of a Layout that `groups` begins with; `variants` also tries the others."""
         scatter_gather = self.scatter_gather is not False
         return {"scatter_gather": scatter_gather, "dp_overlap": self.dp_overlap}
 
 
 def contradiction(space: Space) -> str:
-    """Which of the settings asked for cannot go together on any layout; empty where they can."""
-    group = space.shard_group if isinstance(space.shard_group, int) else None
+    """Return why the settings cannot go together on any layout; empty if they can."""
+    group = None
+    if isinstance(space.shard_group, int):
+        group = space.shard_group
     schedule = space.schedule or "1f1b"
     plain = Layout(
         tensor=1,
@@ -76,19 +79,19 @@ def contradiction(space: Space) -> str:
 
 
 def of_a_node(pricer: Pricer, layout: Layout) -> int:
-    """The shard group that `parallel.shard_group = "node"` would be."""
+    """Return the number of ranks of a shard group with `parallel.shard_group = "node"`."""
     return shards_of_a_node(layout.data, pricer.cluster.node.devices // layout.tensor)
 
 
 class Sharding(NamedTuple):
-    """What a layout shares out over its data axis, and where the optimizer's state stands."""
+    """The sharding of a layout over its data axis, and the place of the optimizer's state."""
 
     zero: int = 0
     shard_group: int | None = None
     offload: str = "none"
 
     def of(self, layout: Layout) -> Layout:
-        """The layout with it."""
+        """Return the layout with this sharding."""
         if self == (layout.zero, layout.shard_group, layout.offload):
             return layout
         zero, shard_group, offload = self
@@ -96,14 +99,13 @@ class Sharding(NamedTuple):
 
 
 def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
-    """What is looked at: groups of all data ranks or of those of a node, and places that the
-    cluster file knows. One data rank shares nothing out: one stage stands for all."""
+    """Return the shardings that the search tries: groups of all data ranks or of those of a node,
+    and places that the cluster file knows. With one data rank nothing is sharded, and the lowest
+    stage represents all."""
     stages: list[tuple[int, int | None]] = [(min(space.zero), None)]
     if layout.data > 1:
-        # a group of all data ranks has no number of its own, one of one rank shares nothing out
-        sizes = {n for n in _group_sizes(space, pricer, layout) if n > 1 and layout.data % n == 0}
-        shared = [None if size == layout.data else size for size in sorted(sizes)]
-        stages = [(0, None)] if 0 in space.zero else []
+        shared = _shard_groups(space, pricer, layout)
+        stages = [(zero, None) for zero in space.zero if not covers_state(zero)]
         stages += [(zero, group) for zero in space.zero if covers_state(zero) for group in shared]
     places: list[str] = ["none"]
     if space.offload is not None:
@@ -117,17 +119,32 @@ def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
     return [way for way in ways if not breaks(way.of(scheduled), "zero", "shard_group")]
 
 
+def _shard_groups(space: Space, pricer: Pricer, layout: Layout) -> list[int | None]:
+    """Return the sizes of shard groups to try, ascending; None stands for all data ranks. A group
+    of one rank is left out, since it shards nothing."""
+    sizes = {
+        size for size in _group_sizes(space, pricer, layout) if size > 1 and layout.data % size == 0
+    }
+    return [None if size == layout.data else size for size in sorted(sizes)]
+
+
 def _group_sizes(space: Space, pricer: Pricer, layout: Layout) -> set[int]:
+    """Return the sizes of shard groups that the space allows, whether or not they are legal."""
     if isinstance(space.shard_group, int):
         return {space.shard_group}
-    wanted = {"all": layout.data, "node": of_a_node(pricer, layout)}
-    return set(wanted.values()) if space.shard_group is None else {wanted[space.shard_group]}
+    sizes = {"all": layout.data, "node": of_a_node(pricer, layout)}
+    if space.shard_group is None:
+        return set(sizes.values())
+    return {sizes[space.shard_group]}
 
 
 def sharding_words(layout: Layout, before: Layout | None = None) -> str:
-    """How options of the command line say it; of another layout only what is other there."""
+    """Return the sharding of a layout as options of the command line: those that differ from
+    `before`, by default from a layout without sharding."""
     before = before or Layout(1, 1, 1)
-    words = [f"--zero {layout.zero}"] if layout.zero != before.zero else []
+    words = []
+    if layout.zero != before.zero:
+        words.append(f"--zero {layout.zero}")
     if layout.shard_group != before.shard_group:
         words.append(f"--shard-group {layout.shard_group or 'all'}")
     if layout.offload != before.offload:
@@ -136,9 +153,12 @@ def sharding_words(layout: Layout, before: Layout | None = None) -> str:
 
 
 def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
-    """Every legal layout at v = 1, which stands for all v."""
-    config, batch = pricer.model.config, pricer.batch
-    modes = RECOMPUTE_MODES if space.recompute is None else (space.recompute,)
+    """Yield every legal layout at v = 1, which represents all v."""
+    config = pricer.model.config
+    batch = pricer.batch
+    modes = RECOMPUTE_MODES
+    if space.recompute is not None:
+        modes = (space.recompute,)
     for tensor in divisors(math.gcd(space.ranks, config.heads)):
         parallel: tuple[bool, ...] = (False, True) if tensor > 1 else (False,)
         if space.sequence_parallel is not None:
@@ -170,11 +190,12 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
 
 
 def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[Layout]:
-    """The layouts of a group: every v that is looked at, under the schedule asked for or its
-    default. One stage alone has nothing to interleave."""
+    """Yield the layouts of a group: every v that the search tries, with the schedule of the space
+    or the default one. A single stage has nothing to interleave."""
     most = 1
     if group.pipeline > 1:
-        p, microbatches = group.pipeline, group.microbatches(batch)
+        p = group.pipeline
+        microbatches = group.microbatches(batch)
         ordered = MOST_FORWARDS // (p * microbatches)  # what the rule of legality allows
         most = max(1, min(layers // p, MOST_CHUNKS, MOST_STAGES // p, ordered))
     for virtual in range(1, most + 1):
@@ -187,9 +208,10 @@ def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[La
 
 
 def variants(space: Space, layout: Layout) -> Iterator[Layout]:
-    """The layout and what else its sizes allow: GPipe, whole messages. None needs less memory:
-    GPipe keeps all microbatches, and a tensor is whole at its stage either way."""
-    kinds, scatters = [layout.schedule], [layout.scatter_gather]
+    """Yield the layout, and its variants with GPipe and with whole messages. No variant needs less
+    memory: GPipe keeps all microbatches, and a tensor is whole at its stage either way."""
+    kinds = [layout.schedule]
+    scatters = [layout.scatter_gather]
     if layout.pipeline > 1 and space.schedule is None:
         kinds.append("gpipe")
     whole = layout.tensor > 1 and layout.pipeline > 1 and not layout.sequence_parallel
@@ -201,8 +223,8 @@ def variants(space: Space, layout: Layout) -> Iterator[Layout]:
 
 
 def uneven_firsts(space: Space, pricer: Pricer, layout: Layout) -> Iterator[Layout]:
-    """The layout, whose first stage has the layers that balance the stages, and where that is asked
-    for with one and with two fewer: it has the embedding and most in flight besides."""
+    """Yield the layout, whose stages are balanced, and with `space.uneven` also those with one and
+    two layers fewer on the first stage, which has the embedding and most microbatches in flight."""
     yield layout
     if space.uneven and layout.pipeline > 1 and layout.first_layers is None:
         own = len(pricer.memory.split(layout)[0])
@@ -211,15 +233,16 @@ def uneven_firsts(space: Space, pricer: Pricer, layout: Layout) -> Iterator[Layo
 
 
 def least_recomputed(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """A layout that recomputes nothing with as few of its first layers recomputed as fit, where
-    recomputing all of them does: each further one takes time."""
+    """Yield a layout that recomputes nothing with as few of its first layers recomputed as fit, by
+    bisection; nothing if recomputing all of them does not fit. Each recomputed layer takes time."""
     shared = layout.tensor > 1 and not layout.sequence_parallel
     partitions = space.partition_activations and shared
     full = replace(layout, recompute="full", partition_activations=partitions)
     layers = pricer.model.config.layers
     if not is_legal(full, pricer.model.config, pricer.batch) or not pricer.fits(full):
         return
-    fewest, most = 1, layers
+    fewest = 1
+    most = layers
     while fewest < most:
         middle = (fewest + most) // 2
         if pricer.fits(replace(full, recompute_layers=middle)):

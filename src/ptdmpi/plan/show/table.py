@@ -10,7 +10,8 @@ from ptdmpi.config.zero import covers_state
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.cost.relief import size
 
-DAY_S, HOUR_S = 86400, 3600
+DAY_S = 86400
+HOUR_S = 3600
 PARTS = {
     "compute": "computing",
     "tensor": "tensor axis",
@@ -30,9 +31,10 @@ LEGEND = (
 
 
 def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any]:
-    """One entry of the JSON; `tokens` of a whole training add its days and rank-hours."""
+    """Return the entry of a layout in the JSON, with the days and rank-hours of a whole training if
+    its `tokens` are given."""
     layout = price.layout
-    found: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "layout": str(layout),
         "schedule": layout.schedule,
         "recompute": layout.recompute,
@@ -62,31 +64,38 @@ def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any
     }
     if tokens is not None:
         steps = tokens / (pricer.batch * pricer.model.config.seq_length)
-        found["days"] = steps * price.step_time_s / DAY_S
-        found["rank_hours"] = steps * price.step_time_s * layout.ranks / HOUR_S
-    return found
+        entry["days"] = steps * price.step_time_s / DAY_S
+        entry["rank_hours"] = steps * price.step_time_s * layout.ranks / HOUR_S
+    return entry
 
 
 def settings(entry: dict[str, Any]) -> str:
-    """What a layout does beside its sizes, in a few words."""
-    layers = entry["recompute_layers"]
-    some = "" if layers is None else f" of {counted(layers, 'layer')}"
-    words = [entry["schedule"], f"recompute {entry['recompute']}{some}"]
-    words += ["partitioned"] if entry["partition_activations"] else []
-    words += ["sequence parallel"] if entry["sequence_parallel"] else []
-    first = entry["first_layers"]
-    words += [] if first is None else [f"{counted(first, 'layer')} in the first stage"]
-    words += [] if entry["scatter_gather"] else ["no scatter/gather"]
+    """Return the settings of a layout in a few words; its sizes are left out."""
+    words = [entry["schedule"], f"recompute {entry['recompute']}"]
+    if entry["recompute_layers"] is not None:
+        words[-1] += f" of {counted(entry['recompute_layers'], 'layer')}"
+    if entry["partition_activations"]:
+        words.append("partitioned")
+    if entry["sequence_parallel"]:
+        words.append("sequence parallel")
+    if entry["first_layers"] is not None:
+        words.append(f"{counted(entry['first_layers'], 'layer')} in the first stage")
+    if not entry["scatter_gather"]:
+        words.append("no scatter/gather")
     if covers_state(entry["zero"]):
-        group = "" if entry["shard_group"] == "all" else f" in groups of {entry['shard_group']}"
-        words.append(f"ZeRO {entry['zero']}{group}")
-    words += [] if entry["offload"] == "none" else [f"offload {entry['offload']}"]
-    words += ["dp overlap"] if entry["dp_overlap"] else []
+        words.append(f"ZeRO {entry['zero']}")
+        if entry["shard_group"] != "all":
+            words[-1] += f" in groups of {entry['shard_group']}"
+    if entry["offload"] != "none":
+        words.append(f"offload {entry['offload']}")
+    if entry["dp_overlap"]:
+        words.append("dp overlap")
     return ", ".join(words)
 
 
 def lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows as aligned columns: the first one to the left, the others to the right but the last."""
+    """Yield rows as lines of aligned columns: the first and the last column to the left, the others
+    to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [row[0].ljust(widths[0])]
@@ -95,7 +104,7 @@ def lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def duration(seconds: float, of: float) -> str:
-    """In s, ms or us, as suits the time `of` that it is a part of."""
+    """Return seconds in words: in s, ms or us, by the size of the whole time `of`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if of >= scale:
             return f"{seconds / scale:.3f} {unit}"
@@ -103,13 +112,17 @@ def duration(seconds: float, of: float) -> str:
 
 
 def tflops(number: float) -> str:
-    """To a tenth, or to two digits where that would be 0."""
-    return f"{number:.1f}" if number >= 1 else f"{number:.2g}"
+    """Return a number of TFLOP/s to a tenth, or to two digits if it is below 1."""
+    if number < 1:
+        return f"{number:.2g}"
+    return f"{number:.1f}"
 
 
 def overview(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the table of layouts, one line each."""
     rows = [["layout", "step", "TFLOP/s", "MFU", "bubble", "comm", "memory", ""]]
     for entry in entries:
+        note = "" if entry["fits"] else "  DOES NOT FIT"
         rows.append(
             [
                 entry["layout"],
@@ -119,15 +132,16 @@ def overview(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
                 f"{entry['bubble_fraction']:.1%}",
                 f"{entry['communication_fraction']:.1%}",
                 size(entry["peak_memory_bytes"]),
-                settings(entry) + ("" if entry["fits"] else "  DOES NOT FIT"),
+                settings(entry) + note,
             ]
         )
     yield from lines(rows)
 
 
 def _details(entry: dict[str, Any]) -> Iterator[str]:
-    """What step and memory of one layout are made of."""
-    step_s, total = entry["step_time_s"], entry["peak_memory_bytes"]
+    """Yield the parts of the step and of the memory of one layout."""
+    step_s = entry["step_time_s"]
+    total = entry["peak_memory_bytes"]
     yield f"{entry['layout']}, {settings(entry)}"
     yield f"  a step of {duration(step_s, step_s)}, on the busiest rank"
     for key, word in PARTS.items():
@@ -145,7 +159,9 @@ def _details(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def _why(why: dict[str, Any]) -> Iterator[str]:
-    entry, changes = why["layout"], why["changes"]
+    """Yield why the asked layout is not the best one, and the changes that help."""
+    entry = why["layout"]
+    changes = why["changes"]
     yield ""
     yield from _details(entry)
     if not entry["fits"]:
@@ -153,9 +169,10 @@ def _why(why: dict[str, Any]) -> Iterator[str]:
         yield f"  does not fit: {size(over)} too much per rank"
     most = why["largest_difference"]
     seconds = duration(abs(most["seconds"]), entry["step_time_s"])
+    direction = "more" if most["seconds"] > 0 else "less"
     yield (
         f"  {why['slower_than_best']:+.1%} step time against the best layout; the largest "
-        f"difference: {PARTS[most['part']]}, {seconds} {'more' if most['seconds'] > 0 else 'less'}"
+        f"difference: {PARTS[most['part']]}, {seconds} {direction}"
     )
     yield ""
     if not changes:
@@ -180,8 +197,9 @@ def _why(why: dict[str, Any]) -> Iterator[str]:
 
 
 def _beside(result: dict[str, Any]) -> Iterator[str]:
-    """What the paper's rules say."""
-    model, ruled = result["microbatch_model"], result["heuristic"]
+    """Yield the choices by the rules of the paper."""
+    model = result["microbatch_model"]
+    ruled = result["heuristic"]
     yield "beside it, by Narayanan et al. 2021"
     if ruled is None:
         yield "  takeaways 1 to 3   no layout that follows them is legal and fits"
@@ -195,7 +213,7 @@ def _beside(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _train(result: dict[str, Any]) -> Iterator[str]:
-    """The first layout as lines of a configuration."""
+    """Yield the first layout as lines of a configuration, if it fits."""
     if not result["layouts"][0]["fits"]:
         return
     yield ""
@@ -210,7 +228,7 @@ def _train(result: dict[str, Any]) -> Iterator[str]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """What `ptdmpi plan` prints."""
+    """Return the text that `ptdmpi plan` prints."""
     ranks = counted(result["ranks"], "rank")
     text = [
         f"{result['model']}: {short(result['parameters'])} parameters, {ranks} of "

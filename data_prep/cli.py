@@ -25,6 +25,7 @@ class _NamedPath(click.Path):
     directory."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Return the path, or fail with a message about an empty one."""
         if str(value) == "":
             self.fail("it is empty; a path is needed", param, ctx)
         return super().convert(value, param, ctx)

@@ -17,7 +17,7 @@ _SHOWN_TOKENS = 16
 
 def shard_paths(path: Path) -> list[Path]:
     """Return the shards of a directory, or the shard that `path` itself is. Raise InputError if
-    there are none."""
+    no shard is found."""
     return find_shards(path) if path.is_dir() else [path]
 
 

@@ -84,7 +84,7 @@ class SentencePieceTokenizer:
             raise InputError(f"tokenizer {path}: no model of SentencePiece: {reason}") from error
         known = self._model.get_piece_size()
         self.eod_id = self._model.eos_id()
-        if self.eod_id < 0:  # the model has none
+        if self.eod_id < 0:  # the model lacks </s>
             self.eod_id = known
         self.vocab_size = max(known, self.eod_id + 1)
         self.name = path.name

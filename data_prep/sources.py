@@ -96,6 +96,7 @@ def _walk(directory: Path) -> Iterator[Path]:
     """Yield all files in a directory tree, sorted. Raise InputError for one that cannot be read."""
 
     def unreadable(error: OSError) -> None:
+        """Raise InputError for a folder that cannot be listed."""
         raise InputError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
     for folder, folders, files in os.walk(directory, onerror=unreadable):
@@ -235,7 +236,7 @@ def _cut(window: bytes) -> int:
 
     The cut is, in the second half, after the last single line end between two characters that are
     no spaces. The usual pre-tokenizers (GPT-2's and its successors') have a boundary on both sides
-    of such a line end, so that the tokens are those of the whole document. If there is none, the
+    of such a line end, so that the tokens are those of the whole document. Otherwise the
     cut is after the last line end, or else before the last whole UTF-8 character.
     """
     low = PIECE_BYTES // 2

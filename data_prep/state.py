@@ -300,8 +300,8 @@ class RunState:
         self._locks.release()
 
     def _summary(self, output: Path) -> dict[str, Any] | None:
-        """Return the summary of a finished run in an output; None if there is none, or the run is
-        not finished."""
+        """Return the summary of a finished run in an output; None if there is no summary, or the
+        run is not finished."""
         if (output / UNFINISHED).exists():
             return None
         return read_json(output / SUMMARY)
@@ -424,8 +424,8 @@ class RunState:
                 )
 
     def clean(self) -> None:
-        """Clean up after a failure: leave finished shards for a restart; if there are none, leave
-        nothing."""
+        """Clean up after a failure: leave finished shards for a restart; if there is no shard,
+        leave nothing."""
         if not any(any(output.glob(SHARDS)) for output in self.outputs):
             for output in self.outputs:
                 shutil.rmtree(output / UNFINISHED, ignore_errors=True)

@@ -276,7 +276,7 @@ def _named_end(folder: Path, vocabulary: Mapping[str, int]) -> int | None:
 
 
 def tokenizer_file(name: str) -> Path | None:
-    """Return the file of a tokenizer, or None if it has none."""
+    """Return the file of a tokenizer, or None for a tokenizer without a file."""
     if name == BYTES or name.startswith(TIKTOKEN):
         return None
     return Path(name.removeprefix(GIGATOKEN))

@@ -79,7 +79,7 @@ class Conversations:
         ]
 
     def _messages(self, line: bytes) -> list[Message]:
-        """Return the messages in a line. Raise BadConversation if there are none, or one has the
+        """Return the messages in a line. Raise BadConversation if they are missing, or one has the
         text of a special token."""
         try:
             record = json.loads(line)

@@ -49,7 +49,7 @@ MERGED = [*list(KINDS)[:4], pytest.param("later ia3", marks=pytest.mark.long)]
 
 
 def engine_over(comm, folder, adapt: AdaptConfig) -> Engine:
-    """An engine of the model at `folder` with random adapters beside it."""
+    """Return an engine of the model at `folder` with random adapters."""
     stored = open_inference(folder, World(comm), None, None)[0].config.model
     keys = {f"model.{key}": value for key, value in stored.model_dump().items()}
     own = {f"adapt.{key}": value for key, value in adapt.model_dump().items()}
@@ -145,7 +145,8 @@ def test_what_peft_has_and_we_have_not_is_refused(comm, tmp_path):
 
 @parallel(ranks=[1])
 def test_patterns_are_read_as_peft_reads_them(comm, tmp_path):
-    """As regular expressions, the first that matches; of ranks, what the file has."""
+    """The keys are regular expressions, of which the first match counts; ranks are those in the
+    file."""
     base = tmp_path / "base"
     from_hf(saved(tmp_path / "hf", "llama"), base)
     adapter = kept(engine_over(comm, base, KINDS["llama"]), base, tmp_path / "adapter")
@@ -302,7 +303,7 @@ def test_trains_as_peft_does(comm, tmp_path, kind):
     theirs = peft.PeftModel.from_pretrained(
         model(family), str(tmp_path / "peft"), is_trainable=True
     )
-    theirs.eval()  # GPT-2 drops; what trains is the same
+    theirs.eval()  # the file leaves out GPT-2's; the trained weights are the same
     trained = [weight for weight in theirs.parameters() if weight.requires_grad]
     stored = load_file(tmp_path / "peft" / WEIGHTS_FILE)
     assert sum(one.numel() for one in trained) == sum(one.numel() for one in stored.values())

@@ -43,7 +43,7 @@ def test_train_from_a_converted_model(comm, tmp_path):
         assert not made.engine.state.kinds["exp_avg"].parts[0].any()
         made.run()
         trained = whole_weights(made.engine)
-    # the same command again, for more steps, goes on from the run's own checkpoint
+    # run again, for more steps, it continues from the run's own checkpoint
     with loop(comm, tmp_path, {**changes, "run.steps": 3}) as made:
         assert made.first == 2
         assert (whole_weights(made.engine)["head.weight"] == trained["head.weight"]).all()

@@ -1,4 +1,4 @@
-"""What is a BERT's own in a conversion: old names, repetitions, heads that are not there."""
+"""Conversions of BERT: old names, repeated tensors, missing heads."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_the_first_files(tmp_path):
 
 
 def test_the_two_biases_of_a_head_that_is_not_tied(tmp_path):
-    """Where they differ, `transformers` computes with the decoder's and keeps the other one."""
+    """If they differ, `transformers` computes with the decoder's and keeps the other one."""
     source = saved(tmp_path / "hf", "bert", tie_word_embeddings=False)
     file = source / "model.safetensors"
     names, values = ["cls.predictions.bias", "cls.predictions.decoder.bias"], load_file(file)
@@ -143,7 +143,7 @@ def test_a_head_that_was_not_trained_is_left_out(tmp_path, family, shard):
 
 
 def test_a_base_model_is_refused(tmp_path):
-    """There is nothing to train or to ask without the output head."""
+    """Without the output head a model is refused."""
     import transformers
 
     model = transformers.BertModel(transformers.BertConfig(**SMALL))

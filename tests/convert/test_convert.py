@@ -92,7 +92,7 @@ def test_there_and_back_gives_the_same_bytes(tmp_path, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_reference_is_transformers(tmp_path, case):
-    """What the self-check compares with is what their own code computes."""
+    """The reference of the self-check computes the same as their own code."""
     family, changes = CASES[case]
     theirs = model(family, **{k: v for k, v in changes.items() if k not in ("shard", "dtype")})
     theirs.double()
@@ -111,7 +111,7 @@ def test_the_reference_is_transformers(tmp_path, case):
 
 
 def test_old_files(tmp_path):
-    """Names without prefix, a head beside the table that it is tied to, buffers of attention."""
+    """Names without prefix, a head next to the table that it is tied to, buffers of attention."""
     source = saved(tmp_path / "hf", "gpt2")
     file = source / "model.safetensors"
     old = {k.removeprefix("transformer."): v for k, v in load_file(file).items()}
@@ -226,7 +226,7 @@ def test_windows_of_wrong_types(tmp_path, key):
 
 
 def test_one_line_for_one_mistake(tmp_path):
-    """A wrong width does not make the default of another key wrong too."""
+    """A wrong width is reported, not the default that depends on it."""
     source = saved(tmp_path / "hf", "gpt2")
     for wrong in ("32", 0, -8):
         changed(source / "config.json", n_embd=wrong)

@@ -158,7 +158,7 @@ SQUARE = LLAMA | {"ffn_hidden": 64, "tie_embeddings": False}
 
 
 def test_packed_files_hold_the_numbers_in_words_of_32_bits(tmp_path):
-    """What compressed-tensors documents: number + 2^(bits - 1), low ones first, times the scale."""
+    """The format of compressed-tensors: number + 2^(bits - 1), low ones first, times the scale."""
     source = stored(tmp_path / "model", VOCAB_SIZE, **SQUARE)
     quantize(source, tmp_path / "low", LowBit("int4", 16))
     done = to_hf(tmp_path / "low", tmp_path / "packed", quantized=True)

@@ -166,7 +166,7 @@ def test_what_no_head_here_is_is_refused(comm, tmp_path):
 
 
 def test_a_pooler_that_nobody_has_is_refused(tmp_path):
-    """`peft` does not save it, and a BERT without the second objective has none."""
+    """`peft` does not save it, and a BERT without the second objective lacks it."""
     peft = pytest.importorskip("peft")
     import transformers
 
@@ -181,7 +181,7 @@ def test_a_pooler_that_nobody_has_is_refused(tmp_path):
 
 @parallel(ranks=[1], limit_s=120)
 def test_the_tokenizer_is_that_of_the_base(comm, tmp_path):
-    """In training, asked beside the base, and merged: nobody has to name it again."""
+    """In training, with the base, and merged, the tokenizer is known without being named again."""
     name, text = "BertForSequenceClassification", tmp_path / "texts.jsonl"
     hf, base = tmp_path / "hf", tmp_path / "base"
     size = word_piece().get_vocab_size()

@@ -66,7 +66,7 @@ def ours(comm, folder, candidates: int, adapter=None) -> torch.Tensor:
 
 
 def theirs(model, candidates: int) -> torch.Tensor:
-    """The same of a model of `transformers`, by one padded batch with a mask of the padding."""
+    """Return the scores of a model of `transformers`, from one padded batch with a mask."""
     first = "Bert" in type(model).__name__
     some, size = rows(first), max(LENGTHS)
     ids, mask, types = (torch.zeros(len(some), size, dtype=torch.int64) for _ in range(3))

@@ -1,4 +1,4 @@
-"""The tokenizer goes with a model that was trained here; where it cannot, that is said."""
+"""The tokenizer is exported with a model that was trained here, or a note says why it is not."""
 
 import hashlib
 import json

@@ -8,7 +8,7 @@ from ptdmpi.data.documents import Windows, with_documents
 from tests._texts import byte_shards, tokens_of
 
 LENGTH = 8
-# the ends of documents fall before, on and behind the ends of windows
+# documents end before, at and after the ends of windows
 SHARDS = [["a" * 6, "b" * 30, "c", "", "d" * 9], ["e" * 40], ["f", "g" * 7, "h" * 7, "i" * 20]]
 
 

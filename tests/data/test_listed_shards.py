@@ -1,4 +1,5 @@
-"""The list of shards beside them: a start reads it alone, and a shard that differs is noticed."""
+"""The list of a dataset's shards: a start reads only this list, and a shard that differs is
+found."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Masked samples: what they are made of, what is hidden, and that only seed and number decide."""
+"""Masked samples: their texts and masked tokens, which depend on seed and number only."""
 
 import re
 from collections import Counter

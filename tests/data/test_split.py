@@ -26,7 +26,7 @@ def test_each_rank_draws_from_its_own_datasets_by_their_weights():
         datasets, samples = order.locate(steps[:, rank].reshape(-1))
         first, second = np.bincount(datasets - 2 * rank, minlength=2)
         assert (first, second) == ((180, 60) if rank == 0 else (120, 120))
-        # as a run that trains on these alone would, but for the key of the permutations
+        # as a run that trains on these alone would, except for the key of the permutations
         alone = SampleOrder(
             [
                 Part(p.samples, p.weight, key=2 * rank + k)
@@ -97,7 +97,7 @@ def test_what_cannot_be_dealt_is_refused():
 
 
 def test_another_number_of_ranks_is_another_order():
-    """Said, and refused but where it is asked for; then each dataset goes on behind its draws."""
+    """The change is refused unless it is allowed; then each dataset continues after its draws."""
 
     def trained(ranks: int) -> TrainedOn:
         sources = tuple(Source(f"d{k}", str(k) * 64, 50, "1", k) for k in range(2))

@@ -1,4 +1,4 @@
-"""Where words begin, by each kind of tokenizer.json; special tokens, and what is missing."""
+"""First tokens of words, for each kind of tokenizer.json; special tokens; missing files."""
 
 import json
 import re
@@ -89,7 +89,7 @@ def test_tokens_of_a_word_belong_together(tmp_path, make):
     words = [match.span() for match in re.finditer(rule, TEXT)]
     for begin, end in words:
         assert not any(begin < at < end for at in begins), TEXT[begin:end]
-        before = TEXT[begin - 1]  # a blank or an apostrophe may stand in the same token
+        before = TEXT[begin - 1]  # a blank or an apostrophe may be in the same token
         assert begin in begins or (before in " '" and begin - 1 in begins), TEXT[begin:end]
     assert starts.any() and (make is word_level or not starts.all())
 

@@ -70,7 +70,7 @@ def test_tokens_count_by_where_they_begin():
 
 
 def bpe(folder):
-    """A tokenizer.json with ChatML's tokens, and its template beside it."""
+    """Write a tokenizer.json with ChatML's tokens, and its template in the same folder."""
     from tokenizers import AddedToken, Tokenizer
 
     from data_prep.vocabulary import train_bpe
@@ -159,7 +159,7 @@ def test_rows(tmp_path, monkeypatch, capsys):
     again = run(monkeypatch, capsys, *arguments, "--output", tmp_path / "again")
     assert {**again, "seconds": 0} == {**table, "seconds": 0}
     assert header.path.read_bytes() == (tmp_path / "again" / header.path.name).read_bytes()
-    # done already: nothing is made, and the same is told
+    # done already: nothing is made, and the table is the same
     assert run(monkeypatch, capsys, *arguments, "--output", tmp_path / "o")["documents"] == 32
     dropped = run(monkeypatch, capsys, *arguments, "--output", tmp_path / "d", "--too-long", "drop")
     assert (dropped["truncated"], dropped["too_long"], dropped["documents"]) == (0, 2, 31)

@@ -1,4 +1,4 @@
-"""Duplicates: what is left out is known beforehand, whoever did the work, stopped or not."""
+"""Duplicates: the expected documents are left out, for any workers and after restarts."""
 
 import json
 import random

@@ -20,7 +20,7 @@ CODES = {"u1": 1, "i2": 3, "i4": 4, "i8": 5, "u2": 8}
 
 
 def write_megatron(prefix, documents, dtype="u2", order=None):
-    """`documents`: lists of sequences; `order`: where the sequences stand in the .bin."""
+    """Write `documents` (lists of sequences), with the sequences in this `order` in the .bin."""
     sequences = [np.array(sequence, f"<{dtype}") for sequence in itertools.chain(*documents)]
     order = range(len(sequences)) if order is None else order
     pointers, data = [0] * len(sequences), b""

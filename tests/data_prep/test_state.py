@@ -54,7 +54,7 @@ def test_a_second_command_is_told_who_is_at_work(tmp_path):
     other = RunState(outputs, IDENTITY)
     other.begin(False)
     other.release()
-    other.begin(True)  # which removes and makes anew what the lock stands in
+    other.begin(True)  # which removes and makes again the folder of the lock
     with pytest.raises(InputError, match="is writing"):
         RunState(outputs, IDENTITY).begin(False)
     other.release()

@@ -108,7 +108,7 @@ class LoadedAdapter:
 
 def load_adapter(path: Path, kind: str = WEIGHTS) -> LoadedAdapter:
     """Load the adapters that `path` names. `kind` is the state to load as weights, such as their
-    average. Raise InputError if there are none, or they are damaged."""
+    average. Raise InputError if they are missing or damaged."""
     stored = open_adapter(path, kind)
     prefix = key(WEIGHTS, "")
     with Reader(stored.checkpoint, stored.manifest) as reader:

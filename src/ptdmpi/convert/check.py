@@ -62,6 +62,7 @@ def compare(
     names |= {family.base(name): name for name in plan.by_name}
 
     def get(name: str) -> Tensor:
+        """Return a tensor of the files, by its name there."""
         return files.read(names[name]).double()
 
     with torch.no_grad():

@@ -41,7 +41,7 @@ def task_in(config: ConfigJson) -> TaskConfig:
 
 
 def _labels(config: ConfigJson) -> list[str]:
-    """Return the names of the classes, by number; if there are none, those that `transformers`
+    """Return the names of the classes, by number; without names, those that `transformers`
     gives by default. Raise InputError for names that are not supported."""
     named = config.get("id2label")
     if named is None:

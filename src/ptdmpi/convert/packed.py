@@ -39,8 +39,8 @@ class PackedModel:
 
     @classmethod
     def of(cls, family: Family, plan: Plan, reader: Reader) -> "PackedModel":
-        """Find the quantized weights of a checkpoint. Raise InputError if there are none, or the
-        format cannot hold them."""
+        """Find the quantized weights of a checkpoint. Raise InputError if no weight is quantized,
+        or the format cannot hold them."""
         form = reader.manifest.form
         where = reader.directory
         if form is None:

@@ -213,7 +213,8 @@ def slabs(shape: Sequence[int], element_bytes: int) -> Iterator[Box]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise InputError if there is none."""
+    """Return the JSON object in a file. Raise InputError if the file cannot be read, or has no
+    object."""
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:

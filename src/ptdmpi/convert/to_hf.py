@@ -144,8 +144,8 @@ def _joined(*notes: str) -> str:
 
 
 def _kept(stored: StoredModel, like: Path | None) -> Path | None:
-    """Return the directory in which `from_hf` kept files; None if there is none. Raise InputError
-    if `like` has none."""
+    """Return the directory in which `from_hf` kept files; None if there is no such directory.
+    Raise InputError if `like` is not a directory of `from_hf`."""
     if like is not None:
         if not (like / KEPT / HEADERS).is_file():
             raise InputError(f"{like} has no {KEPT}/{HEADERS}: convert from-hf writes one")
@@ -297,14 +297,14 @@ def _new_contents(stored: StoredModel, needed: Mapping[str, Declaration]) -> Con
     }
     if model.classifies:
         config |= padding(config, model)
-    found: dict[str, Stored] = {}
+    described: dict[str, Stored] = {}
     for tensor in counterparts(family, needed):
         size = 4 * math.prod(tensor.shape)
-        found[family.full(tensor.theirs)] = Stored("F32", tensor.shape, size)
+        described[family.full(tensor.theirs)] = Stored("F32", tensor.shape, size)
     if not model.tie_embeddings:  # then some versions of `transformers` read only the repetitions
         for name, repeated in family.again.items():
-            found[family.full(name)] = found[family.full(repeated)]
-    headers = tensors.new_headers(found)
+            described[family.full(name)] = described[family.full(repeated)]
+    headers = tensors.new_headers(described)
     return Contents(family, config, headers, None, tokenizer.files, tokenizer.note)
 
 

@@ -71,8 +71,8 @@ def tokenizer_of(stored: StoredModel) -> ExtraFiles:
 def template_of(stored: StoredModel, kept: Path | None) -> ExtraFiles:
     """Return the file with the chat template of the conversations that the model was trained on.
 
-    transformers prefers it to the template in `kept`. There is no file if the model has no
-    conversations, or if the template in `kept` is the same.
+    transformers prefers it to the template in `kept`. The result has no file if the
+    model has no conversations, or if the template in `kept` is the same.
     """
     try:
         file = template_file(stored)

@@ -56,7 +56,7 @@ class TrainBatches:
     """The training microbatches of one data rank.
 
     With B = `global_size`, b = `micro_size`, d = `data_size` and m = B / (d b): step k (from 0)
-    trains on global samples k*B to (k+1)*B - 1. Where the order has a later start, k and the
+    trains on global samples k*B to (k+1)*B - 1. If the order has a later start, k and the
     samples are counted from that start. Microbatch j of a step holds its samples j*b to
     (j+1)*b - 1, and data rank r has the contiguous block j = r*m to (r+1)*m - 1. So neither the
     samples of a step nor their order depend on d, t or p.

@@ -117,10 +117,10 @@ class ChatTemplate:
     def rendered(self, messages: Sequence[Message]) -> Rendered:
         """Return the text of a conversation, and where its answers are in that text.
 
-        Answers are the texts of the template's {% generation %} blocks. If it has none, the answer
-        of an assistant's turn is the text after the prompt that asks for it, without white space
-        after the end of the turn. The spaces before an answer belong to it, since tokenizers put
-        them into the token of the next word.
+        Answers are the texts of the template's {% generation %} blocks. Without such blocks, the
+        answer of an assistant's turn is the text after the prompt that asks for it, without white
+        space after the end of the turn. The spaces before an answer belong to it, since tokenizers
+        put them into the token of the next word.
 
         Raise InputError as `render` does, and if the text of a conversation does not begin with the
         text of its first turns.

@@ -100,7 +100,7 @@ def with_documents(windows: Windows, microbatch: Microbatch) -> Microbatch:
     """Return the microbatch with document numbers, so that attention and positions start again in
     each document.
 
-    The loss mask leaves out the last token of each document: the token after it is of another text.
+    The loss mask leaves out the last token of each document: the token after it begins a new text.
     """
     numbers = windows.documents(microbatch.sample_ids)
     if not numbers.any():

@@ -18,7 +18,7 @@ from ptdmpi.data.order import SampleOrder
 @dataclass(frozen=True)
 class LabelledRow:
     """One sequence: its token ids (int [n], no padding), and the position at which its second text
-    begins (n if it has none)."""
+    begins (n for a single text)."""
 
     ids: np.ndarray
     second: int

@@ -102,8 +102,8 @@ class MaskedSamples:
         Its text is the part of one document inside the window: the document of a token drawn at
         random, so that in the long run every token is read.
         """
-        # Equally many draws for each window of a length, used or not, so that one choice does not
-        # shift the numbers of another.
+        # Equally many draws for each window of a length, used or not, so that no choice shifts
+        # the numbers of the others.
         draws = _uniforms(self.seed, number, 3 + 4 * len(window))
         text = self._text(window, documents, draws[0])
         starts = self._word_starts(text)

@@ -39,7 +39,7 @@ _VERIFY_TOKENS = 1 << 22  # tokens that `verify` reads in one piece
 
 
 def find_shards(directory: str | Path) -> list[Path]:
-    """Return the shards of a dataset, sorted by name. Raise InputError if there are none, or if
+    """Return the shards of a dataset, sorted by name. Raise InputError if none is found, or
     they are unfinished."""
     directory = Path(directory)
     try:

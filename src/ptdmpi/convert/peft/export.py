@@ -38,7 +38,7 @@ def export(source: Path, target: Path, kind: str = WEIGHTS) -> int:
             f"{source}: has a head without adapters, which `peft` has no form for; export the "
             "whole model by `ptdmpi adapter merge` and `ptdmpi convert to-hf`"
         )
-    found = {
+    converted = {
         f"{PREFIX}{theirs}": adapter.tensors[name]
         for name, theirs in head_names(family, adapter.model).items()
     }
@@ -47,17 +47,17 @@ def export(source: Path, target: Path, kind: str = WEIGHTS) -> int:
         if adapt.method == "lora":
             pairs = [place.low_rank(adapter.tensors) for place in own]
             a, b = _stacked(adapter.model, own, pairs)
-            found[f"{PREFIX}{module}.lora_A.weight"] = a
-            found[f"{PREFIX}{module}.lora_B.weight"] = b
+            converted[f"{PREFIX}{module}.lora_A.weight"] = a
+            converted[f"{PREFIX}{module}.lora_B.weight"] = b
             ranks[_ending(module)] = len(a)
         else:
-            found[f"{PREFIX}{module}.ia3_l"] = _factors(adapter, own)
+            converted[f"{PREFIX}{module}.ia3_l"] = _factors(adapter, own)
     config = _config(adapter, family, ranks)
     with new_directory(target) as folder:
-        contiguous = {name: values.contiguous() for name, values in found.items()}
+        contiguous = {name: values.contiguous() for name, values in converted.items()}
         save_file(contiguous, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         write_whole(folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
-    return size_of(found)
+    return size_of(converted)
 
 
 def _by_module(
@@ -146,7 +146,8 @@ def _config(adapter: LoadedAdapter, family: Family, ranks: Mapping[str, int]) ->
 
 
 def _task_type(adapter: LoadedAdapter) -> str | None:
-    """Return `peft`'s name of the model's task; it has none for a choice of candidates."""
+    """Return `peft`'s name of the model's task; None for a choice of candidates, which `peft` does
+    not know."""
     kind = adapter.adapted.task.kind
     if kind == "classification":
         return "SEQ_CLS"

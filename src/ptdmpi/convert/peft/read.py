@@ -163,17 +163,17 @@ def _own(
         common["targets"] = "all"
     if method == "ia3":
         return AdaptConfig(method="ia3").model_copy(update=common), _scaled(tensors, own)
-    low_rank, found = _low_rank(config, tensors, own, where)
-    return AdaptConfig(method="lora", **low_rank).model_copy(update=common), found
+    low_rank, ours = _low_rank(config, tensors, own, where)
+    return AdaptConfig(method="lora", **low_rank).model_copy(update=common), ours
 
 
 def _scaled(tensors: Mapping[str, Tensor], own: Sequence[_Module]) -> dict[str, Tensor]:
     """Return our factors of (IA)^3."""
-    found = {}
+    ours = {}
     for module in own:
         factors = _part(module.place, tensors[module.names[0]].flatten())
-        found[f"{module.place.linear}.ia3_{module.place.leaf}.weight"] = factors
-    return found
+        ours[f"{module.place.linear}.ia3_{module.place.leaf}.weight"] = factors
+    return ours
 
 
 def _modules(
@@ -248,7 +248,7 @@ def _low_rank(
     names = [module.names[0].removesuffix(".lora_A.weight") for module in own]
     alphas = _pattern(config, "alpha_pattern", names, where)
     ranks = _pattern(config, "rank_pattern", names, where)
-    found: dict[str, Tensor] = {}
+    ours: dict[str, Tensor] = {}
     for name, module in zip(names, own, strict=True):
         place = module.place
         a = tensors[module.names[0]]
@@ -266,10 +266,10 @@ def _low_rank(
         padded_a[: len(a)] = a
         padded_b = b.new_zeros(len(b), rank)
         padded_b[:, : len(a)] = b
-        found[f"{place.linear}.lora_{place.leaf}.a"] = padded_a
-        found[f"{place.linear}.lora_{place.leaf}.b"] = padded_b
+        ours[f"{place.linear}.lora_{place.leaf}.a"] = padded_a
+        ours[f"{place.linear}.lora_{place.leaf}.b"] = padded_b
     dropout = _number({"lora_dropout": 0.0, **config}, "lora_dropout", where, least=0.0, below=1.0)
-    return {"rank": rank, "alpha": scale * rank, "dropout": dropout}, found
+    return {"rank": rank, "alpha": scale * rank, "dropout": dropout}, ours
 
 
 def _pattern(
@@ -284,7 +284,7 @@ def _pattern(
     table = config.get(name) or {}
     if not isinstance(table, dict):
         raise InputError(f"{where}: {name} = {table!r}; legal: a table of numbers")
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for pattern in table:
         value = _number(table, pattern, where)
         try:
@@ -299,8 +299,8 @@ def _pattern(
                 f"end of the name of one that has, such as {modules[0].rpartition('.')[2]!r}"
             )
         for module in own:
-            found.setdefault(module, value)
-    return found
+            numbers.setdefault(module, value)
+    return numbers
 
 
 def _number(

@@ -105,7 +105,8 @@ def test_merged_split_and_back_from_peft(comm, tmp_path, kind):
 
     export(adapter, tmp_path / "peft")
     import_peft(tmp_path / "peft", base, tmp_path / "again")
-    again, own = load_adapter(tmp_path / "again"), load_adapter(adapter)
+    again = load_adapter(tmp_path / "again")
+    own = load_adapter(adapter)
     assert again.adapted.adapt.first_layer == KINDS[kind].first_layer
     if FAMILIES.get(kind, kind) != "gpt2":  # whose c_attn has q, k and v in one, of twice the rank
         assert again.adapted.adapt.targets == own.adapted.adapt.targets == "all"
@@ -156,7 +157,8 @@ def test_patterns_are_read_as_peft_reads_them(comm, tmp_path):
     patterns = {r"layers\.1\..*(q|v)_proj": 12.0, "q_proj": 24.0}
     path.write_text(json.dumps(config | {"alpha_pattern": patterns}))
     import_peft(tmp_path / "peft", base, tmp_path / "again")
-    found, factors = load_adapter(tmp_path / "again").tensors, []
+    found = load_adapter(tmp_path / "again").tensors
+    factors = []
     for name, before in load_adapter(adapter).tensors.items():
         factor = 4.0 if name.endswith("lora_q.b") else 1.0
         if name in ("layers.1.attention.qkv.lora_q.b", "layers.1.attention.qkv.lora_v.b"):
@@ -202,8 +204,10 @@ def test_what_is_wrong_in_files_of_peft_is_one_line(comm, tmp_path):
     from_hf(saved(tmp_path / "hf", "llama"), base)
     engine = engine_over(comm, base, KINDS["llama"])
     export(kept(engine, base, tmp_path / "adapter"), tmp_path / "peft")
-    path, weights = tmp_path / "peft" / CONFIG_FILE, tmp_path / "peft" / WEIGHTS_FILE
-    config, tensors = json.loads(path.read_text()), load_file(weights)
+    path = tmp_path / "peft" / CONFIG_FILE
+    weights = tmp_path / "peft" / WEIGHTS_FILE
+    config = json.loads(path.read_text())
+    tensors = load_file(weights)
 
     def refused(message: str) -> None:
         with pytest.raises(InputError, match=message):
@@ -238,10 +242,12 @@ def test_what_is_wrong_in_files_of_peft_is_one_line(comm, tmp_path):
 @parallel(ranks=[1])
 def test_the_average_of_adapters_leaves_in_their_place(comm, tmp_path):
     """Merged and exported; adapters without one are refused."""
-    base, shape = stored(tmp_path / "base", V), AdaptConfig(method="lora", rank=2)
+    base = stored(tmp_path / "base", V)
+    shape = AdaptConfig(method="lora", rank=2)
     engine = engine_over(comm, base, shape)
     plain = kept(engine, base, tmp_path / "plain")
-    tensors, model = load_adapter(plain).tensors, engine.config.model
+    tensors = load_adapter(plain).tensors
+    model = engine.config.model
     adapted = Adapted(shape, base_at(base)[1])
     average = {name: 2 * one for name, one in tensors.items()}
     write_adapter(tmp_path / "average", LoadedAdapter(adapted, model, average))
@@ -282,7 +288,8 @@ def test_a_difference_that_is_not_finite_has_no_adapter(tmp_path):
     def lost(name: str, values: Tensor) -> Tensor:
         return torch.full_like(values, torch.nan) if name.endswith("mlp.up.weight") else values
 
-    one, other = stored(tmp_path / "a", V), stored(tmp_path / "b", V, changed=lost)
+    one = stored(tmp_path / "a", V)
+    other = stored(tmp_path / "b", V, changed=lost)
     with pytest.raises(InputError, match=r"mlp\.up\.weight of .* inf or NaN"):
         split(one, other, tmp_path / "split", 2)
     assert not (tmp_path / "split").exists()

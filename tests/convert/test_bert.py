@@ -70,7 +70,8 @@ def test_the_two_biases_of_a_head_that_is_not_tied(tmp_path):
     """If they differ, `transformers` computes with the decoder's and keeps the other one."""
     source = saved(tmp_path / "hf", "bert", tie_word_embeddings=False)
     file = source / "model.safetensors"
-    names, values = ["cls.predictions.bias", "cls.predictions.decoder.bias"], load_file(file)
+    names = ["cls.predictions.bias", "cls.predictions.decoder.bias"]
+    values = load_file(file)
     assert not torch.equal(*(values[name] for name in names))
     there_and_back(source, tmp_path)
     to_hf(tmp_path / "ours", tmp_path / "half", dtype="bfloat16")

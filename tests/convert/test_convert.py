@@ -96,7 +96,8 @@ def test_the_reference_is_transformers(tmp_path, case):
     family, changes = CASES[case]
     theirs = model(family, **{k: v for k, v in changes.items() if k not in ("shard", "dtype")})
     theirs.double()
-    ids, words = check.prompts(theirs.config.vocab_size, 16), {}
+    ids = check.prompts(theirs.config.vocab_size, 16)
+    words = {}
     if "bert" in family:
         words = {"token_type_ids": check.segments(ids, theirs.config.type_vocab_size)}
     order = "bert" in family and not changes.get("masked_only")
@@ -246,9 +247,11 @@ def test_weights_that_are_no_numbers(tmp_path, wrong):
 
 
 def test_damaged_files(tmp_path):
-    source, target = saved(tmp_path / "hf", "llama", shard="15KB"), tmp_path / "ours"
+    source = saved(tmp_path / "hf", "llama", shard="15KB")
+    target = tmp_path / "ours"
     first = sorted(source.glob("*.safetensors"))[0]
-    whole, index = first.read_bytes(), json.loads((source / tensors.INDEX).read_text())
+    whole = first.read_bytes()
+    index = json.loads((source / tensors.INDEX).read_text())
 
     def refused(message):
         with pytest.raises(InputError, match=message):

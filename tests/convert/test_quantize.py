@@ -44,10 +44,12 @@ def read(folder: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("codes", CODES)
 def test_weights_are_read_by_their_own_names_and_any_box(tmp_path, codes):
-    source, target = stored(tmp_path / "model", VOCAB_SIZE, **LLAMA), tmp_path / "low"
+    source = stored(tmp_path / "model", VOCAB_SIZE, **LLAMA)
+    target = tmp_path / "low"
     form = LowBit(codes, 16)
     done = quantize(source, target, form)
-    before, after = read(source), read(target)
+    before = read(source)
+    after = read(target)
     assert before.keys() == after.keys()
     changed = {f"weights/{name}" for name in matrices(open_model(source).config().model)}
     for name, values in before.items():
@@ -57,7 +59,8 @@ def test_weights_are_read_by_their_own_names_and_any_box(tmp_path, codes):
         assert np.array_equal(after[name], expected), name
     assert len(changed) == done.matrices == 8
     low = open_model(target)
-    name, box = "weights/layers.1.mlp.down.weight", Box((3, 5), (9, 37))
+    name = "weights/layers.1.mlp.down.weight"
+    box = Box((3, 5), (9, 37))
     part = np.empty(box.size, np.float64)
     with low.reader() as reader:
         reader.read(name, box, part)
@@ -138,7 +141,8 @@ def test_gptq_changes_the_products_of_what_it_saw_less_than_rounding_does():
     x = torch.randn(512, 64, generator=generator) @ mixed  # inputs that go together
     x *= torch.logspace(-1, 0, 64)  # the greatest last: in the order of the columns it has 0.78
     x[:, 9] = 0.0
-    weight, form = torch.randn(48, 64, generator=generator), LowBit("int4", 16)
+    weight = torch.randn(48, 64, generator=generator)
+    form = LowBit("int4", 16)
     hessian = (x.t() @ x).double()
 
     def error(values: torch.Tensor) -> float:
@@ -209,7 +213,8 @@ def test_transformers_loads_packed_files(tmp_path, codes):
 def test_values_are_those_of_torchao(codes):
     """Its symmetric numbers with scales of ours, group by group."""
     primitives = pytest.importorskip("torchao.quantization.quant_primitives")
-    x, form = torch.randn(24, 64, generator=torch.Generator().manual_seed(1)), LowBit(codes, 16)
+    x = torch.randn(24, 64, generator=torch.Generator().manual_seed(1))
+    form = LowBit(codes, 16)
     scales = scales_of(x, form)
     half = 2 ** (form.bits - 1)
     given = ((1, 16), scales, torch.zeros_like(scales, dtype=torch.int32))

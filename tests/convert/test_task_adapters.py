@@ -52,7 +52,9 @@ def task_of(name: str) -> TaskConfig:
 
 def adapter_over(comm, base, folder, name: str):
     """A checkpoint of random adapters and a random head over the model of text at `base`."""
-    model, task, adapt = open_model(base).config().model, task_of(name), CASES[name][1]
+    model = open_model(base).config().model
+    task = task_of(name)
+    adapt = CASES[name][1]
     gone = ("output_head", "classes", "tie_embeddings", "sentence_order")
     keys = {f"model.{key}": one for key, one in model.model_dump().items() if key not in gone}
     keys |= {f"task.{key}": one for key, one in task.model_dump().items()}
@@ -87,7 +89,8 @@ class _Named:
 @parallel(ranks=[1], limit_s=120)
 @pytest.mark.parametrize("name", CASES)
 def test_merged_split_and_back_from_peft(comm, tmp_path, name):
-    count, base = candidates_of(name), tmp_path / "base"
+    count = candidates_of(name)
+    base = tmp_path / "base"
     hf = saved(tmp_path / "hf", CASES[name][0])
     from_hf(hf, base)
     adapter = adapter_over(comm, base, tmp_path / "adapter", name)
@@ -122,7 +125,8 @@ def test_what_peft_has_made_of_a_classifier(comm, tmp_path, name):
     import transformers
 
     family, _ = CASES[name]
-    hf, base = saved(tmp_path / "hf", family), tmp_path / "base"
+    hf = saved(tmp_path / "hf", family)
+    base = tmp_path / "base"
     from_hf(hf, base)
     plain = getattr(transformers, name).from_pretrained(hf, num_labels=4)
     plain.config.pad_token_id = 0
@@ -133,13 +137,15 @@ def test_what_peft_has_made_of_a_classifier(comm, tmp_path, name):
     with_large_weights(torch.nn.ParameterList(trained))
     beside.eval().save_pretrained(tmp_path / "peft")
     import_peft(tmp_path / "peft", base, tmp_path / "adapter")
-    found, expected = ours(comm, base, 1, tmp_path / "adapter"), theirs(_Named(beside, name), 1)
+    found = ours(comm, base, 1, tmp_path / "adapter")
+    expected = theirs(_Named(beside, name), 1)
     assert found.shape == expected.shape == (6, 4) and difference(found, expected) < 1e-5
 
 
 @parallel(ranks=[1], limit_s=120)
 def test_what_no_head_here_is_is_refused(comm, tmp_path):
-    name, base = "LlamaForSequenceClassification", tmp_path / "base"
+    name = "LlamaForSequenceClassification"
+    base = tmp_path / "base"
     from_hf(saved(tmp_path / "hf", "llama"), base)
     export(adapter_over(comm, base, tmp_path / "adapter", name), tmp_path / "peft")
     path = tmp_path / "peft" / CONFIG_FILE
@@ -170,7 +176,8 @@ def test_a_pooler_that_nobody_has_is_refused(tmp_path):
     peft = pytest.importorskip("peft")
     import transformers
 
-    hf, base = saved(tmp_path / "hf", "bert", masked_only=True), tmp_path / "base"
+    hf = saved(tmp_path / "hf", "bert", masked_only=True)
+    base = tmp_path / "base"
     from_hf(hf, base)
     plain = transformers.BertForSequenceClassification.from_pretrained(hf, num_labels=3)
     wanted = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
@@ -182,8 +189,10 @@ def test_a_pooler_that_nobody_has_is_refused(tmp_path):
 @parallel(ranks=[1], limit_s=120)
 def test_the_tokenizer_is_that_of_the_base(comm, tmp_path):
     """In training, with the base, and merged, the tokenizer is known without being named again."""
-    name, text = "BertForSequenceClassification", tmp_path / "texts.jsonl"
-    hf, base = tmp_path / "hf", tmp_path / "base"
+    name = "BertForSequenceClassification"
+    text = tmp_path / "texts.jsonl"
+    hf = tmp_path / "hf"
+    base = tmp_path / "base"
     size = word_piece().get_vocab_size()
     model = task_model(name, vocab_size=size, max_position_embeddings=24, **NAMED)
     with_tokenizer(model, hf)

@@ -40,7 +40,8 @@ from tests.parallel import parallel
 )
 def test_a_decoder_of_theirs_is_asked(comm, tmp_path, name):
     """From their files by `ptdmpi evaluate`: each text has the class that `transformers` names."""
-    text, hf = tmp_path / "texts.jsonl", tmp_path / "hf"
+    text = tmp_path / "texts.jsonl"
+    hf = tmp_path / "hf"
     if comm.rank == 0:
         model = task_model(name, vocab_size=word_piece().get_vocab_size(), **NAMED)
         with_tokenizer(model, hf)

@@ -68,7 +68,8 @@ def ours(comm, folder, candidates: int, adapter=None) -> torch.Tensor:
 def theirs(model, candidates: int) -> torch.Tensor:
     """Return the scores of a model of `transformers`, from one padded batch with a mask."""
     first = "Bert" in type(model).__name__
-    some, size = rows(first), max(LENGTHS)
+    some = rows(first)
+    size = max(LENGTHS)
     ids, mask, types = (torch.zeros(len(some), size, dtype=torch.int64) for _ in range(3))
     for n, row in enumerate(some):
         ids[n, : len(row.ids)] = torch.from_numpy(row.ids)
@@ -107,7 +108,8 @@ def test_there_and_back(comm, tmp_path, name):
     back = to_hf(tmp_path / "ours", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(tmp_path / "hf") and not back.note
     count = candidates_of(name)
-    found, expected = ours(comm, tmp_path / "ours", count), theirs(model, count)
+    found = ours(comm, tmp_path / "ours", count)
+    expected = theirs(model, count)
     assert found.shape == expected.shape and difference(found, expected) < 1e-5
 
 
@@ -234,14 +236,13 @@ def predicted_by_theirs(model, folder, path) -> tuple[list[int], float]:
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    found, answers = [], []
+    found = []
+    answers = []
     for line in map(json.loads, path.read_text().splitlines()):
         if "choices" in line:
             pairs = [line["context"]] * len(line["choices"]), line["choices"]
-            given, answer = (
-                tokenizer(*pairs, return_token_type_ids=True, **AS_TENSORS),
-                line["answer"],
-            )
+            given = tokenizer(*pairs, return_token_type_ids=True, **AS_TENSORS)
+            answer = line["answer"]
             given = {key: one[None] for key, one in given.items()}
         else:
             given = tokenizer(line["text"], **AS_TENSORS)
@@ -272,8 +273,10 @@ def with_tokenizer(model, folder):
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "BertForMultipleChoice"])
 def test_a_head_of_theirs_is_asked_and_trained_further(comm, tmp_path, name):
     """The accuracy of `transformers` with its own tokenizer; then steps, which go back."""
-    size, choice = word_piece().get_vocab_size(), name.endswith("Choice")
-    text, hf = tmp_path / "texts.jsonl", tmp_path / "hf"
+    size = word_piece().get_vocab_size()
+    choice = name.endswith("Choice")
+    text = tmp_path / "texts.jsonl"
+    hf = tmp_path / "hf"
     if comm.rank == 0:
         more = {} if choice else NAMED
         model = task_model(name, vocab_size=size, max_position_embeddings=24, **more)

@@ -27,13 +27,18 @@ def trained(folder, content: str | None, lacks: int = 0, **model):
     """A run on shards whose tokenizer.json has this content; none: bytes. Its vocabulary is larger
     than theirs by `lacks` special tokens."""
     (folder / "shards").mkdir(parents=True)
-    name, sha256, vocab_size, eod_id = "bytes", BYTES_SHA256, 257, 256
+    name = "bytes"
+    sha256 = BYTES_SHA256
+    vocab_size = 257
+    eod_id = 256
     if content is not None:
         file = folder / "shards/tokenizer.json"
         file.write_text(content)
         tokenizer = load_tokenizer(file)
-        name, sha256 = tokenizer.name, tokenizer.sha256
-        vocab_size, eod_id = tokenizer.vocab_size, tokenizer.eod_id
+        name = tokenizer.name
+        sha256 = tokenizer.sha256
+        vocab_size = tokenizer.vocab_size
+        eod_id = tokenizer.eod_id
     with ShardWriter(
         folder / "shards/a.h5", name, sha256, vocab_size=vocab_size, eod_id=eod_id
     ) as writer:
@@ -129,7 +134,8 @@ def test_the_chat_template_of_its_conversations_goes_with_it(tmp_path):
     is said."""
     import transformers
 
-    own, other = "own: {{ messages[0].content }}", "other: {{ messages[0].content }}"
+    own = "own: {{ messages[0].content }}"
+    other = "other: {{ messages[0].content }}"
     content, _ = train_bpe([TEXT] * 3, 300)
     run, _ = trained(tmp_path, content)
     (tmp_path / "shards" / TEMPLATE).write_text(own)

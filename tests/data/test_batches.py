@@ -97,7 +97,8 @@ def test_indivisible_batch_is_refused(datasets):
 @pytest.mark.parametrize("max_samples", [None, 7, 1000])
 def test_validation_covers_each_sample_once(datasets, size, micro_size, max_samples):
     expected = min(25, max_samples or 25)
-    seen, counts = [], set()
+    seen = []
+    counts = set()
     for rank in range(size):
         batches = ValidationBatches(
             datasets[1],

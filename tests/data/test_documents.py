@@ -19,7 +19,8 @@ def dataset(tmp_path):
 
 def by_hand(length: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Tokens of each window and the documents they are of."""
-    windows, owners = [], []
+    windows = []
+    owners = []
     for documents in SHARDS:
         ids = [tokens_of(document) for document in documents]
         stream = np.concatenate(ids)

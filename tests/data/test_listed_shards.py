@@ -38,7 +38,8 @@ def listed(tmp_path):
 @pytest.fixture
 def opened(monkeypatch):
     """The names of the files that HDF5 opens."""
-    names, file = [], h5py.File
+    names = []
+    file = h5py.File
 
     def count(path, *words, **options):
         if isinstance(path, Path):  # else the file in memory that a writer asks for offsets

@@ -58,7 +58,8 @@ def test_the_mixture_draws_the_papers_epochs():
     parts = [
         Part(size, part.weight, part.epochs) for size, part in zip(sizes, config.train, strict=True)
     ]
-    order, samples = SampleOrder(parts, seed=0), int(RUN_TOKENS) // SEQ_LENGTH
+    order = SampleOrder(parts, seed=0)
+    samples = int(RUN_TOKENS) // SEQ_LENGTH
     order.check(samples)
     for count, size, row in zip(order.counts(samples), sizes, rows.values(), strict=True):
         assert count / samples == pytest.approx(row[0], rel=1e-6)

@@ -14,7 +14,9 @@ from tests._configs import small
 from tests._texts import END, byte_shards, text
 
 S = 64
-BEGIN, SEPARATOR, MASK = 257, 258, 259
+BEGIN = 257
+SEPARATOR = 258
+MASK = 259
 LENGTHS = (500, 3, 130, 40, 20, 900, 8, 1)
 
 
@@ -33,7 +35,8 @@ def form(dataset, **changes) -> MaskedSamples:
 
 def samples_of(dataset, made: MaskedSamples, numbers=range(1200)):
     """(window, documents, sample) of some global numbers, epoch after epoch."""
-    length, count = S - 3, dataset.samples(S - 3)
+    length = S - 3
+    count = dataset.samples(S - 3)
     windows = Windows([dataset], lambda n: (np.zeros_like(n), n % count), length)
     everything = windows.documents(np.arange(count))[:, :-1]
     tokens = dataset.read(np.arange(count), length)[:, :-1]
@@ -53,7 +56,8 @@ def restored(sample) -> np.ndarray:
 
 
 def test_a_sample_is_consecutive_text_of_one_document(dataset):
-    orders, seen = Counter(), set()
+    orders = Counter()
+    seen = set()
     for window, documents, sample in samples_of(dataset, form(dataset)):
         ids = restored(sample)
         ends = np.flatnonzero(ids == SEPARATOR)
@@ -86,7 +90,9 @@ def test_a_sample_is_consecutive_text_of_one_document(dataset):
 
 
 def test_whole_words_are_hidden_and_few_of_them(dataset):
-    kinds, share, tokens = Counter(), 0, 0
+    kinds = Counter()
+    share = 0
+    tokens = 0
     for _, _, sample in samples_of(dataset, form(dataset)):
         ids = restored(sample)
         hidden = np.zeros(len(ids), dtype=bool)
@@ -96,7 +102,8 @@ def test_whole_words_are_hidden_and_few_of_them(dataset):
         length = int((ids < 256).sum())
         budget = predictions(0.15, length)
         assert 0 < len(sample.masked) <= budget
-        share, tokens = share + len(sample.masked), tokens + budget
+        share = share + len(sample.masked)
+        tokens = tokens + budget
         written = "".join(chr(n) if n < 256 else "\n" for n in ids)
         limit = min(LONGEST_WORD, budget)
         for match in re.finditer(r"[A-Za-z0-9_\x80-\xff]+", written):
@@ -122,7 +129,8 @@ def test_grams_are_longer_where_more_words_may_go_together(dataset):
 
 
 def test_only_seed_and_number_decide(dataset):
-    made, again = form(dataset), form(dataset)
+    made = form(dataset)
+    again = form(dataset)
     other = form(dataset, **{"run.seed": 5})
     count = dataset.samples(S - 3)
     numbers = [3, 7, 3 + count, 7 + 5 * count]
@@ -139,7 +147,8 @@ def test_only_seed_and_number_decide(dataset):
 
 @pytest.mark.parametrize(("size", "micro_size"), [(2, 1), (1, 4), (4, 2)])
 def test_microbatches_do_not_depend_on_the_layout(dataset, size, micro_size):
-    made, length = form(dataset), S - 3
+    made = form(dataset)
+    length = S - 3
 
     def batches(rank: int, ranks: int, b: int):
         order = SampleOrder([Part(dataset.samples(length), "1")], 7)
@@ -166,7 +175,8 @@ def test_microbatches_do_not_depend_on_the_layout(dataset, size, micro_size):
 
 
 def test_rows_that_fill_up_a_validation_do_not_count(dataset):
-    made, length = form(dataset), S - 3
+    made = form(dataset)
+    length = S - 3
     batches = ValidationBatches(
         dataset, length, micro_size=4, data_rank=0, data_size=1, max_samples=6
     )
@@ -196,7 +206,8 @@ def test_one_segment_where_no_order_is_asked_for(dataset):
 
 def test_one_type_for_both_segments(dataset):
     """A model of one type tells segments apart by the separator alone; the rest is the same."""
-    one, two = form(dataset, **{"model.token_types": 1}), form(dataset)
+    one = form(dataset, **{"model.token_types": 1})
+    two = form(dataset)
     for (*_, a), (*_, b) in zip(
         samples_of(dataset, one, range(50)), samples_of(dataset, two, range(50)), strict=True
     ):

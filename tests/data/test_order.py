@@ -46,7 +46,8 @@ def test_large_permutations_stay_inside_and_are_injective(size, key, data):
 
 
 def test_permutation_is_elementwise_and_takes_a_key_per_index():
-    index, keys = np.arange(500), np.arange(500, dtype=np.uint64) % 7
+    index = np.arange(500)
+    keys = np.arange(500, dtype=np.uint64) % 7
     mixed = permute(index, 500, keys)
     for key in range(7):
         chosen = keys == key
@@ -80,7 +81,8 @@ def test_positions_and_neighbours_are_uniform(size, key):
         if size <= 10**6
         else (np.random.default_rng(key).integers(0, size - 1, samples))
     )
-    here, there = permute(index, size, key), permute(index + 1, size, key)
+    here = permute(index, size, key)
+    there = permute(index + 1, size, key)
     cells = 8
     joint = np.bincount(here * cells // size * cells + there * cells // size, minlength=cells**2)
     assert sigmas(joint) < 5  # where a sample goes and where its neighbour goes: independent
@@ -91,7 +93,8 @@ def test_positions_and_neighbours_are_uniform(size, key):
 
 
 def test_keys_give_unrelated_permutations():
-    first, second = permute(np.arange(10**5), 10**5, 0), permute(np.arange(10**5), 10**5, 1)
+    first = permute(np.arange(10**5), 10**5, 0)
+    second = permute(np.arange(10**5), 10**5, 1)
     assert np.count_nonzero(first == second) < 10
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
 

@@ -92,7 +92,8 @@ def test_the_same_bytes_whatever_the_blocks_and_their_types(tmp_path, vocab_size
     types = [np.int64, np.uint64, np.dtype(">i4"), np.uint32]
     types += [np.uint16] if vocab_size == 50257 else []
     for shift in range(len(types)):
-        path, done = tmp_path / f"{shift}.h5", 0
+        path = tmp_path / f"{shift}.h5"
+        done = 0
         with ShardWriter(path, **{**VOCABULARY, "vocab_size": vocab_size}) as writer:
             for number, count in enumerate(BLOCKS):
                 block = tokens[done : done + count].astype(types[(number + shift) % len(types)])

@@ -157,7 +157,8 @@ def test_bad_arguments(good, monkeypatch, capsys):
 
 
 def test_nothing_held_out_leaves_nothing(good, monkeypatch, capsys):
-    output, valid = good.parent / "o", good.parent / "v"
+    output = good.parent / "o"
+    valid = good.parent / "v"
     error = fail(
         monkeypatch,
         capsys,

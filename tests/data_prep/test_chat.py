@@ -140,11 +140,13 @@ def test_rows(tmp_path, monkeypatch, capsys):
     assert (table["documents"], table["truncated"], table["too_long"]) == (32, 1, 1)
     assert table["answers"] == 33 and table["template"].startswith("ptdmpi-data")
     (header,) = Dataset(tmp_path / "o").headers
-    tokens, weights = map_tokens(header), map_weights(header)
+    tokens = map_tokens(header)
+    weights = map_weights(header)
     assert header.row_length == 100 and header.tokens % 100 == 1
     assert table["answer_tokens"] == int(weights.sum()) and verify(header.path) == []
     offsets = Dataset(tmp_path / "o").documents(0)
-    texts, labels = [], []
+    texts = []
+    labels = []
     for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         assert start // 100 == (stop - 1) // 100, "no document goes on in the next row"
         if (tokens[start:stop] != 256).any():

@@ -74,7 +74,8 @@ def test_same_bytes_with_workers_groups_and_after_a_stop(tmp_path, monkeypatch, 
     tokenize(monkeypatch, capsys, *common, "--output", tmp_path / "two", "--workers", 2)
     assert "".join(documents(tmp_path / "one")) == "".join(kept)
     assert content(tmp_path / "one") == content(tmp_path / "two")
-    save, saves = RunState.save, []
+    save = RunState.save
+    saves = []
 
     def save_and_stop(state, group, progress):
         save(state, group, progress)

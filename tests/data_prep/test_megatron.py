@@ -23,7 +23,8 @@ def write_megatron(prefix, documents, dtype="u2", order=None):
     """Write `documents` (lists of sequences), with the sequences in this `order` in the .bin."""
     sequences = [np.array(sequence, f"<{dtype}") for sequence in itertools.chain(*documents)]
     order = range(len(sequences)) if order is None else order
-    pointers, data = [0] * len(sequences), b""
+    pointers = [0] * len(sequences)
+    data = b""
     for number in order:
         pointers[number] = len(data)
         data += sequences[number].tobytes()
@@ -76,7 +77,8 @@ def import_to(monkeypatch, place, *prefixes, options=()):
 
 def shard_documents(directory):
     """All documents, with their eod; those cut by the end of a shard are whole again."""
-    dataset, joined = Dataset(directory), []
+    dataset = Dataset(directory)
+    joined = []
     for number, header in enumerate(dataset.headers):
         assert verify(header.path) == []
         offsets = dataset.documents(number).tolist()
@@ -123,7 +125,8 @@ def test_import_whatever_the_blocks(tmp_path, monkeypatch, capsys, dtype, window
 
 
 def test_sequences_in_any_place_and_several_prefixes(tmp_path, monkeypatch):
-    documents, others = random_documents(2), random_documents(3)
+    documents = random_documents(2)
+    others = random_documents(3)
     count = sum(map(len, documents))
     write_megatron(
         tmp_path / "a", documents, order=np.random.default_rng(0).permutation(count).tolist()
@@ -155,7 +158,8 @@ def test_held_out_split_and_restart(tmp_path, monkeypatch):
     assert sorted(train + valid) == sorted(expected(documents))
     assert not {tuple(doc) for doc in train} & {tuple(doc) for doc in valid}
     assert 0.15 < len(valid) / len(train + valid) < 0.45
-    save, saves = RunState.save, []
+    save = RunState.save
+    saves = []
 
     def save_and_stop(state, group, progress):
         save(state, group, progress)
@@ -273,7 +277,8 @@ def test_two_exports_to_one_prefix(tmp_path, monkeypatch, capsys):
     run(monkeypatch, "import-megatron", tmp_path / "a", "--output", tmp_path / "o", "--quiet",
         "--tokenizer", "bytes")  # fmt: skip
     words = ("export-megatron", tmp_path / "o", "--output", tmp_path / "b")
-    write_index, seen = megatron._write_index, []
+    write_index = megatron._write_index
+    seen = []
 
     def meanwhile(*arguments):
         seen.append(fail(monkeypatch, capsys, *words))

@@ -103,7 +103,8 @@ def trained(tmp_path):
 def test_gigatoken_gives_the_same_shards(tmp_path, monkeypatch, trained):
     pytest.importorskip("gigatoken", reason="the extra `corpus` is missing")
     monkeypatch.setattr(vocabulary, "_RENEWED_CHARACTERS", 1000)
-    plain, fast = load_tokenizer(trained), load_tokenizer(f"gigatoken:{trained}")
+    plain = load_tokenizer(trained)
+    fast = load_tokenizer(f"gigatoken:{trained}")
     texts = [*TEXTS, "", " ", "<|endoftext|>", "x<|endoftext|>", "\n \n\t", "日本" * 3000] * 3
     for mine, theirs in zip(fast.encode(texts), plain.encode(texts), strict=True):
         assert mine.dtype == theirs.dtype and mine.tolist() == theirs.tolist()

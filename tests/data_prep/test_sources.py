@@ -107,7 +107,8 @@ def json_lines(draw):
         b'["text"]',
     ]
     chosen = draw(st.sampled_from(other)).replace(b"\n", b" ")
-    at, byte = draw(st.integers(0, len(chosen))), draw(st.binary(max_size=1))
+    at = draw(st.integers(0, len(chosen)))
+    byte = draw(st.binary(max_size=1))
     return chosen[:at] + byte.replace(b"\n", b" ") + chosen[at + draw(st.integers(0, 1)) :]
 
 

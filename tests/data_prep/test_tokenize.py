@@ -45,10 +45,12 @@ def files(directory):
 def all_documents(directory):
     """Token ids of every document, in order, without eod; those cut by the end of a shard are whole
     again."""
-    dataset, parts = Dataset(directory), []
+    dataset = Dataset(directory)
+    parts = []
     for number, header in enumerate(dataset.headers):
         assert verify(header.path) == []
-        tokens, offsets = map_tokens(header), dataset.documents(number)
+        tokens = map_tokens(header)
+        offsets = dataset.documents(number)
         ends = np.flatnonzero(tokens == dataset.eod_id) + 1
         assert offsets[1:].tolist() == sorted({*ends.tolist(), tokens.size})
         parts.append(tokens)
@@ -164,7 +166,9 @@ def test_all_kinds_of_files_in_order(corpus, tmp_path, monkeypatch):
     )
     documents = [bytes(ids.astype(np.uint8)).decode() for ids in all_documents(tmp_path / "o")]
     texts = make_texts(2400)
-    a, b, many = texts[998:1698], texts[1698:], texts[:998]
+    a = texts[998:1698]
+    b = texts[1698:]
+    many = texts[:998]
     assert documents == [*a, *b, "".join(texts), "one two", "import os\n", *many]
 
 
@@ -322,7 +326,9 @@ def test_long_held_out_document_and_a_stop_inside_it(tmp_path, monkeypatch):
     assert len(Dataset(tmp_path / "whole" / "v").headers) == 4
     assert [ids.size for ids in all_documents(tmp_path / "whole" / "t")] == [len(short.encode())]
     for stop in (1, 2, 3):
-        place, saves, save = tmp_path / str(stop), [], RunState.save
+        place = tmp_path / str(stop)
+        saves = []
+        save = RunState.save
 
         def save_and_stop(state, group, progress, saves=saves, save=save, stop=stop):
             save(state, group, progress)

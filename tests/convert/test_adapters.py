@@ -57,7 +57,7 @@ def engine_over(comm, folder, adapt: AdaptConfig) -> Engine:
     engine = build(World(comm), keys | own | run, V)
     directory, _ = base_at(folder)
     load_frozen(engine.state, engine.axes.world, directory)
-    load(engine, {name: drawn(name, one) for name, one in whole_weights(engine).items()})
+    load(engine, {name: drawn(name, weight) for name, weight in whole_weights(engine).items()})
     return engine
 
 
@@ -111,15 +111,15 @@ def test_merged_split_and_back_from_peft(comm, tmp_path, kind):
     if FAMILIES.get(kind, kind) != "gpt2":  # whose c_attn has q, k and v in one, of twice the rank
         assert again.adapted.adapt.targets == own.adapted.adapt.targets == "all"
         assert again.tensors.keys() == own.tensors.keys()
-        assert all(torch.equal(again.tensors[name], one) for name, one in own.tensors.items())
+        assert all(torch.equal(again.tensors[name], tensor) for name, tensor in own.tensors.items())
     back, _ = open_inference(base, World(comm), None, None, adapter=tmp_path / "again")
     assert difference(asked(back, batch.inputs), expected) < 1e-6
     if kind in ("llama", "later"):
         left, others = split(base, tmp_path / "merged", tmp_path / "split", 3)
         assert left < 1e-5 and not others
         assert load_adapter(tmp_path / "split").tensors.keys() == own.tensors.keys()
-        found, _ = open_inference(base, World(comm), None, None, adapter=tmp_path / "split")
-        assert difference(asked(found, batch.inputs), expected) < 1e-5
+        opened, _ = open_inference(base, World(comm), None, None, adapter=tmp_path / "split")
+        assert difference(asked(opened, batch.inputs), expected) < 1e-5
 
 
 @parallel(ranks=[1])
@@ -157,13 +157,13 @@ def test_patterns_are_read_as_peft_reads_them(comm, tmp_path):
     patterns = {r"layers\.1\..*(q|v)_proj": 12.0, "q_proj": 24.0}
     path.write_text(json.dumps(config | {"alpha_pattern": patterns}))
     import_peft(tmp_path / "peft", base, tmp_path / "again")
-    found = load_adapter(tmp_path / "again").tensors
+    imported = load_adapter(tmp_path / "again").tensors
     factors = []
     for name, before in load_adapter(adapter).tensors.items():
         factor = 4.0 if name.endswith("lora_q.b") else 1.0
         if name in ("layers.1.attention.qkv.lora_q.b", "layers.1.attention.qkv.lora_v.b"):
             factor = 2.0
-        assert torch.equal(found[name], before * factor), name
+        assert torch.equal(imported[name], before * factor), name
         factors.append(factor)
     assert {1.0, 2.0, 4.0} == {*factors}
     for wrong, message in (
@@ -189,11 +189,13 @@ def test_factors_of_inputs_are_none_of_outputs(comm, tmp_path):
     weights = tmp_path / "peft" / WEIGHTS_FILE
     tensors = load_file(weights)
     for end in ("k_proj.ia3_l", "down_proj.ia3_l"):
-        name = next(one for one in tensors if one.endswith(end))
+        name = next(tensor for tensor in tensors if tensor.endswith(end))
         turned = tensors[name].T.contiguous()
         save_file({**tensors, name: turned}, weights)
-        told = rf"{end} has shape \[{turned.shape[0]}, {turned.shape[1]}\]: .*legal: the channels, "
-        with pytest.raises(InputError, match=told):
+        message = (
+            rf"{end} has shape \[{turned.shape[0]}, {turned.shape[1]}\]: .*legal: the channels, "
+        )
+        with pytest.raises(InputError, match=message):
             import_peft(tmp_path / "peft", base, tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
@@ -226,16 +228,16 @@ def test_what_is_wrong_in_files_of_peft_is_one_line(comm, tmp_path):
     path.write_text(json.dumps(config | {"alpha_pattern": {"q_proj": "x"}}))
     refused("q_proj = 'x'; legal: a number above 0")
     path.write_text(json.dumps(config))
-    a, b = (next(name for name in tensors if f"lora_{one}" in name) for one in "AB")
+    a, b = (next(name for name in tensors if f"lora_{letter}" in name) for letter in "AB")
     for name, wrong in ((a, tensors[a][:, :-1]), (b, tensors[b][:-1]), (a, tensors[a].flatten())):
         save_file({**tensors, name: wrong.contiguous()}, weights)
         refused(r"lora_[AB]\.weight has shape \[.*: it is not of this model")
     first = {name for name in tensors if ".layers.0." in name}
     other = {name.replace("layers.0", "layers.1") for name in first}
     assert first and other < tensors.keys()
-    save_file({name: one for name, one in tensors.items() if name not in other}, weights)
+    save_file({name: tensor for name, tensor in tensors.items() if name not in other}, weights)
     refused("not all layers from 0 to the last, .*, have adapters of the same linears")
-    save_file({name: one for name, one in tensors.items() if name != b}, weights)
+    save_file({name: tensor for name, tensor in tensors.items() if name != b}, weights)
     refused(r"lora_B\.weight is missing: it is not of this model")
 
 
@@ -249,36 +251,38 @@ def test_the_average_of_adapters_leaves_in_their_place(comm, tmp_path):
     tensors = load_adapter(plain).tensors
     model = engine.config.model
     adapted = Adapted(shape, base_at(base)[1])
-    average = {name: 2 * one for name, one in tensors.items()}
+    average = {name: 2 * tensor for name, tensor in tensors.items()}
     write_adapter(tmp_path / "average", LoadedAdapter(adapted, model, average))
     parts = [
-        Outgoing(f"{kind}/{name}", tuple(one.shape), Box.whole(one.shape), "float32", one.numpy)
+        Outgoing(
+            f"{kind}/{name}", tuple(value.shape), Box.whole(value.shape), "float32", value.numpy
+        )
         for kind, values in ((WEIGHTS, tensors), (AVERAGE, average))
-        for name, one in values.items()
+        for name, value in values.items()
     ]
     both = tmp_path / "both"
     write_checkpoint(both / "checkpoints", parts, model.model_dump(), adapted.in_manifest())
-    assert all(torch.equal(load_adapter(both).tensors[n], one) for n, one in tensors.items())
+    assert all(torch.equal(load_adapter(both).tensors[n], tensor) for n, tensor in tensors.items())
     for command, front in (("merge", [str(base)]), ("export", [])):
-        found = []
+        written = []
         for adapter, more in ((tmp_path / "average", []), (both, ["--ema"])):
             target = tmp_path / f"{command}-{adapter.name}"
             words = ["adapter", command, *front, str(adapter), str(target), *more]
             result = CliRunner().invoke(program, words)
             assert result.exit_code == 0, result.output
-            found.append(load_file(next(target.rglob("*.safetensors"))))
-        assert found[0].keys() == found[1].keys()
-        assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
+            written.append(load_file(next(target.rglob("*.safetensors"))))
+        assert written[0].keys() == written[1].keys()
+        assert all(torch.equal(value, written[1][name]) for name, value in written[0].items())
         words = ["adapter", command, *front, str(plain), str(tmp_path / "none"), "--ema"]
-        told = CliRunner().invoke(program, words)
-        assert "holds no ema: its run keeps none" in str(told.exception)
+        result = CliRunner().invoke(program, words)
+        assert "holds no ema: its run keeps none" in str(result.exception)
         assert not (tmp_path / "none").exists()
 
 
 def test_a_full_disk_leaves_nothing_and_is_one_line(tmp_path):
     full = SafetensorError("I/O error: No space left on device (os error 28)")
-    told = pytest.raises(InputError, match="peft was not written: I/O error: No space left")
-    with told, new_directory(tmp_path / "peft") as folder:
+    failure = pytest.raises(InputError, match="peft was not written: I/O error: No space left")
+    with failure, new_directory(tmp_path / "peft") as folder:
         (folder / WEIGHTS_FILE).write_bytes(b"half")
         raise full
     assert [*tmp_path.iterdir()] == []
@@ -288,10 +292,10 @@ def test_a_difference_that_is_not_finite_has_no_adapter(tmp_path):
     def lost(name: str, values: Tensor) -> Tensor:
         return torch.full_like(values, torch.nan) if name.endswith("mlp.up.weight") else values
 
-    one = stored(tmp_path / "a", V)
+    base = stored(tmp_path / "a", V)
     other = stored(tmp_path / "b", V, changed=lost)
     with pytest.raises(InputError, match=r"mlp\.up\.weight of .* inf or NaN"):
-        split(one, other, tmp_path / "split", 2)
+        split(base, other, tmp_path / "split", 2)
     assert not (tmp_path / "split").exists()
 
 
@@ -313,7 +317,9 @@ def test_trains_as_peft_does(comm, tmp_path, kind):
     theirs.eval()  # the file leaves out GPT-2's; the trained weights are the same
     trained = [weight for weight in theirs.parameters() if weight.requires_grad]
     stored = load_file(tmp_path / "peft" / WEIGHTS_FILE)
-    assert sum(one.numel() for one in trained) == sum(one.numel() for one in stored.values())
+    assert sum(weight.numel() for weight in trained) == sum(
+        weight.numel() for weight in stored.values()
+    )
     ids, _ = tokens(engine.config, 0, V)
     batch = microbatches(engine.config, 0, 0, vocab_size=V)[0]
     expected = theirs(ids[: batch.inputs.shape[1], :-1]).logits
@@ -325,19 +331,21 @@ def test_trains_as_peft_does(comm, tmp_path, kind):
     optimizer = torch.optim.AdamW(trained, betas=betas, eps=settings.eps, weight_decay=decay)
     compared = 1 if kind == "gpt2" else STEPS
     for step in range(compared):
-        found = engine.step(step, microbatches(engine.config, step, 0, vocab_size=V))
+        result = engine.step(step, microbatches(engine.config, step, 0, vocab_size=V))
         ids, mask = tokens(engine.config, step, V)
         logits = theirs(ids[:, :-1]).logits
         losses = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
         )
         loss = (losses * mask.flatten()).sum() / mask.sum()
-        assert found.loss == pytest.approx(float(loss.detach()), rel=1e-4), step
+        assert result.loss == pytest.approx(float(loss.detach()), rel=1e-4), step
         for group in optimizer.param_groups:
-            group["lr"] = found.learning_rate
+            group["lr"] = result.learning_rate
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     if compared > 1:
-        ours = np.concatenate([one.flatten() for one in whole_weights(engine).values()])
+        ours = np.concatenate(
+            [whole_weight.flatten() for whole_weight in whole_weights(engine).values()]
+        )
         assert np.isfinite(ours).all()

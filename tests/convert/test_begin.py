@@ -49,14 +49,17 @@ def test_train_from_a_converted_model(comm, tmp_path):
         assert (whole_weights(made.engine)["head.weight"] == trained["head.weight"]).all()
     if comm.rank == 0:
         assert f"begins from the weights of {ours}" in log(tmp_path / "run")
-        assert [one["step"] for one in records(tmp_path / "run") if "loss" in one] == [1, 2]
+        assert [record["step"] for record in records(tmp_path / "run") if "loss" in record] == [
+            1,
+            2,
+        ]
         to_hf(tmp_path / "run", tmp_path / "back")
         back = load_file(tmp_path / "back/model.safetensors")
         assert back.keys() == theirs.keys()
         assert (back["lm_head.weight"] == trained["head.weight"]).all()
         assert (back["lm_head.weight"] != theirs["lm_head.weight"]).any()
         before, after = (
-            json.loads((tmp_path / one / "config.json").read_text()) for one in ("hf", "back")
+            json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "back")
         )
         assert before == after
         shutil.rmtree(tmp_path / "run")
@@ -104,12 +107,12 @@ def test_a_bert_is_trained_further_with_its_own_tokenizer(comm, tmp_path):
     changes |= {"checkpoint.initial": str(tmp_path / "ours"), "run.steps": 16}
     with loop(comm, tmp_path, changes) as made:
         made.run()
-    steps = [one for one in records(tmp_path / "run") if "loss" in one]
-    losses, orders = ([one[key] for one in steps] for key in ("loss", "sentence_order_loss"))
+    steps = [record for record in records(tmp_path / "run") if "loss" in record]
+    losses, orders = ([step[key] for step in steps] for key in ("loss", "sentence_order_loss"))
     assert sum(losses[-4:]) < sum(losses[:4])
-    assert all(0 < one < loss for one, loss in zip(orders, losses, strict=True))
+    assert all(0 < order < loss for order, loss in zip(orders, losses, strict=True))
     to_hf(tmp_path / "run", tmp_path / "back")
-    before, back = (load_file(tmp_path / one / "model.safetensors") for one in ("hf", "back"))
+    before, back = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     assert before.keys() == back.keys()
     for name in ("cls.seq_relationship.weight", "bert.embeddings.word_embeddings.weight"):
         assert (before[name] != back[name]).any()

@@ -83,7 +83,7 @@ def test_the_two_biases_of_a_head_that_is_not_tied(tmp_path):
     to_hf(tmp_path / "ours2", tmp_path / "back2")
     assert load_file(tmp_path / "back2/model.safetensors").keys() == values.keys()
     for name in names:  # files of older versions hold one of them
-        save_file({key: one for key, one in values.items() if key != name}, file)
+        save_file({key: value for key, value in values.items() if key != name}, file)
         from_hf(source, tmp_path / "ours3")
         to_hf(tmp_path / "ours3", tmp_path / "back3")
         assert contents(tmp_path / "back3") == contents(source)
@@ -136,7 +136,7 @@ def test_a_head_that_was_not_trained_is_left_out(tmp_path, family, shard):
     )
     assert not any(info.values()), info
     before, after = (
-        json.loads((tmp_path / one / "config.json").read_text()) for one in ("hf", "back")
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "back")
     )
     assert after.pop("architectures") == [type(theirs).__name__] != before.pop("architectures")
     assert before == after
@@ -214,8 +214,8 @@ def test_transformers_loads_one_that_was_trained_here(tmp_path, model):
     masked = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "hf")
     values = load_file(tmp_path / "hf/model.safetensors")
     bias = values["cls.predictions.bias"]
-    for one in (theirs, masked):
-        assert torch.equal(one.cls.predictions.decoder.bias, bias)
+    for loaded in (theirs, masked):
+        assert torch.equal(loaded.cls.predictions.decoder.bias, bias)
     names = json.loads((tmp_path / "hf/config.json").read_text())["architectures"]
     assert names == [type(theirs if model.get("sentence_order", True) else masked).__name__]
     assert from_hf(tmp_path / "hf", tmp_path / "again").difference < 1e-6

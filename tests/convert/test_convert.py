@@ -104,11 +104,11 @@ def test_the_reference_is_transformers(tmp_path, case):
     named = {k.removeprefix(PREFIXES[family]): v for k, v in theirs.state_dict().items()}
     with torch.no_grad():
         asked = Question(ids, words.get("token_type_ids"), order)
-        found = FORWARD[family](theirs.config.to_dict(), named.__getitem__, asked)
+        logits = FORWARD[family](theirs.config.to_dict(), named.__getitem__, asked)
         expected = theirs(ids, **words).to_tuple()
-    for ours, one in zip(found, expected[: len(found)], strict=True):
-        assert float((ours - one).abs().max() / one.abs().max()) < 1e-6
-    assert len(found) == 1 + order
+    for ours, reference in zip(logits, expected[: len(logits)], strict=True):
+        assert float((ours - reference).abs().max() / reference.abs().max()) < 1e-6
+    assert len(logits) == 1 + order
 
 
 def test_old_files(tmp_path):
@@ -317,7 +317,7 @@ def test_the_self_check_fails_where_a_tensor_is_misplaced(tmp_path, monkeypatch)
 
     def swapped(*arguments, **options):
         plan = real(*arguments, **options)
-        names = [f"model.layers.1.mlp.{one}_proj.weight" for one in ("gate", "up")]
+        names = [f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up")]
         a, b = (plan.by_name[name] for name in names)
         plan.by_name.update({names[0]: b, names[1]: a})
         return plan

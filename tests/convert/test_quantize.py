@@ -33,11 +33,13 @@ VOCAB_SIZE = 101
 
 def read(folder: Path) -> dict[str, np.ndarray]:
     """All weights by their own names."""
-    found = open_model(folder)
-    with found.reader() as reader:
+    model = open_model(folder)
+    with model.reader() as reader:
         whole = {}
-        for name in (one for one in found.manifest.names if one.startswith("weights/")):
-            whole[name] = np.empty(found.manifest[name].shape, np.float32)
+        for name in model.manifest.names:
+            if not name.startswith("weights/"):
+                continue
+            whole[name] = np.empty(model.manifest[name].shape, np.float32)
             reader.read(name, Box.whole(whole[name].shape), whole[name])
     return whole
 
@@ -94,15 +96,15 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path):
     quantize(source, tmp_path / "low", LowBit("int4", 16))
     with pytest.raises(InputError, match="quantized already: int4, blocks of 16; legal"):
         quantize(tmp_path / "low", tmp_path / "lower", LowBit("int4", 16))
-    for wrong, told in (
+    for wrong, message in (
         (["--method", "gptq"], "needs --data"),
         (["--samples", "3"], "--samples belongs to --method gptq"),
         (["--nf4"], "--nf4 has 4 bits"),
         (["--asymmetric"], "--asymmetric has 4 bits"),
         (["--nf4", "--asymmetric"], "--nf4 and --asymmetric are two kinds"),
     ):
-        found = CliRunner().invoke(group, ["quantize", str(source), str(tmp_path / "x"), *wrong])
-        assert isinstance(found.exception, InputError) and told in str(found.exception)
+        result = CliRunner().invoke(group, ["quantize", str(source), str(tmp_path / "x"), *wrong])
+        assert isinstance(result.exception, InputError) and message in str(result.exception)
 
 
 @pytest.mark.parametrize("part", ["attention.qkv.weight", "norm.weight"])
@@ -126,13 +128,13 @@ def test_weights_that_are_not_finite_are_not_rounded(tmp_path, part):
 def test_inspect_says_what_it_is(tmp_path):
     quantize(stored(tmp_path / "model", VOCAB_SIZE), tmp_path / "low", LowBit("int4", 16))
     command = ["checkpoint", "inspect", str(tmp_path / "low"), "--json"]
-    (found,) = json.loads(CliRunner().invoke(group, command).output)["checkpoints"]
+    (shown,) = json.loads(CliRunner().invoke(group, command).output)["checkpoints"]
     (before,) = json.loads(
         CliRunner().invoke(group, [*command[:2], str(tmp_path / "model"), "--json"]).output
     )["checkpoints"]
-    assert found["quantization"] == "int4, block 16, method absmax; 8 matrices"
-    assert found["parameters"] == before["parameters"]
-    assert found["bytes"] < 0.5 * before["bytes"]
+    assert shown["quantization"] == "int4, block 16, method absmax; 8 matrices"
+    assert shown["parameters"] == before["parameters"]
+    assert shown["bytes"] < 0.5 * before["bytes"]
 
 
 def test_gptq_changes_the_products_of_what_it_saw_less_than_rounding_does():
@@ -149,8 +151,8 @@ def test_gptq_changes_the_products_of_what_it_saw_less_than_rounding_does():
         return float((x @ (values - weight).t()).square().sum())
 
     rounding, better = (
-        error(one.values(torch.float32))
-        for one in (packed(weight, form), gptq(weight, hessian, form))
+        error(matrix.values(torch.float32))
+        for matrix in (packed(weight, form), gptq(weight, hessian, form))
     )
     assert better < 0.4 * rounding
     # what it saw alone says nothing of inputs that do not go together: then it is rounding
@@ -169,26 +171,26 @@ def test_packed_files_hold_the_numbers_in_words_of_32_bits(tmp_path):
     assert done.difference < 1e-6
     expected = torch.from_numpy(read(tmp_path / "low")["weights/layers.1.mlp.up.weight"])
     with safe_open(tmp_path / "packed" / "model.safetensors", framework="pt") as file:
-        found = []
+        rows = []
         for name in ("gate_proj", "up_proj"):
             key = f"model.layers.1.mlp.{name}.weight"
             assert file.get_tensor(f"{key}_shape").tolist() == [64, 32]
-            words, scale = (file.get_tensor(f"{key}_{one}") for one in ("packed", "scale"))
+            words, scale = (file.get_tensor(f"{key}_{suffix}") for suffix in ("packed", "scale"))
             numbers = (words[..., None].to(torch.int64) >> (torch.arange(8) * 4) & 15) - 8
             blocks = numbers.flatten(-2).float().unflatten(-1, (-1, 16)) * scale[..., None]
-            found.append(blocks.flatten(-2))
-        assert torch.equal(torch.cat(found), expected)
+            rows.append(blocks.flatten(-2))
+        assert torch.equal(torch.cat(rows), expected)
         assert {"lm_head.weight", "model.norm.weight"} <= set(file.keys())
     config = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
     assert config["format"] == "pack-quantized" and config["ignore"] == ["lm_head"]
-    for model, codes, told in (
+    for model, codes, message in (
         ({}, "int4", "the modules of Hugging Face's gpt2"),
         (SQUARE, "nf4", "the levels of nf4 are no whole numbers"),
         (SQUARE, "uint4", "the least values of uint4's blocks"),
     ):
         source = stored(tmp_path / f"{codes}-model", VOCAB_SIZE, **model)
         quantize(source, tmp_path / f"{codes}-low", LowBit(codes, 16))
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             to_hf(tmp_path / f"{codes}-low", tmp_path / "no", quantized=True)
     assert not (tmp_path / "no").exists()
 
@@ -203,8 +205,8 @@ def test_transformers_loads_packed_files(tmp_path, codes):
     to_hf(tmp_path / "low", tmp_path / "plain")
     ids = torch.arange(16)[None]
     logits = [
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / one)(ids).logits
-        for one in ("packed", "plain")
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)(ids).logits
+        for name in ("packed", "plain")
     ]
     assert torch.equal(*logits)
 
@@ -219,8 +221,10 @@ def test_values_are_those_of_torchao(codes):
     half = 2 ** (form.bits - 1)
     given = ((1, 16), scales, torch.zeros_like(scales, dtype=torch.int32))
     numbers = primitives.quantize_affine(x, *given, torch.int8, -half, half - 1)
-    found = primitives.dequantize_affine(numbers, *given, torch.int8, -half, half - 1)
-    torch.testing.assert_close(packed(x, form).values(torch.float32), found, rtol=1e-6, atol=1e-7)
+    reference = primitives.dequantize_affine(numbers, *given, torch.int8, -half, half - 1)
+    torch.testing.assert_close(
+        packed(x, form).values(torch.float32), reference, rtol=1e-6, atol=1e-7
+    )
 
 
 @parallel(ranks=[2])
@@ -239,16 +243,16 @@ def test_all_ranks_measure_what_one_has_written(comm, tmp_path, model):
     options = {"method": "gptq", "data": data, "samples": 9, "length": 12, "evaluate": (data,)}
     options |= {"ema": False}
     given = (tmp_path / "model", tmp_path / "low", LowBit("int8", 16), World(comm))
-    found = work(*given, precision="fp32", **options)
-    (one,) = found["perplexity"]
-    assert one["before"] != one["after"]
-    assert one["after"] == pytest.approx(one["before"], rel=0.005)
+    results = work(*given, precision="fp32", **options)
+    (row,) = results["perplexity"]
+    assert row["before"] != row["after"]
+    assert row["after"] == pytest.approx(row["before"], rel=0.005)
     said = open_model(tmp_path / "low").manifest.said["quantization"]
     assert said["method"] == "gptq" and (said["samples"], said["sample_tokens"]) == (9, 12)
     with pytest.raises(InputError, match=r"--samples 999: .* of 12 tokens"):
         target = tmp_path / "more"
         work(given[0], target, *given[2:], precision=None, **options | {"samples": 999})
-    assert comm.allgather(one["after"]) == [one["after"]] * 2
+    assert comm.allgather(row["after"]) == [row["after"]] * 2
 
 
 HEAD = {"output_head": "classes", "classes": 2, "tie_embeddings": False}
@@ -256,11 +260,11 @@ HEAD = {"output_head": "classes", "classes": 2, "tie_embeddings": False}
 
 @parallel(ranks=[1])
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "message"),
     [(HEAD, "has a head for a task"), ({"kind": "bert"}, "is a masked language model")],
     ids=["head", "bert"],
 )
-def test_a_model_that_predicts_no_next_token_has_no_perplexity(comm, tmp_path, model, told):
+def test_a_model_that_predicts_no_next_token_has_no_perplexity(comm, tmp_path, model, message):
     source = stored(tmp_path / "model", VOCAB_SIZE, **model)
     with open(source / "config.toml", "a") as file:
         file.write('[task]\nkind = "classify"\nlabels = ["no", "yes"]\n' * (model == HEAD))
@@ -270,7 +274,7 @@ def test_a_model_that_predicts_no_next_token_has_no_perplexity(comm, tmp_path, m
         writer.write(np.zeros(50, np.int64), np.array([50]))
     given = (source, tmp_path / "low", LowBit("int4", 16), World(comm))
     options = {"method": "absmax", "data": None, "precision": None, "ema": False}
-    with pytest.raises(InputError, match=f"--evaluate: .*model {told}"):
+    with pytest.raises(InputError, match=f"--evaluate: .*model {message}"):
         work(*given, **options, evaluate=(data,))
     assert not (tmp_path / "low").exists()
     assert work(*given, **options, evaluate=())["matrices"] == 8

@@ -56,12 +56,12 @@ def adapter_over(comm, base, folder, name: str):
     task = task_of(name)
     adapt = CASES[name][1]
     gone = ("output_head", "classes", "tie_embeddings", "sentence_order")
-    keys = {f"model.{key}": one for key, one in model.model_dump().items() if key not in gone}
-    keys |= {f"task.{key}": one for key, one in task.model_dump().items()}
-    keys |= {f"adapt.{key}": one for key, one in adapt.items()}
+    keys = {f"model.{key}": value for key, value in model.model_dump().items() if key not in gone}
+    keys |= {f"task.{key}": value for key, value in task.model_dump().items()}
+    keys |= {f"adapt.{key}": value for key, value in adapt.items()}
     keys |= {"batch.global_size": 6, "batch.micro_size": 3}
     engine = build(World(comm), keys, V)
-    tensors = {name: drawn(name, one) for name, one in whole_weights(engine).items()}
+    tensors = {name: drawn(name, value) for name, value in whole_weights(engine).items()}
     adapted = Adapted(engine.config.adapt, base_at(base)[1], task)
     write_adapter(folder, LoadedAdapter(adapted, engine.config.model, tensors))
     return folder
@@ -137,9 +137,9 @@ def test_what_peft_has_made_of_a_classifier(comm, tmp_path, name):
     with_large_weights(torch.nn.ParameterList(trained))
     beside.eval().save_pretrained(tmp_path / "peft")
     import_peft(tmp_path / "peft", base, tmp_path / "adapter")
-    found = ours(comm, base, 1, tmp_path / "adapter")
+    scores = ours(comm, base, 1, tmp_path / "adapter")
     expected = theirs(_Named(beside, name), 1)
-    assert found.shape == expected.shape == (6, 4) and difference(found, expected) < 1e-5
+    assert scores.shape == expected.shape == (6, 4) and difference(scores, expected) < 1e-5
 
 
 @parallel(ranks=[1], limit_s=120)
@@ -207,9 +207,9 @@ def test_the_tokenizer_is_that_of_the_base(comm, tmp_path):
         assert made.attempt.how == "begins"
         made.run()
     beside = OPTIONS | {"tasks": (text,), "adapter": tmp_path / "run"}
-    found = evaluate(base, World(comm), **beside)["tasks"]
+    tasks = evaluate(base, World(comm), **beside)["tasks"]
     merge(base, tmp_path / "run", tmp_path / "merged")
     whole = OPTIONS | {"tasks": (text,)}
-    assert evaluate(tmp_path / "merged", World(comm), **whole)["tasks"] == found
+    assert evaluate(tmp_path / "merged", World(comm), **whole)["tasks"] == tasks
     with pytest.raises(SharedInputError, match=r"tokenizer bytes .* the model knows"):
         evaluate(base, World(comm), **beside | {"tokenizer": "bytes"})

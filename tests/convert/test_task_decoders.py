@@ -50,16 +50,16 @@ def test_a_decoder_of_theirs_is_asked(comm, tmp_path, name):
     comm.Barrier()
     for layout in ("t=2", "d=2"):
         options = OPTIONS | {"tasks": (text,), "layout": layout}
-        ((one,),) = [evaluate(tmp_path / "ours", World(comm), **options)["tasks"]]
+        ((task,),) = [evaluate(tmp_path / "ours", World(comm), **options)["tasks"]]
         opened, stored = open_inference(
             tmp_path / "ours", World(comm), layout, None, classifies=True
         )
         form, (file,) = files_of(stored, opened.config, None, [text])
-        found = predictions(opened, file, form).tolist()
+        predicted = predictions(opened, file, form).tolist()
         if comm.rank == 0:
             expected, accuracy = predicted_by_theirs(model, hf, text)
-            assert found == expected and len(set(found)) > 1
-            assert one["items"] == 12 and one["accuracy"] == pytest.approx(accuracy)
+            assert predicted == expected and len(set(predicted)) > 1
+            assert task["items"] == 12 and task["accuracy"] == pytest.approx(accuracy)
 
 
 def of_theirs(folder, dtype: str = "float32") -> torch.Tensor:

@@ -46,8 +46,8 @@ LENGTHS = (5, 16, 1, 9, 12, 16)
 def rows(first: bool) -> list[LabelledRow]:
     """Sequences of several lengths without the id 0; of a BERT the later half is a second text."""
     draw = np.random.default_rng(3)
-    found = [draw.integers(1, V, length).astype(np.int32) for length in LENGTHS]
-    return [LabelledRow(ids, len(ids) // 2 if first else len(ids)) for ids in found]
+    drawn = [draw.integers(1, V, length).astype(np.int32) for length in LENGTHS]
+    return [LabelledRow(ids, len(ids) // 2 if first else len(ids)) for ids in drawn]
 
 
 def ours(comm, folder, candidates: int, adapter=None) -> torch.Tensor:
@@ -78,13 +78,13 @@ def theirs(model, candidates: int) -> torch.Tensor:
     given = {"input_ids": ids, "attention_mask": mask}
     given |= {"token_type_ids": types} if first else {}
     if candidates > 1:
-        given = {key: one.view(-1, candidates, size) for key, one in given.items()}
+        given = {key: value.view(-1, candidates, size) for key, value in given.items()}
     with torch.no_grad():
         return model(**given).logits
 
 
-def difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).abs().max() / other.abs().max())
+def difference(scores: torch.Tensor, other: torch.Tensor) -> float:
+    return float((scores - other).abs().max() / other.abs().max())
 
 
 def candidates_of(name: str) -> int:
@@ -108,9 +108,9 @@ def test_there_and_back(comm, tmp_path, name):
     back = to_hf(tmp_path / "ours", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(tmp_path / "hf") and not back.note
     count = candidates_of(name)
-    found = ours(comm, tmp_path / "ours", count)
+    scores = ours(comm, tmp_path / "ours", count)
     expected = theirs(model, count)
-    assert found.shape == expected.shape and difference(found, expected) < 1e-5
+    assert scores.shape == expected.shape and difference(scores, expected) < 1e-5
 
 
 NEW = {
@@ -236,22 +236,22 @@ def predicted_by_theirs(model, folder, path) -> tuple[list[int], float]:
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    found = []
+    classes = []
     answers = []
     for line in map(json.loads, path.read_text().splitlines()):
         if "choices" in line:
             pairs = [line["context"]] * len(line["choices"]), line["choices"]
             given = tokenizer(*pairs, return_token_type_ids=True, **AS_TENSORS)
             answer = line["answer"]
-            given = {key: one[None] for key, one in given.items()}
+            given = {key: value[None] for key, value in given.items()}
         else:
             given = tokenizer(line["text"], **AS_TENSORS)
             answer = model.config.label2id[line["label"]]
         with torch.no_grad():
-            found.append(int(model(**given).logits.argmax()))
+            classes.append(int(model(**given).logits.argmax()))
         answers.append(answer)
-    right = sum(one == answer for one, answer in zip(found, answers, strict=True))
-    return found, right / len(found)
+    right = sum(predicted == answer for predicted, answer in zip(classes, answers, strict=True))
+    return classes, right / len(classes)
 
 
 def with_tokenizer(model, folder):
@@ -265,8 +265,8 @@ def with_tokenizer(model, folder):
         tokenizer.post_processor = BertProcessing(*ends)
     (folder / "tokenizer.json").write_text(tokenizer.to_str())
     special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    told = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
-    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 @parallel(ranks=[2], limit_s=120)
@@ -285,12 +285,12 @@ def test_a_head_of_theirs_is_asked_and_trained_further(comm, tmp_path, name):
         from_hf(hf, tmp_path / "ours")
     comm.Barrier()
     options = OPTIONS | {"tasks": (text,)}
-    ((one,),) = [evaluate(tmp_path / "ours", World(comm), **options)["tasks"]]
-    assert one["items"] == 12 and len(one["by_class"]) == 3
+    ((task,),) = [evaluate(tmp_path / "ours", World(comm), **options)["tasks"]]
+    assert task["items"] == 12 and len(task["by_class"]) == 3
     if comm.rank == 0:
         _, expected = predicted_by_theirs(model, hf, text)
-        assert 0 < one["accuracy"] < 1
-        assert one["accuracy"] == pytest.approx(expected)
+        assert 0 < task["accuracy"] < 1
+        assert task["accuracy"] == pytest.approx(expected)
     tree = tomllib.loads((tmp_path / "ours/config.toml").read_text())
     wanted = {f"model.{key}": value for key, value in tree["model"].items()}
     wanted |= {f"task.{key}": value for key, value in tree["task"].items()}

@@ -72,14 +72,14 @@ def test_what_a_training_has_changed_stands_in_config_json(tmp_path, family, key
     path.write_text(json.dumps(manifest | {"crc32": checksum(manifest)}))
     done = to_hf(tmp_path / "ours", tmp_path / "back")
     before, after = (
-        json.loads((tmp_path / one / "config.json").read_text()) for one in ("hf", "back")
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "back")
     )
     if "rope_theta" in keys:
         expected |= {"rope_theta": 5e4, "rope_parameters": after["rope_parameters"]}
         assert after["rope_parameters"] == {"rope_type": "default", "rope_theta": 5e4}
     assert after == before | expected
-    told = done.note.removeprefix("config.json has another ").removesuffix(", as it was trained")
-    assert set(filter(None, told.split(", "))) == expected.keys()
+    changed = done.note.removeprefix("config.json has another ").removesuffix(", as it was trained")
+    assert set(filter(None, changed.split(", "))) == expected.keys()
 
 
 def test_several_files(tmp_path, monkeypatch):
@@ -154,18 +154,18 @@ def test_the_weights_average_leaves_in_their_place(tmp_path, capfd):
         (("convert", "to-hf"), "model.safetensors"),
         (("quantize",), "checkpoints/step-00000007/rank-00000.safetensors"),
     ):
-        found = []
+        written = []
         for source, more in ((other, ()), (both, ("--ema",))):
             target = tmp_path / f"{words[0]}-{source.name}"
             result = CliRunner().invoke(
                 group, [*words, str(source), str(target), *BLOCK[words[0]], *more]
             )
             assert result.exit_code == 0, result.output
-            found.append(load_file(target / file))
-        assert found[0].keys() == found[1].keys()
-        assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
-        told = CliRunner().invoke(group, [*words, str(other), str(tmp_path / "none"), "--ema"])
-        said = f"{told.exception} {told.output} {capfd.readouterr().err}"
+            written.append(load_file(target / file))
+        assert written[0].keys() == written[1].keys()
+        assert all(torch.equal(value, written[1][name]) for name, value in written[0].items())
+        result = CliRunner().invoke(group, [*words, str(other), str(tmp_path / "none"), "--ema"])
+        said = f"{result.exception} {result.output} {capfd.readouterr().err}"
         assert "holds no ema: its run keeps none" in said
         assert not (tmp_path / "none").exists()
 

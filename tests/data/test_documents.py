@@ -24,7 +24,7 @@ def by_hand(length: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     for documents in SHARDS:
         ids = [tokens_of(document) for document in documents]
         stream = np.concatenate(ids)
-        owner = np.repeat(np.arange(len(ids)), [len(one) for one in ids])
+        owner = np.repeat(np.arange(len(ids)), [len(number) for number in ids])
         for start in range(0, len(stream) - length, length):
             windows.append(stream[start : start + length + 1])
             owners.append(owner[start : start + length + 1])
@@ -45,11 +45,11 @@ def test_every_window_knows_its_documents(dataset):
     windows, ids = all_windows(dataset)
     expected, owners = by_hand(LENGTH)
     assert (dataset.read(ids, LENGTH) == np.array(expected)).all()
-    found = windows.documents(ids)
+    numbers = windows.documents(ids)
     owners = np.array(owners)
-    assert ((found[:, 1:] != found[:, :-1]) == (owners[:, 1:] != owners[:, :-1])).all()
-    assert (found[:, 0] == 0).all()
-    assert (windows.documents(ids[[5, 2]]) == found[[5, 2]]).all()
+    assert ((numbers[:, 1:] != numbers[:, :-1]) == (owners[:, 1:] != owners[:, :-1])).all()
+    assert (numbers[:, 0] == 0).all()
+    assert (windows.documents(ids[[5, 2]]) == numbers[[5, 2]]).all()
 
 
 def test_the_last_token_of_a_document_has_no_label(dataset):

@@ -134,7 +134,7 @@ def test_a_damaged_list(listed):
     entry = good["shards"]["b.h5"]
     bad = [{**entry, "tokens": value} for value in (0, -1, "50", 50.0, True, None)]
     bad += [{**entry, "dtype": "<i8"}, {**entry, "more": 1}, {"tokens": 50}, 5, None, []]
-    values = [{"shards": {**good["shards"], "b.h5": one}} for one in bad]
+    values = [{"shards": {**good["shards"], "b.h5": wrong}} for wrong in bad]
     for value in ("", "{", "[" * 100_000, "5", {}, {"shards": 5}, *values):
         write_list(listed, value)
         with pytest.raises(InputError) as caught:

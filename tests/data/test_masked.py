@@ -71,8 +71,8 @@ def test_a_sample_is_consecutive_text_of_one_document(dataset):
         assert (sample.types == expected_types).all()
         whole = np.concatenate(parts[::-1] if sample.order == 1 else parts)
         texts = [window[documents == n] for n in np.unique(documents)]
-        texts = [one[:-1] if one[-1] == END else one for one in texts]
-        assert any(len(one) == len(whole) and (one == whole).all() for one in texts)
+        texts = [text[:-1] if text[-1] == END else text for text in texts]
+        assert any(len(text) == len(whole) and (text == whole).all() for text in texts)
         orders[sample.order] += 1
         seen.add(bytes(whole.astype(np.uint8)))
     assert orders[0] == pytest.approx(orders[1], rel=0.15)
@@ -138,9 +138,9 @@ def test_only_seed_and_number_decide(dataset):
         [sample for *_, sample in samples_of(dataset, maker, numbers)]
         for maker in (made, again, other)
     )
-    for one, two in zip(first, second, strict=True):
+    for left, right in zip(first, second, strict=True):
         for name in ("ids", "types", "masked", "labels"):
-            assert np.array_equal(getattr(one, name), getattr(two, name))
+            assert np.array_equal(getattr(left, name), getattr(right, name))
     assert any(not np.array_equal(a.ids, b.ids) for a, b in zip(first, third, strict=True))
     assert not np.array_equal(first[0].ids, first[2].ids)  # another epoch hides other words
 
@@ -156,21 +156,21 @@ def test_microbatches_do_not_depend_on_the_layout(dataset, size, micro_size):
             [dataset], order, length, global_size=8, micro_size=b, data_rank=rank, data_size=ranks
         )
         windows = Windows([dataset], order.locate, length)
-        return FormedBatches(raw, lambda one: made(windows, one)).step(3)
+        return FormedBatches(raw, lambda batch: made(windows, batch)).step(3)
 
     alone = batches(0, 1, 1)
-    found = [one for rank in range(size) for one in batches(rank, size, micro_size)]
+    dealt = [batch for rank in range(size) for batch in batches(rank, size, micro_size)]
     for name in ("sample_ids", "inputs", "labels", "loss_mask", "masked", "types", "order"):
-        mine, theirs = ([getattr(one, name) for one in of] for of in (found, alone))
+        mine, theirs = ([getattr(batch, name) for batch in of] for of in (dealt, alone))
         assert np.array_equal(np.concatenate(mine), np.concatenate(theirs)), name
-    padded = [one.documents for one in alone]
-    for one, padding in zip(alone, padded, strict=True):
-        lengths = np.array([np.flatnonzero(row == SEPARATOR)[-1] + 1 for row in one.inputs])
+    padded = [batch.documents for batch in alone]
+    for batch, padding in zip(alone, padded, strict=True):
+        lengths = np.array([np.flatnonzero(row == SEPARATOR)[-1] + 1 for row in batch.inputs])
         if padding is None:
             assert (lengths == S).all()
         else:
             assert (padding == (np.arange(S) >= lengths[:, None])).all()
-            assert (one.inputs[padding == 1] == END).all()
+            assert (batch.inputs[padding == 1] == END).all()
     assert any(padding is not None for padding in padded)
 
 
@@ -181,7 +181,7 @@ def test_rows_that_fill_up_a_validation_do_not_count(dataset):
         dataset, length, micro_size=4, data_rank=0, data_size=1, max_samples=6
     )
     windows = Windows([dataset], lambda n: (np.zeros_like(n), np.minimum(n, 5)), length)
-    first, last = (made(windows, one) for one in batches.microbatches())
+    first, last = (made(windows, microbatch) for microbatch in batches.microbatches())
     assert (first.loss_mask.sum(1) > 0).all()
     assert (last.loss_mask[:2].sum(1) > 0).all() and not last.loss_mask[2:].any()
     assert (last.order[2:] == -1).all()
@@ -206,10 +206,10 @@ def test_one_segment_where_no_order_is_asked_for(dataset):
 
 def test_one_type_for_both_segments(dataset):
     """A model of one type tells segments apart by the separator alone; the rest is the same."""
-    one = form(dataset, **{"model.token_types": 1})
+    single = form(dataset, **{"model.token_types": 1})
     two = form(dataset)
     for (*_, a), (*_, b) in zip(
-        samples_of(dataset, one, range(50)), samples_of(dataset, two, range(50)), strict=True
+        samples_of(dataset, single, range(50)), samples_of(dataset, two, range(50)), strict=True
     ):
         assert (a.types == 0).all() and (b.types.max() == 1) == (b.order >= 0)
         assert (a.ids == b.ids).all() and a.order == b.order

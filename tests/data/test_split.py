@@ -120,7 +120,7 @@ def test_another_number_of_ranks_is_another_order():
         other.judge("resume", "x", manifest)
     other = Course(config.replace("data", change="from here"), trained(1))
     other.judge("resume", "x", manifest)
-    assert [one.drawn for one in other.trained_on.last.sources] == [18, 18]
+    assert [source.drawn for source in other.trained_on.last.sources] == [18, 18]
     older = trained(1).as_json()
     for stretch in older["stretches"]:
         del stretch["ranks"]

@@ -76,7 +76,7 @@ def bpe(folder):
     from data_prep.vocabulary import train_bpe
 
     folder.mkdir()
-    text = " ".join(one["content"] for one in TURNS) + " user assistant system"
+    text = " ".join(message["content"] for message in TURNS) + " user assistant system"
     made = Tokenizer.from_str(train_bpe([text * 3], 280)[0])
     made.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>")])
     (folder / "tokenizer.json").write_text(made.to_str())
@@ -199,9 +199,9 @@ def test_bad_lines_are_named_or_counted(tmp_path, monkeypatch, capsys, line):
     arguments += ("--output", tmp_path / "o")
     with pytest.raises(SystemExit) as stopped:
         run(monkeypatch, capsys, *arguments)
-    told = capsys.readouterr().err
-    assert (stopped.value.code == 2 and f"a.jsonl:4: {BAD[line]}" in told) or BAD[line] in told
-    assert told.count("\n") == 1 and not (tmp_path / "o").exists()
+    error = capsys.readouterr().err
+    assert (stopped.value.code == 2 and f"a.jsonl:4: {BAD[line]}" in error) or BAD[line] in error
+    assert error.count("\n") == 1 and not (tmp_path / "o").exists()
     assert run(monkeypatch, capsys, *arguments, "--skip-bad-lines")["bad_lines"] == 1
 
 

@@ -132,14 +132,18 @@ def test_chains_of_shared_keys(rows):
 
 
 def test_damaged_files_between_the_two_readings(tmp_path):
-    found = Duplicates(tmp_path, EXACT)
+    duplicates = Duplicates(tmp_path, EXACT)
     keys = np.array([[4], [5], [4], [6], [5]], np.uint64)
-    found._write("keys", 0, keys)
-    found._write("begun", 0, np.array([0, 3, 5]))
-    found.find(1)
-    assert found.of_task(0)(1).tolist() == [True, False, True]
+    duplicates._write("keys", 0, keys)
+    duplicates._write("begun", 0, np.array([0, 3, 5]))
+    duplicates.find(1)
+    assert duplicates.of_task(0)(1).tolist() == [True, False, True]
     cut = b"\x93NUMPY\x01\x00\x76\x00{'descr': '<i8', 'shape': (("  # no end of its head
-    for name, read in (("keys", found.find), ("begun", found.of_task), ("dropped", found.of_task)):
+    for name, read in (
+        ("keys", duplicates.find),
+        ("begun", duplicates.of_task),
+        ("dropped", duplicates.of_task),
+    ):
         path = tmp_path / f"{name}-00000.npy"
         good = path.read_bytes()
         bad = [b"", b"text", cut + b" " * 90, good[:-1], bytes(len(good)), None]
@@ -154,6 +158,6 @@ def test_damaged_files_between_the_two_readings(tmp_path):
             assert str(path) in str(caught.value)
         path.write_bytes(good)
     for begun in ([], [0, 3], [0, 6], [0, 4, 3, 5]):
-        found._write("begun", 0, np.array(begun, np.int64))
+        duplicates._write("begun", 0, np.array(begun, np.int64))
         with pytest.raises(InputError, match="does not fit 5 documents"):
-            found.of_task(0)
+            duplicates.of_task(0)

@@ -55,10 +55,10 @@ def test_tokenize_a_directory_with_parquet(tmp_path, monkeypatch, pyarrow):
     main()
     headers = Dataset(tmp_path / "o").headers
     tokens = np.concatenate([map_tokens(header) for header in headers])
-    found = [
+    pieces = [
         part.astype(np.uint8).tobytes() for part in np.split(tokens, np.flatnonzero(tokens == 256))
     ]
-    assert b"".join(found).decode("utf-8", "ignore").replace("\0", "") == "".join(TEXTS)
+    assert b"".join(pieces).decode("utf-8", "ignore").replace("\0", "") == "".join(TEXTS)
     assert len(headers) > 5
 
 

@@ -20,7 +20,7 @@ from ptdmpi.inference.model import open_inference
 from ptdmpi.inference.stored import config_of, open_model
 from ptdmpi.model.low_bit.codes import packed
 from ptdmpi.plan.cost.memory import MemoryModel
-from ptdmpi.plan.shape.low_bit import LowBit
+from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.train.checks import checked
 from ptdmpi.train.tasks import live_model
 from tests import _stored

@@ -13,8 +13,8 @@ from ptdmpi.comm.world import World
 from ptdmpi.config.adapt import targets_of
 from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.cost.memory import MemoryModel
+from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.parameters import Linear
 from tests._configs import layout
 from tests._engines import (
     assert_same_bits,

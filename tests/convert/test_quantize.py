@@ -24,7 +24,7 @@ from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.inference.stored import open_model
 from ptdmpi.model.low_bit.codes import packed, scales_of
-from ptdmpi.plan.shape.low_bit import CODES, LowBit
+from ptdmpi.plan.layer.low_bit import CODES, LowBit
 from tests._stored import LLAMA, stored
 from tests.parallel import parallel
 

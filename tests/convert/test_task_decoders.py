@@ -15,7 +15,7 @@ from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.evaluate.classes import files_of, predictions
 from ptdmpi.evaluate.run import evaluate
 from ptdmpi.inference.model import open_inference
-from ptdmpi.plan.shape.low_bit import LowBit
+from ptdmpi.plan.layer.low_bit import LowBit
 from tests import _stored
 from tests.convert._hugging_face import saved, task_model
 from tests.convert.test_task_heads import (

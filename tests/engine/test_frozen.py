@@ -15,8 +15,8 @@ from ptdmpi.config import ModelConfig
 from ptdmpi.engine import engine as engines
 from ptdmpi.model.stage import Stage
 from ptdmpi.plan.cost.memory import MemoryModel
+from ptdmpi.plan.layer.parts import Part
 from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.parameters import Part
 from tests._configs import layout
 from tests._engines import build, microbatches, steps_of, whole_gradients
 from tests.parallel import parallel

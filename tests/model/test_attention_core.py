@@ -17,7 +17,8 @@ from ptdmpi.model.kernels.attention import AttentionCore
 from ptdmpi.model.kernels.blocks import BlockedAttention, Scores
 from ptdmpi.model.kernels.choice import AttentionByLibrary, AttentionByProducts, HostChoice
 from ptdmpi.model.kernels.norm import soft_cap
-from ptdmpi.plan.cost.kept.activations import Sizes, our_layer
+from ptdmpi.plan.layer import folds
+from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.machine.cluster import TRAINER
 from tests._configs import small
 
@@ -264,7 +265,7 @@ def test_kept_probabilities_have_the_bits_of_those_computed_again(block, precisi
                 {"bfloat16": "bf16", "float32": "fp32"}[precision],
                 TRAINER.model_copy(update={"kept_block": block}),
             )
-            items = {item.name: item.bytes for item in our_layer(sizes, "none")}
+            items = {item.name: item.bytes for item in folds.layer_items(sizes, "none")}
             assert most - least == items["attention.probabilities"]
 
 

@@ -8,7 +8,7 @@ from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.model import loss as losses
 from ptdmpi.model.output.cross_entropy import cross_entropy, token_log_probabilities
 from ptdmpi.model.tensor_parallel import TensorAxis
-from ptdmpi.plan.shape import chunks
+from ptdmpi.plan.layer import chunks
 from tests._engines import measured
 from tests.parallel import parallel
 

@@ -7,7 +7,7 @@ import torch
 
 from ptdmpi.checkpoint.boxes import _levels
 from ptdmpi.model.low_bit.codes import codes_of, packed, rounded, scales_of
-from ptdmpi.plan.shape.low_bit import CODES, LowBit
+from ptdmpi.plan.layer.low_bit import CODES, LowBit
 
 
 def matrix(rows: int = 24, columns: int = 96) -> torch.Tensor:

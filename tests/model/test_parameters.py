@@ -17,7 +17,7 @@ from ptdmpi.model.parameters import (
     data_types,
     declare,
 )
-from ptdmpi.plan.shape.parameters import ALIGNMENT
+from ptdmpi.plan.layer.parts import ALIGNMENT
 from tests._layers import CPU, whole_initial
 
 QKV = Split(0, (7, 3, 3))

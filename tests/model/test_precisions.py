@@ -21,7 +21,7 @@ from ptdmpi.config.precision import (
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.kernels import Kernels
 from ptdmpi.model.parameters import data_types, dtype_of
-from ptdmpi.plan.cost.kept.activations import Sizes
+from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.layout.grid import grid_of
 from tests._configs import small
 from tests._engines import VOCAB_SIZE, steps_of

@@ -10,7 +10,8 @@ from ptdmpi.model.kernels import attention as attention_core
 from ptdmpi.model.kernels import host
 from ptdmpi.model.kernels.attention import AttentionCore
 from ptdmpi.model.kernels.blocks import Scores
-from ptdmpi.plan.cost.kept.activations import Sizes, our_layer
+from ptdmpi.plan.layer import folds
+from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.machine.cluster import TRAINER
 from tests._configs import small
 
@@ -66,7 +67,7 @@ def test_copies_of_keys_and_values_are_counted():
         changes = {"model.kind": "llama", "model.kv_heads": 2, **keys}
         software = TRAINER.model_copy(update={"repeats_keys": repeats})
         sizes = Sizes(small(changes).model, Layout(1, 1, 1, micro_size=2), precision, software)
-        items = {item.name: item.bytes for item in our_layer(sizes, "none")}
+        items = {item.name: item.bytes for item in folds.layer_items(sizes, "none")}
         return items.get("attention.key_value.copy", 0)
 
     model = small({"model.kind": "llama", "model.kv_heads": 2}).model

@@ -13,8 +13,8 @@ from ptdmpi.model import random
 from ptdmpi.model.kernels import USUAL, Kernels
 from ptdmpi.model.parameters import data_types
 from ptdmpi.model.state import WEIGHTS
-from ptdmpi.plan.cost.kept import working
 from ptdmpi.plan.cost.memory import MemoryModel
+from ptdmpi.plan.layer import operator
 from tests._engines import build, measured, microbatches, passes
 from tests.parallel import parallel
 
@@ -319,7 +319,7 @@ def test_shards_beside_another_axis(comm, zero, where):
 
 
 def test_masks_are_drawn_in_the_chunks_that_the_inventory_says():
-    assert working.MASK_CHUNK_ELEMENTS == random.CHUNK_ELEMENTS
+    assert operator.MASK_CHUNK_ELEMENTS == random.CHUNK_ELEMENTS
 
 
 def test_the_allocator_is_seen():

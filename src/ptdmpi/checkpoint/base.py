@@ -17,8 +17,8 @@ from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.lineage.adapted import Base
 from ptdmpi.lineage.course import Course
 from ptdmpi.model.state import WEIGHTS, State
-from ptdmpi.plan.shape.low_bit import KIND_OF_CODES, KIND_OF_SCALES, LowBit, frozen_layer
-from ptdmpi.plan.shape.parameters import task_head
+from ptdmpi.plan.layer.low_bit import KIND_OF_CODES, KIND_OF_SCALES, LowBit
+from ptdmpi.plan.shape.parameters import frozen_layer, task_head
 
 
 def fingerprint(manifest: Manifest) -> str:

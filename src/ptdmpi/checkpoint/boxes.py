@@ -33,7 +33,7 @@ from ptdmpi.checkpoint.manifest import (
     Written,
 )
 from ptdmpi.config import InputError
-from ptdmpi.plan.shape.low_bit import LowBit
+from ptdmpi.plan.layer.low_bit import LowBit
 
 # Checksum and write go over a chunk that stays in cache between the two.
 CHUNK_BYTES = 1 << 20

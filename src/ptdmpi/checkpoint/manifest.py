@@ -26,8 +26,8 @@ from ptdmpi.base.box import Box
 from ptdmpi.base.disk import write_whole
 from ptdmpi.config import InputError
 from ptdmpi.config.sections import WEIGHTS as KIND_OF_WEIGHTS
-from ptdmpi.plan.shape.low_bit import CODES as CODE_NAMES
-from ptdmpi.plan.shape.low_bit import KIND_OF_CODES, KIND_OF_SCALES, LowBit
+from ptdmpi.plan.layer.low_bit import CODES as CODE_NAMES
+from ptdmpi.plan.layer.low_bit import KIND_OF_CODES, KIND_OF_SCALES, LowBit
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"

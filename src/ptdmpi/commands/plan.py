@@ -13,8 +13,8 @@ from ptdmpi.config import InputError, load
 from ptdmpi.config.choices import OFFLOADS, RECOMPUTE_MODES, SCHEDULES
 from ptdmpi.config.section import MOST_BATCH, MOST_RANKS
 from ptdmpi.plan.ask import layouts
+from ptdmpi.plan.layer.low_bit import CODES
 from ptdmpi.plan.machine.cluster import cluster_names
-from ptdmpi.plan.shape.low_bit import CODES
 from ptdmpi.plan.show import table
 from ptdmpi.plan.show.draw import check_picture
 from ptdmpi.terminal.program import Command

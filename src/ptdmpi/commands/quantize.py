@@ -12,7 +12,7 @@ from ptdmpi.commands.options import AS_JSON, EMA, PATH
 from ptdmpi.config import InputError
 from ptdmpi.config.choices import CodesName
 from ptdmpi.config.precision import PRECISIONS
-from ptdmpi.plan.shape.low_bit import LowBit
+from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.terminal.program import Command, mendable_paths
 
 INTEGER_CODES: dict[str, CodesName] = {"8": "int8", "4": "int4"}

@@ -37,8 +37,9 @@ from ptdmpi.inference.stored import (
 from ptdmpi.lineage.adapted import NO_TASK, Adapted
 from ptdmpi.model.parameters import Declaration
 from ptdmpi.model.state import WEIGHTS, key
+from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.parameters import Linear, task_head
+from ptdmpi.plan.shape.parameters import task_head
 
 Tensors = Mapping[str, Tensor]
 

@@ -21,7 +21,7 @@ from ptdmpi.convert.plan import Plan
 from ptdmpi.convert.tensors import Stored, WeightFiles, entries, make_header
 from ptdmpi.model.low_bit.codes import decoded
 from ptdmpi.model.state import WEIGHTS, key
-from ptdmpi.plan.shape.low_bit import LowBit
+from ptdmpi.plan.layer.low_bit import LowBit
 
 PACKED = "_packed"
 SCALE = "_scale"

@@ -18,8 +18,8 @@ from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import OwnPart
 from ptdmpi.model.parameters import Entry, HeldShare
 from ptdmpi.model.stage import TIED_NAME, Stage
+from ptdmpi.plan.layer.parts import ALIGNMENT
 from ptdmpi.plan.layout.grid import ENDS, PARAMETERS
-from ptdmpi.plan.shape.parameters import ALIGNMENT
 
 
 class GradientStep(Protocol):

@@ -23,7 +23,7 @@ from ptdmpi.comm.communicator import Communicator
 from ptdmpi.config import Config, SharedInputError
 from ptdmpi.model.buffer import Storage
 from ptdmpi.plan.cost.memory import CHUNK_BYTES
-from ptdmpi.plan.shape.parameters import ALIGNMENT
+from ptdmpi.plan.layer.parts import ALIGNMENT
 
 T = TypeVar("T")
 HOST = torch.device("cpu")

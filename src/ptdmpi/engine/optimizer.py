@@ -22,7 +22,7 @@ from ptdmpi.model.flat import OwnPart
 from ptdmpi.model.kernels import Kernels
 from ptdmpi.model.parameters import Entry
 from ptdmpi.model.state import Counters, Kind, State
-from ptdmpi.plan.shape.parameters import aligned
+from ptdmpi.plan.layer.parts import aligned
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:

@@ -19,9 +19,9 @@ from ptdmpi.model.tensor_parallel import (
     TensorAxis,
     VocabularyHead,
 )
+from ptdmpi.plan.layer.low_bit import LowBit
+from ptdmpi.plan.layer.parts import Linear, LowRankPair, Part, Parts, Scale, as_linear, as_table
 from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.low_bit import LowBit
-from ptdmpi.plan.shape.parameters import LowRankPair, Part, Parts, Scale, as_linear, as_table
 
 
 def column_linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLinear:
@@ -104,7 +104,7 @@ def declare_as_described(
     form = LowBit.of(model.quantize)
     for number in layers:
         for name, part in parameters.layer(model).items():
-            if isinstance(part, parameters.Linear):
+            if isinstance(part, Linear):
                 linear = stage.get_submodule(f"layers.{number}.{name}")
                 weight = next(_declared(linear))
                 weight.declaration = replace(weight.declaration, low_bit=form)

@@ -13,8 +13,8 @@ from ptdmpi.base.box import Box, runs
 from ptdmpi.comm.communicator import Communicator, OneRank
 from ptdmpi.config.zero import Sharing
 from ptdmpi.model.parameters import Entry, HeldShare, Parameter
+from ptdmpi.plan.layer.parts import ALIGNMENT, aligned
 from ptdmpi.plan.shape.dealt import Slice, slices
-from ptdmpi.plan.shape.parameters import ALIGNMENT, aligned
 
 ALL = "all"  # the unit of those that need no unit of their own
 

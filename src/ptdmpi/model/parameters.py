@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ptdmpi.base.box import Box
 from ptdmpi.config.precision import PRECISIONS, NumberType
 from ptdmpi.model.low_bit.codes import Packed, rounded
+from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.plan.layout.grid import axis_named
-from ptdmpi.plan.shape.low_bit import LowBit
 
 
 @dataclass(frozen=True)

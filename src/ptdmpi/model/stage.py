@@ -20,8 +20,8 @@ from ptdmpi.model.random import RandomStream
 from ptdmpi.model.sharded import Walk
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.model.transformer import Block, Context, Embedding, rotary_table
+from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.plan.schedule.places import EMBEDDING, HEAD, place_of, places_of
-from ptdmpi.plan.shape.low_bit import LowBit
 
 TIED_NAME = "embedding.word.weight"
 

@@ -23,7 +23,7 @@ from ptdmpi.comm.queues import Passed, copies_of
 from ptdmpi.config.sections import WEIGHTS as WEIGHTS
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import OwnPart
-from ptdmpi.plan.shape.parameters import aligned
+from ptdmpi.plan.layer.parts import aligned
 
 
 def key(kind: str, name: str, replica: int | None = None) -> str:

@@ -28,8 +28,10 @@ from ptdmpi.model.kernels.rope import rotate
 from ptdmpi.model.parameters import declare
 from ptdmpi.model.random import RandomStream, dropout
 from ptdmpi.model.tensor_parallel import TensorAxis
+from ptdmpi.plan.layer import describe
+from ptdmpi.plan.layer.describe import WORD_TABLE
+from ptdmpi.plan.layer.parts import Parts
 from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.parameters import Parts
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Norm(nn.Module):
         self.zero_centered = model.zero_centered_norm
         sums = {"shared_gradient": shared_gradient, "partial_gradient": partial_gradient}
         self.weight = declare(1, self.shape, "zeros" if self.zero_centered else "ones", **sums)
-        shift = parameters.norm(model).shift
+        shift = describe.norm_part(model).shift
         self.bias = declare(1, self.shape, "zeros", **sums) if shift else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -315,7 +317,7 @@ class Embedding(nn.Module):
         self.axis = axis
         self.rate = model.dropout
         parts = parameters.embedding(model, vocab_size)
-        self.word = built.word_embedding(parts[parameters.WORD_TABLE], axis)
+        self.word = built.word_embedding(parts[WORD_TABLE], axis)
         self.scale = math.sqrt(model.hidden) if model.scale_embedding else None
         self.position = built.table(parts["position"]) if "position" in parts else None
         self.token_type = built.table(parts["token_type"]) if "token_type" in parts else None

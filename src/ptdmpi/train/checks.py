@@ -24,9 +24,9 @@ from ptdmpi.evaluate.labelled import items
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.judge import FROM_HERE
 from ptdmpi.lineage.trained_on import begun
+from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.plan.layout.topology import topology_of
 from ptdmpi.plan.machine.cluster import load_cluster
-from ptdmpi.plan.shape.low_bit import LowBit
 from ptdmpi.sinks.sinks import require
 from ptdmpi.train.feed import source_of
 from ptdmpi.train.task_files import task_files

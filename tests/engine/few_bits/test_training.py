@@ -7,7 +7,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.model.low_bit.codes import rounded
 from ptdmpi.plan.cost.memory import MemoryModel
-from ptdmpi.plan.shape.low_bit import CODES, LowBit
+from ptdmpi.plan.layer.low_bit import CODES, LowBit
 from tests._configs import layout, small
 from tests._engines import (
     assert_same_bits,

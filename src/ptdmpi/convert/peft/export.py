@@ -18,8 +18,8 @@ from ptdmpi.convert.folder import new_directory
 from ptdmpi.convert.heads import head_names, with_task
 from ptdmpi.convert.peft.form import CONFIG_FILE, PREFIX, WEIGHTS_FILE, is_fused, module_of
 from ptdmpi.model.state import WEIGHTS
+from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.parameters import Linear
 
 
 def export(source: Path, target: Path, kind: str = WEIGHTS) -> int:

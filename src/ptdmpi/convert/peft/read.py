@@ -30,8 +30,8 @@ from ptdmpi.convert.tensors import header_text, read_json
 from ptdmpi.inference.stored import StoredModel, open_model
 from ptdmpi.lineage.adapted import NO_TASK, Adapted
 from ptdmpi.model.state import WEIGHTS, key
+from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.parameters import Linear
 
 # Options that change the product, or the base model, and are not supported: their legal values.
 LEGAL: dict[str, Sequence[Any]] = {

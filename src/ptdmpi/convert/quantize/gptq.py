@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ptdmpi.model.low_bit.codes import Packed, codes_of, packed, scales_of, values_of
-from ptdmpi.plan.shape.low_bit import LowBit
+from ptdmpi.plan.layer.low_bit import LowBit
 
 # This share of the mean of the Hessian's diagonal is added to the diagonal (section 3, step 3:
 # "dampening" of 1 %).

@@ -16,7 +16,7 @@ from ptdmpi.evaluate.run import check_dataset
 from ptdmpi.inference.model import open_inference
 from ptdmpi.inference.stored import kind_of, open_model
 from ptdmpi.model.state import WEIGHTS
-from ptdmpi.plan.shape.low_bit import LowBit
+from ptdmpi.plan.layer.low_bit import LowBit
 
 Options = Mapping[str, Any]
 

@@ -35,8 +35,9 @@ from ptdmpi.inference.stored import (
 )
 from ptdmpi.model.low_bit.codes import Packed, packed
 from ptdmpi.model.state import WEIGHTS, key
+from ptdmpi.plan.layer.low_bit import LowBit
+from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.low_bit import LowBit
 from ptdmpi.terminal.progress import progress
 
 Json = Mapping[str, Any]
@@ -118,14 +119,14 @@ def quantize(
 def matrices(model: ModelConfig) -> list[str]:
     """Return the logical names of the weights to quantize: those of all linears of all layers."""
     parts = parameters.layer(model).items()
-    linears = [name for name, part in parts if isinstance(part, parameters.Linear)]
+    linears = [name for name, part in parts if isinstance(part, Linear)]
     return [f"layers.{i}.{name}.weight" for i in range(model.layers) for name in linears]
 
 
 def _require_block(model: ModelConfig, form: LowBit) -> None:
     """Raise InputError if the block is odd, or does not divide the rows of a matrix."""
     parts = parameters.layer(model).values()
-    widths = {part.inputs for part in parts if isinstance(part, parameters.Linear)}
+    widths = {part.inputs for part in parts if isinstance(part, Linear)}
     if form.block % 2 or any(width % form.block for width in widths):
         legal = [n for n in divisors(math.gcd(*widths)) if n % 2 == 0]
         choice = "legal: none here"

@@ -14,7 +14,7 @@ from torch import Tensor
 from ptdmpi.model.kernels import Computing
 from ptdmpi.model.parameters import Split, declare
 from ptdmpi.model.random import RandomStream, dropout
-from ptdmpi.plan.shape.parameters import LowRankPair
+from ptdmpi.plan.layer.parts import LowRankPair
 
 
 class LowRankAdapter(Computing):

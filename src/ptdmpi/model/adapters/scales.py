@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ptdmpi.model.parameters import Parameter, Split, declare
-from ptdmpi.plan.shape.parameters import Scale
+from ptdmpi.plan.layer.parts import Scale
 
 
 class ScaleAdapter(nn.Module):

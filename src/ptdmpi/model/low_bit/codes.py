@@ -1,4 +1,4 @@
-"""Codes and scales of matrices, and back: the arithmetic of `plan.shape.low_bit.LowBit`.
+"""Codes and scales of matrices, and back: the arithmetic of `plan.layer.low_bit.LowBit`.
 
 All in float32 (float64 where a matrix is), so that values are the same numbers whoever computes
 them: from a file, from packed memory, or rounded on the way into a product.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ptdmpi.model.low_bit.packing import pack
-from ptdmpi.plan.shape.low_bit import LowBit, chunk_elements
+from ptdmpi.plan.layer.low_bit import LowBit, chunk_elements
 
 
 @dataclass(frozen=True)

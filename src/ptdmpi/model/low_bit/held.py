@@ -9,7 +9,7 @@ from torch import Tensor
 from ptdmpi.base.box import Box
 from ptdmpi.model.low_bit.codes import Packed, packed
 from ptdmpi.model.parameters import Entry
-from ptdmpi.plan.shape.low_bit import KIND_OF_CODES, KIND_OF_SCALES
+from ptdmpi.plan.layer.low_bit import KIND_OF_CODES, KIND_OF_SCALES
 
 Narrow = Callable[[int, int], tuple[int, int]]  # (row, column) of a matrix -> that of its codes
 

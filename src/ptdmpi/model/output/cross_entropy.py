@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ptdmpi.model.tensor_parallel import TensorAxis
-from ptdmpi.plan.shape.chunks import loss_rows
+from ptdmpi.plan.layer.chunks import loss_rows
 
 
 def token_log_probabilities(

@@ -17,8 +17,8 @@ from ptdmpi.model.output.cross_entropy import cross_entropy
 from ptdmpi.model.output.losses import ORDER, RIGHT, TASK
 from ptdmpi.model.tensor_parallel import TensorAxis, select_positions
 from ptdmpi.model.transformer import Classes, Context, MaskedTransform, Norm, SentenceOrder
+from ptdmpi.plan.layer.parts import Parts
 from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.parameters import Parts
 
 
 class Output(ABC):

@@ -25,8 +25,9 @@ from ptdmpi.config import ModelConfig
 from ptdmpi.config.errors import InputError
 from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.machine.kernels import Group
-from ptdmpi.plan.shape.parameters import Linear, layer
+from ptdmpi.plan.shape.parameters import layer
 
 
 class Partition(NamedTuple):

@@ -18,13 +18,13 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from ptdmpi.config.layout import Layout
+from ptdmpi.config.precision import FLOAT32
 from ptdmpi.config.zero import Sharing, covers_gradients
-from ptdmpi.plan.cost.kept.activations import WIDE_BYTES
+from ptdmpi.plan.layer.parts import ALIGNMENT, trained
 from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.machine.kernels import Group, Machine
 from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.low_bit import frozen_places
-from ptdmpi.plan.shape.parameters import ALIGNMENT
+from ptdmpi.plan.shape.parameters import frozen_places
 
 VIEW_S = 2e-6  # the host's time for an operation in Python (pytorch/pytorch issue 41383, July 2020)
 
@@ -113,7 +113,7 @@ class DataAxis:
         if layout.shards == 1 or self.cluster.software.zero_unit == "tensor":
             return 0.0
         return self.machine.all_gather_s(
-            elements / ALIGNMENT * WIDE_BYTES, self.shard_group(layout)
+            elements / ALIGNMENT * FLOAT32.bytes, self.shard_group(layout)
         )
 
     def _ends_s(self, layout: Layout) -> float:
@@ -213,7 +213,7 @@ class DataAxis:
 
     def layer_tensors(self, tensor: int) -> list[int]:
         """Elements of what trains of a layer, weight by weight, on a tensor rank."""
-        every = parameters.trained(parameters.layer(self.model).values())
+        every = trained(parameters.layer(self.model).values())
         return [size for part in every for size in part.weights(tensor)]
 
     def _table_elements(self, tensor: int) -> int:

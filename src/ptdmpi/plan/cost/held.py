@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Sequence
 
 from ptdmpi.config import Layout
+from ptdmpi.plan.layer.describe import WORD_TABLE
+from ptdmpi.plan.layer.low_bit import LowBit
+from ptdmpi.plan.layer.parts import ALIGNMENT, Linear, Part, Table, aligned, trained
 from ptdmpi.plan.layout.stages import placement_of, split_model
 from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.schedule.ops import ACTIVATIONS, Op
 from ptdmpi.plan.schedule.places import EMBEDDING, HEAD, places_of
 from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.low_bit import LowBit
-from ptdmpi.plan.shape.parameters import ALIGNMENT, Linear, Part, Table, aligned
 
 TIED, SECOND = "tied", "second"
 
@@ -119,7 +120,7 @@ class HeldParts:
         for place in places:
             parts = self._parts_of(place).values()
             looked_up = place == EMBEDDING and all(isinstance(part, Table) for part in parts)
-            if not looked_up and parameters.trained(parts):
+            if not looked_up and trained(parts):
                 break
             count += 1
         return count
@@ -136,11 +137,11 @@ class HeldParts:
 
     @staticmethod
     def _is_tied(place: str, name: str) -> bool:
-        return (place, name) in ((EMBEDDING, parameters.WORD_TABLE), (HEAD, "head"))
+        return (place, name) in ((EMBEDDING, WORD_TABLE), (HEAD, "head"))
 
     @property
     def tied(self) -> int:
         """Elements of a trained table that embedding and head share, on a tensor rank; or 0."""
-        word = self.table["embedding"][parameters.WORD_TABLE]
+        word = self.table["embedding"][WORD_TABLE]
         shared = self.model.tie_embeddings and word.trains
         return sum(word.weights(self.tensor)) if shared else 0

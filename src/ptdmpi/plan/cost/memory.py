@@ -13,11 +13,11 @@ from functools import cache, cached_property
 from operator import mul
 
 from ptdmpi.config import Config, Layout, ModelConfig
-from ptdmpi.config.precision import PRECISIONS
+from ptdmpi.config.precision import FLOAT32, PRECISIONS
 from ptdmpi.config.zero import Sharing
-from ptdmpi.plan.cost.kept.activations import WIDE_BYTES
-from ptdmpi.plan.cost.kept.operands import operand_bytes
 from ptdmpi.plan.cost.stage_memory import Cut, StageMemory, segments
+from ptdmpi.plan.layer import describe, folds
+from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.layout.messages import RunMethod
 from ptdmpi.plan.layout.stages import placement_of
 from ptdmpi.plan.machine.cluster import TRAINER, Software
@@ -25,7 +25,7 @@ from ptdmpi.plan.schedule.flight import NOTHING, fullest_alike
 from ptdmpi.plan.schedule.ops import ACTIVATIONS
 from ptdmpi.plan.schedule.orders import KINDS, Placement
 from ptdmpi.plan.shape.codes import largest_tile
-from ptdmpi.plan.shape.low_bit import LowBit, frozen_layer
+from ptdmpi.plan.shape.parameters import frozen_layer
 
 # Of state in a file: read ahead and written behind, two pieces of it at once.
 CHUNK_BYTES = 64 * 2**20
@@ -102,11 +102,11 @@ class MemoryModel(StageMemory):
     ) -> None:
         super().__init__(model, vocab_size, precision, software)
         self.method = method or RunMethod()
-        self.low_bit = LowBit.of(model.quantize)  # in which products take the layers' weights
         self.runtime_bytes, self.on_host = runtime_bytes, on_host
         self.compute_bytes = PRECISIONS[precision].compute.bytes
         self.wide_bytes = PRECISIONS[precision].master.bytes
         self.tile = largest_tile(model, vocab_size)
+        self.value_bytes = cache(self._counted_values)
         self._distinct = cache(lambda *key: _distinct_ranks(self.model, self._splits(key[0]), *key))
         self.likes = cache(lambda *key: _sorts(self.model, self._splits(key[0]), *key))
         self._standing = cache(self._counted_standing)
@@ -231,7 +231,7 @@ class MemoryModel(StageMemory):
             fewest = min(one.elements for one in self.dealt(cut, tensor, rank, sharing))
             optimizer -= fewest * self.wide_bytes
         # room on the host for gradients that are updated there, and weights that are the masters
-        rooms = (1 + (self.compute_bytes >= WIDE_BYTES)) * self.wide_bytes
+        rooms = (1 + (self.compute_bytes >= FLOAT32.bytes)) * self.wide_bytes
         rooms *= 0 if self.on_host else -(-train // sharing.state_shards)
         return weights, summed + widened, *_placed(offload, optimizer, rooms, self.on_host)
 
@@ -240,8 +240,8 @@ class MemoryModel(StageMemory):
         """Bytes of one parameter: weight, gradient, its copy in float32 for the optimizer where it
         is summed in a half type, and the kinds of state with a master."""
         summed, wide = self.software.gradient_bytes, self.wide_bytes
-        widened = WIDE_BYTES if summed < WIDE_BYTES else 0
-        state = self.method.kinds + (self.compute_bytes < WIDE_BYTES)
+        widened = FLOAT32.bytes if summed < FLOAT32.bytes else 0
+        state = self.method.kinds + (self.compute_bytes < FLOAT32.bytes)
         return self.compute_bytes, max(summed, self.compute_bytes), widened, state * wide
 
     def parameter_bytes(self, layout: Layout) -> float:
@@ -252,6 +252,13 @@ class MemoryModel(StageMemory):
         )
         optimizer -= self.method.matrices * self.wide_bytes / layout.shards
         return weights + summed + widened + optimizer * (layout.offload == "none")
+
+    def _counted_values(self, tensor: int) -> int:
+        """Bytes of the values that a product makes of a weight in few bits, on one of `tensor`
+        ranks."""
+        layout = Layout(tensor, 1, 1)
+        sizes = Sizes(self.model, layout, self.precision, self.software, self.on_host)
+        return folds.value_bytes(folds.operators(describe.layer(self.model)), sizes)
 
     def least_frozen_bytes(
         self, layout: Layout, elements: float, layers: float, tensor: int
@@ -313,8 +320,7 @@ def _beside(memory: MemoryModel, layout: Layout, rank: int, kept: int, working: 
     sizes = (layout.data, memory.trained(layout, rank), memory.wide_bytes)
     told, copies = method.room_bytes(*sizes, memory.tile), method.copies_bytes(*sizes)
     working += memory.beside_bytes(layout, rank)
-    shape = (memory.model, memory.low_bit, layout.tensor, memory.compute_bytes)
-    working += operand_bytes(*shape, memory.on_host)
+    working += memory.value_bytes(layout.tensor)
     if method.matrices:
         how = (Cut.of(layout), layout.tensor, rank, layout.sharing)
         size, widens = memory.compute_bytes, memory.software.wide_products

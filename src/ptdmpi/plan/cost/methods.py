@@ -31,15 +31,16 @@ from ptdmpi.base.traffic import PASSES
 from ptdmpi.config import DataParallelConfig, ModelConfig
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.methods import encodes
+from ptdmpi.config.precision import FLOAT32
 from ptdmpi.plan.cost.data_axis import Behind, DataAxis
-from ptdmpi.plan.cost.kept.activations import WIDE_BYTES
 from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.layout.messages import MESSAGE_ELEMENTS, RunMethod
 from ptdmpi.plan.layout.topology import topology
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.kernels import Group, Machine
 from ptdmpi.plan.shape.codes import bits_per_element
-from ptdmpi.plan.shape.parameters import Linear, layer
+from ptdmpi.plan.shape.parameters import layer
 
 # Kinds of feedback that compress the mean again, at servers that each have a part of it.
 SQUEEZED = ("double_squeeze", "neolithic")
@@ -84,7 +85,7 @@ class Told:
 
     elements: float
     gradient_bytes: int
-    master_bytes: int = WIDE_BYTES
+    master_bytes: int = FLOAT32.bytes
     tile: tuple[float, float] = (64.0, 1024.0)
 
     @property
@@ -179,7 +180,7 @@ class MethodAxis(DataAxis):
 
     def has(self, elements: float) -> Told:
         """What a rank with so many parameters has to tell."""
-        return told_of(self.model, self.vocab_size, elements, self.gradient_bytes, WIDE_BYTES)
+        return told_of(self.model, self.vocab_size, elements, self.gradient_bytes, FLOAT32.bytes)
 
     def behind(self, layout: Layout, elements: float) -> Behind:
         """What the method sends behind the last backward, or behind the update."""

@@ -7,44 +7,48 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 from ptdmpi.config import Layout, ModelConfig
+from ptdmpi.config.choices import RECOMPUTE_MODES
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.config.zero import Sharing
-from ptdmpi.plan.cost.kept import activations, heads, operands, working
-from ptdmpi.plan.cost.kept.activations import Sizes, total_bytes
-from ptdmpi.plan.cost.kept.working import LayerBytes
+from ptdmpi.plan.layer import describe, folds
+from ptdmpi.plan.layer.folds import LayerBytes
+from ptdmpi.plan.layer.operator import Operator
+from ptdmpi.plan.layer.parts import Linear
+from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.machine.cluster import Software
 from ptdmpi.plan.schedule.ops import ACTIVATIONS, OPERANDS
 from ptdmpi.plan.schedule.orders import Placement, placement
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.dealt import Dealt, dealt
-from ptdmpi.plan.shape.low_bit import frozen_layer, frozen_places
-from ptdmpi.plan.shape.parameters import Linear
+from ptdmpi.plan.shape.parameters import frozen_layer, frozen_places
 
 
 @dataclass(frozen=True)
 class PartBytes:
-    """Bytes of activations of one microbatch, of what a stage may consist of; by mode of
-    recomputation, of a layer."""
+    """Bytes of activations of one microbatch, of each part that a stage may consist of.
+
+    `layers`: of a layer, by mode of recomputation. `loss_works`: the most that the head's backward
+    needs besides what it keeps. `sent`: of what went on to the next stage.
+    """
 
     sizes: Sizes
     layers: dict[str, LayerBytes]
     embedding: int
     head: int
     loss_works: int
-    sent: int  # of what went on to the next stage
+    sent: int
     split: "SplitBytes"
 
 
 @dataclass(frozen=True)
 class SplitBytes:
-    """Bytes of a split backward's operands from its I to its W, of one microbatch; `mlp` are those
-    of a layer's second half, `down` the one that is there before them. `layer_adds`, `head_adds`:
-    what W needs beside."""
+    """Bytes of a split backward's operands from its I to its W, of one microbatch.
+
+    `layer_adds`, `head_adds`: what W needs besides them.
+    """
 
     layer: int
-    mlp: int
-    down: int
     embedding: int
     head: int
     layer_adds: int
@@ -177,9 +181,9 @@ class StageMemory:
             held += split.head - parts.head
         for mode, count in reversed(list(segments(layout, own))):
             layer = parts.layers[mode]
-            works = max(layer.works, layer.mlp + split.down, layer.core + split.mlp)
             grows = split.layer - layer.kept
-            most = max(most, held + works, held + (count - 1) * grows + works)
+            works = held + layer.input_works
+            most = max(most, works, works + (count - 1) * grows)
             held += count * grows
         ends = self.operand_bytes(layout, stage) + 2 * parts.sizes.boundary_bytes
         return max(most, ends)
@@ -244,28 +248,38 @@ class StageMemory:
             partition_activations=partitions,
         )
         sizes = Sizes(self.model, layout, self.precision, self.software)
+        layer = describe.layer(self.model)
+        embedding = self._embedding()
+        head = self._head()
+        sent = sizes.boundary_bytes if sends and self.software.keeps_outputs else 0
         return PartBytes(
-            sizes,
-            {mode: working.layer_bytes(sizes, mode) for mode in ("none", "selective", "full")},
-            total_bytes(activations.embedding_activations(sizes)),
-            total_bytes(heads.head_activations(sizes, self.vocab_size)),
-            heads.loss_working_bytes(sizes, self.vocab_size),
-            sizes.boundary_bytes if sends and self.software.keeps_outputs else 0,
-            self._counted_split(sizes),
+            sizes=sizes,
+            layers={mode: folds.layer_bytes(layer, sizes, mode) for mode in RECOMPUTE_MODES},
+            embedding=folds.kept_bytes(embedding, sizes),
+            head=folds.kept_bytes(head, sizes),
+            loss_works=max(row.backward_bytes(sizes) for row in head),
+            sent=sent,
+            split=SplitBytes(
+                layer=folds.operand_bytes(folds.operators(layer), sizes),
+                embedding=folds.operand_bytes(embedding, sizes),
+                head=folds.operand_bytes(head, sizes),
+                layer_adds=folds.adding_bytes(folds.operators(layer), sizes),
+                head_adds=folds.adding_bytes(head, sizes),
+            ),
         )
 
-    def _counted_split(self, sizes: Sizes) -> SplitBytes:
-        model, vocab_size = self.model, self.vocab_size
-        layer = operands.layer_operands(sizes)
-        return SplitBytes(
-            total_bytes(layer),
-            operands.part_bytes(layer, "mlp"),
-            operands.part_bytes(layer, "mlp.down.input"),
-            total_bytes(operands.embedding_operands(sizes, vocab_size)),
-            total_bytes(operands.head_operands(sizes, vocab_size)),
-            operands.adding_bytes(sizes, parameters.layer(model).values()),
-            operands.adding_bytes(sizes, parameters.head(model, vocab_size).values()),
-        )
+    def _embedding(self) -> tuple[Operator, ...]:
+        """The rows of the embedding that have a backward: none if nothing of it trains."""
+        rows = describe.embedding(self.model, self.vocab_size)
+        return rows if any(row.trains for row in rows) else ()
+
+    def _head(self) -> tuple[Operator, ...]:
+        """The rows of the head that have a backward."""
+        rows = describe.head(self.model, self.vocab_size)
+        if self.model.idle() < self.model.layers:
+            return rows
+        first = next(i for i, row in enumerate(rows) if row.trains)
+        return rows[first:]
 
 
 def _forward_bytes(memory: StageMemory, layout: Layout, stage: int) -> int:

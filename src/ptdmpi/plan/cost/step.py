@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.plan.cost.data_axis import DataAxis
-from ptdmpi.plan.cost.ends import EndTimes
-from ptdmpi.plan.cost.layer import LayerTimes, Seconds
+from ptdmpi.plan.cost.layer import EndTimes, LayerTimes, Seconds
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.cost.pipeline import StageTimes
 from ptdmpi.plan.cost.stage_memory import Cut

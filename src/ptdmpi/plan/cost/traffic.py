@@ -10,14 +10,19 @@ once in a step, psi of them on a rank; for ZeRO's stages see `_data`, for method
 `ptdmpi.plan.layout.messages`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from ptdmpi.base.traffic import Tally, Traffic
 from ptdmpi.config import Layout
 from ptdmpi.config.methods import encodes
 from ptdmpi.plan.cost.held import SECOND, HeldParts
-from ptdmpi.plan.cost.kept.activations import Sizes
 from ptdmpi.plan.cost.methods import code_messages, told_of
+from ptdmpi.plan.layer import describe
+from ptdmpi.plan.layer.account import Message, Phase
+from ptdmpi.plan.layer.folds import messages, operators, recomputed
+from ptdmpi.plan.layer.operator import Operator
+from ptdmpi.plan.layer.parts import ALIGNMENT
+from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.layout.grid import DATA, ENDS
 from ptdmpi.plan.layout.messages import RunMethod
 from ptdmpi.plan.machine.cluster import Model
@@ -25,18 +30,6 @@ from ptdmpi.plan.schedule.orders import KINDS, build
 from ptdmpi.plan.schedule.places import gathers
 from ptdmpi.plan.shape.dealt import Dealt, dealt
 from ptdmpi.plan.shape.matrices import gathered_bytes, iteration_bytes
-from ptdmpi.plan.shape.parameters import (
-    ALIGNMENT,
-    Linear,
-    LowRankPair,
-    Norm,
-    Part,
-    Scale,
-    Table,
-)
-
-OF_HEADS = ("attention.query_norm", "attention.key_norm")  # each rank sees its own heads
-OF_ALL_POSITIONS = ("mlm.norm",)  # each rank sees all of them, whatever is divided
 
 
 class StepTraffic:
@@ -61,11 +54,8 @@ class StepTraffic:
     ) -> None:
         self.model, self.layout, self.reproducible = model.config, layout, reproducible
         self.method, self.vocab_size = method or RunMethod(), model.vocab_size
-        self.sizes = Sizes(self.model, layout, precision)
+        self.sizes = Sizes(self.model, layout, precision, predictions=predictions)
         self.whole = self.sizes.tokens * self.model.hidden * self.sizes.compute_bytes
-        self.predicted = layout.micro_size * (
-            self.model.predictions() if predictions is None else predictions
-        )
         self.microbatches = layout.microbatches(batch)
         self.held = HeldParts(model, layout)
         self.placed = self.held.placed
@@ -91,18 +81,15 @@ class StepTraffic:
     def _tensor(self, rank: int, shard: int, norms: int) -> Tally:
         tally, layout = Tally(self.layout.tensor), self.layout
         for stage in self.placed.stages_of(rank):
-            self._layers(tally, stage)
-            if stage == 0:  # a frozen table has no gradient to gather
-                self._activations(tally, sums=1, gathers=int(not self.model.adapt.adapts))
-            if stage == self.held.last:
-                self._head(tally)
+            for message in self._messages(stage):
+                tally.add(message.collective, message.whole_bytes, self.microbatches)
         if self._is_scattered:
             tally.add("all_gather", self.whole, self.held.crossings(rank) * self.microbatches)
         element, parts = self.sizes.wide_bytes, self.held.of_rank(rank)
-        if summed := sum(_partial(layout, name, part) for name, part in parts):
+        if summed := sum(part.partial(layout.sequence_parallel) for _, part in parts):
             tally.add("all_reduce", summed * element)
         for _, part in parts:
-            for size in _copied(part, layout.tensor):
+            for size in part.copied(layout.tensor):
                 tally.add("all_reduce", size * element)
         if counted := self.held.counted(rank):
             tally.add("all_reduce", counted * element, norms)  # their squares
@@ -111,44 +98,30 @@ class StepTraffic:
                 tally.add("all_gather", size, count)
         return tally
 
-    def _activations(self, tally: Tally, sums: int, gathers: int) -> None:
-        """So many sums of an activation over the tensor axis for each microbatch; with sequence
-        parallelism reduce-scatters, and `gathers` beside them."""
-        if self.layout.sequence_parallel:
-            tally.add("reduce_scatter", self.whole, sums * self.microbatches)
-            tally.add("all_gather", self.whole, gathers * self.microbatches)
-        else:
-            tally.add("all_reduce", self.whole, sums * self.microbatches)
-
-    def _layers(self, tally: Tally, stage: int) -> None:
-        """Forwards: into each half of a layer a gather, out of it a sum. Backwards the other way
-        round, and the two inputs that were not kept whole are gathered once more; of a split
-        backward, also the two outputs' gradients. Full recomputation does the forward again."""
-        split = KINDS[self.layout.schedule].splits
+    def _messages(self, stage: int) -> Iterator[Message]:
+        """The messages over the tensor axis of one microbatch in a stage."""
+        config, first = self.model, self.model.adapt.first_layer
+        if stage == 0:
+            yield from self._passes(describe.embedding(config, self.vocab_size), False)
         for layer in self.held.layers[stage]:
-            again = self.layout.recomputed(layer) == "full"
-            if self.model.adapt.adapts:
-                self._activations(tally, *_of_adapted(self.sizes, layer, split, again))
+            rows = operators(describe.layer(config, layer))
+            if layer < first:  # no layer before the first that has adapters has a backward
+                yield from messages(rows, self.sizes, "forward")
                 continue
-            forwards = 2 if again else 1
-            self._activations(tally, 2 * forwards + 2, 2 * forwards + (6 if split else 4))
+            if self.layout.recomputed(layer) == "full":
+                yield from messages(recomputed(rows, self.sizes), self.sizes, "forward")
+            yield from self._passes(rows, layer > first or not config.adapt.adapts)
+        if stage == self.held.last:
+            yield from self._passes(describe.head(config, self.vocab_size), True)
 
-    def _head(self, tally: Tally) -> None:
-        """Its input and the sum of that one's gradient; then the loss: of each predicted token the
-        greatest logit, and in one message the sum of exponentials and the label's logit. A masked
-        model's head sees the predicted positions, whole on each rank; a task's, which no rank
-        divides, sends nothing else."""
-        if self.model.classifies:
-            self._activations(tally, sums=0, gathers=1)
-            return
-        m, token = self.microbatches, self.model.hidden * self.sizes.compute_bytes
-        if not self.model.masked:
-            self._activations(tally, sums=1, gathers=1 if self.model.adapt.adapts else 2)
-        else:
-            self._activations(tally, sums=0, gathers=1)
-            tally.add("all_reduce", self.predicted * token, m)
-        for numbers in (1, 2):
-            tally.add("all_reduce", numbers * self.predicted * self.sizes.wide_bytes, m)
+    def _passes(self, rows: Sequence[Operator], input_trains: bool) -> Iterator[Message]:
+        """The messages of rows in their forward and in their backward, whole or split."""
+        yield from messages(rows, self.sizes, "forward")
+        phases: Sequence[Phase] = ("backward",)
+        if KINDS[self.layout.schedule].splits:
+            phases = ("inputs", "weights")
+        for phase in phases:
+            yield from messages(rows, self.sizes, phase, input_trains)
 
     @property
     def _is_scattered(self) -> bool:
@@ -241,41 +214,6 @@ class StepTraffic:
         return tally
 
 
-def _partial(layout: Layout, name: str, part: Part) -> int:
-    """Elements of a part of whose gradient each tensor rank has seen a part only."""
-    if isinstance(part, LowRankPair):
-        return part.partial
-    if isinstance(part, Norm):
-        divided = layout.sequence_parallel and name not in OF_ALL_POSITIONS
-        return sum(part.weights(1)) if divided or name in OF_HEADS else 0
-    if not layout.sequence_parallel or isinstance(part, Scale):
-        return 0
-    if isinstance(part, Table):
-        return 0 if part.split else sum(part.weights(1))
-    return sum(part.outputs) if part.split == "rows" and part.bias else 0
-
-
-def _of_adapted(sizes: Sizes, layer: int, split: bool, again: bool) -> tuple[int, int]:
-    """(sums, gathers) of a frozen layer. In front of the first that has adapters there is no
-    backward. Of the others' linears those have one behind which something trains: in the first such
-    layer no gradient goes beyond the first adapter. An input is gathered again for LoRA's A, of a
-    split backward an output's gradient for its B."""
-    sums, gathers, first = 2, 2, sizes.model.adapt.first_layer
-    if layer < first:
-        return sums, gathers
-    if again:  # up to the last tensor that the backward needs
-        rest = sizes.keeps_input("mlp.down") or sizes.drops or sizes.model.block_norm != "pre"
-        sums, gathers = 3 + rest, 4
-    trains = layer > first
-    for column, row in (("attention.qkv", "attention.out"), ("mlp.up", "mlp.down")):
-        sums += trains
-        trains = trains or column in sizes.beside
-        gathers += bool(sizes.multiplied(column))
-        trains = trains or row in sizes.beside
-        gathers += trains + (split and bool(sizes.multiplied(row)))
-    return sums, gathers
-
-
 def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
     """What a rank does of an update of whole matrices."""
     if not of.method.matrices:
@@ -304,18 +242,6 @@ def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
     if tally.ranks > 1:
         of.method.tell(tally, data, step, sum(units.values()), weights, element)
     return tally
-
-
-def _copied(part: Part, tensor: int) -> Iterator[int]:
-    """Elements of each weight, whole, of which neighbours on the tensor axis hold copies of a
-    share: key heads that serve several ranks' queries."""
-    if isinstance(part, LowRankPair | Scale):
-        if part.most is not None and tensor > part.most:
-            yield part.size if isinstance(part, Scale) else part.outputs * part.rank
-    elif isinstance(part, Linear) and part.most is not None:
-        for outputs, most in zip(part.outputs, part.most, strict=True):
-            if tensor > most:
-                yield from (outputs * part.inputs, *([outputs] * part.bias))
 
 
 def tree_nodes(leaves: int, first: int, end: int) -> int:

@@ -2,7 +2,7 @@
 
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import Layout
-from ptdmpi.plan.cost.kept.activations import WIDE_BYTES
+from ptdmpi.config.precision import FLOAT32
 from ptdmpi.plan.machine.kernels import Group, Machine
 from ptdmpi.plan.shape.dealt import Dealt
 from ptdmpi.plan.shape.matrices import Whole, gathered_bytes, iteration_bytes, products
@@ -62,7 +62,7 @@ class UpdateTimes:
         narrower than the master; fp16 takes its loss scale out; norm; scale; the optimizer reads
         gradient, master and moments and writes the last two (AdamW 7 numbers, SGD 3); copy the
         master to the weight."""
-        gradient, weight, w = self.gradient_bytes, self.machine.element_bytes, WIDE_BYTES
+        gradient, weight, w = self.gradient_bytes, self.machine.element_bytes, FLOAT32.bytes
         kernels = [w, 2 * w, (3 + 2 * self.moments) * w]
         if gradient < w:
             kernels.append(gradient + w)
@@ -90,10 +90,10 @@ class UpdateTimes:
             assert host.memory_bytes_per_s and host.link_bytes_per_s  # as `lacks` says
             update_s = shard * sum(kernels) / (host.memory_bytes_per_s / devices)
             # masters that are the weights come down as well
-            moved = self.gradient_bytes + weight * (2 if weight >= WIDE_BYTES else 1)
+            moved = self.gradient_bytes + weight * (2 if weight >= FLOAT32.bytes else 1)
             update_s += shard * moved / host.link_bytes_per_s
         if offload == "disk":
             assert host.disk_bytes_per_s
-            state = WIDE_BYTES * (self.moments + (weight < WIDE_BYTES))
+            state = FLOAT32.bytes * (self.moments + (weight < FLOAT32.bytes))
             update_s += 2 * shard * state / (host.disk_bytes_per_s / devices)
         return update_s

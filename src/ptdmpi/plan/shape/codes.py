@@ -8,16 +8,8 @@ parameter or in a bias, have their scale to fewer elements.
 import math
 
 from ptdmpi.config import DataParallelConfig, ModelConfig
-from ptdmpi.plan.shape.parameters import (
-    Linear,
-    LowRankPair,
-    Norm,
-    Part,
-    Scale,
-    embedding,
-    head,
-    layer,
-)
+from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Part, Scale
+from ptdmpi.plan.shape.parameters import embedding, head, layer
 
 # The longest units: an index of a sparse code has 12 bits then; a scale of a quantised one is 1/16
 # bit an element in float32 (QSGD's variance grows with the length: Alistarh et al. 2017, section

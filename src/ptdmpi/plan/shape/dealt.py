@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from ptdmpi.config import ModelConfig
 from ptdmpi.config.zero import Sharing, covers_gradients
+from ptdmpi.plan.layer.describe import WORD_TABLE
+from ptdmpi.plan.layer.parts import ALIGNMENT, Part, Table, aligned, trained
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.matrices import (
     Whole,
@@ -23,7 +25,6 @@ from ptdmpi.plan.shape.matrices import (
     room_bytes,
     wholes,
 )
-from ptdmpi.plan.shape.parameters import ALIGNMENT, WORD_TABLE, Part, Table, aligned
 
 
 class Slice(NamedTuple):
@@ -139,5 +140,4 @@ def _cut(
 
 def _aligned(parts: Iterable[Part], tensor: int) -> int:
     """What those of them that train take in a flat buffer, in elements."""
-    trained = parameters.trained(parts)
-    return sum(aligned(size) for part in trained for size in part.weights(tensor))
+    return sum(aligned(size) for part in trained(parts) for size in part.weights(tensor))

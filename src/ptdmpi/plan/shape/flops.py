@@ -1,78 +1,80 @@
-"""Closed forms of a model's work in FLOPs."""
+"""Closed forms of a model's work in FLOPs: folds over the products of its operators."""
 
 from ptdmpi.config import ModelConfig
-from ptdmpi.plan.shape.parameters import Linear, LowRankPair, head, layer
+from ptdmpi.plan.layer import describe
+from ptdmpi.plan.layer.ends import Predict
+from ptdmpi.plan.layer.folds import frozen_multiplications, multiplications, operators
+from ptdmpi.plan.layer.operator import Operator
+from ptdmpi.plan.layer.products import Multiply
+
+
+def _layer(model: ModelConfig, number: int | None = None) -> tuple[Operator, ...]:
+    return operators(describe.layer(model, number))
 
 
 def layer_forward_flops(model: ModelConfig, number: int | None = None) -> float:
-    """FLOPs of the forward pass of a layer, of this number or the last, per token: its GEMMs,
-    attention over all s positions (or its window).
+    """Return the FLOPs per token of the forward pass of layer `number`; None: of the last one.
 
-    24 h^2 + 4 s h for a GPT (Narayanan et al. 2021, appendix); gated and grouped-query shapes count
-    their own GEMMs.
+    They are of its GEMMs, and of attention over all s positions (or its window): 24 h^2 + 4 s h for
+    a GPT (Narayanan et al. 2021, appendix); gated and grouped-query shapes count their own GEMMs.
     """
-    return 2 * sum(_products(model, number)) + core_forward_flops(model)
-
-
-def _products(model: ModelConfig, number: int | None = None) -> tuple[int, int]:
-    """Weights that a token of a layer is multiplied with: of those that train, and of frozen
-    ones."""
-    train = frozen = 0
-    for part in layer(model, number).values():
-        size = 0
-        if isinstance(part, Linear):
-            size = part.inputs * sum(part.outputs)
-        elif isinstance(part, LowRankPair):
-            size = part.rank * (part.inputs + part.outputs)
-        train, frozen = train + size * part.trains, frozen + size * (not part.trains)
-    return train, frozen
+    return 2 * multiplications(_layer(model, number), model)
 
 
 def core_forward_flops(model: ModelConfig) -> float:
-    """FLOPs of the two products of attention of one layer per token, the mean over the layers: all
-    s positions, or the window where a layer has one."""
-    # q k^T and weights v, two FLOPs (multiply and add) for each of their products
-    return 4 * model.attention_width * model.mean_keys
+    """Return the FLOPs per token of the two products of attention of one layer, the mean over the
+    layers: over all s positions, or the window where a layer has one."""
+    core = [row for row in _layer(model) if row.recomputed_selectively]
+    return 2 * multiplications(core, model)
 
 
 def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
-    """FLOPs of the output head's forward pass per token: 2 V h; of a masked model at the share
-    of positions that it is asked for (at the default fraction), BERT's transform with it; of a head
-    for a task all that stands behind one position of a sequence."""
-    h = model.hidden
+    """Return the FLOPs per token of the output head's forward pass.
+
+    They are 2 V h; for a masked model BERT's transform is added, and both count at the share of
+    positions that the head is asked for (at the default fraction). For a task they are those of all
+    linears after one position of a sequence. What judges the order of segments is not counted.
+    """
+    products = [
+        row for row in describe.head(model, vocab_size) if isinstance(row, Multiply | Predict)
+    ]
     if model.classifies:
-        parts = [part for part in head(model, vocab_size).values() if isinstance(part, Linear)]
-        return 2 * sum(part.inputs * sum(part.outputs) for part in parts) / model.seq_length
-    work = 2 * vocab_size * h + (2 * h * h if model.output_head == "mlm" else 0)
-    return work * model.predictions() / model.seq_length
+        return 2 * multiplications(products, model) / model.seq_length
+    predicted = [row for row in products if isinstance(row, Predict) or row.rows == "predicted"]
+    return 2 * multiplications(predicted, model) * model.predictions() / model.seq_length
 
 
 def model_flops(model: ModelConfig, vocab_size: int, tokens: int) -> float:
-    """Model FLOPs of forward and backward over `tokens`, recomputation not counted.
+    """Return the model FLOPs of forward and backward over `tokens`, recomputation not counted.
 
-    For a GPT, 72 B l s h^2 (1 + s/6h + V/12lh) (Korthikanti et al. 2022, arXiv 2205.05198,
-    appendix A): the backward pass counts twice the forward. Of weights that do not train it counts
-    once, for their input's gradient, and of layers in front of all that train not at all.
+    For a GPT they are 72 B l s h^2 (1 + s/6h + V/12lh) (Korthikanti et al. 2022, arXiv 2205.05198,
+    appendix A): the backward pass counts twice the forward. For weights that do not train it counts
+    once, for their input's gradient, and for layers before all that train not at all.
     """
-    output, idle = head_forward_flops(model, vocab_size), model.idle()
+    output = head_forward_flops(model, vocab_size)
+    idle = model.idle()
     others = model.layers - idle
     per_token = 3 * (others * layer_forward_flops(model) + output)
     per_token += idle * layer_forward_flops(model, 0)
     if model.adapt.adapts:
         frozen_output = 0.0 if model.classifies else output
-        per_token -= others * 2 * _products(model)[1] + frozen_output
+        frozen = 2 * frozen_multiplications(_layer(model), model)
+        per_token -= others * frozen + frozen_output
     return per_token * tokens
 
 
 def hardware_flops(
     model: ModelConfig, vocab_size: int, tokens: int, recompute: str, layers: int
 ) -> float:
-    """Model FLOPs plus what the first `layers` layers compute again, if they have a backward: under
-    "full" their forward pass, under "selective" the two products of attention.
+    """Return model FLOPs plus those that the first `layers` layers compute again in their backward.
 
-    With every layer in full, 96 B l s h^2 (1 + s/6h + V/16lh) (Narayanan et al. 2021, equation 3).
+    Under "full" that is their forward pass, under "selective" the two products of attention. With
+    every layer in full: 96 B l s h^2 (1 + s/6h + V/16lh) (Narayanan et al. 2021, equation 3).
     """
-    core = core_forward_flops(model)
-    again = {"none": 0.0, "selective": core, "full": layer_forward_flops(model)}[recompute]
+    again = 0.0
+    if recompute == "full":
+        again = layer_forward_flops(model)
+    elif recompute == "selective":
+        again = core_forward_flops(model)
     recomputed = layers - model.idle(range(layers))
     return model_flops(model, vocab_size, tokens) + recomputed * again * tokens

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from ptdmpi.config import ModelConfig
 from ptdmpi.config.precision import BFLOAT16, FLOAT32, FLOAT64
-from ptdmpi.plan.shape.parameters import Linear, LowRankPair, layer
+from ptdmpi.plan.layer.parts import Linear, LowRankPair
+from ptdmpi.plan.shape.parameters import layer
 
 STEPS = 5  # of the iteration that makes a matrix orthogonal
 

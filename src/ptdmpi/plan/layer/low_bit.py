@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from ptdmpi.config.choices import CodesName
-from ptdmpi.config.model import ModelConfig, QuantizeConfig
-from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.parameters import Linear
+from ptdmpi.config.model import QuantizeConfig
 
 CODES = get_args(CodesName)
 # Who works on a matrix does so on so many elements at once, with so many bytes of each beside; a
@@ -113,48 +111,19 @@ def chunk_elements(on_host: bool) -> int:
     return CHUNK_ELEMENTS * (1 if on_host else DEVICE_CHUNKS)
 
 
-def _frozen(model: ModelConfig, tensor: int) -> list[tuple[int, int]]:
-    """(inputs, outputs) of a layer's frozen matrices on one of `tensor` ranks."""
-    parts = parameters.layer(model).values()
-    return [p.local(tensor) for p in parts if isinstance(p, Linear) and not p.trains]
-
-
-def frozen_layer(model: ModelConfig, tensor: int) -> tuple[int, int]:
-    """(elements, bytes) of those frozen weights of a layer that stand in few bits on one of
-    `tensor` ranks; (0, 0) where none do."""
-    form = LowBit.of(model.quantize)
-    if form is None:
-        return 0, 0
-    shapes = _frozen(model, tensor)
-    sizes = [form.bytes_of(outputs, inputs) for inputs, outputs in shapes]
-    return sum(map(math.prod, shapes)), sum(sizes)
-
-
-def frozen_places(
-    model: ModelConfig, vocab_size: int, layers: int, ends: tuple[bool, bool], tensor: int
-) -> list[list[int]]:
-    """`parameters.places` of the frozen weights that stand in full, which ZeRO 3 gathers: of idle
-    layers as many as of others."""
-    found = parameters.places(model, vocab_size, layers, ends, tensor, trains=False)
-    packed, _ = frozen_layer(model, tensor)
-    for place in found[int(ends[0]) :][:layers]:
-        place[:] = [unit - packed for unit in place]
-    return found
-
-
 def unpacking(
-    model: ModelConfig, tensor: int, compute_bytes: int, on_host: bool
+    form: LowBit, shape: tuple[int, int], compute_bytes: int, on_host: bool
 ) -> tuple[float, int]:
-    """(bytes that are moved, kernels) when the values of a layer's frozen matrices are made once,
-    as `ptdmpi.model.low_bit` does: codes are read and written as four bytes, these read and levels
-    written, read and products written, these with the least value, where there is one, once more,
-    read and written in the compute type."""
-    form = LowBit.of(model.quantize)
-    elements, _ = frozen_layer(model, tensor)
-    if form is None or not elements:
-        return 0.0, 0
-    rows = ((o, max(1, chunk_elements(on_host) // i)) for i, o in _frozen(model, tensor))
+    """Return (bytes that are moved, kernels) when the values of a matrix of (inputs, outputs) are
+    made once, as `ptdmpi.model.low_bit` does.
+
+    Codes are read and written as four bytes, these read and levels written, read and products
+    written, these with the least value, where there is one, once more, read and written in the
+    compute type.
+    """
+    inputs, outputs = shape
     added = form.numbers - 1
     each = form.bits / 8 * (1 + 4 + 4) + (4 + 2 * added) * 4 + compute_bytes
-    chunks = sum(-(-o // at_once) for o, at_once in rows)
-    return elements * each, (UNPACKING_KERNELS + added) * chunks
+    at_once = max(1, chunk_elements(on_host) // inputs)
+    chunks = -(-outputs // at_once)
+    return inputs * outputs * each, (UNPACKING_KERNELS + added) * chunks

@@ -1,0 +1,131 @@
+"""The words of an operator's account: kernels, messages, and tensors that stay in memory.
+
+An operator (`operator.py`) says in these words what it does. A cluster prices kernels and messages
+(`plan.cost.layer`); memory and traffic add up items and bytes (`folds.py`).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ptdmpi.config.choices import RECOMPUTE_MODES
+
+
+@dataclass(frozen=True)
+class MatrixProduct:
+    """`batch` products of matrices [m, k] and [k, n]."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+
+    launches = 1
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations: a multiplication and an addition for each of m n k."""
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class MemoryPass:
+    """A kernel that moves `moved_bytes` (read and written) and computes next to nothing.
+
+    `launches`: the kernels that the bytes are dealt to.
+    """
+
+    moved_bytes: float
+    launches: int = 1
+    flops = 0.0
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """Kernels over `elements`, each of which moves so many bytes of every element.
+
+    `kind` names the operation ("gelu", "layernorm_backward"): a cluster that was measured has a
+    time per element for it.
+    """
+
+    kind: str
+    elements: int
+    element_bytes: tuple[float, ...]
+    flops = 0.0
+
+    @property
+    def launches(self) -> int:
+        return len(self.element_bytes)
+
+
+@dataclass(frozen=True)
+class FusedAttention:
+    """Attention whose scores stay on chip: `rows` queries of `columns` keys.
+
+    `products`: matrix products between the scores, 2 forward and 5 backward (Dao et al. 2022, arXiv
+    2205.14135, algorithm 4). `seen`: the share of the causal scores that lie in a window.
+    """
+
+    rows: int
+    columns: int
+    head_size: int
+    products: int
+    seen: float = 1.0
+    launches = 1
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations as model FLOPs count them, of all columns."""
+        return 2.0 * self.products * self.rows * self.columns * self.head_size
+
+
+Kernel = MatrixProduct | MemoryPass | Elementwise | FusedAttention
+
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+# When an operator does something: in its forward; in its backward; and where the backward is split,
+# in the part that yields the input's gradient (I) and in the one that yields the weights' (W).
+Phase = Literal["forward", "backward", "inputs", "weights"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective of an activation or its gradient over an axis of the grid.
+
+    `whole_bytes`: the whole tensor, as `base.traffic` counts a collective. `behind`: the product
+    that runs at the same time on clusters that overlap the two. `pieces`: the messages that
+    published programs send instead of one; their latency is priced that often.
+    """
+
+    collective: Collective
+    whole_bytes: int
+    axis: str = "tensor"
+    behind: MatrixProduct | None = None
+    pieces: int = 1
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor that stays: `elements` of `element_bytes` each.
+
+    `kept_up_to` is the last mode of recomputation (none, selective, full) that keeps it.
+    """
+
+    name: str
+    elements: int
+    element_bytes: int
+    kept_up_to: str = "selective"
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.element_bytes
+
+
+def kept(items: Iterable[Item], mode: str) -> list[Item]:
+    """Return the items that recomputation `mode` keeps until the backward pass."""
+    rank = RECOMPUTE_MODES.index
+    return [item for item in items if rank(mode) <= rank(item.kept_up_to)]
+
+
+def total_bytes(items: Iterable[Item]) -> int:
+    """Return the bytes of all items."""
+    return sum(item.bytes for item in items)

@@ -1,0 +1,275 @@
+"""The core of attention: heads from the first linear's output, and what they make of each other."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ptdmpi.config import ModelConfig
+from ptdmpi.plan.layer.account import (
+    Elementwise,
+    FusedAttention,
+    Item,
+    Kernel,
+    MatrixProduct,
+    MemoryPass,
+)
+from ptdmpi.plan.layer.elementwise import norm_operands, norm_statistics
+from ptdmpi.plan.layer.operator import Operator, hash_bytes
+from ptdmpi.plan.layer.parts import Norm, Part
+from ptdmpi.plan.layer.sizes import Sizes
+
+# Megatron-LM of 2021 fuses scaling, mask and softmax for at most so many keys, and where so many
+# divide the heads of a microbatch (megatron/model/fused_softmax.py).
+FUSED_KEYS = 2048
+FUSED_HEADS = 4
+# Bytes per score of that kernel, and of those in its place, each forward and backward: to float32,
+# scale, mask, softmax, to half; in the backward the masked gradient is copied first. They are for
+# numbers of two bytes.
+FUSED_SOFTMAX = (3.0, 4.0)
+PLAIN_SOFTMAX = (6 + 8 + 9 + 8 + 6, 6 + 12 + 8 + 9 + 8 + 6)
+QUERY_BLOCK = 128  # queries whose capped scores are computed at once,
+BLOCK_SCORES = 1 << 20  # and so many of the scores
+
+
+def local_heads(sizes: Sizes) -> tuple[int, int]:
+    """Return the query heads and the key heads of a tensor rank; no head is cut."""
+    return sizes.share(sizes.model.heads), sizes.share(sizes.model.kv_heads)
+
+
+@dataclass(frozen=True)
+class SplitHeads(Operator):
+    """[s, b, (a + 2 kv)/t d] -> queries, keys and values by head, normalised and rotated.
+
+    `norms`: the norms of queries and of keys, each over a head (Dehghani et al. 2023, arXiv
+    2302.05442, section 2); empty for a model without. `rotates`: RoPE (Su et al. 2021, arXiv
+    2104.09864).
+    """
+
+    norms: tuple[tuple[str, Norm], ...] = ()
+    rotates: bool = False
+
+    def parts(self) -> dict[str, Part]:
+        return dict(self.norms)
+
+    def _normalised(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
+        """The kernels of both norms, which are priced as one."""
+        if not self.norms:
+            return
+        heads = sum(_priced_heads(sizes))
+        elements = sizes.tokens * heads * sizes.model.head_size
+        e = sizes.compute_bytes
+        if backward:
+            yield Elementwise(f"{sizes.model.norm}_backward", elements, (3 * e, 2 * e, 3 * e))
+        else:
+            yield Elementwise(sizes.model.norm, elements, (2 * e,))
+
+    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        yield from self._normalised(sizes, backward=False)
+
+    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
+        """The gradients of queries, keys and values are put side by side, and go through norms."""
+        yield from self._normalised(sizes, backward=True)
+        heads, kv_heads = _priced_heads(sizes)
+        width = (heads + 2 * kv_heads) * sizes.model.head_size
+        yield MemoryPass(sizes.tokens * width * 2 * sizes.compute_bytes)
+
+    def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
+        """The norms' input is all that the linear gave: queries and keys are views of it."""
+        if not self.norms:
+            return
+        heads, kv_heads = local_heads(sizes)
+        size = sizes.tokens * (heads + 2 * kv_heads) * sizes.model.head_size
+        yield Item("attention.query_key_norms.input", size, sizes.compute_bytes)
+        rows = sizes.tokens * (heads + kv_heads)
+        yield norm_statistics(sizes, "attention.query_key_norms", rows)
+
+    def operands(self, sizes: Sizes) -> Iterator[Item]:
+        for name, norm in self.norms:
+            yield from norm_operands(sizes, name, norm)
+
+
+def _priced_heads(sizes: Sizes) -> tuple[int, int]:
+    """Heads of a tensor rank as times count them: ranks beyond the key heads share one of them."""
+    model, tensor = sizes.model, sizes.layout.tensor
+    return model.heads // tensor, max(1, model.kv_heads // tensor)
+
+
+@dataclass(frozen=True)
+class Attend(Operator):
+    """softmax(Q K^T) V by head, with its mask, cap, window and dropout; heads side by side again.
+
+    Scores that are written to memory are a s^2 b / t elements; FlashAttention keeps none (Dao et
+    al. 2022, arXiv 2205.14135, algorithm 4).
+    """
+
+    recomputed_selectively: ClassVar[bool] = True
+
+    def multiplications(self, model: ModelConfig) -> float:
+        """Q K^T and weights V: all s positions, or the window where a layer has one (the mean over
+        the layers)."""
+        return 2 * model.attention_width * model.mean_keys
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def core(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
+        """Yield the kernels from query, key, value to the heads' outputs. Capped scores are unfused
+        everywhere."""
+        s, d = sizes.model.seq_length, sizes.model.head_size
+        batch = sizes.layout.micro_size * _priced_heads(sizes)[0]
+        capped = sizes.model.attention_softcap > 0.0
+        if sizes.fused_attention and not capped:
+            yield FusedAttention(batch * s, s, d, 5 if backward else 2, seen_share(sizes.model))
+            return
+        # forward Q K^T, P V; backward dO V^T, then P^T dO, dS K and dS^T Q
+        yield MatrixProduct(s, s, d, batch)
+        for _ in range(3 if backward else 1):
+            yield MatrixProduct(s, d, s, batch)
+        scores = batch * s * s
+        fused = not capped and s <= FUSED_KEYS and batch % FUSED_HEADS == 0
+        softmax = (FUSED_SOFTMAX if fused else PLAIN_SOFTMAX)[backward]
+        e = sizes.compute_bytes
+        # the mask spares half the reads of the softmax kernel, not the writes
+        yield MemoryPass(scores * softmax * e / 2)
+        if sizes.software.dropout:
+            yield MemoryPass(scores * (2 * e + 1))
+
+    def recomputed(self, sizes: Sizes) -> Iterator[Kernel]:
+        yield from self.core(sizes, backward=False)
+
+    def _merged(self, sizes: Sizes) -> Kernel:
+        """Heads side by side again, or, in the backward, apart."""
+        heads, _ = _priced_heads(sizes)
+        width = heads * sizes.model.head_size
+        return MemoryPass(sizes.tokens * width * 2 * sizes.compute_bytes)
+
+    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        yield from self.core(sizes, backward=False)
+        yield self._merged(sizes)
+
+    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
+        yield self._merged(sizes)
+        yield from self.core(sizes, backward=True)
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
+        """Its output stays, too: the kernels' backward reads it, and it is the next row's input."""
+        width = sizes.share(sizes.model.attention_width)
+        yield Item(f"{self.name}.output", sizes.tokens * width, sizes.compute_bytes)
+        if not sizes.fused_attention:
+            yield from self._kept_by_published_program(sizes)
+            return
+        model, c = sizes.model, sizes.compute_bytes
+        heads, kv_heads = local_heads(sizes)
+        explicit = model.attention_dropout > 0.0
+        # the explicit core repeats grouped keys and values, FlashAttention does not
+        multiplied = 3 * heads if explicit else heads + 2 * kv_heads
+        copied = sizes.operand_bytes != c or multiplied != heads + 2 * kv_heads
+        per_head = sizes.tokens * model.head_size
+        # where products work on a copy, the originals stay for the core's recomputation only
+        if mode == "selective" or not copied:
+            yield Item("attention.query_key_value", (heads + 2 * kv_heads) * per_head, c)
+        if copied:
+            size = multiplied * per_head
+            yield Item("attention.query_key_value.copy", size, sizes.operand_bytes, "none")
+        if explicit:
+            yield from self._kept_scores(sizes)
+        else:
+            yield from self._kept_by_kernels(sizes)
+
+    def _kept_by_published_program(self, sizes: Sizes) -> Iterator[Item]:
+        """As Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1) count it for Megatron-LM:
+        dropout, and nothing fused but the softmax."""
+        c, per_head = sizes.compute_bytes, sizes.tokens * sizes.model.head_size
+        heads, kv_heads = local_heads(sizes)
+        scores = sizes.tokens * heads * sizes.model.seq_length
+        yield Item("attention.query_key", (heads + kv_heads) * per_head, c)
+        yield Item("attention.softmax", scores, c, "none")
+        yield Item("attention.softmax.mask", scores, 1, "none")
+        yield Item("attention.softmax.dropped", scores, c, "none")
+        yield Item("attention.value", kv_heads * per_head, c)
+
+    def _kept_scores(self, sizes: Sizes) -> Iterator[Item]:
+        """What the explicit core keeps, whose probabilities are dropped from."""
+        model = sizes.model
+        scores = sizes.tokens * local_heads(sizes)[0] * model.seq_length
+        if model.attention == "causal":
+            yield Item("attention.future", model.seq_length**2, 1, "none")
+        if model.attention_softcap:
+            yield Item("attention.tangents", scores, sizes.compute_bytes, "none")
+        yield Item("attention.softmax", scores, sizes.wide_bytes, "none")
+        yield Item("attention.softmax.mask", scores, 1, "none")
+        yield Item("attention.softmax.dropped", scores, sizes.operand_bytes, "none")
+
+    def _kept_by_kernels(self, sizes: Sizes) -> Iterator[Item]:
+        """What kernels that keep no scores keep besides their operands."""
+        model, c = sizes.model, sizes.compute_bytes
+        heads, kv_heads = local_heads(sizes)
+        per_head = sizes.tokens * model.head_size
+        yield Item("attention.logsumexp", sizes.tokens * heads, sizes.wide_bytes, "none")
+        repeats = sizes.software.repeats_keys and not model.attention_softcap
+        if repeats and c >= sizes.wide_bytes and kv_heads < heads:
+            yield Item("attention.key_value.copy", 2 * heads * per_head, c, "none")
+        if sizes.software.kept_block:
+            yield Item("attention.probabilities", heads * kept_probabilities(sizes), c, "none")
+        if sizes.operand_bytes != c:
+            yield Item("attention.output.copy", heads * per_head, sizes.wide_bytes, "none")
+
+    def backward_bytes(self, sizes: Sizes) -> int:
+        """Gradients of the softmax's output and input, or, of kernels that keep no scores, of the
+        operands."""
+        model = sizes.model
+        rows = sizes.tokens * local_heads(sizes)[0]
+        if model.attention_dropout > 0.0:
+            return rows * model.seq_length * 2 * sizes.wide_bytes
+        return 4 * rows * model.head_size * sizes.operand_bytes + capped_block_bytes(sizes)
+
+    def drawing_bytes(self, sizes: Sizes) -> int:
+        """Hashes of the mask next to scores and weights."""
+        if sizes.model.attention_dropout == 0.0:
+            return 0
+        scores = sizes.tokens * local_heads(sizes)[0] * sizes.model.seq_length
+        return hash_bytes(scores) + 2 * scores * sizes.compute_bytes
+
+
+def seen_share(model: ModelConfig) -> float:
+    """Return the share of a causal layer's scores that lie in its window, the mean over layers:
+    for a window of r s keys, 1 - (1 - r)^2."""
+    s, window = model.seq_length, model.sliding_window
+    if not 0 < window < s:
+        return 1.0
+    sliding = (s - model.mean_keys) / (s - window)
+    return 1.0 - sliding * (1.0 - window / s) ** 2
+
+
+def kept_probabilities(sizes: Sizes) -> int:
+    """Return the probabilities that each head keeps of a microbatch.
+
+    They are of blocks of queries, each with all keys up to its end, including those that windows
+    and documents hide.
+    """
+    model, block = sizes.model, sizes.software.kept_block
+    if model.attention != "causal" or model.attention_softcap:
+        return 0
+    count = 0
+    for first in range(0, model.seq_length, block):
+        end = min(first + block, model.seq_length)
+        count += end * (end - first)
+    return count * sizes.layout.micro_size
+
+
+def capped_block_bytes(sizes: Sizes) -> int:
+    """Return the bytes of attention with capped scores, one block of queries on all keys.
+
+    These are scores, tangents, their gradients and a factor of these, and the weights as they are
+    multiplied.
+    """
+    model = sizes.model
+    if not model.attention_softcap:
+        return 0
+    heads = sizes.share(model.heads) * sizes.layout.micro_size
+    scores = heads * min(QUERY_BLOCK, model.seq_length) * model.seq_length
+    # as many key heads at once as keep to the limit, or one
+    group = model.heads // model.kv_heads
+    scores = min(scores, max(BLOCK_SCORES, scores // heads * group * sizes.layout.micro_size))
+    return scores * (4 * sizes.wide_bytes + sizes.operand_bytes)

@@ -1,0 +1,292 @@
+"""What a model consists of: its layer, its embedding and its head, each as operators in order.
+
+This is the one list. The model is built from it and computes it row by row
+(`model/transformer.py`); parameters, time, memory, traffic and FLOPs are folds over it
+(`folds.py`). A layer is a list of sublayers, each of which adds something to the residual stream x
+[s, b, h]:
+
+    attention     x -> norm -> qkv -> heads -> core -> out -> x + dropout
+    mlp           x -> norm -> up -> activation -> down -> x + dropout
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ptdmpi.config import ModelConfig
+from ptdmpi.config.adapt import targets_of
+from ptdmpi.plan.layer.attention import Attend, SplitHeads
+from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
+from ptdmpi.plan.layer.ends import (
+    AddRows,
+    CrossEntropy,
+    DropEmbedding,
+    LookUp,
+    Predict,
+    SelectPositions,
+    Tanh,
+)
+from ptdmpi.plan.layer.low_bit import LowBit
+from ptdmpi.plan.layer.operator import Operator
+from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Scale, Sees, Table
+from ptdmpi.plan.layer.products import Multiply
+
+WORD_TABLE = "word"  # the part of the embedding that a tied head shares
+Adapters = Mapping[str, tuple[tuple[str, LowRankPair | Scale], ...]]
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """Operators in order, from the residual stream "x" back to it."""
+
+    name: str
+    operators: tuple[Operator, ...]
+
+
+@dataclass(frozen=True)
+class LayerBuild:
+    """The model that the sublayers of one layer are of, and whether its linears have adapters."""
+
+    model: ModelConfig
+    adapted: bool
+
+    @property
+    def residual_std(self) -> float:
+        """Standard deviation of weights whose outputs add up in the residual stream: smaller by
+        sqrt(2 l) (Radford et al. 2019, GPT-2, section 2.3)."""
+        return self.model.init_std / math.sqrt(2 * self.model.layers)
+
+    def product(self, name: str, linear: Linear, source: str, target: str) -> Multiply:
+        """Return the row of a linear, with the adapters that it has."""
+        adapters = adapters_of(self.model, name, linear) if self.adapted else ()
+        if self.model.adapt.adapts:
+            linear = replace(linear, trains=False)
+        quantized = LowBit.of(self.model.quantize)
+        return Multiply(name, (source,), (target,), linear, adapters, quantized=quantized)
+
+    def norm(self, name: str, source: str, target: str) -> Normalize:
+        """Return the row of a norm over [h]."""
+        part = norm_part(self.model, trains=not self.model.adapt.adapts)
+        return Normalize(name, (source,), (target,), part)
+
+    def sublayer(self, name: str, place: int, *operators: Operator) -> Sublayer:
+        """Return a sublayer of operators that read "y" and write "y", with norm and residual sum.
+
+        "pre": x + f(norm(x)); "post": norm(x + f(x)) (Vaswani et al. 2017, BERT); "sandwich": as
+        "pre", with another norm of what is added (Ding et al. 2021, arXiv 2105.13290). `place`: the
+        number of its dropout mask in the layer.
+        """
+        residual = AddResidual(f"{name}.residual", ("x", "y"), ("x",), f"{name}.mask", place)
+        if self.model.block_norm == "post":
+            first = replace(operators[0], inputs=("x",))
+            last = self.norm(f"{name}_norm", "x", "x")
+            return Sublayer(name, (first, *operators[1:], residual, last))
+        first = self.norm(f"{name}_norm", "x", "y")
+        if self.model.block_norm == "sandwich":
+            after = self.norm(f"{name}_post_norm", "y", "y")
+            return Sublayer(name, (first, *operators, after, residual))
+        return Sublayer(name, (first, *operators, residual))
+
+
+def attention(build: LayerBuild) -> Sublayer:
+    """Return self-attention, its heads divided over the tensor axis (Vaswani et al. 2017)."""
+    model = build.model
+    query = model.attention_width
+    key_value = model.kv_heads * model.head_size
+    qkv = Linear(
+        model.hidden,
+        (query, key_value, key_value),
+        model.qkv_bias,
+        model.init_std,
+        "columns",
+        (model.heads, model.kv_heads, model.kv_heads),
+    )
+    out = Linear(query, (model.hidden,), model.attention_bias, build.residual_std, "rows")
+    norms: tuple[tuple[str, Norm], ...] = ()
+    if model.qk_norm:
+        trains = not model.adapt.adapts
+        head = norm_part(model, model.head_size, sees="heads", trains=trains)
+        norms = (("attention.query_norm", head), ("attention.key_norm", head))
+    rotates = model.positions == "rope"
+    return build.sublayer(
+        "attention",
+        0,
+        build.product("attention.qkv", qkv, "y", "y"),
+        SplitHeads("attention.heads", ("y",), ("q", "k", "v"), norms, rotates),
+        Attend("attention.core", ("q", "k", "v"), ("y",)),
+        replace(build.product("attention.out", out, "y", "y"), shares_input=True),
+    )
+
+
+def mlp(build: LayerBuild) -> Sublayer:
+    """Return two linears around an activation function, or a gated unit (Shazeer 2020)."""
+    model = build.model
+    widths = (model.ffn_hidden,) * model.gates
+    up = Linear(model.hidden, widths, model.mlp_bias, model.init_std, "columns")
+    down = Linear(model.ffn_hidden, (model.hidden,), model.mlp_bias, build.residual_std, "rows")
+    return build.sublayer(
+        "mlp",
+        1,
+        build.product("mlp.up", up, "y", "y"),
+        Activate("mlp.activation", ("y",), ("y",), model.activation, model.ffn_hidden, model.gates),
+        build.product("mlp.down", down, "y", "y"),
+    )
+
+
+SUBLAYERS = (attention, mlp)
+
+
+def layer(model: ModelConfig, number: int | None = None) -> tuple[Sublayer, ...]:
+    """Return the sublayers of layer `number`; None: the last one, which has adapters if any has."""
+    at = model.layers - 1 if number is None else number
+    adapted = model.adapt.adapts and at >= model.adapt.first_layer
+    build = LayerBuild(model, adapted)
+    return tuple(sublayer(build) for sublayer in SUBLAYERS)
+
+
+def norm_part(
+    model: ModelConfig, size: int | None = None, *, sees: Sees = "positions", trains: bool = True
+) -> Norm:
+    """Return any norm of the model: over [h], or over `size`; `sees` as for `Norm`."""
+    shift = model.norm == "layernorm"
+    return Norm(model.hidden if size is None else size, shift, trains, sees)
+
+
+def adapters_of(
+    model: ModelConfig, name: str, linear: Linear
+) -> tuple[tuple[str, LowRankPair | Scale], ...]:
+    """Return what trains next to a linear: `attention.qkv.lora_q` and so on."""
+    adapt = model.adapt
+    found: list[tuple[str, LowRankPair | Scale]] = []
+    for number, (target, (row, output)) in enumerate(targets_of(adapt, model.gates).items()):
+        if row != name:
+            continue
+        leaf = target.rpartition(".")[2]
+        most = None if linear.most is None else linear.most[output]
+        if adapt.method == "ia3":
+            size = linear.inputs if linear.split == "rows" else linear.outputs[output]
+            found.append((f"{name}.ia3_{leaf}", Scale(size, output, most)))
+            continue
+        assert linear.split is not None
+        pair = LowRankPair(
+            linear.inputs,
+            linear.outputs[output],
+            adapt.rank,
+            adapt.scale,
+            adapt.dropout,
+            number,
+            output,
+            linear.split,
+            most,
+        )
+        found.append((f"{name}.lora_{leaf}", pair))
+    return tuple(found)
+
+
+def embedding(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
+    """Return what is before the first layer: ids -> x."""
+    h, std = model.hidden, model.init_std
+    trains = not model.adapt.adapts
+    table = Table(vocab_size, h, std, split=True, trains=trains)
+    rows: list[Operator] = [LookUp(WORD_TABLE, ("ids",), ("x",), table)]
+    if model.positions == "learned":
+        positions = Table(model.seq_length, h, std, trains=trains)
+        rows.append(AddRows("position", ("x",), ("x",), positions, by_position=True))
+    if model.token_types:
+        types = Table(model.token_types, h, std, trains=trains)
+        rows.append(AddRows("token_type", ("x", "types"), ("x",), types))
+    if model.embedding_norm:
+        norm = norm_part(model, trains=trains)
+        rows.append(Normalize("norm", ("x",), ("x",), norm, joins=False))
+    rows.append(DropEmbedding("dropout", ("x",), ("x",)))
+    return tuple(rows)
+
+
+def head(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
+    """Return what is after the last layer: x -> the loss.
+
+    The weight of "head" is the embedding's, where they are tied.
+    """
+    trains = not model.adapt.adapts
+    rows: list[Operator] = []
+    if model.block_norm != "post":
+        norm = norm_part(model, trains=trains)
+        rows.append(Normalize("final_norm", ("x",), ("x",), norm, joins=False))
+    if model.classifies:
+        return (*rows, *_task(model))
+    if model.masked:
+        rows.append(SelectPositions("head.select", ("x",), ("x", "first"), predicted=True))
+    if model.output_head == "mlm":
+        rows += _masked_transform(model, trains)
+    # of the outputs only BERT's has a bias (Devlin et al. 2019, the published weights)
+    bias = model.output_head == "mlm" and model.head_bias
+    linear = Linear(model.hidden, (vocab_size,), bias, model.init_std, "columns", trains=trains)
+    selected = model.masked
+    shares = selected and model.output_head != "mlm"
+    rows.append(Predict("head", ("x",), ("logits",), linear, selected, shares))
+    rows.append(CrossEntropy("loss", ("logits",), ("loss",), vocab_size))
+    if model.sentence_order:
+        rows += _sentence_order(model, trains)
+    return tuple(rows)
+
+
+def _masked_transform(model: ModelConfig, trains: bool) -> list[Operator]:
+    """What BERT puts before its output head: linear, GELU, norm (Devlin et al. 2019)."""
+    h = model.hidden
+    dense = Linear(h, (h,), model.head_bias, model.init_std, trains=trains)
+    norm = norm_part(model, sees="all", trains=trains)
+    return [
+        Multiply("mlm.dense", ("x",), ("x",), dense, rows="predicted", shares_input=True),
+        Activate(
+            "mlm.activation",
+            ("x",),
+            ("x",),
+            model.activation,
+            h,
+            rows="predicted",
+            split=False,
+        ),
+        Normalize("mlm.norm", ("x",), ("x",), norm, rows="predicted", joins=False),
+    ]
+
+
+def _sentence_order(model: ModelConfig, trains: bool) -> list[Operator]:
+    """The pooler and two logits: are two segments in their order (Lan et al. 2020, arXiv
+    1909.11942)?"""
+    h, std = model.hidden, model.init_std
+    pooler = Linear(h, (h,), model.head_bias, std, trains=trains)
+    order = Linear(h, (2,), model.head_bias, std, trains=trains)
+    return [
+        _of_samples("sentence.pooler", "first", "first", pooler, shares_input=True),
+        Tanh("sentence.tanh", ("first",), ("first",)),
+        _of_samples("sentence.order", "first", "order", order, shares_input=True),
+    ]
+
+
+def _of_samples(
+    name: str, source: str, target: str, linear: Linear, *, shares_input: bool
+) -> Multiply:
+    """The row of a linear on one position of each sequence, which every rank has whole."""
+    return Multiply(name, (source,), (target,), linear, rows="samples", shares_input=shares_input)
+
+
+def _task(model: ModelConfig) -> list[Operator]:
+    """A head for a task: BERT classifies from its first token, through the pooler (Devlin et al.
+    2019, section 4.1), a decoder from its last one, by a linear alone (Radford et al. 2018).
+
+    It trains next to adapters, too: frozen weights know nothing of the task.
+    """
+    h, std = model.hidden, model.init_std
+    has_backward = model.idle() < model.layers
+    rows: list[Operator] = [
+        SelectPositions("head.select", ("x",), ("x",), predicted=False, has_backward=has_backward)
+    ]
+    if model.masked:
+        pooler = Linear(h, (h,), model.head_bias, std)
+        rows.append(_of_samples("sentence.pooler", "x", "x", pooler, shares_input=has_backward))
+        rows.append(Tanh("sentence.tanh", ("x",), ("x",), drops=True))
+    classes = Linear(h, (model.classes,), model.masked, std)
+    shares = has_backward or model.masked
+    rows.append(_of_samples("sentence.classes", "x", "scores", classes, shares_input=shares))
+    rows.append(CrossEntropy("loss", ("scores",), ("loss",), model.classes, split=False))
+    return rows

@@ -1,0 +1,146 @@
+"""Operators that touch each number once: norms, activation functions, dropout and residual sums."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ptdmpi.plan.layer.account import Elementwise, Item, Kernel, MemoryPass
+from ptdmpi.plan.layer.operator import Operator, hash_bytes
+from ptdmpi.plan.layer.parts import Norm, Part
+from ptdmpi.plan.layer.sizes import Rows, Sizes
+
+MASK_BYTES = 1  # an element of a dropout mask
+
+
+def norm_statistics(sizes: Sizes, name: str, rows: int) -> Item:
+    """Return what a norm keeps of each row: mean and 1 / deviation, or 1 / root mean square."""
+    if sizes.model.norm == "layernorm":
+        return Item(f"{name}.statistics", 2 * rows, sizes.compute_bytes)
+    return Item(f"{name}.statistics", rows, sizes.wide_bytes)
+
+
+def norm_operands(sizes: Sizes, name: str, norm: Norm) -> Iterator[Item]:
+    """Yield the gradients of a norm's weights, which wait from I to W to be added."""
+    if norm.trains:
+        yield Item(f"{name}.weights", sum(norm.weights(sizes.layout.tensor)), sizes.compute_bytes)
+
+
+@dataclass(frozen=True)
+class Normalize(Operator):
+    """LayerNorm or RMSNorm over the last dim: [rows, h] -> [rows, h].
+
+    `joins`: its input also goes past it, so its gradient is the sum of two.
+    """
+
+    norm: Norm
+    rows: Rows = "local"
+    joins: bool = True
+
+    def parts(self) -> dict[str, Part]:
+        return {self.name: self.norm}
+
+    def _elements(self, sizes: Sizes) -> int:
+        return sizes.rows(self.rows) * self.norm.size
+
+    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Its input is read and its output written."""
+        yield Elementwise(sizes.model.norm, self._elements(sizes), (2 * sizes.compute_bytes,))
+
+    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
+        """The input's gradient (dy, x; dx), those of its weights (dy, x), and the sum of the former
+        with the gradient that came past it."""
+        e = sizes.compute_bytes
+        moved = (3 * e, 2 * e, 3 * e) if self.joins else (5 * e,)
+        yield Elementwise(f"{sizes.model.norm}_backward", self._elements(sizes), moved)
+
+    def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
+        yield Item(f"{self.name}.input", self._elements(sizes), sizes.compute_bytes)
+        # the published account of a layer has none (Korthikanti et al. 2022, section 4.1)
+        if sizes.fused_attention or not self.joins:
+            yield norm_statistics(sizes, self.name, sizes.rows(self.rows))
+
+    def operands(self, sizes: Sizes) -> Iterator[Item]:
+        yield from norm_operands(sizes, self.name, self.norm)
+
+
+@dataclass(frozen=True)
+class Activate(Operator):
+    """GELU or the like: [rows, gates width] -> [rows, width]; with two gates one multiplies the
+    activation of the other (Shazeer 2020, arXiv 2002.05202).
+
+    `width` is that of the output on all tensor ranks; `split`: the tensor axis divides it.
+    """
+
+    function: str
+    width: int
+    gates: int = 1
+    rows: Rows = "whole"
+    split: bool = True
+
+    def _elements(self, sizes: Sizes) -> int:
+        width = sizes.share(self.width) if self.split else self.width
+        return sizes.rows(self.rows) * width
+
+    def _priced_elements(self, sizes: Sizes) -> int:
+        """As times count them: the padding of a width that t does not divide is left out."""
+        width = self.width // sizes.layout.tensor if self.split else self.width
+        return sizes.rows(self.rows) * width
+
+    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        moved = (self.gates + 1) * sizes.compute_bytes
+        yield Elementwise(self.function, self._priced_elements(sizes), (moved,))
+
+    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
+        moved = (2 * self.gates + 1) * sizes.compute_bytes
+        yield Elementwise(f"{self.function}_backward", self._priced_elements(sizes), (moved,))
+
+    def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
+        yield Item(f"{self.name}.input", self.gates * self._elements(sizes), sizes.compute_bytes)
+
+    def replaced_bytes(self, sizes: Sizes) -> int:
+        return self.gates * self._elements(sizes) * sizes.compute_bytes
+
+    def backward_bytes(self, sizes: Sizes) -> int:
+        """The input's gradient, and the gate's product on its way. Under sequence parallelism the
+        gathered gradient of the linear after it counts as if it were still there."""
+        size = self.gates * self._elements(sizes)
+        if self.gates == 2:
+            size += self._elements(sizes)
+        if self.split and sizes.local_tokens < sizes.tokens:
+            size += sizes.tokens * sizes.model.hidden
+        return size * sizes.compute_bytes
+
+
+@dataclass(frozen=True)
+class AddResidual(Operator):
+    """x + dropout(y): [rows, h] both, and the same where nothing is dropped.
+
+    `mask` is what the mask is called in memory, `place` the number of its mask in the layer.
+    """
+
+    mask: str
+    place: int
+    rows: Rows = "local"
+
+    def _elements(self, sizes: Sizes) -> int:
+        return sizes.rows(self.rows) * sizes.model.hidden
+
+    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Branch and residual are read, their sum is written, and where dropout acts its mask."""
+        moved = 3 * sizes.compute_bytes + MASK_BYTES * sizes.software.dropout
+        yield MemoryPass(self._elements(sizes) * moved)
+
+    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Without dropout the gradient of a sum is the sum's own: nothing is moved."""
+        if sizes.software.dropout:
+            yield MemoryPass(self._elements(sizes) * (2 * sizes.compute_bytes + MASK_BYTES))
+
+    def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
+        if sizes.drops:
+            yield Item(self.mask, self._elements(sizes), 1)
+
+    def drawing_bytes(self, sizes: Sizes) -> int:
+        """Hashes next to what they drop from and the gradient that waits."""
+        if not sizes.drops:
+            return 0
+        local = self._elements(sizes)
+        return hash_bytes(local) + 2 * local * sizes.compute_bytes

@@ -1,0 +1,295 @@
+"""What a model has before its first layer and after its last one: lookups, output head and loss."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ptdmpi.config import ModelConfig
+from ptdmpi.plan.layer.account import (
+    Elementwise,
+    Item,
+    Kernel,
+    MatrixProduct,
+    MemoryPass,
+    Message,
+    Phase,
+)
+from ptdmpi.plan.layer.chunks import DEVICE_ELEMENTS
+from ptdmpi.plan.layer.elementwise import MASK_BYTES
+from ptdmpi.plan.layer.operator import Operator
+from ptdmpi.plan.layer.parts import Linear, Part, Table
+from ptdmpi.plan.layer.products import (
+    adding_bytes,
+    linear_backward,
+    summed,
+    weight_gradient,
+)
+from ptdmpi.plan.layer.sizes import Sizes
+
+
+@dataclass(frozen=True)
+class LookUp(Operator):
+    """Token ids [s, b] -> rows [s, b, h] of the vocabulary's table, summed over the tensor axis."""
+
+    table: Table
+
+    def parts(self) -> dict[str, Part]:
+        return {self.name: self.table}
+
+    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        yield MemoryPass(sizes.tokens * self.table.hidden * 2 * sizes.compute_bytes)
+
+    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
+        """A dense gradient is cleared, filled and added, or only the rows that were looked up."""
+        if not self.table.trains:
+            return
+        e, g = sizes.compute_bytes, sizes.software.gradient_bytes
+        if sizes.software.adds_in_place:
+            yield MemoryPass(sizes.tokens * self.table.hidden * (e + 2 * g))
+        else:
+            yield MemoryPass(sum(self.table.weights(sizes.layout.tensor)) * 2 * (e + g))
+
+    def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
+        if sizes.layout.tensor == 1:
+            return
+        size = sizes.tokens * self.table.hidden * sizes.compute_bytes
+        if phase == "forward":
+            yield summed(sizes, size)
+        # a gradient of the whole table needs no rows of other ranks' positions
+        scatters = sizes.divides_sequence and sizes.software.adds_in_place
+        if phase in ("backward", "weights") and scatters and self.table.trains:
+            yield Message("all_gather", size)
+
+    def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
+        if sizes.layout.tensor > 1:
+            yield Item("embedding.ids", sizes.tokens, 8)
+            yield Item("embedding.elsewhere", sizes.tokens, 1)
+
+    def operands(self, sizes: Sizes) -> Iterator[Item]:
+        """The gradient of the activations, which are the sum of rows of the tables."""
+        size = sizes.local_tokens * self.table.hidden
+        yield Item("embedding.gradient", size, sizes.compute_bytes)
+        yield from self.kept(sizes, "none")
+
+
+@dataclass(frozen=True)
+class AddRows(Operator):
+    """x + rows of a small table: learned positions, or the types of tokens."""
+
+    table: Table
+    by_position: bool = False
+
+    def parts(self) -> dict[str, Part]:
+        return {self.name: self.table}
+
+    def operands(self, sizes: Sizes) -> Iterator[Item]:
+        """The gradient of a slice of a table, which is as large as the table."""
+        if self.by_position:
+            yield Item(self.name, self.table.rows * self.table.hidden, sizes.compute_bytes)
+
+
+@dataclass(frozen=True)
+class DropEmbedding(Operator):
+    """Dropout on the embedding: [local, h] -> the same; positions are added in the same pass."""
+
+    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        moved = 2 * sizes.compute_bytes + MASK_BYTES * sizes.software.dropout
+        yield MemoryPass(sizes.local_tokens * sizes.model.hidden * moved)
+
+    def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
+        if sizes.drops:
+            yield Item("embedding.mask", sizes.local_tokens * sizes.model.hidden, 1)
+
+
+@dataclass(frozen=True)
+class SelectPositions(Operator):
+    """Activations [local, h] -> [k, b, h] at some positions of each sequence, whole on every rank.
+
+    They are the predicted ones, and `samples`: one of each sequence. `has_backward`: something
+    before it trains.
+    """
+
+    predicted: bool
+    samples: bool = True
+    has_backward: bool = True
+
+    def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
+        if phase == "forward" and sizes.divides_sequence:
+            yield Message("all_gather", sizes.tokens * sizes.model.hidden * sizes.compute_bytes)
+
+    def _positions(self, sizes: Sizes) -> int:
+        count = sizes.predicted if self.predicted else 0
+        return count + (sizes.layout.micro_size if self.samples else 0)
+
+    def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
+        if not self.has_backward:
+            return
+        positions = self._positions(sizes)
+        yield Item("head.positions", positions, 8)
+        yield Item("head.selected", positions * sizes.model.hidden, sizes.compute_bytes)
+
+
+@dataclass(frozen=True)
+class Predict(Operator):
+    """[predicted, h] -> this rank's logits [predicted, V/t], capped where the model says so.
+
+    `selected`: every rank has all of the input's rows, for they were selected before.
+    `shares_input`: its input is part of a tensor that another row keeps.
+    """
+
+    linear: Linear
+    selected: bool = False
+    shares_input: bool = False
+
+    def parts(self) -> dict[str, Part]:
+        return {self.name: self.linear}
+
+    def multiplications(self, model: ModelConfig) -> float:
+        return self.linear.inputs * sum(self.linear.outputs)
+
+    def _columns(self, sizes: Sizes) -> int:
+        return self.linear.local(sizes.layout.tensor)[1]
+
+    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        yield MatrixProduct(sizes.predicted, self._columns(sizes), self.linear.inputs)
+
+    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
+        columns = self._columns(sizes)
+        yield MatrixProduct(sizes.predicted, self.linear.inputs, columns)
+        # A decoder's head has no bias. The pass over its logits' gradient has been part of the
+        # price since the calibration against published steps, and stays so.
+        if sizes.model.head_bias and self.linear.trains:
+            yield MemoryPass(sizes.predicted * columns * sizes.compute_bytes)
+
+    def weights(self, sizes: Sizes) -> Iterator[Kernel]:
+        if self.linear.trains:
+            columns = self._columns(sizes)
+            yield from weight_gradient(sizes, self.linear.inputs, columns, sizes.predicted)
+
+    def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
+        if sizes.layout.tensor == 1:
+            return
+        size = sizes.predicted * self.linear.inputs * sizes.compute_bytes
+        if self.selected:
+            if phase in ("backward", "inputs"):
+                yield Message("all_reduce", size)
+            return
+        if phase == "forward" and sizes.divides_sequence:
+            yield Message("all_gather", size)
+        if phase in ("backward", "inputs"):
+            yield summed(sizes, size)
+        # its input is gathered again for the weight's gradient
+        gathers = sizes.divides_sequence and self.linear.trains
+        if gathers and phase in ("backward", "weights"):
+            yield Message("all_gather", size)
+
+    def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
+        c = sizes.compute_bytes
+        if self.linear.trains and not self.shares_input:
+            rows = sizes.predicted if self.selected else sizes.local_tokens
+            yield Item("head.input", rows * self.linear.inputs, c)
+        if sizes.model.logit_softcap:
+            yield Item("head.tangents", sizes.predicted * self._columns(sizes), c)
+
+    def operands(self, sizes: Sizes) -> Iterator[Item]:
+        if not self.linear.trains:
+            return
+        c, columns = sizes.compute_bytes, self._columns(sizes)
+        rows = sizes.predicted if self.selected else sizes.local_tokens
+        yield Item("head.input", rows * self.linear.inputs, c)
+        yield Item("head.gradient", sizes.predicted * columns, c)
+        if self.linear.bias:
+            yield Item("head.bias", columns, sizes.wide_bytes)
+
+    def backward_bytes(self, sizes: Sizes) -> int:
+        """The account of programs of 2021 has the loss alone."""
+        if not sizes.fused_attention:
+            return 0
+        columns = self._columns(sizes)
+        # the gradient of logits before their cap is next to that of the capped ones
+        uncapped = sizes.model.logit_softcap and sizes.predicted * columns * sizes.compute_bytes
+        shape = (self.linear.inputs, columns)
+        return linear_backward(sizes, shape, sizes.predicted) + int(uncapped)
+
+    def adding_bytes(self, sizes: Sizes) -> int:
+        return adding_bytes(sizes, self.linear) if self.linear.trains else 0
+
+
+@dataclass(frozen=True)
+class CrossEntropy(Operator):
+    """Logits [predicted, V/t] and labels -> the summed loss, in float32 at least.
+
+    `columns`: the whole vocabulary, or the classes of a task, which no rank divides.
+    """
+
+    columns: int
+    split: bool = True
+
+    def _local_columns(self, sizes: Sizes) -> int:
+        return sizes.share(self.columns) if self.split else self.columns
+
+    def logits(self, sizes: Sizes) -> int:
+        """Return the elements of this rank's logits."""
+        return sizes.predicted * self._local_columns(sizes)
+
+    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Logits are widened, then one kernel each: the greatest, shifted, exponentials, their sum,
+        their quotient. Those that reduce read only."""
+        e, w = sizes.compute_bytes, sizes.wide_bytes
+        moved: tuple[float, ...] = (w, 2 * w, 2 * w, w, 2 * w)
+        if e != w:
+            moved = (e + w, *moved)
+        yield Elementwise("loss", self.logits(sizes), moved)
+
+    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
+        e, w = sizes.compute_bytes, sizes.wide_bytes
+        moved: tuple[float, ...] = (2 * w,)
+        if e != w:
+            moved = (*moved, e + w)
+        yield Elementwise("loss_backward", self.logits(sizes), moved)
+
+    def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
+        """The greatest logit of each token; then the sum of exponentials and the label's logit,
+        which published programs send in two messages."""
+        if phase == "forward" and self.split and sizes.layout.tensor > 1:
+            size = sizes.predicted * sizes.wide_bytes
+            yield Message("all_reduce", size)
+            yield Message("all_reduce", 2 * size, pieces=2)
+
+    def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
+        """Logits as they are, and of each row the greatest and the sum of exponentials; programs of
+        2021, and a task's head, keep probabilities in float32."""
+        logits = self.logits(sizes)
+        if sizes.fused_attention and self.split:
+            yield Item("loss.logits", logits, sizes.compute_bytes)
+            yield Item("loss.statistics", 3 * sizes.predicted, sizes.wide_bytes)
+        else:
+            yield Item("loss.probabilities", logits, sizes.wide_bytes)
+        if self.split:
+            yield Item("loss.labels", sizes.predicted, 8)
+            yield Item("loss.here", sizes.predicted, 1)
+
+    def backward_bytes(self, sizes: Sizes) -> int:
+        """Some rows of the logits widened. The gradient takes the place of the logits; of a soft
+        cap it is next to them."""
+        c, wide = sizes.compute_bytes, sizes.wide_bytes
+        logits = self.logits(sizes)
+        if not self.split:
+            return logits * 2 * wide
+        if not sizes.fused_attention:
+            return logits * (wide + c) if c < wide else 0
+        uncapped = logits * c if sizes.model.logit_softcap else 0
+        widened = wide * min(logits, DEVICE_ELEMENTS) if c < wide else 0
+        return uncapped + widened
+
+
+@dataclass(frozen=True)
+class Tanh(Operator):
+    """The pooler's tanh and, for a task, dropout: [samples, h] (Devlin et al. 2019)."""
+
+    drops: bool = False
+
+    def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
+        size, c = sizes.layout.micro_size * sizes.model.hidden, sizes.compute_bytes
+        yield Item("sentence.pooler.output", size, c)
+        if self.drops and sizes.model.dropout > 0.0:
+            yield Item("sentence.mask", size, 1 + c)

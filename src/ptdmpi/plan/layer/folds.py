@@ -1,0 +1,182 @@
+"""Accounts of a model: each a fold over operators, in a few lines.
+
+Time is a fold, too, and needs a machine that prices kernels: it is in `plan.cost.layer`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ptdmpi.config import ModelConfig
+from ptdmpi.plan.layer import describe
+from ptdmpi.plan.layer.account import Item, Message, Phase, kept, total_bytes
+from ptdmpi.plan.layer.describe import Sublayer
+from ptdmpi.plan.layer.low_bit import CHUNK_BYTES, chunk_elements
+from ptdmpi.plan.layer.operator import Operator
+from ptdmpi.plan.layer.parts import Part
+from ptdmpi.plan.layer.products import Multiply
+from ptdmpi.plan.layer.sizes import Sizes
+
+Rows = Sequence[Operator]
+
+
+def operators(sublayers: Iterable[Sublayer]) -> tuple[Operator, ...]:
+    """Return the rows of a layer, in the order of its forward."""
+    return tuple(row for sublayer in sublayers for row in sublayer.operators)
+
+
+def parts_of(rows: Iterable[Operator]) -> dict[str, Part]:
+    """Return what trains or multiplies in these rows, by name."""
+    parts: dict[str, Part] = {}
+    for row in rows:
+        parts |= row.parts()
+    return parts
+
+
+# -- FLOPs ----------------------------------------------------------------------------------------
+
+
+def multiplications(rows: Iterable[Operator], model: ModelConfig) -> float:
+    """Return the multiplications per position of the forward products of these rows."""
+    return sum(row.multiplications(model) for row in rows)
+
+
+def frozen_multiplications(rows: Iterable[Operator], model: ModelConfig) -> float:
+    """Return those of them with weights that do not train."""
+    products = [row for row in rows if isinstance(row, Multiply)]
+    return sum(row.multiplications(model) - row.trained_multiplications() for row in products)
+
+
+# -- messages -------------------------------------------------------------------------------------
+
+
+def messages(
+    rows: Iterable[Operator], sizes: Sizes, phase: Phase, input_trains: bool = True
+) -> Iterator[Message]:
+    """Yield the messages of these rows in a phase.
+
+    `input_trains`: something before the rows trains, so the first of them has an input's gradient;
+    later ones have one as soon as a row before them trains.
+    """
+    for row in rows:
+        yield from row.messages(sizes, phase, input_trains)
+        input_trains = input_trains or row.trains
+
+
+def recomputed(rows: Rows, sizes: Sizes) -> Rows:
+    """Return the rows that full recomputation computes again: up to the last that keeps anything
+    (torch's checkpoint stops there)."""
+    needed = [number for number, row in enumerate(rows, 1) if row.keeps_at_its_end(sizes)]
+    return rows[: max(needed, default=0)]
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def items(rows: Rows, sizes: Sizes, mode: str) -> list[Item]:
+    """Return every tensor that a layer's backward needs; `kept` says which of them stay under a
+    mode of recomputation. The input of the layer is all that full recomputation keeps."""
+    first = f"{rows[0].name}.input"
+    tensors = [Item(first, sizes.local_tokens * sizes.model.hidden, sizes.compute_bytes, "full")]
+    for row in rows:
+        tensors += [item for item in row.kept(sizes, mode) if item.name != first]
+    return tensors
+
+
+def layer_items(sizes: Sizes, mode: str) -> list[Item]:
+    """Return `items` of a layer of the sizes' model."""
+    return items(operators(describe.layer(sizes.model)), sizes, mode)
+
+
+def kept_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
+    """Return the bytes that rows outside of layers keep, which nothing recomputes."""
+    return sum(total_bytes(row.kept(sizes, "none")) for row in rows)
+
+
+def operand_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
+    """Return the bytes that a split backward keeps of rows from its I to its W."""
+    return sum(total_bytes(row.operands(sizes)) for row in rows)
+
+
+def adding_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
+    """Return the most that W needs besides its operands: it adds one gradient after the other."""
+    return max((row.adding_bytes(sizes) for row in rows), default=0)
+
+
+def value_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
+    """Return the bytes of the values of the largest weight in few bits, and what is next to them
+    while they are made; 0 where no product takes a weight from few bits."""
+    products = [row for row in rows if isinstance(row, Multiply)]
+    largest = max((row.quantized_elements(sizes) for row in products), default=0)
+    return largest * sizes.compute_bytes + min(largest, chunk_elements(sizes.on_host)) * CHUNK_BYTES
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of one layer under a mode of recomputation, of one microbatch.
+
+    `kept`: from its forward to its backward. `works`: the most that its backward needs besides what
+    this layer and those before it keep. `input_works`: the same in the I of a split backward, where
+    the operands of later rows are there as well.
+    """
+
+    kept: int
+    works: int
+    input_works: int
+
+
+def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> LayerBytes:
+    """Walk a layer's backward from its last row to its first, and find where it needs most.
+
+    At each row its own need comes on top of the gradient of the residual stream and of what was
+    computed again. What later sublayers kept is gone, and so are the inputs of later rows of its
+    own sublayer, the next one's excepted: its gradient is there instead.
+    """
+    rows = operators(sublayers)
+    tensors = items(rows, sizes, mode)
+    whole = total_bytes(kept(tensors, mode))
+    again = total_bytes(tensors) - whole
+    stays = whole
+    if mode == "full" and sizes.layout.partition_activations and sizes.layout.tensor > 1:
+        # the share stays; what is gathered of it is there with all that is recomputed
+        stays = whole // sizes.layout.tensor
+        again += whole
+    works = 0
+    input_works = 0
+    gone = 0
+    operands = 0
+    for sublayer in reversed(sublayers):
+        last_input = _last_input(sublayer, sizes)
+        for row, freed in _backwards(sublayer, sizes):
+            present = again if mode == "full" or row.recomputed_selectively else 0
+            held = present - gone + sizes.boundary_bytes - freed
+            backward = row.backward_bytes(sizes)
+            drawing = row.drawing_bytes(sizes) if row.recomputed_selectively else 0
+            works = max(works, held + max(backward, drawing))
+            redrawn = drawing if mode != "none" else 0
+            needed = held + max(backward, redrawn) + operands + last_input
+            input_works = max(input_works, needed)
+        own = [item for row in sublayer.operators for item in row.kept(sizes, mode)]
+        gone += total_bytes(own)
+        operands += operand_bytes(sublayer.operators, sizes)
+    if mode == "full":  # the last act of recomputation is to draw the last mask
+        works = max(works, again + rows[-1].drawing_bytes(sizes))
+    return LayerBytes(stays, works, max(works, input_works))
+
+
+def _backwards(sublayer: Sublayer, sizes: Sizes) -> Iterator[tuple[Operator, int]]:
+    """Each row from the last to the first, and the bytes of later rows' inputs that are gone."""
+    freed = 0
+    after = 0
+    for row in reversed(sublayer.operators):
+        yield row, freed
+        freed += after
+        after = row.replaced_bytes(sizes)
+
+
+def _last_input(sublayer: Sublayer, sizes: Sizes) -> int:
+    """Bytes of the input of a sublayer's last product, which stays as an operand until W."""
+    products = [row for row in sublayer.operators if isinstance(row, Multiply)]
+    if not products:
+        return 0
+    name = f"{products[-1].name}.input"
+    return total_bytes(item for item in products[-1].operands(sizes) if item.name == name)

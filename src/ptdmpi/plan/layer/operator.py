@@ -1,0 +1,107 @@
+"""An operator: one row in the description of a model, and the account that it gives of itself.
+
+A row reads named values and writes named values; the sublayers in `describe.py` are such rows in
+order. `ptdmpi.model.operators` has one module or function for each kind of row, which computes it.
+Every account of a step is a fold over rows (`folds.py`), so what a row says here is all that
+planner, memory, traffic and FLOPs know of it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ptdmpi.config import ModelConfig
+from ptdmpi.plan.layer.account import Item, Kernel, Message, Phase
+from ptdmpi.plan.layer.parts import Part
+from ptdmpi.plan.layer.sizes import Sizes
+
+MASK_CHUNK_ELEMENTS = 2**18  # elements of a dropout mask that are drawn at once (on a CPU)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A row: what it is called, which values it reads and writes, and what it costs.
+
+    Values are [rows, width] on each rank (`sizes.Rows` has the rows); a value that no later row of
+    its sublayer reads is gone. The methods below are the account; a kind overrides those that are
+    not empty. Sizes are of one rank and one microbatch.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    # Cheap to compute and large to keep: recomputed under `recompute.mode = "selective"`
+    # (Korthikanti et al. 2022, arXiv 2205.05198, section 5).
+    recomputed_selectively: ClassVar[bool] = False
+
+    def parts(self) -> dict[str, Part]:
+        """Return what it trains or multiplies with, by name."""
+        return {}
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of its parts trains."""
+        return any(part.trains for part in self.parts().values())
+
+    def multiplications(self, model: ModelConfig) -> float:
+        """Return the multiplications per row of its forward products on all tensor ranks together,
+        as model FLOPs count them: two FLOPs each, the whole scores of a causal layer included."""
+        return 0.0
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Yield the kernels of its forward."""
+        yield from ()
+
+    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Yield the kernels of its backward but those of `weights`."""
+        yield from ()
+
+    def weights(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Yield the kernels that a split backward puts off until its W: gradients of matrices."""
+        yield from ()
+
+    def recomputed(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Yield the kernels that selective recomputation computes again."""
+        yield from ()
+
+    def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
+        """Yield its messages in a phase; `input_trains`: its input has a gradient."""
+        yield from ()
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
+        """Yield what autograd keeps for its backward, under a mode of recomputation."""
+        yield from ()
+
+    def keeps_at_its_end(self, sizes: Sizes) -> bool:
+        """Return True if it must be recomputed to its end, messages included, for what it keeps."""
+        return any(True for _ in self.kept(sizes, "none"))
+
+    def operands(self, sizes: Sizes) -> Iterator[Item]:
+        """Yield what a split backward keeps of it from its I to its W."""
+        yield from ()
+
+    def backward_bytes(self, sizes: Sizes) -> int:
+        """Return the most that its backward needs besides kept tensors and its gradient."""
+        return 0
+
+    def drawing_bytes(self, sizes: Sizes) -> int:
+        """Return what drawing its dropout mask needs at once."""
+        return 0
+
+    def adding_bytes(self, sizes: Sizes) -> int:
+        """Return what W needs besides its operands to add one gradient of a matrix."""
+        return 0
+
+    def replaced_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of its kept input, which is gone once the input's gradient was used."""
+        return 0
+
+
+def hash_bytes(elements: int) -> int:
+    """Return the bytes that drawing a dropout mask needs: int64, three at a time."""
+    return 3 * 8 * min(elements, MASK_CHUNK_ELEMENTS)

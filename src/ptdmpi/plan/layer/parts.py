@@ -1,0 +1,231 @@
+"""The parts of a model that hold parameters: linears, norms, tables and adapters, as data.
+
+An operator names its parts (`operator.py`), and `ptdmpi.model` makes a module from each of them.
+No torch is needed, so a login node can count them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Sees = Literal["positions", "heads", "all"]
+
+# Every parameter starts at a multiple of this many elements, and every shard, so that vectorised
+# kernels handle each element alike (no scalar tails) wherever it is: its bits depend neither on its
+# neighbours nor on the rank that holds it. Norms are taken by rows of this length, which no cut
+# divides, for the same reason.
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Linear:
+    """y = x W^T + b, with W of shape [sum(outputs), inputs].
+
+    `split`: the dim that the tensor axis divides: "columns" the outputs (each of them on its own,
+    such as q, k, v), "rows" the inputs; None: every rank holds all. `most`: the number of shares
+    that each of the outputs can be divided into (a head is never cut); None: t. `init_std`: the
+    standard deviation of the initial weights. `trains`: False for a frozen part, which has weights
+    but no gradients, masters or moments.
+    """
+
+    inputs: int
+    outputs: tuple[int, ...]
+    bias: bool
+    init_std: float
+    split: Literal["columns", "rows"] | None = None
+    most: tuple[int, ...] | None = None
+    trains: bool = True
+
+    def local(self, tensor: int) -> tuple[int, int]:
+        """Return (inputs, outputs) of one tensor rank, padded where t does not divide them."""
+        if self.split == "rows":
+            return -(-self.inputs // tensor), sum(self.outputs)
+        parts = tensor if self.split == "columns" else 1
+        most = self.most or (parts,) * len(self.outputs)
+        shares = zip(self.outputs, most, strict=True)
+        return self.inputs, sum(-(-part // min(parts, limit)) for part, limit in shares)
+
+    def weights(self, tensor: int) -> Iterator[int]:
+        """Yield the elements of W, then of b, on one tensor rank.
+
+        Where the inputs are split the bias is added after the sum, so every rank has all of it.
+        """
+        inputs, outputs = self.local(tensor)
+        yield inputs * outputs
+        if self.bias:
+            yield outputs
+
+    def partial(self, sequence_parallel: bool) -> int:
+        """Return the elements whose gradient is a part, to be summed over the tensor axis."""
+        adds_after_sum = self.split == "rows" and self.bias
+        return sum(self.outputs) if sequence_parallel and adds_after_sum else 0
+
+    def copied(self, tensor: int) -> Iterator[int]:
+        """Yield the whole elements of each weight of which neighbouring ranks hold copies.
+
+        These are key heads that serve several ranks' queries.
+        """
+        if self.most is None:
+            return
+        for outputs, most in zip(self.outputs, self.most, strict=True):
+            if tensor > most:
+                yield outputs * self.inputs
+                if self.bias:
+                    yield outputs
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A scale of [size], and for LayerNorm also a shift.
+
+    `sees`: the share of the input that each tensor rank normalises: its "positions" (under sequence
+    parallelism), its "heads", or "all" of it. Gradients of the first two are parts.
+    """
+
+    size: int
+    shift: bool
+    trains: bool = True
+    sees: Sees = "positions"
+
+    def weights(self, tensor: int) -> Iterator[int]:
+        """Yield the elements of the scale and of the shift, the same on every tensor rank."""
+        yield self.size
+        if self.shift:
+            yield self.size
+
+    def partial(self, sequence_parallel: bool) -> int:
+        """Return the elements whose gradient is a part, to be summed over the tensor axis."""
+        if self.sees == "heads" or (self.sees == "positions" and sequence_parallel):
+            return sum(self.weights(1))
+        return 0
+
+    def copied(self, tensor: int) -> Iterator[int]:
+        """Yield nothing: all ranks have the same weights, and none a share."""
+        yield from ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of [h] that are looked up; `split`: the tensor axis divides them (a vocabulary)."""
+
+    rows: int
+    hidden: int
+    init_std: float
+    split: bool = False
+    trains: bool = True
+
+    def weights(self, tensor: int) -> Iterator[int]:
+        """Yield its elements on one tensor rank, padded where t does not divide the rows."""
+        yield -(-self.rows // (tensor if self.split else 1)) * self.hidden
+
+    def partial(self, sequence_parallel: bool) -> int:
+        """Return the elements whose gradient is a part, to be summed over the tensor axis."""
+        return sum(self.weights(1)) if sequence_parallel and not self.split else 0
+
+    def copied(self, tensor: int) -> Iterator[int]:
+        """Yield nothing: no row is on two ranks unless all have it."""
+        yield from ()
+
+
+@dataclass(frozen=True)
+class LowRankPair:
+    """`scale` B A, added to a linear or to one of its outputs: A is [rank, inputs], B [outputs,
+    rank] (Hu et al. 2021, arXiv 2106.09685, equation 3).
+
+    `split` is that of the linear: "columns" divides the rows of B, into at most `most` shares, and
+    each tensor rank has a part of A's gradient; "rows" divides the columns of A, and each has a
+    part of B's. `dropout`: the rate at which inputs are dropped. `number` distinguishes the
+    adapters of a layer, `output` is the index of the linear's output that the pair is added to.
+    """
+
+    inputs: int
+    outputs: int
+    rank: int
+    scale: float
+    dropout: float
+    number: int
+    output: int
+    split: Literal["columns", "rows"]
+    most: int | None = None
+    trains: bool = True
+
+    def local(self, tensor: int) -> tuple[int, int]:
+        """Return (inputs, outputs) of one tensor rank, padded where t does not divide them."""
+        if self.split == "rows":
+            return -(-self.inputs // tensor), self.outputs
+        return self.inputs, -(-self.outputs // min(tensor, self.most or tensor))
+
+    def weights(self, tensor: int) -> Iterator[int]:
+        """Yield the elements of A and of B on one tensor rank."""
+        inputs, outputs = self.local(tensor)
+        yield self.rank * inputs
+        yield outputs * self.rank
+
+    def partial(self, sequence_parallel: bool) -> int:
+        """Return the elements whose gradient is a part: of A or of B, whichever is not divided."""
+        return self.rank * (self.inputs if self.split == "columns" else self.outputs)
+
+    def copied(self, tensor: int) -> Iterator[int]:
+        """Yield the whole elements of B if neighbouring ranks hold copies of a share."""
+        if self.most is not None and tensor > self.most:
+            yield self.outputs * self.rank
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A factor for each channel after a linear, or before one whose inputs are split; the tensor
+    axis divides them into at most `most` shares (Liu et al. 2022, arXiv 2205.05638, section 3.3).
+
+    `output`: the index of the linear's output that is scaled.
+    """
+
+    size: int
+    output: int = 0
+    most: int | None = None
+    trains: bool = True
+
+    def weights(self, tensor: int) -> Iterator[int]:
+        """Yield the elements on one tensor rank."""
+        yield -(-self.size // min(tensor, self.most or tensor))
+
+    def partial(self, sequence_parallel: bool) -> int:
+        """Return 0: each rank sees all positions of its channels."""
+        return 0
+
+    def copied(self, tensor: int) -> Iterator[int]:
+        """Yield the whole elements if neighbouring ranks hold copies of a share."""
+        if self.most is not None and tensor > self.most:
+            yield self.size
+
+
+Part = Linear | Norm | Table | LowRankPair | Scale
+Parts = Mapping[str, Part]
+
+
+def as_linear(part: Part, split: Literal["columns", "rows"] | None) -> Linear:
+    """Return `part` if it is a linear split so; raise TypeError if it is not."""
+    if not isinstance(part, Linear) or part.split != split:
+        raise TypeError(f"{part} is no linear split by {split}")
+    return part
+
+
+def as_table(part: Part, split: bool) -> Table:
+    """Return `part` if it is a table split or not; raise TypeError if it is not."""
+    if not isinstance(part, Table) or part.split != split:
+        raise TypeError(f"{part} is no table with split = {split}")
+    return part
+
+
+def aligned(size: int) -> int:
+    """Return the elements that a parameter of `size` takes in a flat buffer."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def elements(parts: Iterable[Part], tensor: int = 1) -> int:
+    """Return the elements of all these parts on one of `tensor` tensor ranks."""
+    return sum(sum(part.weights(tensor)) for part in parts)
+
+
+def trained(parts: Iterable[Part]) -> list[Part]:
+    """Return the parts that train."""
+    return [part for part in parts if part.trains]

@@ -1,0 +1,328 @@
+"""Products with weights: a linear, its adapters, and the collectives of the tensor axis around it.
+
+Column-parallel linears (f, g') and row-parallel ones (g) are those of Shoeybi et al. 2019 (arXiv
+1909.08053, section 3) and, under sequence parallelism, of Korthikanti et al. 2022 (arXiv
+2205.05198, section 4.2.2): inputs are gathered before a column-parallel linear and outputs are
+scattered after a row-parallel one.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from ptdmpi.config import ModelConfig
+from ptdmpi.plan.layer.account import Item, Kernel, MatrixProduct, MemoryPass, Message, Phase
+from ptdmpi.plan.layer.low_bit import LowBit, unpacking
+from ptdmpi.plan.layer.operator import Operator, hash_bytes
+from ptdmpi.plan.layer.parts import Linear, LowRankPair, Part, Scale
+from ptdmpi.plan.layer.sizes import Rows, Sizes
+
+
+@dataclass(frozen=True)
+class Multiply(Operator):
+    """A product with a weight: [rows, inputs] -> [rows, outputs], plus its adapters.
+
+    Under sequence parallelism a column-parallel linear reads "local" rows and a row-parallel one
+    writes them; `rows` are those of the product itself. `quantized`: the form in few bits from
+    which products take the weight, None if they take it as it is. `shares_input`: its input is
+    part of a tensor that another row keeps.
+    """
+
+    linear: Linear
+    adapters: tuple[tuple[str, LowRankPair | Scale], ...] = ()
+    rows: Rows = "whole"
+    quantized: LowBit | None = None
+    shares_input: bool = False
+
+    def parts(self) -> dict[str, Part]:
+        return {self.name: self.linear, **dict(self.adapters)}
+
+    @cached_property
+    def pairs(self) -> tuple[LowRankPair, ...]:
+        """Its low-rank adapters."""
+        return tuple(part for _, part in self.adapters if isinstance(part, LowRankPair))
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether a gradient needs its input."""
+        return self.linear.trains or bool(self.pairs)
+
+    @property
+    def is_column(self) -> bool:
+        """Whether the tensor axis divides its outputs."""
+        return self.linear.split == "columns"
+
+    def _rows_of_ends(self, sizes: Sizes) -> tuple[int, int]:
+        """Rows of this rank's input and of its output, outside of the collectives."""
+        rows = sizes.rows(self.rows)
+        if self.rows != "whole" or self.linear.split is None:
+            return rows, rows
+        if self.is_column:
+            return sizes.local_tokens, rows
+        return rows, sizes.local_tokens
+
+    def multiplications(self, model: ModelConfig) -> float:
+        weights = self.linear.inputs * sum(self.linear.outputs)
+        return weights + sum(pair.rank * (pair.inputs + pair.outputs) for pair in self.pairs)
+
+    def trained_multiplications(self) -> float:
+        """Return those of `multiplications` whose weights train."""
+        weights = self.linear.inputs * sum(self.linear.outputs) * self.linear.trains
+        return weights + sum(pair.rank * (pair.inputs + pair.outputs) for pair in self.pairs)
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def _matrices(self, sizes: Sizes) -> Iterator[tuple[int, int, bool]]:
+        """Yield (inputs, outputs, whether it trains) of each matrix on this rank."""
+        tensor = sizes.layout.tensor
+        yield *self.linear.local(tensor), self.linear.trains
+        for pair in self.pairs:
+            inputs, outputs = pair.local(tensor)
+            yield inputs, pair.rank, True
+            yield pair.rank, outputs, True
+
+    def _unpacked(self, sizes: Sizes) -> Iterator[Kernel]:
+        """The values of a frozen weight in few bits, which each pass makes anew."""
+        if self.quantized is None or self.linear.trains:
+            return
+        moved, launches = unpacking(
+            self.quantized,
+            self.linear.local(sizes.layout.tensor),
+            sizes.compute_bytes,
+            sizes.on_host,
+        )
+        yield MemoryPass(moved, launches)
+
+    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        rows = sizes.rows(self.rows)
+        yield from self._unpacked(sizes)
+        for inputs, outputs, _ in self._matrices(sizes):
+            yield MatrixProduct(rows, outputs, inputs)
+        if self.linear.bias and self.is_column and not sizes.fused_attention and self.is_attention:
+            # Megatron-LM of 2021 adds the bias of query, key and value by a kernel of its own
+            outputs = self.linear.local(sizes.layout.tensor)[1]
+            yield MemoryPass(rows * outputs * 2 * sizes.compute_bytes)
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether its outputs are the heads of attention."""
+        return self.linear.most is not None
+
+    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
+        """The input's gradient, and the bias' sum."""
+        rows = sizes.rows(self.rows)
+        yield from self._unpacked(sizes)
+        for inputs, outputs, _ in self._matrices(sizes):
+            yield MatrixProduct(rows, inputs, outputs)
+        if self.linear.bias and self.linear.trains:
+            outputs = self.linear.local(sizes.layout.tensor)[1]
+            yield MemoryPass(rows * outputs * sizes.compute_bytes)
+
+    def weights(self, sizes: Sizes) -> Iterator[Kernel]:
+        rows = sizes.rows(self.rows)
+        for inputs, outputs, trains in self._matrices(sizes):
+            if trains:
+                yield from weight_gradient(sizes, inputs, outputs, rows)
+
+    def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
+        if sizes.layout.tensor == 1 or self.linear.split is None or self.rows != "whole":
+            return
+        if self.is_column:
+            yield from self._column_messages(sizes, phase, input_trains)
+        else:
+            yield from self._row_messages(sizes, phase, input_trains)
+
+    def _column_messages(self, sizes: Sizes, phase: Phase, input_trains: bool) -> Iterator[Message]:
+        inputs, outputs = self.linear.local(sizes.layout.tensor)
+        rows = sizes.rows(self.rows)
+        size = rows * inputs * sizes.compute_bytes
+        gathers = sizes.divides_sequence
+        if phase == "forward" and gathers:
+            yield Message("all_gather", size)
+        # the input is gathered again for the weights' gradients, behind the input's gradient
+        if phase == "backward" and gathers and self.keeps_input:
+            yield Message("all_gather", size, behind=MatrixProduct(rows, inputs, outputs))
+        if phase == "backward" and input_trains:
+            yield summed(sizes, size, behind=MatrixProduct(inputs, outputs, rows))
+        if phase == "inputs" and input_trains:
+            yield summed(sizes, size)
+        if phase == "weights" and gathers and self.keeps_input:
+            yield Message("all_gather", size)
+
+    def _row_messages(self, sizes: Sizes, phase: Phase, input_trains: bool) -> Iterator[Message]:
+        size = sizes.rows(self.rows) * sum(self.linear.outputs) * sizes.compute_bytes
+        if phase == "forward":
+            yield summed(sizes, size)
+        if not sizes.divides_sequence:
+            return
+        # of a frozen linear the output's gradient is of use if something before it trains
+        if phase in ("backward", "inputs") and (input_trains or self.trains):
+            yield Message("all_gather", size)
+        if phase == "weights" and self.keeps_input:
+            yield Message("all_gather", size)
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
+        if self.keeps_input and not self.shares_input:
+            yield Item(f"{self.name}.input", self._input_elements(sizes), sizes.compute_bytes)
+        for number, (_, part) in enumerate(self.adapters):
+            # LoRA keeps its narrow product, (IA)^3 what it has multiplied
+            if isinstance(part, LowRankPair):
+                width = part.rank
+            else:
+                (width,) = part.weights(sizes.layout.tensor)
+            rows = sizes.rows(self.rows)
+            yield Item(f"{self.name}.adapter{number}", rows * width, sizes.compute_bytes)
+
+    def keeps_at_its_end(self, sizes: Sizes) -> bool:
+        """A scale before a row-parallel linear has what it keeps before the linear's sum."""
+        return self.keeps_input or (bool(self.adapters) and self.is_column)
+
+    def _input_elements(self, sizes: Sizes) -> int:
+        return self._rows_of_ends(sizes)[0] * self.linear.local(sizes.layout.tensor)[0]
+
+    def operands(self, sizes: Sizes) -> Iterator[Item]:
+        """Its input and its output's gradient; under sequence parallelism this rank's positions of
+        the one that is gathered. Its bias' gradient is there already, and waits to be added."""
+        c = sizes.compute_bytes
+        outputs = self.linear.local(sizes.layout.tensor)[1]
+        gradient = self._rows_of_ends(sizes)[1] * outputs
+        if self.linear.trains:
+            yield Item(f"{self.name}.input", self._input_elements(sizes), c)
+            yield Item(f"{self.name}.gradient", gradient, c)
+            if self.linear.bias:
+                yield Item(f"{self.name}.bias", outputs, sizes.wide_bytes)
+        if self.adapters:
+            yield from self._operands_of_adapters(sizes, gradient)
+
+    def _operands_of_adapters(self, sizes: Sizes, gradient: int) -> Iterator[Item]:
+        """The operands that all adapters share, and what is narrow of each."""
+        c, rows = sizes.compute_bytes, sizes.rows(self.rows)
+        if self.pairs:
+            yield Item(f"{self.name}.input", self._input_elements(sizes), c)
+            yield Item(f"{self.name}.gradient", gradient, c)
+        for number, (_, part) in enumerate(self.adapters):
+            if isinstance(part, LowRankPair):
+                yield Item(f"{self.name}.adapter{number}", 2 * rows * part.rank, c)
+            else:
+                yield Item(f"{self.name}.scale{number}", rows * sum(part.weights(1)), c)
+        if not self.pairs:
+            # a view of it: before a linear whose inputs are split, the gradient of its input
+            width = max(self.linear.local(sizes.layout.tensor))
+            yield Item(f"{self.name}.gradient", rows * width, c)
+
+    def replaced_bytes(self, sizes: Sizes) -> int:
+        return self._input_elements(sizes) * sizes.compute_bytes
+
+    def backward_bytes(self, sizes: Sizes) -> int:
+        """The input's gradient, and what the weight's takes on its way into `main_grad`.
+
+        A column-parallel linear has the input's gradient first, a row-parallel one the weight's.
+        """
+        result = linear_backward(
+            sizes,
+            self.linear.local(sizes.layout.tensor),
+            sizes.rows(self.rows),
+            adds_to_input=bool(self.pairs),
+            weight_first=self.linear.split == "rows",
+        )
+        return result + self.gathered_bytes(sizes)
+
+    def gathered_bytes(self, sizes: Sizes) -> int:
+        """Return the whole tensor that is gathered for its backward under sequence parallelism."""
+        if not sizes.divides_sequence or self.linear.split is None or self.rows != "whole":
+            return 0
+        width = self.linear.inputs if self.is_column else sum(self.linear.outputs)
+        return sizes.rows(self.rows) * width * sizes.compute_bytes
+
+    def adding_bytes(self, sizes: Sizes) -> int:
+        """Whichever needs most, its weight or one of its adapters."""
+        most = adding_bytes(sizes, self.linear) if self.linear.trains else 0
+        c, wide = sizes.compute_bytes, sizes.wide_bytes
+        for pair in self.pairs:
+            # gathered and dropped from, and the product in both types
+            side = max(pair.local(sizes.layout.tensor))
+            works = 3 * sizes.tokens * side * sizes.operand_bytes
+            most = max(most, works + pair.rank * side * (c + wide))
+        return most
+
+    def quantized_elements(self, sizes: Sizes) -> int:
+        """Return the elements of its weight that products take from few bits; 0: none."""
+        return math.prod(self.linear.local(sizes.layout.tensor)) if self.quantized else 0
+
+
+def summed(sizes: Sizes, size: int, behind: MatrixProduct | None = None) -> Message:
+    """Return the sum of an activation over the tensor axis: all of it, or this rank's positions."""
+    if sizes.divides_sequence:
+        return Message("reduce_scatter", size, behind=behind)
+    return Message("all_reduce", size, behind=behind)
+
+
+def weight_gradient(sizes: Sizes, inputs: int, outputs: int, rows: int) -> Iterator[Kernel]:
+    """Yield the product that is a weight's gradient, and the kernel that adds it up.
+
+    The latter reads the product, and reads and writes the sum; a product that adds by itself, in
+    the sum's own type, needs none.
+    """
+    yield MatrixProduct(inputs, outputs, rows)
+    e, g = sizes.compute_bytes, sizes.software.gradient_bytes
+    if not (sizes.software.adds_in_place and e == g):
+        yield MemoryPass(inputs * outputs * (e + 2 * g))
+
+
+def adding_bytes(sizes: Sizes, linear: Linear) -> int:
+    """Return what adding a weight's gradient needs besides its operands.
+
+    That is what is gathered of them, and, where gradients are wider than weights, the product in
+    both types or, where products are widened, copies of the operands.
+    """
+    c, rows = sizes.compute_bytes, sizes.tokens
+    inputs, outputs = linear.local(sizes.layout.tensor)
+    works = 0
+    if linear.split is not None and sizes.local_tokens < sizes.tokens:
+        works = rows * (inputs if linear.split == "columns" else outputs) * c
+    if sizes.operand_bytes > c:
+        works += (rows * (inputs + outputs) + inputs * outputs) * sizes.operand_bytes
+    elif sizes.wide_bytes > c:
+        works += inputs * outputs * (c + sizes.wide_bytes)
+    return works
+
+
+def linear_backward(
+    sizes: Sizes,
+    shape: tuple[int, int],
+    rows: int,
+    *,
+    adds_to_input: bool = False,
+    weight_first: bool = False,
+) -> int:
+    """Return the bytes that the backward of a linear of (inputs, outputs) needs for so many rows.
+
+    Half types also need the weight's gradient and its float32 form, which is added, or, where they
+    are widened, copies of operands and result instead. Next to a frozen linear its adapters'
+    gradients are added to the input's (`adds_to_input`). `weight_first`: the weight's gradient is
+    gone when the input's is made.
+    """
+    inputs, outputs = shape
+    c, wide = sizes.compute_bytes, sizes.wide_bytes
+    result = rows * inputs * c
+    copies = 0
+    if sizes.operand_bytes > c:
+        copies = (rows * (inputs + outputs) + inputs * outputs) * sizes.operand_bytes
+    adapt = sizes.model.adapt
+    if adapt.adapts:
+        added = 0
+        if adds_to_input:
+            # one adapter after the other; with dropout also its mask and what is masked
+            added = result
+            if adapt.dropout > 0.0:
+                added += hash_bytes(rows * inputs) + rows * inputs * (1 + c)
+        return result + max(added, copies)
+    if copies:
+        return copies
+    # a float32 form of it only where gradients are summed in float32
+    widened = wide if sizes.software.gradient_bytes >= wide else 0
+    weight = inputs * outputs * (c + widened) if wide > c else 0
+    return max(result, weight) if weight_first else result + weight

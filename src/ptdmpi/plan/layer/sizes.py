@@ -1,0 +1,101 @@
+"""The sizes that symbols such as s b, h and a/t have on one rank."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ptdmpi.config import Layout, ModelConfig
+from ptdmpi.config.precision import PRECISIONS
+from ptdmpi.plan.machine.cluster import TRAINER, Software
+
+# The rows of a value [rows, width] on a rank, as a symbol:
+#   whole      s b       every position of the microbatch
+#   local      s b / t   this rank's positions between blocks under sequence parallelism, else s b
+#   predicted  k b       the positions that the head is asked for
+#   samples    b         one position of each sequence
+Rows = Literal["whole", "local", "predicted", "samples"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model on one rank of a layout, for one microbatch.
+
+    `precision` is the compute type ("bf16", "fp16", "fp32" or "fp64"). `software` is the program
+    that runs it, `on_host` says that it runs on the host's processor. `predictions`: positions of a
+    sample that the head is asked for, None: those of the default fraction.
+    """
+
+    model: ModelConfig
+    layout: Layout
+    precision: str
+    software: Software = TRAINER
+    on_host: bool = True
+    predictions: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """s b."""
+        return self.model.seq_length * self.layout.micro_size
+
+    @property
+    def local_tokens(self) -> int:
+        """Positions of this rank between the blocks: s b, or s b / t under sequence parallelism."""
+        if self.layout.sequence_parallel:
+            return self.tokens // self.layout.tensor
+        return self.tokens
+
+    @property
+    def predicted(self) -> int:
+        """Positions of a microbatch whose tokens are asked for: s b, or the masked ones."""
+        each = self.model.predictions() if self.predictions is None else self.predictions
+        return each * self.layout.micro_size
+
+    def rows(self, rows: Rows) -> int:
+        """Return the number that a symbol of `Rows` stands for."""
+        match rows:
+            case "whole":
+                return self.tokens
+            case "local":
+                return self.local_tokens
+            case "predicted":
+                return self.predicted
+            case "samples":
+                return self.layout.micro_size
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of a number in weights and activations."""
+        return PRECISIONS[self.precision].compute.bytes
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes of a number in softmaxes, losses and master weights: float32 at least."""
+        return PRECISIONS[self.precision].master.bytes
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of a number in the operands of a product."""
+        return self.wide_bytes if self.software.wide_products else self.compute_bytes
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Bytes of an activation between two layers, or of its gradient, on this rank."""
+        return self.local_tokens * self.model.hidden * self.compute_bytes
+
+    @property
+    def divides_sequence(self) -> bool:
+        """Whether tensor ranks hold different positions between blocks."""
+        return self.layout.sequence_parallel and self.layout.tensor > 1
+
+    @property
+    def drops(self) -> bool:
+        """Whether anything is dropped between the blocks."""
+        return self.software.dropout or self.model.dropout > 0.0
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether the program's attention keeps its scores on chip."""
+        return self.software.attention == "flash"
+
+    def share(self, size: int) -> int:
+        """Return a tensor rank's part of `size`, padded where t does not divide it."""
+        return -(-size // self.layout.tensor)

@@ -228,6 +228,7 @@ class DataConfig(Section):
     mask_ngram: Reported[Positive] = 3
     whole_words: Reported[bool] = True
     reader: Free[Literal["mmap", "pread"]] = "mmap"
+    verify: Free[Literal["read", "start", "off"]] = "read"
     change: Free[Literal["refuse", "from here"]] = "refuse"
     split: BoundOrder[Literal["shared", "by_rank"]] = "shared"
 

@@ -5,7 +5,7 @@ shard is one HDF5 file with a contiguous, uncompressed dataset `tokens` (uint16 
 little-endian), a contiguous dataset `documents` (uint64 offsets into `tokens`: first 0, last the
 number of tokens) and attributes. A shard of format 2 also has a dataset `weights` (uint8, one per
 token: 1 if the token counts as a label, 0 if it is only an input) and an attribute with the length
-of the rows that its documents were packed in.
+of the rows that its documents were packed in. `blocks.py` describes the dataset `token_blocks`.
 """
 
 import hashlib

@@ -21,6 +21,7 @@ import numpy as np
 
 from ptdmpi.base.disk import put_in_place, start_writing_out
 from ptdmpi.config import InputError
+from ptdmpi.data.blocks import BLOCKS, BlockSums
 from ptdmpi.data.header import (
     FORMAT_VERSION,
     WEIGHTED_VERSION,
@@ -107,6 +108,7 @@ class ShardWriter:
         self._gathered = np.empty(_PIECE_TOKENS, self._dtype)
         self._filled = 0  # tokens in `_gathered` that wait to be written
         self._crc32 = 0
+        self._blocks = BlockSums()
         self._offset = self._out = _tokens_offset()
         try:
             _open_hdf5(self._temporary, mode="w").close()
@@ -191,6 +193,7 @@ class ShardWriter:
         """Check and write tokens of the shard's type."""
         self._check_ids(piece)
         self._crc32 = zlib.crc32(piece.data, self._crc32)
+        self._blocks.add(piece)
         try:
             self._stream.write(piece.data)
             at = self._stream.tell()
@@ -213,6 +216,7 @@ class ShardWriter:
             with _open_hdf5(self._temporary, mode="r+") as file:
                 offset = _create_tokens(file, self.tokens, self._dtype)
                 file.create_dataset("documents", data=documents)
+                file.create_dataset(BLOCKS, data=self._blocks.values())
                 if self._weights:
                     weights = np.frombuffer(self._weights, np.uint8)
                     file.create_dataset("weights", data=weights)

@@ -21,6 +21,7 @@ import numpy as np
 
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
+from ptdmpi.data.blocks import Tokens, VerifiedTokens, block_sums
 from ptdmpi.data.header import (
     SUMMARY,
     ShardHeader,
@@ -164,7 +165,12 @@ class _PreadTokens:
         return np.frombuffer(piece, header.dtype)
 
 
-_Tokens = _MappedTokens | _PreadTokens
+def _open_tokens(header: ShardHeader, use_mmap: bool, verified: bool) -> Tokens:
+    """Open the tokens of a shard; `verified`: verify each block when it is first read from, if the
+    shard has checksums of blocks."""
+    tokens: Tokens = _MappedTokens(header) if use_mmap else _PreadTokens(header)
+    sums = block_sums(header.path, header.tokens) if verified else None
+    return tokens if sums is None else VerifiedTokens(tokens, header, sums)
 
 
 def _confirm(headers: list[ShardHeader], shard: int) -> ShardHeader:
@@ -189,10 +195,11 @@ class Dataset:
     SUMMARY lists are opened when they are first read, except for the first shard.
     """
 
-    def __init__(self, directory: str | Path, use_mmap: bool = True):
+    def __init__(self, directory: str | Path, use_mmap: bool = True, *, verified: bool = False):
         """Find the shards and compare their headers.
 
-        `use_mmap=False` reads by pread, for file systems where mapping is slow. Raise InputError as
+        `use_mmap=False` reads by pread, for file systems where mapping is slow. `verified`: reading
+        raises InputError for tokens of a damaged block (see `blocks`). Raise InputError as
         `find_headers` does, and if shards differ in tokenizer, vocabulary size, eod_id or length of
         rows.
         """
@@ -216,10 +223,9 @@ class Dataset:
         self.dtype = max((header.dtype for header in self.headers), key=lambda kind: kind.itemsize)
         # The caches do not refer to this object, so files close with it, not at a later garbage
         # collection.
-        open_tokens = _MappedTokens if use_mmap else _PreadTokens
         headers = self.headers
-        self.shard_tokens: Callable[[int], _Tokens] = lru_cache(_open_limit(len(headers)))(
-            lambda shard: open_tokens(_confirm(headers, shard))
+        self.shard_tokens: Callable[[int], Tokens] = lru_cache(_open_limit(len(headers)))(
+            lambda shard: _open_tokens(_confirm(headers, shard), use_mmap, verified)
         )
         self._first_samples = lru_cache(4)(partial(_first_samples, headers))
 

@@ -18,7 +18,7 @@ from ptdmpi.config import (
 from ptdmpi.config.adapt import WHOLE
 from ptdmpi.config.configuration import Sections
 from ptdmpi.config.files import parsed
-from ptdmpi.data.shards import Dataset
+from ptdmpi.data.shards import Dataset, find_shards, verify
 from ptdmpi.evaluate import tasks
 from ptdmpi.evaluate.labelled import items
 from ptdmpi.lineage.course import Course
@@ -88,6 +88,9 @@ def checked_data(config: Config) -> int:
         topology_of(config)  # raises if the layout has no such topology
     source = source_of(config)
     course = Course(config, begun(config, source.train))
+    if config.data.verify == "start" and config.task.kind == "none":
+        paths = [*(part.path for part in config.data.train), *config.data.valid_paths]
+        mistakes += _mistakes([partial(_verify, path) for path in dict.fromkeys(paths)])
     if config.data.change != FROM_HERE:  # else samples are counted from the step of the checkpoint
         mistakes += _mistakes([course.check])
     mistakes += _mistakes([partial(task_files, config, course, source.vocab_size)])
@@ -141,6 +144,13 @@ def _dataset(path: str, model: ModelConfig | None) -> None:
             f"model.vocab_size = {model.vocab_size}, but {path} needs {dataset.vocab_size}; legal: "
             f"{dataset.vocab_size} or more, or 0: just as many"
         )
+
+
+def _verify(path: str) -> None:
+    """Read all shards of a dataset. Raises InputError with the problems, one line each."""
+    problems = [line for shard in find_shards(path) for line in verify(shard)]
+    if problems:
+        raise InputError("\n".join(problems))
 
 
 def _base(adapt: AdaptConfig, form: LowBit | None) -> None:

@@ -288,8 +288,9 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     one sample.
     """
     use_mmap = config.data.reader == "mmap"
-    train = [Dataset(part.path, use_mmap) for part in config.data.train]
-    valid = [Dataset(path, use_mmap) for path in config.data.valid_paths]
+    verified = config.data.verify == "read"
+    train = [Dataset(part.path, use_mmap, verified=verified) for part in config.data.train]
+    valid = [Dataset(path, use_mmap, verified=verified) for path in config.data.valid_paths]
     paths = [*(part.path for part in config.data.train), *config.data.valid_paths]
     wanted = config.data.tokenizer_sha256
     owner = "data.tokenizer_sha256"

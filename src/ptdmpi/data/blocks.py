@@ -1,0 +1,106 @@
+"""Checksums of a shard's tokens by blocks, so that training can verify what it reads.
+
+A shard has a dataset `token_blocks`: the CRC-32 of each block of BLOCK_TOKENS tokens, the last one
+perhaps shorter. Shards of older versions lack it, and are read without being verified.
+"""
+
+import zlib
+from pathlib import Path
+from typing import Protocol
+
+import h5py
+import numpy as np
+
+from ptdmpi.config import InputError
+from ptdmpi.data.header import ShardHeader, format_checksum
+
+BLOCKS = "token_blocks"
+# 32 KiB of uint16: the checksum of a block takes about as long as a page fault on a cold file.
+BLOCK_TOKENS = 1 << 14
+
+
+class Tokens(Protocol):
+    """The tokens of a shard, read by slices with a start and a stop."""
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Return the tokens of a slice."""
+
+
+class BlockSums:
+    """The checksums of the blocks of a stream of tokens, which comes in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._sums: list[int] = []
+        self._last = 0  # the checksum of the block that is not full yet
+        self._filled = 0  # its tokens
+
+    def add(self, piece: np.ndarray) -> None:
+        """Add the next tokens of the stream, in the shard's type."""
+        start = 0
+        while start < piece.size:
+            part = piece[start : start + BLOCK_TOKENS - self._filled]
+            self._last = zlib.crc32(part.data, self._last)
+            self._filled += part.size
+            start += part.size
+            if self._filled == BLOCK_TOKENS:
+                self._sums.append(self._last)
+                self._last = 0
+                self._filled = 0
+
+    def values(self) -> np.ndarray:
+        """Return the checksums so far, uint32 [blocks]."""
+        sums = list(self._sums)
+        if self._filled:
+            sums.append(self._last)
+        return np.array(sums, dtype="<u4")
+
+
+def block_sums(path: Path, tokens: int) -> np.ndarray | None:
+    """Return the checksums of the blocks of a shard, uint32 [blocks]; None if it has none. Raise
+    InputError if they are damaged."""
+    blocks = -(-tokens // BLOCK_TOKENS)
+    try:
+        with h5py.File(path, "r") as file:
+            if BLOCKS not in file:
+                return None
+            stored = file[BLOCKS]
+            if stored.shape != (blocks,) or stored.dtype != np.dtype("<u4"):
+                raise InputError(f"shard {path}: {BLOCKS} is not of {blocks} blocks: damaged")
+            return np.asarray(stored[()])
+    except (OSError, RuntimeError, AttributeError) as error:
+        raise InputError(f"shard {path}: {BLOCKS} cannot be read: {error}") from None
+
+
+class VerifiedTokens:
+    """The tokens of a shard, each block of which is verified when it is first read from."""
+
+    def __init__(self, tokens: Tokens, header: ShardHeader, sums: np.ndarray) -> None:
+        """`sums` are those of `block_sums`."""
+        self._tokens = tokens
+        self._header = header
+        self._sums = sums
+        self._verified = bytearray(sums.size)
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Return the tokens of a slice. Raise InputError if one of its blocks is damaged."""
+        first = part.start // BLOCK_TOKENS
+        last = (part.stop - 1) // BLOCK_TOKENS
+        verified = self._verified
+        if not (verified[first] and verified[last]) or last - first > 1:
+            for block in range(first, last + 1):
+                if not verified[block]:
+                    self._verify(block)
+        return self._tokens[part]
+
+    def _verify(self, block: int) -> None:
+        start = block * BLOCK_TOKENS
+        stop = min(start + BLOCK_TOKENS, self._header.tokens)
+        checksum = zlib.crc32(np.ascontiguousarray(self._tokens[start:stop]).data)
+        if checksum != self._sums[block]:
+            raise InputError(
+                f"shard {self._header.path}: tokens {start} to {stop - 1} have checksum "
+                f"{format_checksum(checksum)}, recorded {format_checksum(int(self._sums[block]))}: "
+                "damaged; restore the file, or make it anew by ptdmpi-data tokenize "
+                '(data.verify = "off" would train on it as it is)'
+            )
+        self._verified[block] = 1

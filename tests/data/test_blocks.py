@@ -1,0 +1,98 @@
+"""Checksums by blocks: a flipped bit of a shard is found when it is read, and where."""
+
+import h5py
+import numpy as np
+import pytest
+
+from ptdmpi.config import InputError
+from ptdmpi.data.blocks import BLOCK_TOKENS, BLOCKS, BlockSums, block_sums
+from ptdmpi.data.shard_writer import ShardWriter
+from ptdmpi.data.shards import Dataset, verify
+from ptdmpi.train.checks import checked
+from tests._runs import configuration
+
+TOKENS = 3 * BLOCK_TOKENS + 100
+LENGTH = 64
+
+
+def _shard(folder, vocab_size=100):
+    folder.mkdir()
+    ids = np.random.default_rng(1).integers(0, vocab_size - 1, TOKENS)
+    path = folder / "shard-00000.h5"
+    with ShardWriter(path, "t", "0" * 64, vocab_size=vocab_size, eod_id=99) as writer:
+        for start in range(0, TOKENS, 7001):  # pieces that end anywhere in a block
+            piece = ids[start : start + 7001]
+            writer.write(piece, np.array([piece.size]))
+    return path
+
+
+def _flip(path, token: int) -> None:
+    """Flip the lowest bit of a token: its id stays in the vocabulary."""
+    (header,) = Dataset(path.parent).headers
+    place = header.byte_offset + token * header.dtype.itemsize
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("sizes", [[1], [BLOCK_TOKENS], [5, BLOCK_TOKENS, 3 * BLOCK_TOKENS - 5]])
+def test_sums_do_not_depend_on_the_pieces(sizes):
+    stream = np.random.default_rng(0).integers(0, 99, sum(sizes)).astype("<u2")
+    whole, parts = BlockSums(), BlockSums()
+    whole.add(stream)
+    for piece in np.split(stream, np.cumsum(sizes)[:-1]):
+        parts.add(piece)
+    assert np.array_equal(whole.values(), parts.values())
+    assert whole.values().size == -(-stream.size // BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize("use_mmap", [True, False])
+@pytest.mark.parametrize("vocab_size", [100, 70_000], ids=["uint16", "uint32"])
+def test_a_flipped_bit_is_found_where_it_is_read(tmp_path, use_mmap, vocab_size):
+    path = _shard(tmp_path / "data", vocab_size)
+    everything = np.arange(Dataset(path.parent).samples(LENGTH))
+    expected = Dataset(path.parent).read(everything, LENGTH)
+    assert np.array_equal(
+        Dataset(path.parent, use_mmap, verified=True).read(everything, LENGTH), expected
+    )
+    for token in (0, BLOCK_TOKENS - 1, BLOCK_TOKENS, TOKENS - 50):
+        _flip(path, token)
+        data = Dataset(path.parent, use_mmap, verified=True)
+        block = token // BLOCK_TOKENS
+        with pytest.raises(
+            InputError, match=rf"tokens {block * BLOCK_TOKENS} to \d+ have checksum"
+        ):
+            data.read(everything, LENGTH)
+        other = np.array([(block + 1) % 3 * BLOCK_TOKENS // LENGTH + 1])
+        assert np.array_equal(data.read(other, LENGTH), expected[other])  # another block
+        assert Dataset(path.parent, use_mmap).read(everything, LENGTH).shape == expected.shape
+        _flip(path, token)
+
+
+def test_a_shard_without_sums_is_read_as_before(tmp_path):
+    path = _shard(tmp_path / "data")
+    with h5py.File(path, "r+") as file:
+        del file[BLOCKS]
+    assert block_sums(path, TOKENS) is None and verify(path) == []
+    data = Dataset(path.parent, verified=True)
+    assert data.read(np.array([3]), LENGTH).shape == (1, LENGTH + 1)
+
+
+def test_damaged_sums_are_refused(tmp_path):
+    path = _shard(tmp_path / "data")
+    with h5py.File(path, "r+") as file:
+        del file[BLOCKS]
+        file[BLOCKS] = np.zeros(2, "<u4")
+    with pytest.raises(InputError, match="token_blocks is not of 4 blocks"):
+        Dataset(path.parent, verified=True).read(np.array([3]), LENGTH)
+
+
+def test_a_start_may_verify_all_shards(tmp_path):
+    path = _shard(tmp_path / "train")
+    _flip(path, 5)
+    for how in ("read", "off"):
+        checked(configuration(tmp_path, {"data.verify": how}), 1)
+    with pytest.raises(InputError, match=r"checksum .* recorded"):
+        checked(configuration(tmp_path, {"data.verify": "start"}), 1)

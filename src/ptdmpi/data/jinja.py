@@ -104,6 +104,7 @@ def compiled(source: str, mark_answer: Callable[[str], str]) -> Callable[..., st
         raise ValueError(str(error) or type(error).__name__) from None
 
     def render(**values: Any) -> str:
+        """Return the text of the template for these values."""
         environment.turns_left = MOST_TURNS
         return str(template.render(**values))
 

@@ -1,2 +1,1 @@
-"""What trains beside a frozen model: modules of the rows that the table of parameters has for it,
-and what they do inside a linear."""
+"""Adapters: the trained modules on a frozen model, which its linears call."""

@@ -1,10 +1,10 @@
-"""LoRA beside a linear that the tensor axis divides (Hu et al. 2021, arXiv 2106.09685).
+"""LoRA on a linear that the tensor axis divides (Hu et al. 2021, arXiv 2106.09685).
 
     y = x W^T + b + scale (drop(x) A^T) B^T
 
 By columns B is divided as W is, and A whole on every rank; each rank's gradient of A is a part, to
 be summed over the tensor axis once in a step. By rows A is divided as W is, and B whole: the rank's
-part of the product is added in front of the sum of W's parts, so that no message more is sent.
+part of the product is added before the sum of W's parts, so that no further message is sent.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from ptdmpi.plan.layer.parts import LowRankPair
 
 
 class LowRankAdapter(Computing):
-    """B A beside the outputs `columns` of a linear on this tensor rank. Not called by itself: the
-    linear's own forward and backward ask it for its parts."""
+    """B A, added to the outputs `columns` of a linear on this tensor rank. It is not called by
+    itself: forward and backward of the linear ask it for its parts."""
 
     def __init__(self, part: LowRankPair, tensor: tuple[int, int], columns: slice) -> None:
         """`tensor`: (rank, size) of the tensor axis."""

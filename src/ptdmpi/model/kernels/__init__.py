@@ -1,4 +1,4 @@
-"""What a layer computes between its collectives: fast on its device, and keeping little.
+"""The kernels of a layer: they are fast on their device, and keep little for the backward pass.
 
 `Kernels` is the choice of one run, and computes its products of matrices by it. The modules of a
 stage hold it (`Computing`); whoever settles on another choice hands it to them by `compute_by`.
@@ -8,8 +8,8 @@ A CPU without bfloat16 or float16 instructions falls back to scalar code for pro
 widened to float32 first and the result is rounded once: the values that hardware with float32
 accumulators gives.
 
-Where PyTorch composes an operation of several on a CPU, each of them keeps what its own backward
-wants; such an operation is one Function here that keeps its input alone.
+On a CPU PyTorch composes some operations of several others, each of which keeps tensors for its own
+backward pass. Here such an operation is one Function, which keeps its input alone.
 """
 
 from typing import Literal
@@ -29,9 +29,9 @@ from ptdmpi.model.parameters import Parameter, dtype_of
 class Kernels:
     """The kernels that a run computes with, and its products of matrices by them; it never changes.
 
-    `choice`: what the run has settled on for its host; None: what this machine usually takes for
-    the type at hand. `precision`: whose recipe the products follow; None: operands are multiplied
-    in their own type.
+    `choice` is the one that the run has settled on for its host; None: the usual one of this
+    machine for the type at hand. The products follow the recipe of `precision`; None: operands are
+    multiplied in their own type.
     """
 
     def __init__(
@@ -55,9 +55,11 @@ class Kernels:
         return self.choice or choices.usual_choice(device_type, dtype)
 
     def widens(self, device_type: str, dtype: torch.dtype) -> bool:
-        """Return whether products of this type are taken in float32 on this device: by the recipe
-        of the precision, where the device has no other way, or where the run began on one that has
-        none."""
+        """Return whether products of this type are computed in float32 on this device.
+
+        They are if the recipe of the precision says so, if the device does not multiply the type,
+        or if the run began on a device that does not.
+        """
         if dtype == self._narrow or not host.multiplies(device_type, dtype):
             return True
         if device_type != "cpu" or dtype not in HALF_TYPES:
@@ -88,7 +90,7 @@ class Kernels:
         return (self.widened(dy) @ self.widened(weight)).to(dy.dtype)
 
     def _fuses(self, x: Tensor, weight: Tensor, which: Literal["output", "input_gradient"]) -> bool:
-        """Whether oneDNN's one call takes the product of x [..., i] and a matrix."""
+        """Return whether oneDNN's one call takes the product of x [..., i] and a matrix."""
         if x.device.type != "cpu" or x.dtype not in FUSED_TYPES or not x.numel():
             return False
         # in a graph that call is for constant weights alone (Inductor asserts it)

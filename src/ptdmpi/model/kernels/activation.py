@@ -73,8 +73,8 @@ def _opened_by_sigmoid(x: Tensor) -> Tensor:
 
 
 def _write_with_slope(x: Tensor, y: Tensor, slope: Tensor, shrunk: float = 1.0) -> None:
-    """gelu(x) into y, `shrunk` times its derivative into `slope`: all [..., f], the lines of each
-    contiguous."""
+    """Write gelu(x) into y and `shrunk` times its derivative into `slope`; all are [..., f], with
+    contiguous lines."""
     exact = x.dtype not in HALF_TYPES
     for part, room, (here, slope_here) in _chunks(x, y, slope):
         wide, z, sigmoid = _sigmoid(part, room)
@@ -93,8 +93,8 @@ def _write_with_slope(x: Tensor, y: Tensor, slope: Tensor, shrunk: float = 1.0) 
 def _rounded(
     function: Callable[..., Tensor], given: tuple[Tensor, ...], result: Tensor, room: Tensor
 ) -> None:
-    """function(given) into `result`, by `room` where that is of a narrower type: one that is made
-    for it would be new memory."""
+    """Write function(given) into `result`, by way of `room` if `result` is of a narrower type: a
+    tensor that torch makes for it would be new memory."""
     if result.dtype == room.dtype:
         function(*given, out=result)
     else:
@@ -102,20 +102,23 @@ def _rounded(
 
 
 def _chunks(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, list[Tensor], list[Tensor]]]:
-    """Rows of x [..., f], room for four numbers of each in float32 at least, rows of `results`."""
-    rows, lines = x.flatten(0, -2), [one.view(-1, one.shape[-1]) for one in results]
+    """Yield rows of x [..., f], room for four numbers of each element in float32 at least, and the
+    same rows of `results`."""
+    rows = x.flatten(0, -2)
+    lines = [result.view(-1, result.shape[-1]) for result in results]
     step = max(1, CHUNK_ELEMENTS // max(1, x.shape[-1]))
     wide = torch.promote_types(x.dtype, torch.float32)
     room = list(torch.empty(4, min(step, len(rows)), x.shape[-1], dtype=wide))
     for first in range(0, len(rows), step):
         part = rows[first : first + step]
         if len(part) < len(room[0]):
-            room = [one[: len(part)] for one in room]
-        yield part, room, [one[first : first + step] for one in lines]
+            room = [numbers[: len(part)] for numbers in room]
+        yield part, room, [line[first : first + step] for line in lines]
 
 
 def _sigmoid(x: Tensor, room: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """x as it is multiplied, z and S(z), each in its part of the room; the third one is free."""
+    """Return x as it is multiplied, z and S(z), each in its part of the room; the third part is
+    free."""
     z, sigmoid, square, copy = room
     wide = x if x.dtype == z.dtype else copy.copy_(x)
     torch.mul(wide, wide, out=square)

@@ -1,6 +1,8 @@
-"""The agreement of all ranks of a run on their kernels: by a table of measurements, and kept with
-the run and its checkpoints, so that a run that goes on repeats its bits, on another processor as
-well."""
+"""The agreement of all ranks of a run on their kernels, by a table of measurements.
+
+The run directory and its checkpoints keep it, so that a resumed run repeats its bits, on another
+processor too.
+"""
 
 import contextlib
 import importlib
@@ -43,15 +45,15 @@ Choice = HostChoice | DeviceChoice
 
 
 class Abilities(NamedTuple):
-    """What the host of one rank can do: has oneDNN's one call for linears, and multiplies numbers
-    of the run's type as they are."""
+    """The abilities of one rank's host: whether it has oneDNN's one call for linears (`fuses`), and
+    whether it multiplies numbers of the run's type as they are."""
 
     fuses: bool
     multiplies: bool
 
 
 class Agreed(NamedTuple):
-    """What a run keeps, in its stored form, and what it takes now."""
+    """The kernels that a run keeps, in their stored form, and those that it takes now."""
 
     kept: dict[str, list[str]]
     taken: Choice
@@ -75,13 +77,13 @@ def offered(device: torch.device) -> tuple[str, ...]:
 
 
 def _capability(device: torch.device) -> str:
-    """Such as "9.0" of an H100."""
+    """Return the capability of a device of CUDA, such as "9.0" for an H100."""
     numbers = torch.get_device_module(device).get_device_capability(device)
     return ".".join(map(str, numbers))
 
 
 def _has_fa3() -> bool:
-    """Whether torch can hand attention to FlashAttention 3, whose package is one of its own."""
+    """Return whether torch can use FlashAttention 3, which has its own package."""
     if importlib.util.find_spec("flash_attn_interface") is None:
         return False
     attention: Any = importlib.import_module("torch.nn.attention")
@@ -91,8 +93,8 @@ def _has_fa3() -> bool:
 
 @dataclass(frozen=True)
 class RunPlace:
-    """Where a run computes, in which type, and what was measured of kernels there (`own` entries
-    come before those of the table)."""
+    """The device of a run, the type in which it computes, and the entries of kernels that were
+    measured there (`own`), which come before those of the table."""
 
     device: torch.device
     dtype: torch.dtype
@@ -108,10 +110,10 @@ def agreed(
 ) -> Choice:
     """Return the kernels of this run on all its ranks, which all call it.
 
-    They are those that the run directory `folder` has kept, else those of the checkpoint `before`
-    it, as far as every rank has them. Where there are none, and where `before` is None, they are
-    the fastest by measurement; the run directory keeps them from now on. `say` gets one line of
-    what was settled, and why.
+    The run directory `folder` may have kept them, or else the checkpoint `before` it; a kernel is
+    used again only if every rank has it. Otherwise, and always if `before` is None, the fastest by
+    measurement are chosen. The run directory keeps them from now on, and `say` reports them in one
+    line, with the reasons.
     """
     found = world.on_root(lambda: _kept(folder))
     known: Stored = {} if before is None else found or before
@@ -135,16 +137,19 @@ def _on_hosts(world: "World", place: RunPlace, known: Stored, say: Callable[[str
         fastest = replace(fastest, half="widened")
     fastest = world.control.bcast(fastest)
     settled, lines, changed = _as_before(fastest, read(known), able, dtype)
-    anew = '; run.kernels = "anew" takes what is quickest' if changed else ""
-    say(", ".join(lines) + anew)
+    report = ", ".join(lines)
+    if changed:
+        report += '; run.kernels = "anew" takes what is quickest'
+    say(report)
     return Agreed(written(settled), settled)
 
 
 def _as_before(
     fastest: HostChoice, kept: Mapping[str, Any], able: list[Abilities], dtype: torch.dtype
 ) -> tuple[HostChoice, list[str], bool]:
-    """Return what `kept` says, as far as the hosts are `able`, else the fastest; what is said of
-    each kind; and whether any kind is taken as before though another one is faster."""
+    """Return the choice that `kept` has, or else the fastest, limited to what all hosts are `able`
+    to compute; the report on each kind; and whether any kind stays as it was though another one is
+    faster."""
     taken: dict[str, Any] = {}
     lines, changed = [], False
     for kind in KINDS:
@@ -158,7 +163,8 @@ def _as_before(
         line = f"half types {text}" if kind == "half" else f"{kind} by {text}"
         if is_lost:
             line += f", for {text_of(kind, wanted)} is not here"
-            line += ": other bits than before" if "attention" in kept else ""
+            if "attention" in kept:
+                line += ": other bits than before"
         elif taken[kind] != fresh:
             changed = True
             line += f" (as before; quickest here: {text_of(kind, fresh)})"
@@ -167,7 +173,7 @@ def _as_before(
 
 
 def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
-    """What the run has had of a kind; the fastest if it has had nothing of any."""
+    """Return what the run has used so far for a kind; the fastest if it has no kernels yet."""
     if "attention" not in kept:
         return fresh
     if kind in kept:
@@ -178,7 +184,7 @@ def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
 
 
 def _can(kind: str, wanted: Any, able: list[Abilities]) -> bool:
-    """Whether every rank's host can compute so."""
+    """Return whether every rank's host can compute so."""
     if kind == "linear" and wanted != OneDnnLinears():
         return all(each.fuses for each in able)
     if kind == "half" and wanted == "native":
@@ -187,7 +193,7 @@ def _can(kind: str, wanted: Any, able: list[Abilities]) -> bool:
 
 
 def _instead(kind: str) -> Any:
-    """What every host can do."""
+    """Return the choice that every host can compute by."""
     return "widened" if kind == "half" else getattr(BY_LIBRARY, kind)
 
 
@@ -204,7 +210,9 @@ def _on_devices(
         return Agreed({"attention": shared}, DeviceChoice(tuple(shared)))
     taken = [name for name in kept if name in shared]
     gone = [name for name in kept if name not in taken]
-    lost = f"; before also by {', '.join(gone)}, which is not here: other bits" if gone else ""
+    lost = ""
+    if gone:
+        lost = f"; before also by {', '.join(gone)}, which is not here: other bits"
     anew = ", ".join(shared) or "what torch chooses"
     say(
         f"attention by {', '.join(taken) or 'what torch chooses'}, as before{lost}; "

@@ -14,7 +14,7 @@ the first that takes an input computes it.
     causal attention on a CPU.
 `WholeKernel`: PyTorch's kernel at once. It takes all else.
 
-None keeps scores for the backward pass, unless `ProductKernel` is told to keep probabilities.
+None keeps scores for the backward pass, but `ProductKernel` can keep probabilities.
 """
 
 import importlib.util
@@ -46,9 +46,12 @@ class Input(NamedTuple):
 
 
 class AttentionResult(NamedTuple):
-    """What attention gives: the result [b, heads, s, head size]; and the logarithm of each query's
-    sum of exponentials of scores [b, heads, s], in float32 at least and without a gradient, where
-    that was asked for and the kernel has it."""
+    """The result of attention, [b, heads, s, head size], and the logarithm of each query's sum of
+    exponentials of scores, [b, heads, s].
+
+    The logarithms are in float32 at least and have no gradient; None if they were not asked for or
+    the implementation does not have them.
+    """
 
     out: Tensor
     logsumexp: Tensor | None
@@ -104,7 +107,7 @@ class AttentionCore:
 
     def under_mask(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         """Return attention of each query to the keys that `seen` (bool [b, 1, queries, keys]) lets
-        it see; for what goes on from a cache."""
+        it see, as generation with a cache needs it."""
         kernels, scores = self.kernels, self.scores
         if not scores.softcap:
             # the queries of a group as those of one head: under a mask no fused kernel of a GPU
@@ -176,7 +179,7 @@ class PackedKernel:
         else:
             offsets, longest = documents.offsets, documents.longest
         packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [b s, heads, head size]
-        # as many keys before a query's own and behind it; -1: all
+        # as many keys before a query's own and after it; -1: all
         window = (self.scores.window - 1, 0) if self.scores.causal else (-1, -1)
         out = packed_attention(
             *packed,
@@ -271,13 +274,16 @@ def _is_grouped(given: Input) -> bool:
 
 
 def _is_limited(scores: Scores, given: Input) -> bool:
-    """Whether a query sees less than all that is before it, or all."""
+    """Return whether windows or documents limit the keys that a query sees."""
     return given.documents is not None or scores.window > 0
 
 
 def _shares_keys(q: Tensor) -> bool:
-    """Whether the kernel of full attention takes one key for several query heads: a CPU's does, and
-    FlashAttention; of what else a GPU has only the one that writes all scores down."""
+    """Return whether the kernel of full attention takes one key for several query heads.
+
+    That of a CPU does, and FlashAttention. Of the other kernels of a GPU only the one does that
+    writes all scores to memory.
+    """
     return q.device.type == "cpu" or _has_flash(q)
 
 
@@ -286,14 +292,16 @@ def _has_flash(q: Tensor) -> bool:
 
 
 def _for_each_head(q: Tensor, *parts: Tensor) -> Sequence[Tensor]:
-    """Keys or values [b, key heads, s, d] -> [b, heads, s, d], of those that are shared copies."""
+    """Return keys or values [b, key heads, s, d] as [b, heads, s, d], shared ones copied."""
     group = q.shape[1] // parts[0].shape[1]
-    return parts if group == 1 else [part.repeat_interleave(group, dim=1) for part in parts]
+    if group == 1:
+        return parts
+    return [part.repeat_interleave(group, dim=1) for part in parts]
 
 
 def _in_blocks(q: Tensor) -> bool:
-    """Whether queries are taken in blocks: on a CPU, but for a graph, which would have every one of
-    them written out."""
+    """Return whether queries are computed in blocks: on a CPU, and not in a compiled graph, which
+    would contain every block."""
     return q.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -310,7 +318,7 @@ def _fused_on_cpu(
     causal: bool = False,
     mask: Tensor | None = None,
 ) -> AttentionResult:
-    """What PyTorch's attention is on a CPU, by its name: it gives the logarithms of sums too."""
+    """Call PyTorch's attention on a CPU by its kernel's name, which gives the logarithms too."""
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return AttentionResult(*fused(q, k, v, 0.0, causal, attn_mask=mask, scale=scale))
 

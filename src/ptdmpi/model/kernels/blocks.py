@@ -19,7 +19,7 @@ Region = tuple[slice, slice, slice]  # rows, heads, positions
 
 @dataclass(frozen=True)
 class Scores:
-    """What becomes of the products of queries and keys, and which of them count.
+    """The scores of attention: how products of queries and keys are scaled, and which keys count.
 
     They are multiplied by `scale` and, unless `softcap` is 0, become softcap tanh(. / softcap).
     `causal`: a query sees itself and what is before it; of that the last `window` keys, unless 0.

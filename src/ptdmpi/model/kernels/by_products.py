@@ -22,7 +22,7 @@ BLOCK_SCORES = 1 << 20
 
 @dataclass(frozen=True)
 class ProductWork:
-    """What is computed, and how: the scores, of which documents, by which products."""
+    """A piece of attention to compute: its scores, its documents, and the products that do it."""
 
     scores: Scores
     documents: Documents | None
@@ -40,8 +40,8 @@ class Tile(NamedTuple):
 
 
 class WeightedTile(NamedTuple):
-    """What the keys of a tile count for its queries, [b, key heads, group queries, keys], and the
-    tangents of capped scores; None without a cap."""
+    """The probabilities of a tile, [b, key heads, group queries, keys], and the tangents of its
+    capped scores; None without a cap."""
 
     queries: Region
     keys: Region
@@ -54,7 +54,7 @@ class ProductAttention(Function):
 
     Their probabilities are computed again in the backward pass (Dao et al. 2022, arXiv 2205.14135,
     algorithm 4, with a cap's derivative 1 - tanh^2), so that queries, keys and values alone are
-    kept. Or they are kept beside these, to the same bits, if `how.keeps` says so and no cap wants
+    kept. Or they are kept too, to the same bits, if `how.keeps` says so and no cap wants
     its tangents. Or the library's kernel computes the forward pass, if `how.library_forward` says
     so and there is no cap.
 

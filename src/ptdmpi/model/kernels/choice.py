@@ -62,9 +62,9 @@ class OneDnnLinears:
 
 @dataclass(frozen=True)
 class HostChoice:
-    """How a host computes. `gelu`: GELU's tanh form, by a sigmoid (`activation`) or by the library.
-    `half`: half types are multiplied as they are, or in float32 though the processor multiplies
-    them."""
+    """The choice of kernels of a host. `gelu`: GELU's tanh form is computed by a sigmoid
+    (`activation`) or by the library. `half`: half types are multiplied as they are, or in float32
+    even if the processor multiplies them."""
 
     attention: HostAttention = AttentionByLibrary()
     linear: OneDnnLinears = OneDnnLinears()
@@ -76,8 +76,11 @@ BY_LIBRARY = HostChoice()
 
 
 def measured_choice(dtype: torch.dtype, own: Entries) -> HostChoice:
-    """Return what this host computes fastest by, for operands of a type: of each kind the first
-    entry that fits it, of `own` and then of the table. Where none does: by the library."""
+    """Return the fastest kernels of this host for operands of a type.
+
+    Of each kind the first entry that fits the host counts: of `own`, then of the table. If none
+    fits, the library computes it.
+    """
     attention, linear, gelu = (_entry(kind, dtype, own) for kind in ("attention", "linear", "gelu"))
     return HostChoice(
         _attention(attention),

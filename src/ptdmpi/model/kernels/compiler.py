@@ -11,22 +11,24 @@ BACKEND = "inductor"
 
 
 def missing(device_type: str) -> str:
-    """What the backend needs to compile for a device and this rank does not have, such as
-    "triton"; empty: nothing. Loads nothing."""
+    """Return what this rank lacks to compile for a device, such as "triton"; empty if it lacks
+    nothing. Loads no package."""
     if BACKEND != "inductor":
         return ""
     if device_type == "cpu":
-        found = shutil.which(os.environ.get("CXX", "g++")) is not None
-        return "" if found else "C++ compiler (g++, or CXX)"
+        if shutil.which(os.environ.get("CXX", "g++")) is None:
+            return "C++ compiler (g++, or CXX)"
+        return ""
     if importlib.util.find_spec("triton") is None:
         return "triton"
     # triton compiles what launches its kernels
     names = (os.environ.get("CC", "cc"), "gcc", "clang")
-    found = any(shutil.which(one) is not None for one in names)
-    return "" if found else "C compiler (cc, or CC)"
+    if all(shutil.which(name) is None for name in names):
+        return "C compiler (cc, or CC)"
+    return ""
 
 
 def settle(constant: Callable[[Callable[..., object]], object]) -> None:
-    """Tell a compiler, by `constant`, which questions a machine always answers alike."""
+    """Tell a compiler, by `constant`, which functions always return the same on a machine."""
     for answer in (host.multiplies, host.adds_wide, host.has_flash, choice.usual_choice):
         constant(answer)

@@ -1,5 +1,5 @@
-"""What the processor and the devices of this rank can do. Each question is asked once: a machine
-always gives the same answer."""
+"""The abilities of the processor and the devices of this rank. Each is looked up once, since it
+never changes on a machine."""
 
 from collections.abc import Callable
 from functools import cache, wraps

@@ -7,12 +7,14 @@ from torch.autograd import Function
 
 
 class _Turn(Function):
-    """Four kernels each way, where autograd makes five of one more copy, and nothing is kept."""
+    """The rotation by four kernels in each direction, which keeps nothing; autograd would use five
+    and one more copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.angles = (cos, sin)
-        turned, other = x * cos, x * sin  # both halves have the same angles
+        turned = x * cos
+        other = x * sin  # both halves have the same angles
         first, second = turned.chunk(2, dim=-1)
         other_first, other_second = other.chunk(2, dim=-1)
         first.sub_(other_second)
@@ -22,7 +24,8 @@ class _Turn(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.angles
-        dx, other = dy * cos, dy * sin
+        dx = dy * cos
+        other = dy * sin
         first, second = dx.chunk(2, dim=-1)
         other_first, other_second = other.chunk(2, dim=-1)
         first.add_(other_second)
@@ -31,6 +34,6 @@ class _Turn(Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [s, b, a, head size] turned by its position's angles, which are no wider than x:
-    x cos + (-second half, first half) sin."""
+    """Return x [s, b, a, head size] rotated by the angles of its positions: x cos + (-second half,
+    first half) sin. `cos` and `sin` are of a type no wider than that of x."""
     return _Turn.apply(x, cos, sin)

@@ -10,8 +10,8 @@ On a host each kind has one text, a name and perhaps sizes and words behind colo
     gelu        "library", "sigmoid"
     half        "native", "widened"
 
-On other devices attention has the backends that are tried, in their order. What is not known here
-is left out: it was written for another kind of device, or by another version.
+On other devices attention has the backends that are tried, in their order. Unknown texts are left
+out: they were written for another kind of device, or by another version.
 """
 
 import math
@@ -30,7 +30,7 @@ from ptdmpi.model.kernels.choice import (
 
 Stored = Mapping[str, Sequence[str]]
 
-# word behind the size of products -> attribute of `AttentionByProducts`
+# word after the size of products -> attribute of `AttentionByProducts`
 WORDS = {"kept": "keeps", "library_forward": "library_forward", "fpmath": "fpmath"}
 
 
@@ -98,7 +98,8 @@ def _one_of(*names: str) -> Callable[[Sequence[str]], str | None]:
 
 @dataclass(frozen=True)
 class Form:
-    """How one kind is written, and read again; None for what is not known."""
+    """The stored form of one kind: how it is written, and read again; `read` returns None for an
+    unknown text."""
 
     write: Callable[[Any], str]
     read: Callable[[Sequence[str]], Any]

@@ -48,11 +48,11 @@ def _rows_at_once(x: Tensor, columns: int) -> int:
 @cache
 def _levels(form: LowBit, device: torch.device) -> Tensor:
     """[256, elements of a byte]: what each byte stands for, its low bits first."""
-    one = _level(form, torch.device("cpu"))
+    levels = _level(form, torch.device("cpu"))
     if form.bits == 4:
-        high, low = torch.meshgrid(one, one, indexing="ij")
+        high, low = torch.meshgrid(levels, levels, indexing="ij")
         return torch.stack((low.flatten(), high.flatten()), dim=1).to(device)
-    return one[:, None].to(device)
+    return levels[:, None].to(device)
 
 
 @cache
@@ -78,7 +78,7 @@ def scales_of(x: Tensor, form: LowBit) -> Tensor:
     its least value to its greatest. That of int4 has a sign: there are eight levels on one side of
     zero and seven on the other, and the value of the greatest magnitude is on the side of eight."""
     wide = torch.promote_types(x.dtype, torch.float32)  # a half type would round the quotient, too
-    least, greatest = (one.to(wide) for one in x.unflatten(-1, (-1, form.block)).aminmax(dim=-1))
+    least, greatest = (ends.to(wide) for ends in x.unflatten(-1, (-1, form.block)).aminmax(dim=-1))
     if form.codes == "uint4":
         least = least.float()
         return torch.stack(((greatest - least) / form.reach, least), dim=-1).flatten(-2).float()
@@ -103,7 +103,7 @@ def codes_of(x: Tensor, scales: Tensor, form: LowBit) -> Tensor:
 
 
 def values_of(codes: Tensor, scales: Tensor, form: LowBit) -> Tensor:
-    """What codes, int64 [..., i], stand for, float32."""
+    """Return the values of codes, int64 [..., i], in float32."""
     return _scaled(_level(form, codes.device)[codes], scales, form)
 
 

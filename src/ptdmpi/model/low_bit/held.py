@@ -1,5 +1,5 @@
-"""Frozen weights that stand in few bits in the memory of a rank (Dettmers et al. 2023, arXiv
-2305.14314, section 3: what QLoRA's base is held in): what of them a rank has, and where."""
+"""Frozen weights in few bits, as a rank holds them in memory and where (the base of QLoRA, Dettmers
+et al. 2023, arXiv 2305.14314, section 3)."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,7 +15,7 @@ Narrow = Callable[[int, int], tuple[int, int]]  # (row, column) of a matrix -> t
 
 
 class InFewBits:
-    """The codes of a rank's frozen matrices, uint8, one behind the other, and their scales,
+    """The codes of a rank's frozen matrices, uint8, one after the other, and their scales,
     float32; zero at first.
 
     `of`: each by its logical name. A tensor rank has its rows, or its columns in whole blocks.
@@ -23,16 +23,18 @@ class InFewBits:
 
     def __init__(self, entries: Sequence[Entry], device: torch.device) -> None:
         forms = [entry.declaration.low_bit for entry in entries]
-        known = [(one, form) for one, form in zip(entries, forms, strict=True) if form is not None]
-        codes = [one.elements * form.bits // 8 for one, form in known]
-        scales = [one.elements // form.block * form.numbers for one, form in known]
+        known = [
+            (entry, form) for entry, form in zip(entries, forms, strict=True) if form is not None
+        ]
+        codes = [entry.elements * form.bits // 8 for entry, form in known]
+        scales = [entry.elements // form.block * form.numbers for entry, form in known]
         self.codes = torch.zeros(sum(codes), dtype=torch.uint8, device=device)
         self.scales = torch.zeros(sum(scales), device=device)
         self.of: dict[str, Packed] = {}
         parts = zip(known, self.codes.split(codes), self.scales.split(scales), strict=True)
-        for (one, form), code, scale in parts:
-            rows, columns = one.shape
-            self.of[one.name] = Packed(
+        for (entry, form), code, scale in parts:
+            rows, columns = entry.shape
+            self.of[entry.name] = Packed(
                 code.view(form.code_shape(rows, columns)),
                 scale.view(form.scale_shape(rows, columns)),
                 form,
@@ -67,6 +69,6 @@ class InFewBits:
 
 
 def _narrowed(box: Box, narrow: Narrow) -> Box:
-    """Where the codes, or the scales, of a box of whole blocks stand."""
+    """Return the places of the codes, or the scales, of a box of whole blocks."""
     (top, left), (bottom, right) = box.start, box.stop
     return Box(narrow(top, left), narrow(bottom, right))

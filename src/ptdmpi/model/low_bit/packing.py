@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """How many bytes `pack` makes of `count` numbers."""
+    """Return the number of bytes that `pack` makes of `count` numbers."""
     low = count * (bits // 8)
     return low + -(-count * (bits % 8) // 8)
 

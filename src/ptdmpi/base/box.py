@@ -20,7 +20,9 @@ def runs(shape: Sequence[int], start: int, stop: int) -> Iterator["Box"]:
         yield Box((start,), (stop,))
         return
     row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows between the two
+    # whole rows between the two
+    first = -(-start // row)
+    last = stop // row
     if first > last:  # in one row
         yield from _in_row(shape, last, start - last * row, stop - last * row)
         return

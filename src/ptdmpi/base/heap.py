@@ -10,7 +10,8 @@ import ctypes
 from collections.abc import Mapping
 
 # names of mallopt(3) and their numbers in malloc.h
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
 # larger blocks, such as a rank's flat parameters, live as long as the run, and their places would
 # be holes afterwards
 LARGEST_KEPT = 1 << 30

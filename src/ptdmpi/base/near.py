@@ -14,16 +14,19 @@ def divisors(number: int) -> list[int]:
     What remains after the prime factors below MOST_TRIED are taken out counts as prime: above
     MOST_TRIED**2 a size is a slip of the pen.
     """
-    found, rest, prime = [1], number, 2
+    products = [1]
+    rest = number
+    prime = 2
     while rest > 1:
         if prime > min(math.isqrt(rest), MOST_TRIED):
             prime = rest
         times = 0
         while rest % prime == 0:
-            rest, times = rest // prime, times + 1
-        found = [one * prime**power for power in range(times + 1) for one in found]
+            rest = rest // prime
+            times = times + 1
+        products = [product * prime**power for power in range(times + 1) for product in products]
         prime += 1
-    return sorted(found)
+    return sorted(products)
 
 
 def nearest(number: int, legal: Iterable[int], count: int = 3) -> str:

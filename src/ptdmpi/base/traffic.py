@@ -81,10 +81,10 @@ class Traffic:
 
     def since(self, earlier: "Traffic") -> "Traffic":
         """What was added since it was `earlier`."""
-        found = self.tallies.items()
-        return Traffic({group: tally.since(earlier.tallies[group]) for group, tally in found})
+        tallies = self.tallies.items()
+        return Traffic({group: tally.since(earlier.tallies[group]) for group, tally in tallies})
 
 
 def _found(numbers: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
-    found = {group: {kind: n for kind, n in of.items() if n} for group, of in numbers.items()}
-    return {group: of for group, of in found.items() if of}
+    present = {group: {kind: n for kind, n in of.items() if n} for group, of in numbers.items()}
+    return {group: of for group, of in present.items() if of}

@@ -91,7 +91,8 @@ class DeviceClock:
     moment at which the host had waited for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._module = device, torch.get_device_module(device)
+        self._device = device
+        self._module = torch.get_device_module(device)
         self.settle()
 
     def mark(self) -> Mark:

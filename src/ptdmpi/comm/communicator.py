@@ -74,7 +74,9 @@ class Communicator(WireTraits, ABC):
 
     def __init__(self, control: "MPI.Comm", clock: Clock = HOST, group: str = "") -> None:
         """`clock` times the work of this wire; `group` is what the grid calls these ranks."""
-        self.control, self.clock, self.group = control, clock, group
+        self.control = control
+        self.clock = clock
+        self.group = group
         self.rank: int = control.Get_rank()
         self.size: int = control.Get_size()
         self.tally = Tally(self.size)
@@ -336,7 +338,10 @@ class _UnderWay:
     def __init__(
         self, group: Communicator, name: str, handle: Handle, tensors: Sequence[Tensor]
     ) -> None:
-        self._group, self.name, self._handle, self._tensors = group, name, handle, tensors
+        self._group = group
+        self.name = name
+        self._handle = handle
+        self._tensors = tensors
         group.under_way.add(self)
 
     def wait(self) -> None:
@@ -383,7 +388,9 @@ class Neighbourhood:
                 raise ValueError(
                     f"{list(peers)} are no neighbours of rank {group.rank} of {group.size}"
                 )
-        self.group, self.sources, self.destinations = group, tuple(sources), tuple(destinations)
+        self.group = group
+        self.sources = tuple(sources)
+        self.destinations = tuple(destinations)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """[...] on each rank -> [sources, ...]: what each of the sources brings, in their order."""
@@ -398,7 +405,8 @@ class Neighbourhood:
         result = tensor.new_empty((len(self.sources), *tensor.shape))
         if not tensor.numel() or not (self.sources or self.destinations):
             return result, DONE
-        group, name = self.group, "neighbours"
+        group = self.group
+        name = "neighbours"
         group.tally.add(name, tensor.nbytes, len(self.destinations))
         handle = group.timed(name, self._gather, result.view(-1), tensor.view(-1))
         return result, _UnderWay(group, name, handle, [tensor, result])
@@ -421,10 +429,15 @@ class OneRank(Communicator):
     exact = posts_early = True
 
     def __init__(self) -> None:
-        self.rank, self.size = 0, 1
+        self.rank = 0
+        self.size = 1
         self.tally = Tally(1)
-        self.clock, self.group = HOST, ""
-        self.busy, self._waits, self.under_way, self.made = "", None, set(), []
+        self.clock = HOST
+        self.group = ""
+        self.busy = ""
+        self._waits = None
+        self.under_way = set()
+        self.made = []
 
     def _never(self, *arguments: Any, **named: Any) -> NoReturn:
         raise AssertionError("one rank has nobody to exchange with")

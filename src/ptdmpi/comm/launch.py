@@ -56,7 +56,8 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
 def loading() -> Iterator[None]:
     """While modules are imported: what they make stays, and the garbage collector, which would look
     through all of it again and again, for a tenth of the time that PyTorch takes, never does."""
-    collects, known = gc.isenabled(), len(sys.modules)
+    collects = gc.isenabled()
+    known = len(sys.modules)
     gc.disable()
     try:
         yield

@@ -141,7 +141,9 @@ class MpiCommunicator(Communicator):
 
     def _reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle:
         host = flat.cpu()
-        data, size, length = _bytes(host), host.element_size(), result.numel()
+        data = _bytes(host)
+        size = host.element_size()
+        length = result.numel()
         most = max(1, BUCKET_BYTES // (size * self.size))
         pieces = host.new_empty((self.size, min(most, length)))
         for first in range(0, length, most):
@@ -208,7 +210,8 @@ class MpiNeighbourhood(Neighbourhood):
         group.control.Barrier()
 
     def _gather(self, result: Tensor, flat: Tensor) -> Handle:
-        sent, host = flat.cpu(), _host_room(result)
+        sent = flat.cpu()
+        host = _host_room(result)
         request = self._graph.Ineighbor_allgather(
             [_bytes(sent), flat.nbytes, MPI.BYTE], [_bytes(host), flat.nbytes, MPI.BYTE]
         )

@@ -66,7 +66,8 @@ class _DeviceCopies:
     """A stream of copies beside the stream that is current where it is asked."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._module = device, torch.get_device_module(device)
+        self._device = device
+        self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device)
 
     @contextlib.contextmanager
@@ -90,7 +91,9 @@ class _DeviceCopies:
 
 class _DevicePassed:
     def __init__(self, module: Any, device: torch.device, event: Any) -> None:
-        self._module, self._device, self._event = module, device, event
+        self._module = module
+        self._device = device
+        self._event = event
 
     def computing_waits(self) -> None:
         self._module.current_stream(self._device).wait_event(self._event)
@@ -121,7 +124,8 @@ def locked(size: int) -> Tensor:
     room = torch.empty(whole + mmap.PAGESIZE, dtype=torch.uint8)
     begin = -room.data_ptr() % mmap.PAGESIZE
     if size:
-        runtime, address = torch.cuda.cudart(), room.data_ptr() + begin
+        runtime = torch.cuda.cudart()
+        address = room.data_ptr() + begin
         failed = int(runtime.cudaHostRegister(address, whole, 0))
         if failed:
             raise MemoryError(f"{whole} bytes of the host cannot be locked: error {failed}")

@@ -14,8 +14,11 @@ from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
 ASK = 1  # tag of questions; answers have the question's own
-FIRST_ANSWER, ANSWERS = 2, 30_000  # MPI promises tags up to 32767 (MPI 4.1, section 9.1.2)
-SHORTEST_NAP_S, LONGEST_NAP_S = 0.0002, 0.05
+# MPI promises tags up to 32767 (MPI 4.1, section 9.1.2)
+FIRST_ANSWER = 2
+ANSWERS = 30_000
+SHORTEST_NAP_S = 0.0002
+LONGEST_NAP_S = 0.05
 LIMIT = timedelta(minutes=5)
 
 
@@ -99,7 +102,8 @@ class _Server:
         self.thread.start()
 
     def _run(self) -> None:
-        here, nap_s = self.comm.Get_size(), SHORTEST_NAP_S
+        here = self.comm.Get_size()
+        nap_s = SHORTEST_NAP_S
         status = MPI.Status()
         try:
             while here:

@@ -38,7 +38,8 @@ class Session:
     left: ClassVar[list[MpiStore]] = []
 
     def __init__(self, everyone: MPI.Comm, device: torch.device) -> None:
-        self.everyone, self.device = everyone, device
+        self.everyone = everyone
+        self.device = device
         self.store = MpiStore(everyone)
         self.attendants: list[Attendant] = []
         self.made = 0  # groups, on this rank
@@ -107,7 +108,8 @@ class Begun:
     """A collective or message of torch's."""
 
     def __init__(self, work: Any) -> None:
-        self._work, self._over = work, False
+        self._work = work
+        self._over = False
 
     def wait(self) -> None:
         """On a device the current stream waits."""
@@ -137,8 +139,8 @@ class Attendant:
         self._thread.join(PATIENCE_S)
 
     def _run(self) -> None:
-        while (one := self.works.get()) is not None:
-            work, future = one
+        while (waiting := self.works.get()) is not None:
+            work, future = waiting
             try:
                 work.wait()
             except Exception as error:  # raised again in whoever waits
@@ -174,7 +176,7 @@ class TorchCarrier:
 
     def _pair(self, control: MPI.Comm, pair: Pair) -> dist.ProcessGroup:
         peer = sum(pair) - self.rank
-        ranks = [self.ranks[one] for one in sorted(pair)]
+        ranks = [self.ranks[member] for member in sorted(pair)]
         return self.session.group(
             ranks, lambda made: max(made, control.sendrecv(made, peer, source=peer))
         )

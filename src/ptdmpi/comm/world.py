@@ -126,10 +126,10 @@ class World:
         node = self._make(everyone.Split_type(MPI.COMM_TYPE_SHARED))
         # The lowest rank of a node names it: node by node, and in launch order within a node.
         leader = node.bcast(everyone.Get_rank(), root=0)
-        found = everyone.allgather((leader, node.Get_rank(), socket.gethostname()))
-        order = sorted(range(len(found)), key=lambda rank: (found[rank][0], rank))
+        placed = everyone.allgather((leader, node.Get_rank(), socket.gethostname()))
+        order = sorted(range(len(placed)), key=lambda rank: (placed[rank][0], rank))
         self.control = self._make(everyone.Split(0, key=order.index(everyone.Get_rank())))
-        return [Process(number, *found[rank]) for number, rank in enumerate(order)]
+        return [Process(number, *placed[rank]) for number, rank in enumerate(order)]
 
     def _make(self, *parts: MPI.Comm) -> MPI.Comm:
         """Keep communicators that were just split from `control`; returns the last one."""

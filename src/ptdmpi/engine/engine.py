@@ -97,7 +97,9 @@ class Engine:
     ) -> None:
         """`place` says where the rank is for whoever watches it. Raises SharedInputError, on all
         ranks, where the configuration asks for what this layout or machine cannot do."""
-        self.config, self.axes, self.vocab_size = config, axes, vocab_size
+        self.config = config
+        self.axes = axes
+        self.vocab_size = vocab_size
         self.place = Place() if place is None else place
         self.device = torch.device(device)
         _require_exact(config, axes)
@@ -154,7 +156,8 @@ class Engine:
 
     def step(self, step: int, batches: Sequence[Batch]) -> StepResult:
         """One optimizer step (0-based `step`) on this data rank's microbatches."""
-        watch, before = self.stopwatch(), self.axes.traffic()
+        watch = self.stopwatch()
+        before = self.axes.traffic()
         scale = self.loss_scale.value
         counts, passes = self.accumulate(step, batches, watch)
         valid = counts[TASK] or 1.0
@@ -266,12 +269,12 @@ class Engine:
     def _values(self, passes: Sequence[MicrobatchPass]) -> Iterator[Tensor]:
         if self.schedule.stages - 1 not in self.stages:
             return
-        for one in passes:
-            assert one.total is not None, "the last stage has left it"
-            yield one.total
+        for microbatch in passes:
+            assert microbatch.total is not None, "the last stage has left it"
+            yield microbatch.total
         for name in self.losses:
-            for one in passes:
-                yield one.losses[name]
+            for microbatch in passes:
+                yield microbatch.losses[name]
 
     def _summed(self, values: Sequence[float]) -> dict[str, float]:
         """The total loss and those by name, added up in order of the global batch's microbatches;
@@ -341,7 +344,8 @@ def _borrowed(stages: Mapping[int, Stage]) -> list[str]:
 def _method(replica: Replica) -> DataParallel:
     """Return the data-parallel method of a run. Raises SharedInputError, on all ranks, where it
     would sum gradients over the wrong ranks."""
-    policy, axes = data_parallel(replica), replica.axes
+    policy = data_parallel(replica)
+    axes = replica.axes
     apart = any(unit.apart for unit in replica.buffer.units)
     more = axes[LOSSES].size > axes[DATA].size
     if any(axes.world.all_gather_object(apart or more)) and not policy.by_unit:
@@ -369,7 +373,7 @@ def _buffer(
     """The parameters of a rank's stages, and what these do where some of it is sharded; `overlaps`:
     sums over the data axis are begun place by place. Raises OSError where a file has no room."""
     # first stages first: of a tied table the embedding's use comes before the head's
-    named = [one for stage in stages.values() for one in stage.named_logical_parameters()]
+    named = [weight for stage in stages.values() for weight in stage.named_logical_parameters()]
     tied = any(stage.tied for stage in stages.values())
 
     def unit_of(name: str) -> str:
@@ -378,7 +382,8 @@ def _buffer(
         apart = portion.shards_gradients or config.data_parallel.overlap or overlaps
         return place_of(name) if apart else ALL
 
-    precision, storage = data_types(config.precision.compute), storage_of(config, device)
+    precision = data_types(config.precision.compute)
+    storage = storage_of(config, device)
     buffer = ParameterBuffer(named, precision, device, portion, unit_of, storage=storage)
     if portion.shards_gradients:
         parameters = [parameter for _, parameter in named]

@@ -56,7 +56,9 @@ class CopiedShares:
         buffer: ParameterBuffer,
         copied: Mapping[str, Sequence[HeldShare]],
     ) -> None:
-        self.tensor, self.buffer, self.copied = tensor, buffer, copied
+        self.tensor = tensor
+        self.buffer = buffer
+        self.copied = copied
 
     def reduce(self) -> None:
         """One all-reduce over the tensor axis of all t / c shares, each rank with zeros where
@@ -84,7 +86,8 @@ class TiedTable:
     """
 
     def __init__(self, buffer: ParameterBuffer, ends: Communicator | None) -> None:
-        self.buffer, self.ends = buffer, ends
+        self.buffer = buffer
+        self.ends = ends
 
     def reduce(self) -> None:
         """Afterwards both uses have the sum."""
@@ -115,7 +118,9 @@ class GradientReduction:
         borrowed: Collection[str] = (),
     ) -> None:
         """`borrowed`: names that another rank of the pipeline counts, as a state has them."""
-        self.axes, self.buffer, self.policy = axes, buffer, policy
+        self.axes = axes
+        self.buffer = buffer
+        self.policy = policy
         tied = any(stage.tied for stage in stages.values())
         self.copied = _copied(axes["tensor"], buffer)
         self.steps: list[GradientStep] = list(_partial_sums(axes, buffer, stages))
@@ -143,13 +148,13 @@ class GradientReduction:
         """Run all steps; afterwards the buffer has the gradients to update with. Where the norm of
         this data rank's own is asked for in training step `step` (from 0), it returns that."""
         *others, last = self.steps
-        for one in others:
-            one.reduce()
+        for gradient_step in others:
+            gradient_step.reduce()
         every = self._own_norm_every
         asked = step is not None and every > 0 and (step + 1) % every == 0
-        found = [self.global_norm()] if asked else []
+        own_norm = [self.global_norm()] if asked else []
         last.reduce()
-        return found
+        return own_norm
 
     def global_norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient, the same bits on every rank.
@@ -217,7 +222,7 @@ class GradientReduction:
 def _own_views(buffer: ParameterBuffer, entries: Sequence[Entry]) -> list[Tensor]:
     """The gradients of some entries, flat, as far as this rank updates with them."""
     held = [buffer.own_part(entry) for entry in entries]
-    return [one.view(buffer.reduced) for one in held if one is not None]
+    return [part.view(buffer.reduced) for part in held if part is not None]
 
 
 def _parts_of(buffer: ParameterBuffer, held: OwnPart, share: HeldShare) -> list[Tensor]:
@@ -227,12 +232,12 @@ def _parts_of(buffer: ParameterBuffer, held: OwnPart, share: HeldShare) -> list[
 
 def _views_of(flat: Tensor, held: OwnPart, share: HeldShare) -> list[Tensor]:
     """What of `flat`, the elements of `held`, is of a share."""
-    found = []
+    views = []
     for box, view in held.boxes(flat):
         common = box.overlap(share.local)
         if common is not None:
-            found.append(view[common.relative(box).index])
-    return found
+            views.append(view[common.relative(box).index])
+    return views
 
 
 def _sum_packed(group: Communicator, views: Sequence[Tensor]) -> None:
@@ -272,4 +277,4 @@ def _copied(tensor: Communicator, buffer: ParameterBuffer) -> dict[str, list[Hel
         entry.name: list(entry.declaration.held(tensor.rank, tensor.size))
         for entry in buffer.entries.values()
     }
-    return {name: held for name, held in pieces.items() if any(one.copies > 1 for one in held)}
+    return {name: held for name, held in pieces.items() if any(share.copies > 1 for share in held)}

@@ -30,7 +30,9 @@ from ptdmpi.plan.shape.matrices import STEPS, effort
 
 # Newton and Schulz's iteration: x <- a x + b (x x^T) x + c (x x^T)^2 x. Chosen so that it is
 # steepest at 0: singular values come to between 0.7 and 1.2 in 5 steps (Jordan et al. 2024).
-A, B, C = 3.4445, -4.7750, 2.0315
+A = 3.4445
+B = -4.7750
+C = 2.0315
 LEAST_NORM = 1e-7  # that a matrix is divided by
 RMS = 0.2  # of AdamW's updates, typically (Liu et al. 2025, section 2.2)
 
@@ -83,7 +85,9 @@ class Muon:
         tensor: Communicator,
     ) -> None:
         """`matrices`: those that this rank holds a part of."""
-        self.config, self.matrices, self.tensor = config, matrices, tensor
+        self.config = config
+        self.matrices = matrices
+        self.tensor = tensor
         self.dtype = buffer.precision.iteration
         self.kernels = USUAL
         every = [entry for entry in buffer.entries.values() if is_matrix(config, entry)]
@@ -94,54 +98,57 @@ class Muon:
     def step(self, rate: float) -> None:
         """Change masters and moments; `rate` is the learning rate of the step. The arithmetic is
         that of torch.optim.Muon, to the bit, with float64 in place of bfloat16 for float64."""
-        config, parcels = self.config, self.parcels
+        config = self.config
+        parcels = self.parcels
         with torch.no_grad():
             leaving, arriving = parcels.room(self.dtype)
-            for one in self.matrices:
-                one.moments[0].lerp_(one.gradient, 1 - config.momentum)
-                one.master.mul_(1 - rate * one.share * one.decay)
-                if one.name in parcels.away:
-                    parcels.away[one.name].view(leaving).copy_(self._wanted(one))
+            for matrix in self.matrices:
+                matrix.moments[0].lerp_(matrix.gradient, 1 - config.momentum)
+                matrix.master.mul_(1 - rate * matrix.share * matrix.decay)
+                if matrix.name in parcels.away:
+                    parcels.away[matrix.name].view(leaving).copy_(self._wanted(matrix))
             parcels.travel(leaving, arriving)
-            for one in self.matrices:
-                if one.name not in parcels.away:
-                    self._move(one, arriving, rate * one.share)
+            for matrix in self.matrices:
+                if matrix.name not in parcels.away:
+                    self._move(matrix, arriving, rate * matrix.share)
             # updates take the places of the momentum that they were made of
             parcels.travel(arriving, leaving)
-            for one in self.matrices:
-                if one.name in parcels.away:
-                    self._follow(one, parcels.away[one.name].view(leaving), rate * one.share)
-                for average in one.moments[1:]:
-                    average.lerp_(one.master, 1 - config.ema_decay)
+            for matrix in self.matrices:
+                if matrix.name in parcels.away:
+                    self._follow(
+                        matrix, parcels.away[matrix.name].view(leaving), rate * matrix.share
+                    )
+                for average in matrix.moments[1:]:
+                    average.lerp_(matrix.master, 1 - config.ema_decay)
 
-    def _move(self, one: Matrix, arrived: Sequence[Tensor], rate: float) -> None:
+    def _move(self, matrix: Matrix, arrived: Sequence[Tensor], rate: float) -> None:
         """Take the orthogonal update from this rank's part, and put those of others in the places
         of their parts."""
-        declaration = one.own.entry.declaration
-        whole = gathered(self._slice(one, arrived), declaration, self.tensor)
+        declaration = matrix.own.entry.declaration
+        whole = gathered(self._slice(matrix, arrived), declaration, self.tensor)
         for box in matrices_of(declaration):
             # handed over at once: beside the next one's iterates it would take room
-            self._deal(one, box, orthogonal(whole[box.index], self.kernels), arrived, rate)
+            self._deal(matrix, box, orthogonal(whole[box.index], self.kernels), arrived, rate)
 
     def _deal(
-        self, one: Matrix, box: Box, update: Tensor, arrived: Sequence[Tensor], rate: float
+        self, matrix: Matrix, box: Box, update: Tensor, arrived: Sequence[Tensor], rate: float
     ) -> None:
         """Take what is this rank's of the update of the matrix at `box`, and put what is others' in
         its place."""
         length = rate * scale(self.config, *box.size)
-        for place, own in self._in(box, one.own, one.master):
+        for place, own in self._in(box, matrix.own, matrix.master):
             own.add_(update[place.index], alpha=-length)
-        for part in self.parcels.coming.get(one.name, ()):
+        for part in self.parcels.coming.get(matrix.name, ()):
             for place, theirs in self._in(box, part, part.view(arrived)):
                 theirs.copy_(update[place.index])
 
-    def _follow(self, one: Matrix, update: Tensor, rate: float) -> None:
+    def _follow(self, matrix: Matrix, update: Tensor, rate: float) -> None:
         """Take the update of this rank's part from it, as its owner has sent that."""
-        for box in matrices_of(one.own.entry.declaration):
+        for box in matrices_of(matrix.own.entry.declaration):
             length = rate * scale(self.config, *box.size)
-            parts = (self._in(box, one.own, flat) for flat in (one.master, update))
-            for (_, own), (_, found) in zip(*parts, strict=True):
-                own.add_(found, alpha=-length)
+            parts = (self._in(box, matrix.own, flat) for flat in (matrix.master, update))
+            for (_, own), (_, change) in zip(*parts, strict=True):
+                own.add_(change, alpha=-length)
 
     def _in(self, box: Box, part: OwnPart, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
         """What of a matrix at `box` stands in `part`: where in it, and its view in `flat`."""
@@ -150,22 +157,23 @@ class Muon:
             if common is not None:
                 yield common.relative(box), view[common.relative(at).index]
 
-    def _slice(self, one: Matrix, arrived: Sequence[Tensor]) -> Tensor:
+    def _slice(self, matrix: Matrix, arrived: Sequence[Tensor]) -> Tensor:
         """This tensor rank's slice of what is to be made orthogonal, [rows, columns]."""
-        own, entry = one.own, one.own.entry
+        own = matrix.own
+        entry = matrix.own.entry
         if own.length == entry.elements:
-            return self._wanted(one).view(entry.shape)
+            return self._wanted(matrix).view(entry.shape)
         slice_ = arrived[0].new_empty(entry.elements)
-        slice_[own.begin : own.end] = self._wanted(one)
-        for part in self.parcels.coming[one.name]:
+        slice_[own.begin : own.end] = self._wanted(matrix)
+        for part in self.parcels.coming[matrix.name]:
             slice_[part.begin : part.end] = part.view(arrived)
         return slice_.view(entry.shape)
 
-    def _wanted(self, one: Matrix) -> Tensor:
+    def _wanted(self, matrix: Matrix) -> Tensor:
         """This rank's part of what is to be made orthogonal, flat, in the type of the iteration."""
-        momentum = one.moments[0]
+        momentum = matrix.moments[0]
         if self.config.nesterov:
-            momentum = one.gradient.lerp(momentum, self.config.momentum)
+            momentum = matrix.gradient.lerp(momentum, self.config.momentum)
         return momentum.to(self.dtype)
 
 
@@ -179,7 +187,9 @@ def scale(config: OptimizerConfig, rows: int, columns: int) -> float:
 
 def matrices_of(declaration: Declaration) -> Iterator[Box]:
     """The matrices of a parameter, as boxes of it: what the tensor axis divides each on its own."""
-    whole, split, begin = Box.whole(declaration.shape), declaration.split, 0
+    whole = Box.whole(declaration.shape)
+    split = declaration.split
+    begin = 0
     if split is None:
         yield whole
         return
@@ -194,10 +204,10 @@ def gathered(slice_: Tensor, declaration: Declaration, tensor: Communicator) -> 
         return slice_
     every = tensor.all_gather(slice_[None])  # [t, rows, columns]
     whole = slice_.new_empty(declaration.shape)
-    for rank, found in enumerate(every):
+    for rank, part in enumerate(every):
         for share in declaration.held(rank, tensor.size):
             if share.counts:
-                whole[share.logical.index] = found[share.local.index]
+                whole[share.logical.index] = part[share.local.index]
     return whole
 
 
@@ -217,6 +227,6 @@ def _sum(a: Tensor, b: Tensor, beta: float, alpha: float, *, kernels: Kernels) -
     if not kernels.widens(b.device.type, b.dtype):
         return torch.addmm(b, a, b, beta=beta, alpha=alpha)
     wide = b.float()
-    found = torch.addmm(wide, wide if a is b else a.float(), wide, beta=beta, alpha=alpha)
+    total = torch.addmm(wide, wide if a is b else a.float(), wide, beta=beta, alpha=alpha)
     del wide  # it needs no room beside the result's two types
-    return found.to(b.dtype)
+    return total.to(b.dtype)

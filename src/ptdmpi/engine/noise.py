@@ -54,7 +54,7 @@ def gradient_noise(
     """
     if len(parts) < 2 or not all(count for _, count in parts):
         return None
-    small = sum(one * one for one, _ in parts) / len(parts)
+    small = sum(part_norm * part_norm for part_norm, _ in parts) / len(parts)
     inverse = sum(1 / count for _, count in parts) / len(parts)
     variance = (small - norm * norm) / (inverse - 1 / tokens)
     return GradientNoise(norm * norm - variance / tokens, variance, tokens)

@@ -92,8 +92,10 @@ class HostUpdate:
         """Each chunk as tensors on the host, its gradient times `factor`, to be updated before the
         next one is asked for; then weights are on their way, and what was changed is stored."""
         for number, row in enumerate(self.storage.ahead(self._rows)):
-            chunk, (arrived, room) = self.chunks[number], self._rooms[number]
-            (kept,), gradient = chunk.masters, chunk.gradients[0] if arrived is None else arrived
+            chunk = self.chunks[number]
+            (arrived, room) = self._rooms[number]
+            (kept,) = chunk.masters
+            gradient = chunk.gradients[0] if arrived is None else arrived
             master = row[0] if chunk.weights else kept if room is None else room
             if factor != 1.0:
                 gradient.mul_(factor)
@@ -146,7 +148,8 @@ class FileStorage(Storage):
         size = sum(lengths) * dtype.itemsize
         if size == 0:
             return super().zeros(lengths, dtype)
-        descriptor, place = self._file.fileno(), os.fstat(self._file.fileno()).st_size
+        descriptor = self._file.fileno()
+        place = os.fstat(self._file.fileno()).st_size
         # at once: a disk that is full says so before the run begins
         os.posix_fallocate(descriptor, place, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
         mapping = mmap.mmap(descriptor, size, offset=place)
@@ -183,10 +186,10 @@ class FileStorage(Storage):
 
     def _read(self, row: Sequence[Tensor], room: Tensor) -> list[Tensor]:
         lengths = [len(kept) for kept in row]
-        found = list(room[: sum(lengths)].split(lengths))
-        for kept, target in zip(row, found, strict=True):
+        targets = list(room[: sum(lengths)].split(lengths))
+        for kept, target in zip(row, targets, strict=True):
             self._pass(os.preadv, kept, target)
-        return found
+        return targets
 
     def _write(self, row: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
         for kept, source in zip(row, changed, strict=True):
@@ -196,8 +199,11 @@ class FileStorage(Storage):
         self, call: Callable[[int, list[memoryview], int], int], kept: Tensor, memory: Tensor
     ) -> None:
         """Read or write all bytes of `kept`, which is known by where it is mapped."""
-        begin, place, _ = max(one for one in self._mappings if one[0] <= kept.data_ptr())
-        offset, data = place + kept.data_ptr() - begin, memory.numpy().data.cast("B")
+        begin, place, _ = max(
+            mapping for mapping in self._mappings if mapping[0] <= kept.data_ptr()
+        )
+        offset = place + kept.data_ptr() - begin
+        data = memory.numpy().data.cast("B")
         done = 0
         while done < len(data):
             count = call(self._file.fileno(), [data[done:]], offset + done)
@@ -224,7 +230,7 @@ def with_room(world: Communicator, config: Config, work: Callable[[], T]) -> T:
         made.append(work())
     except OSError as error:
         text = f"rank {world.rank}: {error.strerror or error}"
-    failure = next((found for found in world.all_gather_object(text) if found), None)
+    failure = next((failed for failed in world.all_gather_object(text) if failed), None)
     if failure is not None:
         raise SharedInputError(
             f'parallel.offload = "disk" needs a file in {config.run.dir}: {failure}; legal: a '

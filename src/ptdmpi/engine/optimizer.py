@@ -33,11 +33,13 @@ def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
     stable, decay: Hu et al. 2024, arXiv 2404.06395, section 4.1) stays at the peak until its last
     steps and then falls linearly (Haegele et al. 2024, arXiv 2405.18392).
     """
-    peak, low = optimizer.learning_rate, optimizer.min_learning_rate
+    peak = optimizer.learning_rate
+    low = optimizer.min_learning_rate
     warmup = optimizer.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup
-    done, whole = step - warmup, max(1, steps - warmup)
+    done = step - warmup
+    whole = max(1, steps - warmup)
     if optimizer.decay == "wsd":
         whole = optimizer.last_steps(steps)
         done = max(0, step - (steps - whole))
@@ -91,7 +93,8 @@ class Optimizer:
         self, config: OptimizerConfig, state: State, tensor: Communicator | None = None
     ) -> None:
         """`tensor`: the axis that divides matrices."""
-        self.config, self.state = config, state
+        self.config = config
+        self.state = state
         buffer = state.buffer
         self.gradients = buffer.reduced[: len(buffer.units)]
         # Adam's own count
@@ -146,12 +149,13 @@ class Optimizer:
 def _alike(config: OptimizerConfig, state: State) -> list[Alike]:
     """This rank's part of the state, in groups that are updated alike; without matrices that are
     updated each as a whole."""
-    buffer, found = state.buffer, dict[tuple[float, float], list[_Range]]()
+    buffer = state.buffer
+    by_rates = dict[tuple[float, float], list[_Range]]()
     for alike, some in _ranges(config, buffer):
-        found.setdefault(alike, []).append(some)
+        by_rates.setdefault(alike, []).append(some)
     kinds = [state.kinds[kind] for kind in config.moments]
     groups = []
-    for (decay, share), ranges in found.items():
+    for (decay, share), ranges in by_rates.items():
         cut = partial(_cut, ranges)
         groups.append(
             Alike(
@@ -213,15 +217,16 @@ def _rates(config: OptimizerConfig, entry: Entry) -> tuple[float, float]:
 
 def _matrices(config: OptimizerConfig, state: State) -> list[Matrix]:
     """The parameters of this rank that are updated each as a whole, in their order."""
-    buffer, found = state.buffer, list[Matrix]()
+    buffer = state.buffer
+    matrices = list[Matrix]()
     for own in buffer.own_parts():
         entry = own.entry
         if is_matrix(config, entry):
             master, gradient = (own.view(flat) for flat in (buffer.masters, buffer.reduced))
             kinds = (MOMENTUM, AVERAGE) if config.ema_decay else (MOMENTUM,)
             moments = [state.view(kind, entry.name) for kind in kinds]
-            found.append(Matrix(own, master, gradient, moments, *_rates(config, entry)))
-    return found
+            matrices.append(Matrix(own, master, gradient, moments, *_rates(config, entry)))
+    return matrices
 
 
 def require_groups(
@@ -232,8 +237,8 @@ def require_groups(
     if not globs:
         return
     here = [any(fnmatchcase(name, glob) for name in buffer.entries) for glob in globs]
-    found = [any(ranks) for ranks in zip(*pipeline.all_gather_object(here), strict=True)]
-    for glob, names_any in zip(globs, found, strict=True):
+    named_anywhere = [any(ranks) for ranks in zip(*pipeline.all_gather_object(here), strict=True)]
+    for glob, names_any in zip(globs, named_anywhere, strict=True):
         if not names_any:
             raise SharedInputError(
                 f'optimizer.groups: names = ["{glob}"] is no parameter that trains; legal: globs '
@@ -252,4 +257,4 @@ def group_of(config: OptimizerConfig, name: str) -> RateGroup:
 
 def _cut(ranges: Sequence[_Range], parts: Sequence[Tensor]) -> list[Tensor]:
     """Ranges of the parts of units."""
-    return [parts[one.unit][one.some] for one in ranges]
+    return [parts[piece.unit][piece.some] for piece in ranges]

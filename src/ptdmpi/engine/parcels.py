@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ptdmpi.comm.pairs import exchange
+from ptdmpi.comm.exchange import exchange
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import OwnPart
 from ptdmpi.plan.shape.dealt import owners
@@ -25,12 +25,14 @@ class Parcels:
         """`costs`: what each matrix of the flat order, whoever holds it, takes to be made
         orthogonal."""
         portion = buffer.portion
-        self.group, here = portion.group, portion.group.rank if portion.shards > 1 else 0
+        self.group = portion.group
+        here = portion.group.rank if portion.shards > 1 else 0
         self.device = buffer.device
         self.away: dict[str, OwnPart] = {}
         self.coming: dict[str, list[OwnPart]] = {}
         # elements of what goes to, and comes from, each rank
-        self._given, self._taken = [0] * portion.shards, [0] * portion.shards
+        self._given = [0] * portion.shards
+        self._taken = [0] * portion.shards
         entries = [buffer.entries[name] for name in costs]
         held = [buffer.slices(entry) for entry in entries]
         owned = owners(zip(held, costs.values(), strict=True))

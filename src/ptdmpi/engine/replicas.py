@@ -17,7 +17,10 @@ class Replicas:
     def __init__(
         self, config: Config, data: Communicator, state: State, reduction: GradientReduction
     ) -> None:
-        self.config, self.data, self.state, self.reduction = config, data, state, reduction
+        self.config = config
+        self.data = data
+        self.state = state
+        self.reduction = reduction
         self.differ = bool(reduction.policy.differs)
 
     @contextlib.contextmanager
@@ -37,7 +40,8 @@ class Replicas:
     def measured(self, step: int) -> float | None:
         """The consensus distance, where it is asked for after the update of step `step` (from 0);
         gradients are lost."""
-        every, done = self.config.data_parallel.consensus_every, step + 1
+        every = self.config.data_parallel.consensus_every
+        done = step + 1
         asked = every > 0 and (done % every == 0 or done == self.config.run.steps)
         return self.consensus() if self.differ and asked else None
 
@@ -48,4 +52,4 @@ class Replicas:
         self.state.deviate()
         norm = float(self.reduction.global_norm())
         every = self.data.all_gather_object(norm)
-        return math.sqrt(sum(one * one for one in every) / len(every))
+        return math.sqrt(sum(distance * distance for distance in every) / len(every))

@@ -48,7 +48,8 @@ class Runner:
     ) -> None:
         self.stages = stages
         self.axis = axis
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
+        self.device = device
         self.boundary = next(iter(stages.values())).boundary
         self.hooks: list[OpHook] = []
         self.most_in_flight = 0

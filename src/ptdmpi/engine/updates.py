@@ -78,7 +78,7 @@ def lion_update(config: OptimizerConfig, group: Alike, rate: float, updates: Ten
     decay, then rate times the sign of what momentum and gradient say together."""
     (moments,) = group.moments
     for masters, gradients, momentum in zip(group.masters, group.gradients, moments, strict=True):
-        pieces = (one.split(PIECE) for one in (masters, gradients, momentum))
+        pieces = (flat.split(PIECE) for flat in (masters, gradients, momentum))
         for master, gradient, kept in zip(*pieces, strict=True):
             master.mul_(1 - rate * group.decay)
             sign = torch.mul(kept, config.beta1).add_(gradient, alpha=1 - config.beta1).sign_()

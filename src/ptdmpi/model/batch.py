@@ -103,7 +103,8 @@ class Placing:
     be used by what is computed until the next call. On the host they are there already."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._copies = device, copies_of(device)
+        self.device = device
+        self._copies = copies_of(device)
         self._ring: list[_Slot] = []
 
     def place(self, batches: Sequence[Batch]) -> list[Batch]:
@@ -114,26 +115,29 @@ class Placing:
             self._ring[-1].free = self._copies.computed()
         tensors: list[Tensor] = []
 
-        def noted(one: Tensor) -> Tensor:
-            tensors.append(one)
-            return one
+        def noted(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return tensor
 
         for batch in batches:
             batch.each(noted)
-        ends, end = [], 0
-        for one in tensors:
-            end += one.nbytes
+        ends = []
+        end = 0
+        for tensor in tensors:
+            end += tensor.nbytes
             ends.append(end)
             end = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         slot = self._next(end)
-        for one, stop in zip(tensors, ends, strict=True):
-            _room(slot.host, one, stop).copy_(one)
+        for tensor, stop in zip(tensors, ends, strict=True):
+            _room(slot.host, tensor, stop).copy_(tensor)
         with self._copies.behind(slot.free):
             slot.there[:end].copy_(slot.host[:end], non_blocking=True)
         slot.copied = self._copies.passed()
         slot.copied.computing_waits()
         stops = iter(ends)
-        return [batch.each(lambda one: _room(slot.there, one, next(stops))) for batch in batches]
+        return [
+            batch.each(lambda tensor: _room(slot.there, tensor, next(stops))) for batch in batches
+        ]
 
     def _next(self, size: int) -> _Slot:
         """The slot whose turn it is, with room for `size` bytes."""

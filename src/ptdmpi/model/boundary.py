@@ -80,7 +80,9 @@ class Departure:
         would have SymPy imported, to compare two shapes: a second of every rank's start."""
         assert self._end is not None, "a graph runs back once"
         # the graph knows this object: knowing it in turn would keep both until someone collects
-        end, self._end, self.gradient = self._end, None, dy
+        end = self._end
+        self._end = None
+        self.gradient = dy
         torch.autograd.backward(end)
 
 
@@ -92,5 +94,6 @@ class _Depart(Function):
 
     @staticmethod
     def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, None]:
-        dy, ctx.departure.gradient = ctx.departure.gradient, None
+        dy = ctx.departure.gradient
+        ctx.departure.gradient = None
         return dy, None

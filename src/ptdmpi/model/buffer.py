@@ -24,7 +24,8 @@ class Storage:
     where they are (`offload`)."""
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
-        self.device, self.apart = device, apart
+        self.device = device
+        self.apart = apart
 
     def zeros(self, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """Tensors of these lengths, all zero, one behind the other. Raises OSError where there is
@@ -63,7 +64,9 @@ class ParameterBuffer(FlatOrder):
     ) -> None:
         super().__init__(named, portion, unit_of)
         self.storage = storage or Storage(device)
-        self.precision, self.device, self.trains = precision, device, trains
+        self.precision = precision
+        self.device = device
+        self.trains = trains
         self.one_type = precision.compute == precision.master
         # to be called when the weights have changed
         self.followers: list[Callable[[], None]] = []
@@ -73,8 +76,10 @@ class ParameterBuffer(FlatOrder):
             self._attach(name, parameter, parameter is self.again.get(name))
 
     def _allocate(self) -> None:
-        portion, shards = self.portion, self.portion.shards
-        compute, master = self.precision.compute, self.precision.master
+        portion = self.portion
+        shards = self.portion.shards
+        compute = self.precision.compute
+        master = self.precision.master
         zeros = partial(torch.zeros, device=self.device)
         frozen = [(u.stop - u.start) // self.portion.frozen_shards for u in self.frozen_units]
         self.idle_weights = zeros(sum(frozen), dtype=compute)
@@ -114,7 +119,8 @@ class ParameterBuffer(FlatOrder):
         # `.data` cannot change a meta tensor's type and device; swapping the whole storage can.
         attached = Parameter(weight)
         torch.utils.swap_tensors(parameter, attached)
-        parameter.declaration, parameter.entry = declaration, entry
+        parameter.declaration = declaration
+        parameter.entry = entry
         parameter.packed = self.few_bits.of.get(name)
         if not (trains and self.trains):
             parameter.requires_grad_(False)
@@ -136,11 +142,12 @@ class ParameterBuffer(FlatOrder):
             flats = self.masters if entry.declaration.trains else self.idle_parts
             held: OwnPart | None
             if entry.declaration.packed:
-                held, flats = OwnPart(entry, 0, entry.elements, 0, 0), [torch.zeros(entry.elements)]
+                held = OwnPart(entry, 0, entry.elements, 0, 0)
+                flats = [torch.zeros(entry.elements)]
             else:
                 held = self.own_part(entry)
             if held is not None:
-                _fill([one[:2] for one in held.logical(held.view(flats), *place)], entry, seed)
+                _fill([piece[:2] for piece in held.logical(held.view(flats), *place)], entry, seed)
                 self.storage.let_go()
             if entry.declaration.packed:
                 self.few_bits.put(entry, flats[0].to(self.device))
@@ -166,7 +173,8 @@ class ParameterBuffer(FlatOrder):
 
 def _fill(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
     """Put initial values into views of boxes of a logical tensor."""
-    declaration, boxes = entry.declaration, [box for box, _ in parts]
+    declaration = entry.declaration
+    boxes = [box for box, _ in parts]
     drawn = initial(seed, entry.name, declaration.shape, declaration.init, boxes)
     for slab, values in drawn:
         for box, view in parts:
@@ -185,5 +193,6 @@ def absent(entry: Entry, dtype: torch.dtype, device: torch.device) -> Tensor:
 def _add_to_main_grad(parameter: Parameter) -> None:
     # our own layers have added theirs already and hand autograd nothing
     if parameter.grad is not None:
-        found, parameter.grad = parameter.grad, None
-        parameter.accumulate(lambda total: total.add_(found))
+        gradient = parameter.grad
+        parameter.grad = None
+        parameter.accumulate(lambda total: total.add_(gradient))

@@ -53,7 +53,9 @@ def _adapt(
     columns: Sequence[slice],
 ) -> None:
     """Put beside a linear what the rows below its name say; `columns` are those of its outputs."""
-    axis, pairs, scales = module.axis, list[LowRankAdapter](), list[ScaleAdapter]()
+    axis = module.axis
+    pairs = list[LowRankAdapter]()
+    scales = list[ScaleAdapter]()
     for row, part in parts.items():
         place, _, leaf = row.rpartition(".")
         if place == name and isinstance(part, LowRankPair):
@@ -62,7 +64,8 @@ def _adapt(
         elif place == name and isinstance(part, Scale):
             scales.append(ScaleAdapter(part, axis.size, columns[part.output]))
             module.add_module(leaf, scales[-1])
-    module.adapters, module.scales = pairs, scales
+    module.adapters = pairs
+    module.scales = scales
 
 
 def replicated_linear(part: Part) -> ReplicatedLinear:
@@ -73,14 +76,14 @@ def replicated_linear(part: Part) -> ReplicatedLinear:
 
 def table(part: Part) -> Table:
     """A table that every tensor rank has whole."""
-    found = as_table(part, split=False)
-    return Table(found.rows, found.hidden, found.init_std)
+    described = as_table(part, split=False)
+    return Table(described.rows, described.hidden, described.init_std)
 
 
 def word_embedding(part: Part, axis: TensorAxis) -> VocabularyEmbedding:
     """The vocabulary's table, its rows divided."""
-    found = as_table(part, split=True)
-    return VocabularyEmbedding(axis, found.rows, found.hidden, found.init_std)
+    described = as_table(part, split=True)
+    return VocabularyEmbedding(axis, described.rows, described.hidden, described.init_std)
 
 
 def output_head(part: Part, axis: TensorAxis, softcap: float) -> VocabularyHead:

@@ -108,8 +108,8 @@ class OwnPart:
             for share in shares:
                 common = box.overlap(share.local)
                 if common is not None:
-                    found = view[common.relative(box).index]
-                    yield common.relative(share.local).within(share.logical), found, share
+                    values = view[common.relative(box).index]
+                    yield common.relative(share.local).within(share.logical), values, share
 
 
 class FlatOrder:
@@ -205,9 +205,11 @@ class FlatOrder:
         """What of an entry this rank updates, and whose gradient it has once all are reduced; of
         the second use of a tied table the gradient alone, of a frozen one what this rank keeps.
         None: nothing."""
-        units, shards = self.gradient_units, self.portion.shards
+        units = self.gradient_units
+        shards = self.portion.shards
         if not entry.declaration.trains:
-            units, shards = self.frozen_units, self.portion.frozen_shards
+            units = self.frozen_units
+            shards = self.portion.frozen_shards
         number = unit_number(units, entry)
         unit = units[number]
         first, last = self._share(unit, shards)
@@ -232,8 +234,8 @@ class FlatOrder:
 
     def own_frozen(self) -> Iterator[OwnPart]:
         """`own_part` of all frozen entries."""
-        found = map(self.own_part, self.frozen.values())
-        return (held for held in found if held is not None)
+        parts = map(self.own_part, self.frozen.values())
+        return (held for held in parts if held is not None)
 
 
 def unit_number(units: Sequence[Unit], entry: Entry) -> int:

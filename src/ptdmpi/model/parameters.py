@@ -38,7 +38,7 @@ class Split:
         """Into how many shares each part is divided."""
         if self.most is None:
             return (tensor_size,) * len(self.parts)
-        return tuple(min(tensor_size, one) for one in self.most)
+        return tuple(min(tensor_size, shares) for shares in self.most)
 
     def local_sizes(self, tensor_size: int) -> tuple[int, ...]:
         """What a rank holds of each part, padding included."""
@@ -120,8 +120,11 @@ class Declaration:
         if self.split is None:
             yield HeldShare(whole, whole)
             return
-        dim, begin, local_begin = self.split.dim, 0, 0
-        shares, sizes = self.split.shares(tensor_size), self.split.local_sizes(tensor_size)
+        dim = self.split.dim
+        begin = 0
+        local_begin = 0
+        shares = self.split.shares(tensor_size)
+        sizes = self.split.local_sizes(tensor_size)
         for part, count, size in zip(self.split.parts, shares, sizes, strict=True):
             copies = tensor_size // count
             number, copy = divmod(tensor_rank, copies)
@@ -133,7 +136,8 @@ class Declaration:
                     copies,
                     copy == 0,
                 )
-            begin, local_begin = begin + part, local_begin + size
+            begin = begin + part
+            local_begin = local_begin + size
 
 
 class Parameter(nn.Parameter):

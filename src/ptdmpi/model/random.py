@@ -139,7 +139,8 @@ class RandomStream:
 def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     """[..., columns] bool of the hashes rows [..., 1]."""
     # the upper half of the hash, as an integer: exact on every device, a float would not be
-    threshold, columns = round(rate * 2**32), columns * GOLDEN
+    threshold = round(rate * 2**32)
+    columns = columns * GOLDEN
     shape = (*rows.shape[:-1], columns.numel())
     rows = rows.reshape(-1, 1)
     kept = torch.empty((rows.shape[0], columns.numel()), dtype=torch.bool, device=rows.device)

@@ -28,7 +28,8 @@ class Pool:
     """Flat tensors for whole units, used again for others of their length."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
+        self.device = device
         self._spare: list[Tensor] = []
 
     def take(self, length: int) -> Tensor:
@@ -65,13 +66,16 @@ class GatheredWeights:
 
     def numbers(self, parameters: Iterable[Parameter]) -> list[int]:
         """The units that these stand in, ascending."""
-        buffer, found = self.buffer, set[int]()
-        for entry in (one.entry for one in parameters if not one.declaration.packed):
+        buffer = self.buffer
+        units = set[int]()
+        for entry in (
+            parameter.entry for parameter in parameters if not parameter.declaration.packed
+        ):
             if entry.declaration.trains:
-                found.add(unit_number(buffer.units, entry))
+                units.add(unit_number(buffer.units, entry))
             else:
-                found.add(len(buffer.units) + unit_number(buffer.frozen_units, entry))
-        return sorted(found)
+                units.add(len(buffer.units) + unit_number(buffer.frozen_units, entry))
+        return sorted(units)
 
     def hold_all(self) -> None:
         """Have all units there."""
@@ -194,7 +198,8 @@ class ReducedGradients:
     def forget(self) -> None:
         """What was not reduced is of a step that was broken off. What was begun the group keeps
         until it is over; its memory is not used again."""
-        self._open, self._leaving = {}, []
+        self._open = {}
+        self._leaving = []
 
     def _arrived(self) -> None:
         group = self.buffer.portion.group
@@ -220,14 +225,15 @@ class Walk:
         buffer: ParameterBuffer,
     ) -> None:
         self.places = tuple(parameters)
-        self.weights, self.gradients = weights, gradients
+        self.weights = weights
+        self.gradients = gradients
         trained = {
-            place: [one for one in some if one.declaration.trains]
+            place: [parameter for parameter in some if parameter.declaration.trains]
             for place, some in parameters.items()
         }
         # of tables that are looked up no backward needs the values, and none comes to places in
         # front of all that trains
-        tables = all(len(one.shape) > 1 for one in parameters.get(EMBEDDING, ()))
+        tables = all(len(parameter.shape) > 1 for parameter in parameters.get(EMBEDDING, ()))
         idle = itertools.takewhile(
             lambda place: not trained[place] or (place == EMBEDDING and tables), self.places
         )
@@ -235,13 +241,15 @@ class Walk:
         units = buffer.gradient_units
         # of what is whole, those that train: their weights may be on their way as well
         self._uses = {
-            place: sorted({unit_number(units, one.entry) for one in trained[place]})
+            place: sorted({unit_number(units, parameter.entry) for parameter in trained[place]})
             if weights is None
             else weights.numbers(some)
             for place, some in parameters.items()
         }
         self._adds_to = {
-            place: sorted({unit_number(units, one.second or one.entry) for one in some})
+            place: sorted(
+                {unit_number(units, parameter.second or parameter.entry) for parameter in some}
+            )
             for place, some in trained.items()
         }
 
@@ -290,7 +298,9 @@ class Walk:
     def _hold(self, places: Sequence[str], place: str, step: int) -> None:
         if self.weights is not None:
             _, *ahead = at_hand(places, place, step)
-            self.weights.hold(self._uses[place], [n for one in ahead for n in self._uses[one]])
+            self.weights.hold(
+                self._uses[place], [n for following in ahead for n in self._uses[following]]
+            )
 
 
 class _Enter(Function):
@@ -298,7 +308,8 @@ class _Enter(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, walk: Walk, place: str) -> Tensor:
-        ctx.walk, ctx.place = walk, place
+        ctx.walk = walk
+        ctx.place = place
         walk.forward(place)
         return x.view_as(x)
 

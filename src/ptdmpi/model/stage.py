@@ -81,10 +81,10 @@ class Stage(nn.Module):
 
     def parameters_by_place(self) -> dict[str, list[Parameter]]:
         """What each place of the stage uses, in the order of its forward."""
-        found: dict[str, list[Parameter]] = {place: [] for place in self.places}
+        by_place: dict[str, list[Parameter]] = {place: [] for place in self.places}
         for name, weight in self._weights():
-            found[place_of(name)].append(weight)
-        return found
+            by_place[place_of(name)].append(weight)
+        return by_place
 
     def place_tables(self, model: ModelConfig, device: torch.device) -> None:
         """Make what is computed once for all layers: the rotary angles, and what few bits mean."""
@@ -148,7 +148,8 @@ class Stage(nn.Module):
             stream = RandomStream.of(self.seed, step, batch.samples)
         if self.rotary is not None and batch.documents is not None:
             # [s, 1, 1, head size] -> [s, b, 1, head size]
-            (cos, sin), at = self.rotary, batch.documents.positions
+            (cos, sin) = self.rotary
+            at = batch.documents.positions
             rotary = (cos[at, 0], sin[at, 0])
         return Context(stream, batch.documents, rotary)
 

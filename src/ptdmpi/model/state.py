@@ -117,14 +117,16 @@ class State:
         scales_loss: bool = False,
         peers: Communicator | None = None,
     ) -> None:
-        self.buffer, self.borrowed = buffer, borrowed
+        self.buffer = buffer
+        self.borrowed = borrowed
         self.scales_loss = scales_loss
         self.peers = OneRank() if peers is None else peers
-        held = {one.entry.name: one for one in buffer.own_parts()}
+        held = {part.entry.name: part for part in buffer.own_parts()}
         self.kinds = {WEIGHTS: Kind(buffer.masters, held, Kept(differs))}
         lengths = [len(part) for part in buffer.masters]
         for name, kept in (kinds or {}).items():
-            own, sizes = held, lengths
+            own = held
+            sizes = lengths
             if kept.names is not None:
                 own, sizes = _gathered(held, kept.names, len(lengths))
             parts = buffer.storage.zeros(sizes, buffer.precision.master)
@@ -170,7 +172,8 @@ class State:
     def deviate(self) -> None:
         """Put what this replica's weights are away from the mean of all into the gradients."""
         self.settle()
-        parts, whole = self.kinds[WEIGHTS].parts, self.buffer.gradients.zero_()
+        parts = self.kinds[WEIGHTS].parts
+        whole = self.buffer.gradients.zero_()
         for part, room in zip(
             parts, whole.split([*map(len, parts), self._beside(parts)]), strict=False
         ):
@@ -220,7 +223,8 @@ class State:
     def _pieces(
         self, kind: str, held: OwnPart, parts: Sequence[Tensor], differs: tuple[str, ...] = ()
     ) -> Iterator[Piece]:
-        portion, owned = self.buffer.portion, held.entry.name not in self.borrowed
+        portion = self.buffer.portion
+        owned = held.entry.name not in self.borrowed
         for piece in pieces_of(
             kind, held, held.view(parts), portion.tensor_rank, portion.tensor_size
         ):
@@ -253,11 +257,12 @@ def _gathered(
 ) -> tuple[dict[str, OwnPart], list[int]]:
     """Where some of the parameters stand in tensors that have no room for the others, in the same
     order, and how long these tensors are, unit by unit."""
-    own, lengths = dict[str, OwnPart](), [0] * units
-    for name, one in held.items():
+    own = dict[str, OwnPart]()
+    lengths = [0] * units
+    for name, part in held.items():
         if name in names:
-            own[name] = replace(one, offset=lengths[one.unit])
-            lengths[one.unit] += aligned(one.length)
+            own[name] = replace(part, offset=lengths[part.unit])
+            lengths[part.unit] += aligned(part.length)
     return own, lengths
 
 
@@ -265,9 +270,10 @@ def pieces_of(
     kind: str, held: OwnPart, values: Tensor, tensor_rank: int, tensor_size: int
 ) -> Iterator[Piece]:
     """What one tensor rank holds of a parameter, `values` being the elements of `held`."""
-    declaration, name = held.entry.declaration, held.entry.name
-    for box, found, share in held.logical(values.detach(), tensor_rank, tensor_size):
-        yield Piece(kind, name, declaration.shape, box, found, declaration.cut_by, share.counts)
+    declaration = held.entry.declaration
+    name = held.entry.name
+    for box, view, share in held.logical(values.detach(), tensor_rank, tensor_size):
+        yield Piece(kind, name, declaration.shape, box, view, declaration.cut_by, share.counts)
 
 
 def assemble(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], list[str]]:
@@ -280,7 +286,8 @@ def assemble(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], list[str]]:
     filled: dict[str, Tensor] = {}
     torn = set()
     for piece in sorted(pieces, key=lambda piece: piece.name):
-        name, place = piece.name, piece.box.index
+        name = piece.name
+        place = piece.box.index
         if name not in whole:
             whole[name] = piece.values.new_full(piece.shape, torch.nan)
             filled[name] = torch.zeros(piece.shape, dtype=torch.bool)

@@ -14,7 +14,8 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 class _Look(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, table: Parameter) -> Tensor:
-        ctx.rows, ctx.table = rows, table
+        ctx.rows = rows
+        ctx.table = table
         return F.embedding(rows, table)
 
     @staticmethod

@@ -104,7 +104,7 @@ class Nccl:
     def describe(self) -> Described:
         version, path = loaded()
         gpu = torch.cuda.get_device_properties(self.device)
-        numbers = tuple(int(one) for one in re.findall(r"\d+", version)[:2])
+        numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
         shares = numbers >= (2, 30) and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
         return Described(version, path, str(gpu.uuid), shares)
 
@@ -135,7 +135,8 @@ class NcclConnection:
     the end of the process frees it, and `abort` where something is wrong."""
 
     def __init__(self, core: Any, communicator: Any) -> None:
-        self.core, self.communicator = core, communicator
+        self.core = core
+        self.communicator = communicator
         self.ops = {"sum": core.SUM, "max": core.MAX}
         self._aborted = False
         self._asking = (
@@ -178,7 +179,8 @@ class NcclConnection:
 
     def abort(self) -> None:
         with self._asking:
-            before, self._aborted = self._aborted, True
+            before = self._aborted
+            self._aborted = True
         if not before:
             self.communicator.abort()
 
@@ -219,13 +221,13 @@ def told() -> str:
 def loaded() -> tuple[str, str]:
     """Version and path of the libnccl of this process. Raises ValueError if it has none, or
     several: torch and this wire would use different ones."""
-    found = importlib.import_module("nccl.core").get_version().libnccl
-    if found is None:
+    library = importlib.import_module("nccl.core").get_version().libnccl
+    if library is None:
         raise ValueError("no libnccl: PyTorch's CUDA wheels bring it, or nvidia-nccl-cu13")
     several = libraries(Path("/proc/self/maps").read_text().splitlines())
     if len(several) > 1:
         raise ValueError(f"this process has loaded several libnccl: {', '.join(several)}")
-    return str(found.version), str(found.path)
+    return str(library.version), str(library.path)
 
 
 def libraries(maps: Iterable[str]) -> list[str]:

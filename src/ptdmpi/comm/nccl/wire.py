@@ -28,7 +28,9 @@ class Queued:
     must not be given to others before the streams are in order."""
 
     def __init__(self, line: "Line", event: Event, label: str, tensors: Sequence[Tensor]) -> None:
-        self._line, self._event, self.label = line, event, label
+        self._line = line
+        self._event = event
+        self.label = label
         self._tensors: Sequence[Tensor] = tensors
 
     def wait(self) -> None:
@@ -53,17 +55,19 @@ class Line:
     """A connection and its stream."""
 
     def __init__(self, library: Library, connection: Connection, name: str) -> None:
-        self.library, self.connection, self.name = library, connection, name
+        self.library = library
+        self.connection = connection
+        self.name = name
         self.stream = library.stream()
         self._placed: deque[_Placed] = deque()
         self._failed = ""
 
     def begin(self, what: str, work: Callable[..., None], *arguments: Argument) -> Handle:
         """Put `work` into the stream, behind all that this rank has computed."""
-        tensors = [one for one in arguments if isinstance(one, Tensor)]
-        label = f"{what} of {max(one.nbytes for one in tensors)} bytes on {self.name}"
-        for one in tensors:
-            if not one.is_contiguous():  # what is sent is memory, whatever stands in the gaps
+        tensors = [tensor for tensor in arguments if isinstance(tensor, Tensor)]
+        label = f"{what} of {max(tensor.nbytes for tensor in tensors)} bytes on {self.name}"
+        for tensor in tensors:
+            if not tensor.is_contiguous():  # what is sent is memory, whatever stands in the gaps
                 raise ValueError(f"{label}: a tensor with gaps")
         self.check(label)
         computed = self.library.computes_in().record_event()
@@ -101,7 +105,8 @@ class NcclCarrier:
     def __init__(
         self, library: Library, control: MPI.Comm, group: str, pairs: Sequence[Pair]
     ) -> None:
-        self.library, self.rank = library, control.Get_rank()
+        self.library = library
+        self.rank = control.Get_rank()
         whole, of_pair = agreed_ids(library, control, group, pairs)
         self.whole = self._line(whole, control.Get_size(), self.rank, group)
         # one after the other in an order that all ranks share
@@ -188,17 +193,17 @@ class NcclCommunicator(RoutedCommunicator):
         for rank, (_, wrong) in enumerate(every):
             if wrong:
                 raise SharedInputError(f'comm.wire = "nccl": rank {rank}: {wrong}; {ELSE}')
-        found = [one for one, _ in every if one is not None]
-        if len(versions := sorted({one.version for one in found})) > 1:
+        libraries = [library for library, _ in every if library is not None]
+        if len(versions := sorted({library.version for library in libraries})) > 1:
             raise SharedInputError(f'comm.wire = "nccl": ranks have libnccl {", ".join(versions)}')
-        devices = [one.device for one in found]
-        for rank, one in enumerate(found):
-            if devices.index(one.device) < rank and not one.shares_devices:
+        devices = [library.device for library in libraries]
+        for rank, library in enumerate(libraries):
+            if devices.index(library.device) < rank and not library.shares_devices:
                 raise SharedInputError(
-                    f'comm.wire = "nccl": ranks {devices.index(one.device)} and {rank} are on the '
-                    f"same GPU, {one.device}; {ELSE}, or a GPU for each rank"
+                    f'comm.wire = "nccl": ranks {devices.index(library.device)} and {rank} are on '
+                    f"the same GPU, {library.device}; {ELSE}, or a GPU for each rank"
                 )
-        return f"NCCL {found[0].version} ({found[0].path})"
+        return f"NCCL {libraries[0].version} ({libraries[0].path})"
 
     def _connect(self, pairs: Sequence[Pair]) -> NcclCarrier:
         assert self.library is not None, "opened by the world"
@@ -218,7 +223,7 @@ def agreed_ids(
     if pairs:
         for made in control.allgather(mine):
             of_pair |= made
-    made_by = [(0, whole), *((pair[0], one) for pair, one in of_pair.items())]
+    made_by = [(0, whole), *((pair[0], made_id) for pair, made_id in of_pair.items())]
     for maker, (unique_id, wrong) in made_by:
         if not unique_id:
             raise InputError(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ptdmpi.comm.communicator import Communicator
-from ptdmpi.comm.pairs import exchange
+from ptdmpi.comm.exchange import exchange
 from ptdmpi.engine.compress.compressor import Compressor, Draws
 from ptdmpi.engine.compress.units import Numbers, TileBatch
 from ptdmpi.model.random import fold
@@ -64,19 +64,21 @@ class Coder:
 
     def encode(self, x: Tensor, source: int) -> tuple[Tensor, Tensor]:
         """[tiles, width] of data rank `source` -> [code_bytes] uint8, and what arrives of it."""
-        codes, left, arrived = [], x, torch.zeros_like(x)
+        codes = []
+        left = x
+        arrived = torch.zeros_like(x)
         for number in range(self.rounds):
-            found = torch.empty_like(x)
+            decoded = torch.empty_like(x)
             for columns, length, draws in self._units(source, number):
                 part = left[:, columns].reshape(-1, length)
                 code = self.compressor.encode(part, draws)
                 value = self.compressor.decode(code, draws, length, x.dtype)
-                place = found[:, columns]
+                place = decoded[:, columns]
                 place.copy_(value.view(place.shape))
                 codes.append(code)
-            arrived += found
+            arrived += decoded
             if number + 1 < self.rounds:
-                left = left - found
+                left = left - decoded
         return torch.cat(codes), arrived
 
     def decode(self, code: Tensor, source: int, dtype: torch.dtype) -> Tensor:
@@ -94,13 +96,13 @@ class Coder:
         return arrived
 
     def _units(self, source: int, number: int) -> list[tuple[slice, int, Draws]]:
-        found = []
+        units = []
         for columns, length, numbers in self.batch.units:
             if self.tiles is not None:
                 numbers = numbers.of_tiles(self.tiles, self.batch.tiles)
             draws = Draws(numbers.here, fold(self.key, number), source, numbers.host)
-            found.append((columns, length, draws))
-        return found
+            units.append((columns, length, draws))
+        return units
 
 
 def gathered_mean(coder: Coder, x: Tensor, data: Communicator) -> tuple[Tensor, Tensor]:
@@ -131,7 +133,8 @@ def squeezed_mean(
     are. Of `error` a rank uses and changes its share alone.
     """
     shares = [coder.share(rank, data.size) for rank in range(data.size)]
-    own, codes = torch.empty_like(x), []
+    own = torch.empty_like(x)
+    codes = []
     for share in shares:
         code, value = share.encode(x[share.at], data.rank)
         own[share.at] = value

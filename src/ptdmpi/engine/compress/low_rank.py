@@ -54,14 +54,14 @@ class LowRank:
 def orthonormal(columns: Tensor) -> Tensor:
     """[n, lines, rank] -> orthonormal columns that span the same, by Gram and Schmidt, each twice;
     one that depends on those before becomes zero."""
-    found: list[Tensor] = []
+    orthogonal: list[Tensor] = []
     smallest = torch.finfo(columns.dtype).eps * columns.shape[1]
     for column in columns.unbind(dim=2):
         rest = column
         for _ in range(2):  # once leaves what rounding has left: Giraud et al. 2005
-            for other in found:
+            for other in orthogonal:
                 rest = rest - (other * rest).sum(dim=1, keepdim=True) * other
         norm = torch.linalg.vector_norm(rest, dim=1, keepdim=True)
         whole = torch.linalg.vector_norm(column, dim=1, keepdim=True)
-        found.append(torch.where(norm > smallest * whole, rest / norm, 0.0))
-    return torch.stack(found, dim=2)
+        orthogonal.append(torch.where(norm > smallest * whole, rest / norm, 0.0))
+    return torch.stack(orthogonal, dim=2)

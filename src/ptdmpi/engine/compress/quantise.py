@@ -58,7 +58,8 @@ class Qsgd(Quantiser):
 
     def __init__(self, levels: int, unbiased: bool) -> None:
         super().__init__(QUANTISED, (2 * levels).bit_length())
-        self.levels, self.unbiased = levels, unbiased
+        self.levels = levels
+        self.unbiased = unbiased
 
     def scales(self, x: Tensor) -> Tensor:
         # in float64: squares of large numbers leave float32

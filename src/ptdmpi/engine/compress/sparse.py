@@ -51,7 +51,8 @@ class Sparse(Compressor):
         # topk says nothing of which of equal elements it takes: only the values are used
         greatest = scores.topk(most, dim=1).values
         least = greatest.gather(1, (counts - 1).clamp(min=0)[:, None])
-        above, level = scores > least, scores == least
+        above = scores > least
+        level = scores == least
         room = counts[:, None] - above.sum(dim=1, keepdim=True)
         return above | (level & (level.cumsum(dim=1) <= room))
 
@@ -82,15 +83,16 @@ class TopK(Sparse):
 
     def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:
         counts = self.counts(draws, length)
-        count, bits = self.count(draws, length), self.index_bits(length)
+        count = self.count(draws, length)
+        bits = self.index_bits(length)
         values, rest = part(code, count, dtype)
         if self.ratio == 1.0:
             return values.view(-1, length)
         columns = unpack(rest[: packed_bytes(count, bits)], count, bits)
         rows = torch.repeat_interleave(counts, output_size=count)
-        found = values.new_zeros((len(counts), length))
-        found[rows, columns] = values
-        return found
+        decoded = values.new_zeros((len(counts), length))
+        decoded[rows, columns] = values
+        return decoded
 
 
 class RandomK(Sparse):
@@ -115,9 +117,9 @@ class RandomK(Sparse):
 
     def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:
         values, _ = part(code, self.count(draws, length), dtype)
-        found = values.new_zeros((len(draws.units), length))
-        found[self.places(found, draws)] = values / self.ratio if self.unbiased else values
-        return found
+        decoded = values.new_zeros((len(draws.units), length))
+        decoded[self.places(decoded, draws)] = values / self.ratio if self.unbiased else values
+        return decoded
 
     def omega(self, length: int) -> float:
         return 1.0 / self.ratio - 1.0

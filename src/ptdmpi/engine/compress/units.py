@@ -27,12 +27,12 @@ def grains(declaration: Declaration, most_tensor: int) -> tuple[int, ...]:
     split = declaration.split
     if split is None:
         return ()
-    found = []
+    lines = []
     for number, part in enumerate(split.parts):
         shares = most_tensor if split.most is None else min(most_tensor, split.most[number])
         # a vocabulary is padded to what the axis divides: it may be cut behind any line
-        found.append(part // shares if part % shares == 0 else 1)
-    return tuple(found)
+        lines.append(part // shares if part % shares == 0 else 1)
+    return tuple(lines)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ class Slab:
 
 def slabs(order: FlatOrder, most_tensor: int) -> Iterator[Slab]:
     """All parameters that train, by name; of copies on the tensor axis every rank has its own."""
-    tensor_rank, tensor_size = order.portion.tensor_rank, order.portion.tensor_size
+    tensor_rank = order.portion.tensor_rank
+    tensor_size = order.portion.tensor_size
     for name in sorted(order.entries):
         entry = order.entries[name]
         declaration = entry.declaration
@@ -96,7 +97,8 @@ def slabs(order: FlatOrder, most_tensor: int) -> Iterator[Slab]:
             length = entry.elements // lines
             yield Slab(entry, Box.whole(entry.shape), 0, 0, lines, length)
             continue
-        dim, sizes = declaration.split.dim, grains(declaration, most_tensor)
+        dim = declaration.split.dim
+        sizes = grains(declaration, most_tensor)
         ends = [sum(declaration.split.parts[: k + 1]) for k in range(len(sizes))]
         for held in declaration.held(tensor_rank, tensor_size):
             first = held.logical.start[dim]
@@ -112,8 +114,8 @@ class Numbers(NamedTuple):
     host: Tensor
 
     @classmethod
-    def of(cls, found: Sequence[int], device: torch.device) -> "Numbers":
-        host = torch.tensor(found, dtype=torch.int64)
+    def of(cls, numbers: Sequence[int], device: torch.device) -> "Numbers":
+        host = torch.tensor(numbers, dtype=torch.int64)
         return cls(host.to(device), host)
 
     def of_tiles(self, tiles: "Numbers", every: int) -> "Numbers":
@@ -131,7 +133,8 @@ class TileBatch:
 
     def __init__(self, some: Sequence[Slab], longest: int, device: torch.device) -> None:
         self.slabs = some
-        self.lines, self.length = some[0].lines, some[0].length
+        self.lines = some[0].lines
+        self.length = some[0].length
         self.width = self.lines * self.length
         self.tiles = sum(slab.tiles for slab in some)
         dealt = [number for slab in some for number in slab.numbers()]
@@ -165,7 +168,7 @@ def batches(
     by_shape: dict[tuple[int, int], list[Slab]] = {}
     for slab in some:
         by_shape.setdefault((slab.lines, slab.length), []).append(slab)
-    found = []
+    batches_made = []
     for (lines, length), alike in sorted(by_shape.items(), key=lambda item: item[0]):
         room = limit = max(1, most // (lines * length))
         begun: list[Slab] = []
@@ -177,8 +180,9 @@ def batches(
                 room -= end - at
                 at = end
                 if not room:
-                    found.append(TileBatch(begun, longest, device))
-                    begun, room = [], limit
+                    batches_made.append(TileBatch(begun, longest, device))
+                    begun = []
+                    room = limit
         if begun:
-            found.append(TileBatch(begun, longest, device))
-    return found
+            batches_made.append(TileBatch(begun, longest, device))
+    return batches_made

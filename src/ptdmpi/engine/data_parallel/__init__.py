@@ -23,7 +23,8 @@ METHODS: dict[str, type[DataParallel]] = {
 
 def data_parallel(replica: Replica) -> DataParallel:
     """The method that a configuration asks for."""
-    config, section = replica.config, replica.config.data_parallel
+    config = replica.config
+    section = replica.config.data_parallel
     method: str = section.method
     if config.run.reproducible:
         method = "tree"

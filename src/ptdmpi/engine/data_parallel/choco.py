@@ -49,7 +49,9 @@ class Choco(Decentralized):
             for part, room in zip(own.split(BUCKET_ELEMENTS), rooms, strict=True):
                 room.copy_(graph.gather(part))
         for place in self.compression.places(self.state):
-            x, public, batch = place.read(WEIGHTS), place.read(PUBLIC), place.batch
+            x = place.read(WEIGHTS)
+            public = place.read(PUBLIC)
+            batch = place.batch
             code, own = place.coder.encode(x - public, self.data.rank)
             arrived = graph.gather(code)
             public += own

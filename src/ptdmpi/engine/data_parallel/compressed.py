@@ -62,8 +62,8 @@ class Compressed(DataParallel):
         if not gradients.numel():
             return False
         # of NaN it is NaN; takes no memory
-        found = on_its_way(torch.stack(torch.aminmax(gradients)))
+        extremes = on_its_way(torch.stack(torch.aminmax(gradients)))
         # nothing may be told of a gradient that overflows: a wait of the host besides the step's
         self.replica.axes.settle()
-        least, greatest = found.tolist()
+        least, greatest = extremes.tolist()
         return not (greatest < most and least > -most)

@@ -76,7 +76,8 @@ class Decentralized(DataParallel):
                 stage.walk = _Arriving(stage.parameters_by_place(), self)
 
     def _graph(self, step: int, lasting: bool) -> Neighbourhood:
-        graph, rank = self.topology, self.data.rank
+        graph = self.topology
+        rank = self.data.rank
         return self.data.neighbours(
             graph.sources(step, rank), graph.destinations(step, rank), lasting
         )
@@ -95,8 +96,8 @@ class Decentralized(DataParallel):
 
     def begin(self, op: Op) -> None:
         """Get the exchange on: MPI makes progress in its calls alone."""
-        for one in self._under_way:
-            one.handle.done()
+        for exchange in self._under_way:
+            exchange.handle.done()
 
     def end(self, op: Op) -> None:
         super().end(op)
@@ -147,13 +148,15 @@ class Decentralized(DataParallel):
         if not self._under_way:
             return
         wanted = set(units)
-        here = [one for one in self._under_way if one.number in wanted]
-        for one in here:
-            one.finish()
-        self._under_way = [one for one in self._under_way if one.number not in wanted]
+        here = [exchange for exchange in self._under_way if exchange.number in wanted]
+        for exchange in here:
+            exchange.finish()
+        self._under_way = [
+            exchange for exchange in self._under_way if exchange.number not in wanted
+        ]
         buffer = self.replica.buffer
         if not buffer.one_type:
-            for number in {one.number for one in here}:
+            for number in {exchange.number for exchange in here}:
                 buffer.weight_parts[number].data.copy_(buffer.masters[number])
 
 

@@ -47,7 +47,8 @@ class CompressedTiles:
         dtype = self.state.buffer.precision.master
         if not isinstance(self.compressor, LowRank):
             return self.coder.code_bytes(dtype)
-        lines, length = self.batch.lines, self.batch.length
+        lines = self.batch.lines
+        length = self.batch.length
         if self.compressor.shrinks(lines, length):
             size = self.batch.tiles * self.compressor.rank * (lines + length)
         return size * dtype.itemsize
@@ -67,7 +68,9 @@ class CompressedTiles:
 
     def _low_rank_mean(self, compressor: LowRank, x: Tensor) -> tuple[Tensor, Tensor]:
         """The factor that the next step starts with stands in the first lines of its tile."""
-        lines, length, rank = self.batch.lines, self.batch.length, compressor.rank
+        lines = self.batch.lines
+        length = self.batch.length
+        rank = compressor.rank
         kept = self.read("low_rank").view(-1, lines, length)
         draws = Draws(self.batch.numbers.here, self.key)
         second = compressor.start(kept[:, :rank], draws)
@@ -143,11 +146,9 @@ class Compression:
 
     def __init__(self, replica: Replica) -> None:
         config = replica.config
-        self.section, self.seed, self.data = (
-            config.data_parallel,
-            config.run.seed,
-            replica.axes["data"],
-        )
+        self.section = config.data_parallel
+        self.seed = config.run.seed
+        self.data = replica.axes["data"]
         self.compressor = compressor_of(self.section)
         self.bits_per_element: float | None = None
         # every legal size of the tensor axis divides both (`config.legality`)

@@ -57,10 +57,13 @@ class Local(DataParallel):
     def _outer_step(self) -> None:
         """As torch.optim.SGD with nesterov = True, on (where the round began) - (the mean). Takes
         the memory of the gradients."""
-        rate, momentum = self.settings.outer_learning_rate, self.settings.outer_momentum
-        kinds, buffer = self.state.kinds, self.replica.buffer
+        rate = self.settings.outer_learning_rate
+        momentum = self.settings.outer_momentum
+        kinds = self.state.kinds
+        buffer = self.replica.buffer
         # no place of the model is looked at alone: all of it is one part
-        (master,), (anchor,) = buffer.masters, kinds["anchor"].parts
+        (master,) = buffer.masters
+        (anchor,) = kinds["anchor"].parts
         moved = torch.sub(anchor, master, out=buffer.gradients[: len(master)])
         if self.compression:
             self.compression.mean(self.state, moved)

@@ -40,7 +40,8 @@ class Ring(DataParallel):
             yield some.split(-(-len(some) // (self.data.size - 1)))
 
     def _reduce(self, parts: tuple[Tensor, ...]) -> None:
-        data, sent = self.data, list[Handle]()
+        data = self.data
+        sent = list[Handle]()
         room = parts[0].new_empty(len(parts[0]))
         for part in parts:
             if data.rank > 0:
@@ -52,7 +53,8 @@ class Ring(DataParallel):
             handle.wait()
 
     def _gather(self, parts: tuple[Tensor, ...]) -> None:
-        data, sent = self.data, list[Handle]()
+        data = self.data
+        sent = list[Handle]()
         last = data.size - 1
         for part in parts:
             if data.rank != last:
@@ -70,7 +72,8 @@ class ParameterServer(DataParallel):
 
     def reduce(self) -> None:
         """Afterwards the gradients are the sum over data ranks."""
-        data, gradients = self.data, self.replica.buffer.gradients
+        data = self.data
+        gradients = self.replica.buffer.gradients
         for part in gradients.split(MESSAGE_ELEMENTS) if len(gradients) else ():
             if data.rank:
                 data.send(part, 0)

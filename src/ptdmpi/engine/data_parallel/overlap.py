@@ -23,7 +23,8 @@ class BegunSums:
     the unit."""
 
     def __init__(self, replica: Replica, begin: Callable[[Tensor, Unit], Handle]) -> None:
-        self.replica, self.sum_begin = replica, begin
+        self.replica = replica
+        self.sum_begin = begin
         self._open: Sequence[int] = ()
         self._last = False  # in the backward that completes gradients
         self._looking = False

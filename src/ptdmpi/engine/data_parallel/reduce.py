@@ -182,5 +182,6 @@ class TreeSum(DataParallel):
                 other = nodes.pop((level, sibling))
                 # the left child first: which of the two came first depends on the layout
                 value = other.add_(value) if sibling < index else value.add_(other)
-            level, index = level + 1, index // 2
+            level = level + 1
+            index = index // 2
         nodes[level, index] = value

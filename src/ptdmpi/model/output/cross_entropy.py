@@ -59,7 +59,8 @@ def _greatest(flat: Tensor, local: Tensor, here: Tensor, axis: TensorAxis) -> tu
     """The greatest logit of each row of [s b, V/t], over all ranks' columns, with which no
     exponential overflows and which cancels in the loss; and the label's, 0 where it is not here."""
     # of a half type the same numbers as of all of them widened
-    top, target = _wide(flat.amax(-1)), _wide(flat.gather(-1, local)[:, 0])
+    top = _wide(flat.amax(-1))
+    target = _wide(flat.gather(-1, local)[:, 0])
     return axis.comm.all_reduce(top, "max"), target.masked_fill_(~here, 0.0)
 
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from ptdmpi.config import ModelConfig
 from ptdmpi.model.batch import Batch
 
-TASK, ORDER, RIGHT = "task", "order", "right"
+TASK = "task"
+ORDER = "order"
+RIGHT = "right"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.engine.data_parallel.reduce import AllReduce, Sharded
 from ptdmpi.engine.gradients import PartialSum, TiedTable
 from ptdmpi.engine.runner import Runner
-from ptdmpi.model import stage
+from ptdmpi.model.output import heads
 from ptdmpi.model.random import RandomStream
 from ptdmpi.model.sharded import GatheredWeights, ReducedGradients, Walk
 from ptdmpi.model.stage import Stage
@@ -81,7 +81,7 @@ def forgotten_gather_of_masked_positions() -> Iterator[None]:
     def wrong(x, positions, axis):
         return select_positions(x, positions % len(x), TensorAxis(axis.comm))
 
-    with patch.object(stage, "select_positions", wrong):
+    with patch.object(heads, "select_positions", wrong):
         yield
 
 

@@ -30,27 +30,30 @@ BRANCHED_FROM = "branched_from"
 
 
 def name_of(step: int) -> str:
+    """Return the name of the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
 def is_name(name: str) -> bool:
+    """Return True if `name` is that of a complete checkpoint."""
     return re.fullmatch(r"step-\d{8,}", name) is not None
 
 
 def step_of(directory: Path) -> int:
+    """Return the step of a checkpoint, from its name."""
     return int(directory.name.removeprefix("step-"))
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """The checkpoints of a run in ascending order of steps, whether or not they can be read."""
+    """Return the checkpoints of a run in ascending order of steps, damaged ones too."""
     if not directory.is_dir():
         return []
     return sorted((path for path in directory.iterdir() if is_name(path.name)), key=step_of)
 
 
 def named(path: Path) -> Path:
-    """The checkpoint that a user names: itself, or through the file `latest` or `best`. Raises
-    InputError. Of a run directory, RUN/best is RUN/checkpoints/best."""
+    """Return the checkpoint that a user names by its path, or by the file `latest` or `best`; with
+    a run directory, RUN/best is RUN/checkpoints/best. Raises InputError if the file names none."""
     if path.name in (LATEST, BEST) and not path.exists():
         inside = path.parent / "checkpoints" / path.name
         if (
@@ -63,7 +66,8 @@ def named(path: Path) -> Path:
                 "best; legal: checkpoint.keep_best while it trains, or the run directory for the "
                 "newest one"
             )
-        path = inside if inside.is_file() else path
+        if inside.is_file():
+            path = inside
     if path.is_file() and path.name in (LATEST, BEST):
         name = path.read_text(encoding="utf-8", errors="replace").strip()
         if not is_name(name):
@@ -76,9 +80,10 @@ def named(path: Path) -> Path:
 
 
 def prepare(directory: Path, step: int, needed_bytes: int) -> Path:
-    """An empty directory to write the checkpoint of `step` into; what crashes left goes first.
+    """Make an empty directory for the checkpoint of `step`, and return it. Leftovers of
+    crashes are removed first.
 
-    Raises InputError where the file system has not the space.
+    Raises InputError if the file system has not enough space.
     """
     if not directory.parent.is_dir():
         raise InputError(f"{directory.parent} is gone")
@@ -90,14 +95,14 @@ def prepare(directory: Path, step: int, needed_bytes: int) -> Path:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what crashes and failed saves have left. Not while a save is under way."""
+    """Remove what crashes and failed saves have left. Not to be called during a save."""
     # first of all: they may be what fills the disk
     for leftover in directory.glob("step-*.tmp"):
         _remove(leftover)
 
 
 def require_space(directory: Path, needed_bytes: int) -> None:
-    """Raises InputError unless the file system of `directory` can take so many bytes more."""
+    """Raise InputError unless the file system of `directory` has `needed_bytes` free."""
     there = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(there).free
     if free < needed_bytes:
@@ -107,7 +112,7 @@ def require_space(directory: Path, needed_bytes: int) -> None:
 
 
 def publish(temporary: Path, damaged: Collection[str]) -> Path:
-    """Give a written checkpoint its name, then move `latest`; returns its path.
+    """Give a written checkpoint its name, then move `latest`; return its path.
 
     One that has the name already makes room: it is removed after the rename, or kept aside if its
     name is in `damaged`.
@@ -116,7 +121,7 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
     replaced = final.with_name(final.name + ".replaced")
     if os.path.lexists(final):
         final.rename(_free_name(final, "damaged") if final.name in damaged else replaced)
-    # atomic (POSIX rename): before it there is no such checkpoint, behind it a whole one
+    # atomic (POSIX rename): before it there is no such checkpoint, after it a whole one
     temporary.rename(final)
     # a rename is an entry of the directory: only syncing that makes it outlive a power cut
     sync(final.parent)
@@ -127,11 +132,11 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
 
 
 def branch(directory: Path, source: Path | None, named: Path | None = None) -> None:
-    """The run has not come from all that is here: set the others aside, and remember the source,
-    and as what it was `named` (a run directory has another newest checkpoint later).
+    """Set aside the checkpoints that the run does not come from. Remember its source, and the path
+    by which that was `named` (a run directory has another newest checkpoint later).
 
-    They would be the newest ones by their steps, and the next start would go on from them. Kept are
-    those before a source that is here itself; `None`: the run was begun anew.
+    By their steps they would be the newest, and the next start would go on from them. If the source
+    is in this directory, those before it are kept. `source` is None if the run was begun anew.
     """
     last = _last_kept(directory, source)
     for path in checkpoints_in(directory):
@@ -141,13 +146,13 @@ def branch(directory: Path, source: Path | None, named: Path | None = None) -> N
     if source is None:
         marker.unlink(missing_ok=True)
     else:
-        names = dict.fromkeys(str(one.resolve()) for one in (source, named or source))
+        names = dict.fromkeys(str(path.resolve()) for path in (source, named or source))
         write_whole(marker, "".join(f"{name}\n" for name in names))
     sync(directory)
 
 
 def went_on_from(directory: Path, named: Path) -> bool:
-    """Whether the run has branched from what was so named before, and saved since."""
+    """Return True if the run has branched from the checkpoint of this name, and saved since."""
     marker = directory / BRANCHED_FROM
     if not marker.is_file():
         return False
@@ -167,7 +172,7 @@ def _last_kept(directory: Path, source: Path | None) -> int:
 
 
 def put_back(directory: Path) -> None:
-    """Undo a replacement that a crash cut in two."""
+    """Undo a replacement that a crash interrupted."""
     for replaced in directory.glob("step-*.replaced"):
         final = replaced.with_suffix("")
         if os.path.lexists(final):
@@ -183,8 +188,8 @@ def superfluous(
     damaged: Collection[str] = (),
     spared: Collection[Path] = (),
 ) -> Iterator[Path]:
-    """Checkpoints that retention lets go: complete ones, neither among the newest `keep` complete
-    ones nor at a multiple of `keep_every` steps, nor `spared`. `keep = 0` keeps all."""
+    """Yield the checkpoints that need not be kept: complete ones, neither among the newest `keep`
+    complete ones, nor at a multiple of `keep_every` steps, nor `spared`. `keep = 0` keeps all."""
     kept = 0
     for path in reversed(checkpoints_in(directory)):
         if not keep:

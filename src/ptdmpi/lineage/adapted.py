@@ -37,10 +37,12 @@ class Adapted:
     task: TaskConfig = NO_TASK
 
     def in_manifest(self) -> dict[str, Any]:
-        """The same as a manifest has it."""
+        """Return the entries of a manifest."""
         table = self.adapt.model_dump(mode="json", exclude={"base"})
-        found = {**table, "base": self.base.path, "base_sha256": self.base.sha256}
-        return {KEY: found | ({TASK: self.task.model_dump(mode="json")} if self.has_head else {})}
+        entry = {**table, "base": self.base.path, "base_sha256": self.base.sha256}
+        if self.has_head:
+            entry[TASK] = self.task.model_dump(mode="json")
+        return {KEY: entry}
 
     @property
     def has_head(self) -> bool:
@@ -48,7 +50,7 @@ class Adapted:
         return self.task.kind != "none"
 
     def require(self, path: Path, base: Base) -> None:
-        """Raises InputError unless `base` is what the adapters at `path` were trained over."""
+        """Raise InputError unless `base` is what the adapters at `path` were trained over."""
         if base.sha256 != self.base.sha256:
             raise InputError(
                 f"checkpoint {path}: its adapters belong to the weights of {self.base.path} "
@@ -58,7 +60,8 @@ class Adapted:
 
 
 def adapted_of(path: Path, said: Mapping[str, Any]) -> Adapted | None:
-    """What a manifest says; None for a checkpoint of a whole model. Raises InputError."""
+    """Return the adapters that a manifest describes; None if the checkpoint is of a whole model.
+    Raises InputError for a damaged entry."""
     table = said.get(KEY)
     if table is None:
         return None
@@ -72,32 +75,33 @@ def adapted_of(path: Path, said: Mapping[str, Any]) -> Adapted | None:
 
 
 def require_kind(path: Path, said: Mapping[str, Any], whole: bool = True) -> None:
-    """Raises InputError where a `whole` model is wanted and the checkpoint at `path` holds
+    """Raise InputError where a `whole` model is wanted and the checkpoint at `path` holds
     adapters, or the other way round."""
-    found = adapted_of(path, said)
-    if found is None and not whole:
+    adapted = adapted_of(path, said)
+    if adapted is None and not whole:
         raise InputError(
             f"checkpoint {path} is a whole model, and adapters are wanted; legal: its path as "
             "adapt.base"
         )
-    if found is not None and whole:
+    if adapted is not None and whole:
         raise InputError(
-            f"checkpoint {path} holds adapters alone, over {found.base.path}; legal: that model "
+            f"checkpoint {path} holds adapters alone, over {adapted.base.path}; legal: that model "
             "with --adapter, or what `ptdmpi adapter merge` makes of both"
         )
 
 
 def judge_adapted(path: Path, said: Mapping[str, Any], adapt: AdaptConfig, base: Base) -> None:
-    """Raises InputError unless a run with these adapters over `base` may take up the checkpoint at
+    """Raise InputError unless a run with these adapters over `base` may take up the checkpoint at
     `path`."""
     require_kind(path, said, whole=False)
-    found = adapted_of(path, said)
-    assert found is not None
-    before, now = (one.model_dump(exclude=FREE) for one in (found.adapt, adapt))
+    adapted = adapted_of(path, said)
+    assert adapted is not None
+    before = adapted.adapt.model_dump(exclude=FREE)
+    now = adapt.model_dump(exclude=FREE)
     for key, value in before.items():
         if now[key] != value:
             raise InputError(
                 f"checkpoint {path}: its adapters have adapt.{key} = {value}, this run has "
                 f"{now[key]}; legal: the value of before"
             )
-    found.require(path, base)
+    adapted.require(path, base)

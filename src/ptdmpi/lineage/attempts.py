@@ -46,7 +46,7 @@ class History:
     def begin(self, **values: Any) -> None:
         """`values` are an Attempt's: `how`, `first`, `ranks`, `layout`, `changed`, `trained_on` (as
         JSON), `config`."""
-        self.number = 1 + max((one["attempt"] for one in _lines(self.path)), default=0)
+        self.number = 1 + max((line["attempt"] for line in _lines(self.path)), default=0)
         self._append({"attempt": self.number, "event": "begin", "time": _now(), **values})
 
     def end(self, last: int, why: str) -> None:
@@ -64,17 +64,19 @@ class History:
 
 
 def attempts(directory: Path) -> list[PastAttempt]:
-    """The attempts of a run directory, oldest first; none where an older version wrote it. Torn
-    lines count for nothing. Raises OSError where the file cannot be read."""
-    found: dict[int, dict[str, Any]] = {}
+    """Return the attempts of a run directory, oldest first; none if an older version wrote it. Torn
+    lines are skipped. Raises OSError if the file cannot be read."""
+    begun: dict[int, dict[str, Any]] = {}
     for line in _lines(directory / HISTORY):
-        event, number = line.get("event"), line["attempt"]
+        event = line.get("event")
+        number = line["attempt"]
         if event == "begin":
-            found[number] = line
-        elif event == "end" and number in found:
-            found[number] = {**found[number], "last": line.get("last"), "why": line.get("why", "")}
-            found[number]["ended"] = line.get("time", "")
-    return [one for one in map(_attempt, found.values()) if one is not None]
+            begun[number] = line
+        elif event == "end" and number in begun:
+            end = {"last": line.get("last"), "why": line.get("why", "")}
+            begun[number] = {**begun[number], **end, "ended": line.get("time", "")}
+    past = map(_attempt, begun.values())
+    return [attempt for attempt in past if attempt is not None]
 
 
 def _attempt(line: Mapping[str, Any]) -> PastAttempt | None:
@@ -99,14 +101,14 @@ def _attempt(line: Mapping[str, Any]) -> PastAttempt | None:
 def that_trained(
     all_attempts: Sequence[PastAttempt], steps: Iterable[int]
 ) -> list[tuple[PastAttempt, int, int]]:
-    """(attempt, first step, last step) of the attempts to which recorded `steps` are owed, in order
-    of their steps: of each step the newest attempt that may have trained it."""
+    """Return (attempt, first step, last step) of the attempts that trained the recorded `steps`, in
+    order of their steps. A step counts for the newest attempt that may have trained it."""
     owed: dict[int, list[int]] = {}
     for step in steps:
         mine = [
             place
-            for place, one in enumerate(all_attempts)
-            if one.first < step and (one.last is None or step <= one.last)
+            for place, attempt in enumerate(all_attempts)
+            if attempt.first < step and (attempt.last is None or step <= attempt.last)
         ]
         if mine:
             owed.setdefault(mine[-1], []).append(step)
@@ -114,18 +116,18 @@ def that_trained(
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a history that are of an attempt; others count for nothing."""
+    """Return the lines of a history that belong to an attempt; others are skipped."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return []
-    found = []
+    lines = []
     for line in content.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)
             if isinstance(value, dict) and isinstance(value.get("attempt"), int):
-                found.append(value)
-    return found
+                lines.append(value)
+    return lines
 
 
 def _ends_line(path: Path) -> bool:

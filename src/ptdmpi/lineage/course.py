@@ -1,4 +1,4 @@
-"""How a run is counted: what its next steps are trained on, and what is written of it."""
+"""The course of a run: what its next steps are trained on, and what checkpoints record of it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,8 @@ class Course:
     begins; until `judge` says otherwise, this one does."""
 
     def __init__(self, config: Config, now: TrainedOn) -> None:
-        self.config, self.now = config, now
+        self.config = config
+        self.now = now
         self.settings = settings(config)  # as they are at the start: files may be edited meanwhile
         self.answer = Answer(now)
         self.base: Base | None = None  # beneath adapters
@@ -38,8 +39,9 @@ class Course:
         self.go_on(judge(kind, Before.of(path, manifest), self.config, self.now))
 
     def go_on(self, answer: Answer) -> None:
-        """Take up an answer that was given before."""
-        self.answer, self._order = answer, None
+        """Go on with an answer that was given before."""
+        self.answer = answer
+        self._order = None
 
     def stand_on(
         self, base: Base, path: Path, manifest: Mapping[str, Any], tokenizer_sha256: str | None
@@ -65,6 +67,7 @@ class Course:
 
     @property
     def trained_on(self) -> TrainedOn:
+        """What the next steps are trained on, and what was trained on before."""
         return self.answer.trained_on
 
     @property
@@ -76,31 +79,34 @@ class Course:
         return self._order
 
     def check(self) -> None:
-        """Raises InputError if the run would exceed an `epochs`."""
+        """Raise InputError if the run would exceed an `epochs`."""
         self.order.check(self.samples(self.config.run.steps))
 
     def samples(self, step: int) -> int:
-        """Samples consumed when `step` steps are done."""
+        """Return the number of samples consumed when `step` steps are done."""
         return self.trained_on.last.samples_after(step)
 
     def tokens(self, step: int) -> int:
-        """Tokens trained on when `step` steps are done."""
+        """Return the number of tokens trained on when `step` steps are done."""
         return self.trained_on.last.tokens_after(step)
 
     def drawn(self, step: int) -> dict[str, list[float]]:
-        """What `step` steps took of each training dataset that the run has seen."""
+        """Return the samples and epochs that `step` steps drew of each dataset that the run has
+        seen."""
         sources = self.trained_on.last.drawn(self.order, step)
         return {
-            "samples_drawn": [one.drawn for one in sources],
-            "epochs": [one.drawn / one.samples for one in sources],
+            "samples_drawn": [source.drawn for source in sources],
+            "epochs": [source.drawn / source.samples for source in sources],
         }
 
     def in_manifest(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Return the entries of the manifest of a checkpoint."""
         method = self.config.data_parallel.method
-        told = (self.config.adapt, self.base, self.config.task) if self.base else None
+        adapted: dict[str, Any] = {}
+        if self.base is not None:
+            adapted = Adapted(self.config.adapt, self.base, self.config.task).in_manifest()
         return {
-            **(Adapted(*told).in_manifest() if told else {}),
+            **adapted,
             "trained_on": self.trained_on.as_json(),
             "settings": self.settings,
             "kernels": {kind: list(ways) for kind, ways in self.kernels.items()},

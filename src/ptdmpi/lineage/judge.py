@@ -46,7 +46,8 @@ class Before:
 
     @classmethod
     def of(cls, path: Path, manifest: Mapping[str, Any]) -> "Before":
-        """Raises InputError where the manifest says what no version of this program writes."""
+        """Return the checkpoint at `path` as its manifest has it. Raises InputError for values that
+        no version of this program writes."""
         progress = manifest["progress"]
         numbers = (progress["step"], progress["samples"], progress["seed"])
         try:
@@ -58,8 +59,8 @@ class Before:
 
 @dataclass(frozen=True)
 class Answer:
-    """With what a run goes on: `changed` says what is other than before, data first, one text each;
-    `note` what is not known."""
+    """What a run goes on with. `changed` are the differences from before, data first, one text
+    each; `note` says what is not known."""
 
     trained_on: TrainedOn
     changed: tuple[str, ...] = ()
@@ -85,8 +86,11 @@ def settings(config: Config) -> dict[str, Any]:
 def judge(
     kind: Literal["resume", "initial"], before: Before, config: Config, now: TrainedOn
 ) -> Answer:
-    """Whether a run may go on from, or begin with the weights of, the checkpoint `before`, when it
-    is given `config` and the data of `now` (as of a run that begins). Raises InputError."""
+    """Judge if a run may resume from the checkpoint `before`, or begin with its weights, and return
+    what it goes on with.
+
+    `config` is the configuration of this start, `now` what a run that begins would be trained on.
+    Raises InputError if the run may not go on."""
     _require_same_tokenizer(before, now)
     if kind == "resume":
         begin = ", or another run.dir with checkpoint.initial to begin from its weights"
@@ -94,26 +98,29 @@ def judge(
         _require_same_settings(before, config)
     else:
         _require_same_model(before, config, HEADS)
-    told = tuple(_told(before, config))
+    changed = tuple(_changed_settings(before, config))
+    note = ""
+    if before.trained_on is None:
+        note = _unknown(before)
     if kind == "initial":
-        told = tuple(text for text in told if text.startswith("model."))
-        return Answer(now, told, "" if before.trained_on else _unknown(before))
+        of_model = tuple(text for text in changed if text.startswith("model."))
+        return Answer(now, of_model, note)
     known = before.trained_on or _as_far_as_known(before, now)
     differences = list(_differences(known.last, now.last))
     if not differences:
-        return Answer(known, told, "" if before.trained_on else _unknown(before))
+        return Answer(known, changed, note)
     if config.data.change != FROM_HERE:
         raise InputError(
             f"{before.path}: {'; '.join(differences)}: samples would be skipped or seen twice; "
             f'legal: what was before, or data.change = "{FROM_HERE}"'
         )
-    return Answer(changed_at(known, now, before.step), (*differences, *told))
+    return Answer(changed_at(known, now, before.step), (*differences, *changed))
 
 
 def judge_base(before: Before, config: Config, now: TrainedOn) -> None:
-    """Raises InputError if adapters that are trained on the data of `now` cannot stand on the
-    weights of `before`: they would train beside another function of these than `generate`,
-    `evaluate` and `adapter merge` put them beside, who take the shape of the base."""
+    """Raise InputError if adapters that are trained on the data of `now` do not fit the weights of
+    `before`. `generate`, `evaluate` and `adapter merge` take the shape of the model from the base:
+    the adapters must be trained with the same function of its weights."""
     _require_same_tokenizer(before, now)
     free = FREE_BENEATH if config.task.kind == "none" else FREE_BENEATH | NEW_HEAD
     _require_same_model(before, config, _keys_without(free))
@@ -131,15 +138,16 @@ def _require_same_tokenizer(before: Before, now: TrainedOn) -> None:
 
 
 def _keys_without(free: Set[str]) -> list[str]:
-    """Keys of [model], in their order."""
+    """Return the keys of [model] that are not `free`, in their order."""
     return [key for key in ModelConfig.model_fields if key not in free]
 
 
 def _require_same_model(
     before: Before, config: Config, keys: Iterable[str], otherwise: str = ""
 ) -> None:
-    """The shapes fit; but other heads or another activation make another function of them.
-    `otherwise`: what is legal besides, of other keys than the heads."""
+    """Raise InputError if one of these keys of [model] differs: the shapes of tensors may fit, but
+    other heads or another activation compute another function. `otherwise` is added to the legal
+    values of all keys but the heads."""
     here = config.model.model_dump()
     # a key that an older checkpoint lacks had the value that it has by default
     known = ModelConfig.model_validate(before.model).model_dump() if before.model else {}
@@ -167,7 +175,7 @@ def _require_same_settings(before: Before, config: Config) -> None:
                 )
 
 
-def _told(before: Before, config: Config) -> Iterator[str]:
+def _changed_settings(before: Before, config: Config) -> Iterator[str]:
     """Yield the recorded settings that have changed, one text each; of a checkpoint of an older
     version, those of the model."""
     old = {f"model.{key}": value for key, value in before.model.items()} | dict(before.settings)
@@ -177,17 +185,20 @@ def _told(before: Before, config: Config) -> Iterator[str]:
 
 
 def _unknown(before: Before) -> str:
-    return f"what {before.path} was trained on is not known: an older version wrote it"
+    return (
+        f"what {before.path} was trained on is not known: it is a converted model, or of an older "
+        "version, and does not say so"
+    )
 
 
 def _as_far_as_known(before: Before, now: TrainedOn) -> TrainedOn:
-    """The data of now, with the seed and the batch of a checkpoint that says no more."""
+    """Return the data of now, with the seed and the batch of a checkpoint that says no more."""
     size = before.samples // before.step if before.step else now.last.global_size
     return replace(now, stretches=(replace(now.last, seed=before.seed, global_size=size),))
 
 
 def _differences(old: Stretch, new: Stretch) -> Iterator[str]:
-    """What makes another order of samples, one text each."""
+    """Yield the differences that change the order of samples, one text each."""
     if old.seed != new.seed:
         yield f"run.seed {old.seed} -> {new.seed}"
     if old.global_size != new.global_size:
@@ -205,13 +216,16 @@ def _dealt(stretch: Stretch) -> str:
 
 
 def _shares(sources: tuple[Source, ...]) -> list[tuple[str, Fraction]]:
-    """Weights count by what they are of their sum."""
-    total = sum(Fraction(one.weight) for one in sources)
-    return [(one.sha256, Fraction(one.weight) / total) for one in sources]
+    """Return the hash of each dataset and its share of the sum of all weights."""
+    total = sum(Fraction(source.weight) for source in sources)
+    return [(source.sha256, Fraction(source.weight) / total) for source in sources]
 
 
 def _mixture(sources: tuple[Source, ...]) -> str:
-    return " + ".join(
-        f"{one.path} ({one.sha256[:8]}{f', weight {one.weight}' if len(sources) > 1 else ''})"
-        for one in sources
-    )
+    parts = []
+    for source in sources:
+        weight = ""
+        if len(sources) > 1:
+            weight = f", weight {source.weight}"
+        parts.append(f"{source.path} ({source.sha256[:8]}{weight})")
+    return " + ".join(parts)

@@ -15,7 +15,7 @@ from ptdmpi.data.split import SplitOrder
 
 
 class Samples(Protocol):
-    """A dataset as far as a run is told by it: a directory of shards, or a file of a task."""
+    """A dataset as a run identifies it: a directory of shards, or a file of a task."""
 
     @property
     def tokenizer(self) -> str:
@@ -23,14 +23,14 @@ class Samples(Protocol):
 
     @property
     def tokenizer_sha256(self) -> str:
-        """What makes two tokenizers one."""
+        """The identity of the tokenizer: equal for equal tokenizers."""
 
     @property
     def sha256(self) -> str:
-        """What changes with its content."""
+        """The identity of the content: another content has another hash."""
 
     def samples(self, length: int) -> int:
-        """How many samples it has, of so many tokens."""
+        """Return the number of samples of `length` tokens."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,20 @@ class Stretch:
     ranks: int = 1
 
     def samples_after(self, step: int) -> int:
-        """Samples consumed when `step` steps are done."""
+        """Return the number of samples consumed when `step` steps are done."""
         return self.sample + (step - self.step) * self.global_size
 
     def tokens_after(self, step: int) -> int:
-        """Tokens trained on when `step` steps are done."""
+        """Return the number of tokens trained on when `step` steps are done."""
         return self.tokens + (step - self.step) * self.global_size * self.seq_length
 
     def order(self, epochs: Sequence[Any] = ()) -> SampleOrder:
-        """The order of the samples; `epochs`: an upper limit of each dataset, or None. Raises
-        InputError as SampleOrder does."""
+        """Return the order of the samples; `epochs` has an upper limit of each dataset, or None.
+        Raises InputError as SampleOrder does."""
         limits = list(epochs) or [None] * len(self.sources)
         parts = [
-            Part(one.samples, one.weight, limit, one.key, one.drawn)
-            for one, limit in zip(self.sources, limits, strict=True)
+            Part(source.samples, source.weight, limit, source.key, source.drawn)
+            for source, limit in zip(self.sources, limits, strict=True)
         ]
         start = Start(self.step, self.sample)
         if self.ranks == 1:
@@ -90,11 +90,11 @@ class Stretch:
         )
 
     def drawn(self, order: SampleOrder, step: int) -> list[Source]:
-        """Every dataset that the run has seen, by `key`, with what was drawn after `step` steps;
-        `order` is that of `order()`."""
+        """Return every dataset that the run has seen, by `key`, with the samples drawn after `step`
+        steps; `order` is that of `order()`."""
         counts = order.counts(self.samples_after(step))
-        now = [replace(one, drawn=n) for one, n in zip(self.sources, counts, strict=True)]
-        return sorted([*now, *self.gone], key=lambda one: one.key)
+        now = [replace(source, drawn=n) for source, n in zip(self.sources, counts, strict=True)]
+        return sorted([*now, *self.gone], key=lambda source: source.key)
 
 
 @dataclass(frozen=True)
@@ -107,41 +107,43 @@ class TrainedOn:
 
     @property
     def last(self) -> Stretch:
+        """The stretch that is being trained."""
         return self.stretches[-1]
 
     def as_json(self) -> dict[str, Any]:
-        """For a manifest or a record; `from_json` reads it back."""
+        """Return it for a manifest or a record; `from_json` reads it back."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, table: Any) -> Self | None:
-        """None where it is not there, as in what older versions wrote. Raises ValueError for what
-        this program did not write."""
+        """Return what `as_json` wrote; None for None, since older versions wrote nothing. Raises
+        ValueError for anything else."""
         if table is None:
             return None
         try:
-            stretches = tuple(_stretch(one) for one in table["stretches"])
-            found = cls(str(table["tokenizer"]), str(table["tokenizer_sha256"]), stretches)
+            stretches = tuple(_stretch(stretch) for stretch in table["stretches"])
+            trained_on = cls(str(table["tokenizer"]), str(table["tokenizer_sha256"]), stretches)
         except (KeyError, TypeError) as error:
             raise ValueError(f"trained_on: {error}") from None
-        if not found.stretches:
+        if not trained_on.stretches:
             raise ValueError("trained_on: no stretch")
-        return found
+        return trained_on
 
 
 def _stretch(table: Mapping[str, Any]) -> Stretch:
     sources = {
-        name: tuple(Source(**one) for one in table.get(name, ())) for name in ("sources", "gone")
+        name: tuple(Source(**source) for source in table.get(name, ()))
+        for name in ("sources", "gone")
     }
     return Stretch(**{**table, **sources})
 
 
 def begun(config: Config, train: Sequence[Samples]) -> TrainedOn:
-    """What a run of this configuration is trained on if it begins now."""
+    """Return what a run of this configuration is trained on if it begins now."""
     length = config.model.text_length
     sources = tuple(
-        Source(part.path, one.sha256, one.samples(length), str(part.weight), key)
-        for key, (part, one) in enumerate(zip(config.data.train, train, strict=True))
+        Source(part.path, data.sha256, data.samples(length), str(part.weight), key)
+        for key, (part, data) in enumerate(zip(config.data.train, train, strict=True))
     )
     # several sequences may make one sample, which then has the tokens of all of them
     tokens = config.task.sequences * config.model.seq_length
@@ -151,7 +153,7 @@ def begun(config: Config, train: Sequence[Samples]) -> TrainedOn:
 
 
 def synthetic(config: Config, name: str = "synthetic") -> TrainedOn:
-    """The identity of a run whose samples are made up, in tests and benchmarks."""
+    """Return the identity of a run with synthetic samples, for tests and benchmarks."""
     model, size = config.model, config.batch.global_size
     source = Source(name, "0" * 64, 10**9, "1", 0)
     first = Stretch(0, 0, 0, config.run.seed, size, model.seq_length, (source,))
@@ -159,24 +161,25 @@ def synthetic(config: Config, name: str = "synthetic") -> TrainedOn:
 
 
 def changed_at(before: TrainedOn, now: TrainedOn, step: int) -> TrainedOn:
-    """`before`, and from step `step` (done) on the data, mixture, seed and batch of `now`.
+    """Return `before` with a new stretch after step `step`: data, mixture, seed and batch of `now`.
 
     Samples are numbered on. The mixture's table begins anew; a dataset that was there before (by
     its hash) goes on behind its last draw, so that none of its samples is repeated or left out,
     and a new one begins at its first.
     """
-    last, fresh = before.last, now.last
+    last = before.last
+    fresh = now.last
     known = last.drawn(last.order(), step)
     left = list(known)
     sources = []
-    for one in fresh.sources:
-        same = next((old for old in left if old.sha256 == one.sha256), None)
+    for source in fresh.sources:
+        same = next((old for old in left if old.sha256 == source.sha256), None)
         if same is not None:
             left.remove(same)
-            sources.append(replace(one, key=same.key, drawn=same.drawn))
+            sources.append(replace(source, key=same.key, drawn=same.drawn))
         else:
-            new = sum(source.key >= len(known) for source in sources)
-            sources.append(replace(one, key=len(known) + new))
+            new = sum(other.key >= len(known) for other in sources)
+            sources.append(replace(source, key=len(known) + new))
     stretch = replace(
         fresh,
         step=step,

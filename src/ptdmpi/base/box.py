@@ -57,6 +57,7 @@ class Box:
 
     @property
     def elements(self) -> int:
+        """The number of elements."""
         return math.prod(self.size)
 
     @property

@@ -45,9 +45,11 @@ class HostMark(float):
     __slots__ = ()
 
     def done(self) -> bool:
+        """Return True: the host is never behind."""
         return True
 
     def at_s(self) -> float:
+        """Return the time of the mark in seconds."""
         return float(self)
 
 
@@ -55,6 +57,7 @@ class HostClock:
     """The host works in the order of its calls: a mark is the time itself."""
 
     def mark(self) -> Mark:
+        """Return a mark of now."""
         return HostMark(time.perf_counter())
 
     def settle(self) -> None:
@@ -80,9 +83,11 @@ class _DeviceMark:
     anchor: _Anchor
 
     def done(self) -> bool:
+        """Return True if the device has passed the mark."""
         return bool(self.event.query())
 
     def at_s(self) -> float:
+        """Return the time at which the device passed the mark, in seconds."""
         return self.anchor.at_s + self.anchor.event.elapsed_time(self.event) / 1e3
 
 
@@ -96,15 +101,18 @@ class DeviceClock:
         self.settle()
 
     def mark(self) -> Mark:
+        """Put a mark behind what the device was given so far."""
         return _DeviceMark(self._event(), self._anchor)
 
     def settle(self) -> None:
+        """Wait for the device."""
         event = self._event()
         event.synchronize()
         # at once: what lies between is how far the two times may be apart
         self._anchor = _Anchor(event, time.perf_counter())
 
     def asked_from_here(self) -> None:
+        """Let the calling thread ask for this device."""
         # a new thread belongs to the first GPU that the process sees, and a question about an event
         # of another would make a context there, of half a GB, beside that GPU's own rank
         belong_to(self._device)

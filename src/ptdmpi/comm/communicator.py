@@ -44,6 +44,7 @@ class _Done:
         """There is nothing to wait for."""
 
     def done(self) -> bool:
+        """Return True."""
         return True
 
 
@@ -228,17 +229,21 @@ class Communicator(WireTraits, ABC):
         return tensor
 
     def send(self, tensor: Tensor, peer: int) -> None:
+        """Send a tensor to a rank, and return when it may be changed again."""
         self.isend(tensor, peer).wait()
 
     def recv(self, tensor: Tensor, peer: int) -> Tensor:
+        """Fill `tensor` with what a rank sends, and return it."""
         self.irecv(tensor, peer).wait()
         return tensor
 
     def isend(self, tensor: Tensor, peer: int) -> Handle:
+        """Begin to send a tensor to a rank; it must not change before the handle was waited for."""
         self.tally.add("send", _require(tensor).nbytes)
         return self._isend(tensor.view(-1), peer)
 
     def irecv(self, tensor: Tensor, peer: int) -> Handle:
+        """Begin to fill `tensor` with what a rank sends."""
         _require(tensor)
         return self._irecv(tensor.view(-1), peer)
 
@@ -252,6 +257,7 @@ class Communicator(WireTraits, ABC):
     # -- control ---------------------------------------------------------------------------------
 
     def barrier(self) -> None:
+        """Return when every rank of the group has called it."""
         if self.size > 1:
             self.timed("barrier", self.control.Barrier)
 
@@ -262,6 +268,7 @@ class Communicator(WireTraits, ABC):
         return self.timed("all_gather_object", self.control.allgather, value)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the root's picklable value on every rank."""
         if self.size == 1:
             return value
         return self.timed("broadcast_object", self.control.bcast, value, root)
@@ -345,10 +352,12 @@ class _UnderWay:
         group.under_way.add(self)
 
     def wait(self) -> None:
+        """Wait for the collective; its tensors are free afterwards."""
         self._group.timed(self.name, self._handle.wait)
         self._group.under_way.discard(self)
 
     def done(self) -> bool:
+        """Return True if the collective is over; its tensors are free then."""
         done = self._handle.done()
         if done:
             self._group.under_way.discard(self)
@@ -362,10 +371,12 @@ class _All:
         self._handles = handles
 
     def wait(self) -> None:
+        """Wait for every message."""
         for handle in self._handles:
             handle.wait()
 
     def done(self) -> bool:
+        """Return True if every message is over."""
         # all are asked: on some wires it is by being asked that a message gets on
         over = [handle.done() for handle in self._handles]
         return all(over)

@@ -24,6 +24,7 @@ class Mailbox:
 
     @staticmethod
     def works_in_a_thread() -> bool:
+        """Return True if MPI may be called from several threads."""
         return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def send(self, value: Any, rank: int) -> None:

@@ -63,10 +63,12 @@ class _Request:
         self._sent = sent  # kept for as long as MPI may read it
 
     def wait(self) -> None:
+        """Wait for the message, and copy it to its target."""
         self._request.Wait()
         self._deliver()
 
     def done(self) -> bool:
+        """Return True if the message is over, and copied to its target."""
         # of a request that is over Test is true for ever: MPI has made it a null one
         finished = self._request.Test()
         if finished:
@@ -89,6 +91,7 @@ class MpiCommunicator(Communicator):
     def neighbours(
         self, sources: Sequence[int], destinations: Sequence[int], lasting: bool = True
     ) -> Neighbourhood:
+        """Return a neighbourhood of MPI for many exchanges, or one of pairs for few."""
         if lasting and self.size > 1:
             return MpiNeighbourhood(self, sources, destinations)
         return super().neighbours(sources, destinations, lasting)

@@ -46,14 +46,17 @@ class _Nothing:
     """The host copies at once."""
 
     def behind(self, place: Passed) -> contextlib.AbstractContextManager[None]:
+        """Return a context that does nothing."""
         return contextlib.nullcontext()
 
     def passed(self) -> Passed:
+        """Return a place that is passed already."""
         return self
 
     computed = passed
 
     def locked(self, size: int) -> Tensor:
+        """Return plain memory of the host."""
         return torch.empty(size, dtype=torch.uint8)
 
     def computing_waits(self) -> None:
@@ -72,20 +75,24 @@ class _DeviceCopies:
 
     @contextlib.contextmanager
     def behind(self, place: Passed) -> Iterator[None]:
+        """Make the stream of copies the current one, and let it wait for a place."""
         with self._module.stream(self._stream):
             place.computing_waits()  # this queue is the current one now
             yield
 
     def computed(self) -> Passed:
+        """Return the end of the current stream's work."""
         return self._end_of(self._module.current_stream(self._device))
 
     def passed(self) -> Passed:
+        """Return the end of the copies."""
         return self._end_of(self._stream)
 
     def _end_of(self, stream: Any) -> Passed:
         return _DevicePassed(self._module, self._device, stream.record_event())
 
     def locked(self, size: int) -> Tensor:
+        """Return memory of the host that is locked."""
         return locked(size)
 
 
@@ -96,9 +103,11 @@ class _DevicePassed:
         self._event = event
 
     def computing_waits(self) -> None:
+        """Let the current stream wait for the event."""
         self._module.current_stream(self._device).wait_event(self._event)
 
     def host_waits(self) -> None:
+        """Wait for the event."""
         self._event.synchronize()
 
 

@@ -23,19 +23,26 @@ class Carrier(Protocol):
     def reaches(self, flat: Tensor) -> bool:
         """Whether the tensor is on the device of this library."""
 
-    def all_reduce(self, flat: Tensor, op: str) -> Handle: ...
+    def all_reduce(self, flat: Tensor, op: str) -> Handle:
+        """Begin to replace `flat` by its sum or "max" over the ranks."""
 
-    def all_gather(self, result: Tensor, flat: Tensor) -> Handle: ...
+    def all_gather(self, result: Tensor, flat: Tensor) -> Handle:
+        """Begin to fill `result` with the `flat` of every rank, in rank order."""
 
-    def reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle: ...
+    def reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle:
+        """Begin to fill `result` with this rank's part of the sum."""
 
-    def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged) -> Handle: ...
+    def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged) -> Handle:
+        """Begin to exchange the parts of `flat` for those of `result`."""
 
-    def broadcast(self, flat: Tensor, root: int) -> Handle: ...
+    def broadcast(self, flat: Tensor, root: int) -> Handle:
+        """Begin to replace `flat` by the root's."""
 
-    def isend(self, flat: Tensor, peer: int) -> Handle: ...
+    def isend(self, flat: Tensor, peer: int) -> Handle:
+        """Begin to send `flat` to a rank."""
 
-    def irecv(self, flat: Tensor, peer: int) -> Handle: ...
+    def irecv(self, flat: Tensor, peer: int) -> Handle:
+        """Begin to fill `flat` with what a rank sends."""
 
     def pending(self) -> str:
         """As of a Communicator."""
@@ -69,9 +76,11 @@ class RoutedCommunicator(Communicator):
         return self._carrier if self._carrier is not None and self._carrier.reaches(flat) else None
 
     def pending(self) -> str:
+        """Return the operation that the device is in."""
         return "" if self._carrier is None else self._carrier.pending()
 
     def failure(self) -> str:
+        """Return what has failed on the device."""
         return "" if self._carrier is None else self._carrier.failure()
 
     def abort(self) -> None:

@@ -51,6 +51,7 @@ class MpiStore(Store):
     # -- what torch calls, from any thread -----------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
+        """Store a value under a key."""
         self._ask("set", key, _bytes(value))
 
     def get(self, key: str) -> bytes:
@@ -59,21 +60,27 @@ class MpiStore(Store):
         return self._ask("get", key)
 
     def add(self, key: str, amount: int) -> int:
+        """Add to the number under a key, and return the sum."""
         return self._ask("add", key, amount)
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
+        """Store a value if the key has the expected one; return what it has then."""
         return self._ask("compare_set", key, _bytes(expected), _bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:
+        """Return True if every key is there."""
         return self._ask("check", tuple(keys))
 
     def delete_key(self, key: str) -> bool:
+        """Delete a key; return True if it was there."""
         return self._ask("delete", key)
 
     def num_keys(self) -> int:
+        """Return the number of keys."""
         return self._ask("count")
 
     def set_timeout(self, limit: timedelta) -> None:
+        """Set how long `get` and `wait` wait for a key."""
         self._limit = limit
 
     def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:

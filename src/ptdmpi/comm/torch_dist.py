@@ -117,6 +117,7 @@ class Begun:
         self._over = True  # gloo's reduce-scatter does not say so itself
 
     def done(self) -> bool:
+        """Return True if the work is over."""
         return self._over or self._work.is_completed()
 
 
@@ -129,6 +130,7 @@ class Attendant:
         self._thread.start()
 
     def attend(self, work: Any) -> "Attended":
+        """Have the thread wait for `work`; return a handle of it."""
         attended = Attended()
         self.works.put((work, attended.future))
         return attended
@@ -156,9 +158,11 @@ class Attended:
         self.future: Future[None] = Future()
 
     def wait(self) -> None:
+        """Wait for the message; raises what went wrong with it."""
         self.future.result()
 
     def done(self) -> bool:
+        """Return True if the message is over."""
         return self.future.done()
 
 
@@ -182,18 +186,23 @@ class TorchCarrier:
         )
 
     def reaches(self, flat: Tensor) -> bool:
+        """Return True if the tensor is on the device of the session."""
         return flat.device.type == self.session.device.type
 
     def all_reduce(self, flat: Tensor, op: str) -> Handle:
+        """Begin an all-reduce of torch.distributed."""
         return Begun(dist.all_reduce(flat, OPS[op], group=self.whole, async_op=True))
 
     def all_gather(self, result: Tensor, flat: Tensor) -> Handle:
+        """Begin an all-gather of torch.distributed."""
         return Begun(_gather(result, flat, group=self.whole, async_op=True))
 
     def reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle:
+        """Begin a reduce-scatter of torch.distributed."""
         return Begun(_scatter(result, flat, group=self.whole, async_op=True))
 
     def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged) -> Handle:
+        """Begin an all-to-all of torch.distributed."""
         # as bytes: not every library has every type
         size = flat.element_size()
         work = dist.all_to_all_single(
@@ -207,14 +216,17 @@ class TorchCarrier:
         return Begun(work)
 
     def broadcast(self, flat: Tensor, root: int) -> Handle:
+        """Begin a broadcast of torch.distributed."""
         work = dist.broadcast(flat, self.ranks[root], group=self.whole, async_op=True)
         return Begun(work)
 
     def isend(self, flat: Tensor, peer: int) -> Handle:
+        """Begin a send of torch.distributed."""
         pair = (self.rank, peer)
         return self._begun(pair, dist.isend(flat, self.ranks[peer], group=self._of(pair)))
 
     def irecv(self, flat: Tensor, peer: int) -> Handle:
+        """Begin a receive of torch.distributed."""
         pair = (peer, self.rank)
         return self._begun(pair, dist.irecv(flat, self.ranks[peer], group=self._of(pair)))
 
@@ -230,11 +242,13 @@ class TorchCarrier:
         return self.attendants[pair].attend(work)
 
     def pending(self) -> str:
+        """Return nothing: torch has a watchdog of its own."""
         return ""  # what was begun and not waited for is its watchdog's, which ends what hangs
 
     failure = pending
 
     def abort(self) -> None:
+        """Abort every group."""
         for group in (self.whole, *self.pairs.values()):
             group.abort()
 

@@ -51,6 +51,7 @@ class Matrix(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The logical name of the parameter."""
         return self.own.entry.name
 
 

@@ -63,13 +63,16 @@ class LossScale:
 
     @property
     def value(self) -> float:
+        """The factor of the loss."""
         return self.counters.loss_scale
 
     @property
     def can_fall(self) -> bool:
+        """True if a smaller factor is possible."""
         return self.dynamic and self.value > 1.0
 
     def update(self, overflow: bool) -> None:
+        """Halve the factor after a skipped step; double it after enough good ones."""
         if not self.dynamic:
             return
         counters = self.counters

@@ -84,6 +84,7 @@ class OwnPart:
 
     @property
     def length(self) -> int:
+        """The number of elements."""
         return self.end - self.begin
 
     def view(self, parts: Sequence[Tensor]) -> Tensor:

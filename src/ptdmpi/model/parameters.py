@@ -108,6 +108,7 @@ class Declaration:
         return ()
 
     def local_shape(self, tensor_size: int) -> tuple[int, ...]:
+        """Return the shape of one tensor rank's slice, padding included."""
         if self.split is None:
             return self.shape
         shape = list(self.shape)
@@ -206,9 +207,11 @@ class Entry:
 
     @property
     def elements(self) -> int:
+        """The number of elements of the local slice."""
         return math.prod(self.shape)
 
     def view(self, flat: Tensor) -> Tensor:
+        """Return the local slice in a tensor of the flat order."""
         return flat[self.start : self.start + self.elements].view(self.shape)
 
 

@@ -76,6 +76,7 @@ class Piece:
 
     @property
     def key(self) -> str:
+        """The name of this tensor in files, as `key` makes it."""
         return key(self.kind, self.name, self.replica)
 
     def rows(self, first: int, last: int) -> "Piece":

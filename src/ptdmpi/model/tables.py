@@ -40,6 +40,7 @@ class Table(nn.Module):
         self.weight = declare(1, (rows, hidden), init_std, shared_gradient=True)
 
     def forward(self, rows: Tensor | slice) -> Tensor:
+        """Return the rows of `ids`."""
         if isinstance(rows, slice):
             return self.weight[rows]
         return _Look.apply(rows, self.weight)
@@ -85,4 +86,5 @@ class VocabularyEmbedding(nn.Module):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows of `ids`, of which each rank has its part."""
         return _Embed.apply(ids, self.weight, self.axis)

@@ -32,7 +32,8 @@ class Event(Protocol):
 class DeviceQueue(Protocol):
     """A queue of a device, as torch.cuda.Stream."""
 
-    def record_event(self) -> Event: ...
+    def record_event(self) -> Event:
+        """Put a mark behind all that was put in so far."""
 
     def wait_event(self, event: Any) -> None:
         """What is put in from now on begins after `event`; the host does not wait."""
@@ -42,24 +43,32 @@ class Connection(Protocol):
     """One communicator of the library. Every operation is put into `stream`, on flat contiguous
     tensors, and the ranks put in the same ones in the same order."""
 
-    def all_reduce(self, flat: Tensor, op: str, stream: Any) -> None: ...
+    def all_reduce(self, flat: Tensor, op: str, stream: Any) -> None:
+        """Replace `flat` by its sum or "max" over the ranks."""
 
-    def all_gather(self, result: Tensor, flat: Tensor, stream: Any) -> None: ...
+    def all_gather(self, result: Tensor, flat: Tensor, stream: Any) -> None:
+        """Fill `result` with the `flat` of every rank, in rank order."""
 
-    def reduce_scatter(self, result: Tensor, flat: Tensor, stream: Any) -> None: ...
+    def reduce_scatter(self, result: Tensor, flat: Tensor, stream: Any) -> None:
+        """Fill `result` with this rank's part of the sum."""
 
-    def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged, stream: Any) -> None: ...
+    def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged, stream: Any) -> None:
+        """Exchange the parts of `flat` for those of `result`, all at once."""
 
-    def broadcast(self, flat: Tensor, root: int, stream: Any) -> None: ...
+    def broadcast(self, flat: Tensor, root: int, stream: Any) -> None:
+        """Replace `flat` by the root's."""
 
-    def send(self, flat: Tensor, peer: int, stream: Any) -> None: ...
+    def send(self, flat: Tensor, peer: int, stream: Any) -> None:
+        """Send `flat`; it meets the receive before either is over."""
 
-    def receive(self, flat: Tensor, peer: int, stream: Any) -> None: ...
+    def receive(self, flat: Tensor, peer: int, stream: Any) -> None:
+        """Fill `flat` with what a rank sends."""
 
     def error(self) -> str:
         """What has gone wrong behind the host's back; empty while nothing has."""
 
-    def abort(self) -> None: ...
+    def abort(self) -> None:
+        """End what is under way on this rank; nothing can be put in any more."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,8 @@ class Described:
 class Library(Protocol):
     """What connects ranks, on the device of this one."""
 
-    def describe(self) -> Described: ...
+    def describe(self) -> Described:
+        """Return what ranks must agree on."""
 
     def unique_id(self) -> bytes:
         """Made by a rank that connects with it, right before it does: until then it listens."""
@@ -83,12 +93,14 @@ class Library(Protocol):
     def connect(self, unique_id: bytes, size: int, rank: int, name: str) -> Connection:
         """Waits for all `size` ranks."""
 
-    def stream(self) -> DeviceQueue: ...
+    def stream(self) -> DeviceQueue:
+        """Return a new stream, for one connection."""
 
     def computes_in(self) -> DeviceQueue:
         """The stream that this thread's work goes into."""
 
-    def reaches(self, flat: Tensor) -> bool: ...
+    def reaches(self, flat: Tensor) -> bool:
+        """Return True if the library can send this tensor."""
 
 
 class Nccl:
@@ -102,6 +114,7 @@ class Nccl:
         self.core: Any = importlib.import_module("nccl.core")
 
     def describe(self) -> Described:
+        """Return version and path of libnccl, and the GPU."""
         version, path = loaded()
         gpu = torch.cuda.get_device_properties(self.device)
         numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
@@ -109,9 +122,11 @@ class Nccl:
         return Described(version, path, str(gpu.uuid), shares)
 
     def unique_id(self) -> bytes:
+        """Return a new id."""
         return unique_id()
 
     def connect(self, unique_id: bytes, size: int, rank: int, name: str) -> Connection:
+        """Return a communicator of NCCL once all ranks have called."""
         core = self.core
         torch.cuda.set_device(self.device)
         few = PAIR_CTAS if name.startswith("pair") else None
@@ -120,13 +135,16 @@ class Nccl:
         return NcclConnection(core, core.Communicator.init(size, rank, made, config))
 
     def stream(self) -> DeviceQueue:
+        """Return a new stream that goes before the computes."""
         # messages are short, and what waits for them is not: they go first
         return torch.cuda.Stream(self.device, priority=-1)
 
     def computes_in(self) -> DeviceQueue:
+        """Return the current stream of this thread."""
         return torch.cuda.current_stream(self.device)
 
     def reaches(self, flat: Tensor) -> bool:
+        """Return True for tensors of a GPU."""
         return flat.device.type == "cuda"
 
 
@@ -144,15 +162,19 @@ class NcclConnection:
         )  # the watch asks beside whoever aborts: nothing is left then
 
     def all_reduce(self, flat: Tensor, op: str, stream: Any) -> None:
+        """Put an all-reduce, in place, into the stream."""
         self.communicator.allreduce(flat, flat, self.ops[op], stream=stream)
 
     def all_gather(self, result: Tensor, flat: Tensor, stream: Any) -> None:
+        """Put an all-gather into the stream."""
         self.communicator.allgather(flat, result, stream=stream)
 
     def reduce_scatter(self, result: Tensor, flat: Tensor, stream: Any) -> None:
+        """Put a reduce-scatter into the stream."""
         self.communicator.reduce_scatter(flat, result, self.core.SUM, stream=stream)
 
     def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged, stream: Any) -> None:
+        """Put a group of sends and receives into the stream."""
         # grouped, all messages run at once: one after the other two ranks could wait in a circle
         with self.core.group():
             for peer, (leaving, arriving) in enumerate(parts.pieces(result, flat)):
@@ -162,15 +184,19 @@ class NcclConnection:
                     self.communicator.recv(arriving, peer, stream=stream)
 
     def broadcast(self, flat: Tensor, root: int, stream: Any) -> None:
+        """Put a broadcast, in place, into the stream."""
         self.communicator.broadcast(flat, flat, root, stream=stream)
 
     def send(self, flat: Tensor, peer: int, stream: Any) -> None:
+        """Put a send into the stream."""
         self.communicator.send(flat, peer, stream=stream)
 
     def receive(self, flat: Tensor, peer: int, stream: Any) -> None:
+        """Put a receive into the stream."""
         self.communicator.recv(flat, peer, stream=stream)
 
     def error(self) -> str:
+        """Return the name of the error that NCCL has met; empty without one."""
         with self._asking:
             if self._aborted:
                 return "aborted"
@@ -178,6 +204,7 @@ class NcclConnection:
         return "" if state in ("Success", "InProgress") else state
 
     def abort(self) -> None:
+        """Abort the communicator, once."""
         with self._asking:
             before = self._aborted
             self._aborted = True

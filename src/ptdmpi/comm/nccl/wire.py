@@ -40,6 +40,7 @@ class Queued:
         self._tensors = ()
 
     def done(self) -> bool:
+        """Return True if the stream has passed the operation."""
         return self._event.query()
 
 
@@ -124,30 +125,38 @@ class NcclCarrier:
         return Line(self.library, connection, name)
 
     def reaches(self, flat: Tensor) -> bool:
+        """Return True if the library can send this tensor."""
         return self.library.reaches(flat)
 
     def all_reduce(self, flat: Tensor, op: str) -> Handle:
+        """Begin an all-reduce of NCCL."""
         return self.whole.begin("all_reduce", self.whole.connection.all_reduce, flat, op)
 
     def all_gather(self, result: Tensor, flat: Tensor) -> Handle:
+        """Begin an all-gather of NCCL."""
         return self.whole.begin("all_gather", self.whole.connection.all_gather, result, flat)
 
     def reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle:
+        """Begin a reduce-scatter of NCCL."""
         work = self.whole.connection.reduce_scatter
         return self.whole.begin("reduce_scatter", work, result, flat)
 
     def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged) -> Handle:
+        """Begin an all-to-all of NCCL."""
         work = self.whole.connection.all_to_all
         return self.whole.begin("all_to_all", work, result, flat, parts)
 
     def broadcast(self, flat: Tensor, root: int) -> Handle:
+        """Begin a broadcast of NCCL."""
         return self.whole.begin("broadcast", self.whole.connection.broadcast, flat, root)
 
     def isend(self, flat: Tensor, peer: int) -> Handle:
+        """Begin a send of NCCL."""
         line, there = self._way((self.rank, peer), peer)
         return line.begin("send", line.connection.send, flat, there)
 
     def irecv(self, flat: Tensor, peer: int) -> Handle:
+        """Begin a receive of NCCL."""
         line, there = self._way((peer, self.rank), peer)
         return line.begin("receive", line.connection.receive, flat, there)
 
@@ -157,15 +166,18 @@ class NcclCarrier:
         return (self.whole, peer) if line is None else (line, pair.index(peer))
 
     def pending(self) -> str:
+        """Return the operation that the group's own stream is in."""
         return self.whole.pending()  # who waits for a neighbour's message says so as its place
 
     def failure(self) -> str:
+        """Return the first failure of a connection, with its name."""
         for line in (self.whole, *self.pairs.values()):
             if error := line.failure():
                 return f"{line.name}: {error}"
         return ""
 
     def abort(self) -> None:
+        """Abort every connection."""
         for line in (self.whole, *self.pairs.values()):
             line.connection.abort()
 

@@ -32,15 +32,18 @@ class Quantiser(Compressor):
         """[n, length] int64 -> [n, length] in the type of the scales."""
 
     def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
+        """Return the bytes of a code, as the contract says."""
         n = len(draws.units)
         return joined_bytes(n * dtype.itemsize, packed_bytes(n * length, self.bits))
 
     def encode(self, x: Tensor, draws: Draws) -> Tensor:
+        """Return the codes of rows of numbers, as the contract says."""
         scales = self.scales(x)
         codes = self.codes(x, scales, draws).to(torch.int64)
         return join(scales, pack(codes.view(-1), self.bits))
 
     def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:
+        """Return the numbers that codes stand for, as the contract says."""
         n = len(draws.units)
         scales, rest = part(code, n, dtype)
         codes = unpack(rest[: packed_bytes(n * length, self.bits)], n * length, self.bits)
@@ -78,9 +81,11 @@ class Qsgd(Quantiser):
         return parts * scales / shrink
 
     def omega(self, length: int) -> float:
+        """Return the bound of the variance, as the contract says."""
         return min(length / self.levels**2, math.sqrt(length) / self.levels)
 
     def delta(self, length: int) -> float:
+        """Return the part that is kept, as the contract says."""
         omega = self.omega(length)
         return max(0.0, 1.0 - omega) if self.unbiased else 1.0 / (1.0 + omega)
 
@@ -102,6 +107,7 @@ class Sign(Quantiser):
         return torch.where(codes > 0, scales, -scales)
 
     def delta(self, length: int) -> float:
+        """Return the part that is kept, as the contract says."""
         return 1.0 / length
 
 
@@ -128,5 +134,6 @@ class Rounded(Quantiser):
         return (codes - self.greatest).to(scales.dtype) / self.greatest * scales
 
     def delta(self, length: int) -> float:
+        """Return the part that is kept, as the contract says."""
         square = 4.0 * self.greatest**2
         return square / (square + length - 1)

@@ -57,6 +57,7 @@ class Sparse(Compressor):
         return above | (level & (level.cumsum(dim=1) <= room))
 
     def delta(self, length: int) -> float:
+        """Return the part that is kept, as the contract says."""
         return self.ratio
 
 
@@ -66,6 +67,7 @@ class TopK(Sparse):
     gradients and its index in ceil(log2 length) bits; where all are kept there is no index."""
 
     def scores(self, x: Tensor, draws: Draws) -> Tensor:
+        """Return the magnitudes: the greatest are kept."""
         return x.abs()
 
     def index_bits(self, length: int) -> int:
@@ -73,15 +75,18 @@ class TopK(Sparse):
         return 0 if self.ratio == 1.0 else (length - 1).bit_length()
 
     def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
+        """Return the bytes of a code, as the contract says."""
         count = self.count(draws, length)
         indices = packed_bytes(count, self.index_bits(length))
         return joined_bytes(count * dtype.itemsize, indices)
 
     def encode(self, x: Tensor, draws: Draws) -> Tensor:
+        """Return the codes of rows of numbers, as the contract says."""
         rows, columns = self.places(x, draws)
         return join(x[rows, columns], pack(columns, self.index_bits(x.shape[1])))
 
     def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:
+        """Return the numbers that codes stand for, as the contract says."""
         counts = self.counts(draws, length)
         count = self.count(draws, length)
         bits = self.index_bits(length)
@@ -107,22 +112,28 @@ class RandomK(Sparse):
         self.unbiased = unbiased
 
     def scores(self, x: Tensor, draws: Draws) -> Tensor:
+        """Return random numbers: which elements are kept is drawn."""
         return draws.hashes(x.shape[1])
 
     def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
+        """Return the bytes of a code, as the contract says."""
         return joined_bytes(self.count(draws, length) * dtype.itemsize, 0)
 
     def encode(self, x: Tensor, draws: Draws) -> Tensor:
+        """Return the codes of rows of numbers, as the contract says."""
         return join(x[self.places(x, draws)], x.new_zeros(0, dtype=torch.uint8))
 
     def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:
+        """Return the numbers that codes stand for, as the contract says."""
         values, _ = part(code, self.count(draws, length), dtype)
         decoded = values.new_zeros((len(draws.units), length))
         decoded[self.places(decoded, draws)] = values / self.ratio if self.unbiased else values
         return decoded
 
     def omega(self, length: int) -> float:
+        """Return the bound of the variance, as the contract says."""
         return 1.0 / self.ratio - 1.0
 
     def delta(self, length: int) -> float:
+        """Return the part that is kept, as the contract says."""
         return max(0.0, 1.0 - self.omega(length)) if self.unbiased else self.ratio

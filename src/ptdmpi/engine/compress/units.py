@@ -52,6 +52,7 @@ class Slab:
 
     @property
     def tiles(self) -> int:
+        """The number of tiles."""
         return self.box.size[self.dim] // self.lines
 
     def part(self, begin: int, end: int) -> "Slab":
@@ -115,6 +116,7 @@ class Numbers(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Sequence[int], device: torch.device) -> "Numbers":
+        """Return numbers on the host and on `device`."""
         host = torch.tensor(numbers, dtype=torch.int64)
         return cls(host.to(device), host)
 

@@ -137,6 +137,7 @@ class Decentralized(DataParallel):
 
     @property
     def settled(self) -> bool:
+        """True if no exchange is under way."""
         return not self._under_way
 
     def settle(self) -> None:

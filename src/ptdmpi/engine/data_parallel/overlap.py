@@ -50,16 +50,19 @@ class BegunSums:
         self._last = False
 
     def begin(self, numbers: Sequence[int]) -> None:
+        """Note the units whose gradients are being computed."""
         self.end()
         self._open = numbers
 
     def end(self) -> None:
+        """Begin the sums of the units that were being computed."""
         if self._last:
             for unit in self._open:
                 self._begin(unit)
         self._open = ()
 
     def finish(self) -> None:
+        """Begin the sums of the last units."""
         self.end()
 
     def forget(self) -> None:

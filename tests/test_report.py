@@ -1,4 +1,4 @@
-"""`ptdmpi report`: numbers out of a run directory, pictures and a trace into it."""
+"""`ptdmpi report`: the numbers of a run directory, and the pictures and the trace in it."""
 
 import json
 from dataclasses import replace
@@ -75,7 +75,7 @@ def test_numbers_pictures_and_trace(run):
 
 
 def test_pictures_elsewhere(run, tmp_path_factory, monkeypatch):
-    """A run that may only be read has its table all the same, and pictures on request."""
+    """A read-only run has a table all the same, and pictures with --output."""
     other = tmp_path_factory.mktemp("x") / "there/it/is"
     done = CliRunner().invoke(command, [str(run), "--output", str(other), "--json"])
     assert done.exit_code == 0 and len(json.loads(done.stdout)["files"]) == 4
@@ -114,7 +114,7 @@ def test_the_mean_does_not_lag():
 
 
 def test_tokens_are_counted_in_words_of_their_size(run, monkeypatch):
-    """Not "0.0004M tokens" below the curve of a small run."""
+    """A small run does not have "0.0004M tokens" below its curve."""
     drawn = []
     monkeypatch.setattr("ptdmpi.plan.show.draw.save", lambda figure, path: drawn.append(figure))
     report.loss_curve(report.read(run), run / "loss.png")
@@ -228,7 +228,7 @@ def test_no_run_directory(tmp_path):
 
 
 def test_parts_add_up_and_waiting_is_waiting_wherever_it_is_spent():
-    """Rank 1 has done at 3 and waits for rank 0, which computes until 5, in its reduction."""
+    """Rank 1 ends at 3 and waits in its reduction for rank 0, which computes until 5."""
     spans = (
         Span(0, "data", "", 0.0, 0.5),
         Span(1, "data", "", 0.0, 0.5),

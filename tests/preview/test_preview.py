@@ -1,4 +1,4 @@
-"""A run before it starts: what --dry-run, `ptdmpi plan CONFIG` and `ptdmpi init` say and leave."""
+"""A run before it starts: --dry-run, `ptdmpi plan CONFIG` and `ptdmpi init`."""
 
 import json
 import re
@@ -36,7 +36,7 @@ WORDS = "the quick brown fox jumps over the lazy dog. "
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    """Shards of text in bytes: data/train and data/valid."""
+    """Make shards of text in bytes: data/train and data/valid."""
     folder = tmp_path_factory.mktemp("corpus")
     texts = [json.dumps({"text": f"{number}: {WORDS * 4}"}) for number in range(200)]
     (folder / "text.jsonl").write_text("\n".join(texts))
@@ -64,7 +64,7 @@ def snapshot(folder: Path) -> dict[str, float]:
 def test_it_says_what_the_run_will_do_and_writes_nothing(corpus):
     asked = configured(corpus)
     before = snapshot(corpus)
-    found = preview(asked, ONE)
+    forecast = preview(asked, ONE)
     assert snapshot(corpus) == before
     config = resolve(asked, 1)
     datasets, _ = open_datasets(config)
@@ -73,28 +73,28 @@ def test_it_says_what_the_run_will_do_and_writes_nothing(corpus):
         datasets, order, 16, global_size=8, micro_size=2, data_rank=0, data_size=1
     )
     drawn = batches.step(0)[0].inputs
-    shown = found["batch"]["samples"]
-    assert [one["ids"] for one in shown] == drawn[:2].tolist()
-    for one, row in zip(shown, drawn.tolist(), strict=False):
-        assert one["text"] == "".join(chr(id) if id < 256 else "<|endoftext|>" for id in row)
-    assert found["memory"]["bytes"] == relief.Step.of(config, 257).largest()[1].total
-    assert found["memory"]["fits"] is True and "mistake" not in found
-    assert found["train"][0]["drawn"] == 40 and found["tokens"] == 5 * 8 * 16
-    assert found["resume"] == {"step": 0, "path": None, "changed": [], "says": "begins anew"}
-    assert found["time"]["step_s"] is None and found["checkpoint"]["fits"]
+    shown = forecast["batch"]["samples"]
+    assert [sample["ids"] for sample in shown] == drawn[:2].tolist()
+    for sample, row in zip(shown, drawn.tolist(), strict=False):
+        assert sample["text"] == "".join(chr(id) if id < 256 else "<|endoftext|>" for id in row)
+    assert forecast["memory"]["bytes"] == relief.Step.of(config, 257).largest()[1].total
+    assert forecast["memory"]["fits"] is True and "mistake" not in forecast
+    assert forecast["train"][0]["drawn"] == 40 and forecast["tokens"] == 5 * 8 * 16
+    assert forecast["resume"] == {"step": 0, "path": None, "changed": [], "says": "begins anew"}
+    assert forecast["time"]["step_s"] is None and forecast["checkpoint"]["fits"]
 
 
 def test_what_does_not_fit_is_told_with_the_rest(corpus, monkeypatch):
     monkeypatch.setattr("ptdmpi.preview.forecast.rank_memory_bytes", lambda *machine: 1000)
-    found = preview(configured(corpus), ONE)
-    assert found["memory"]["fits"] is False
-    assert "does not fit into memory" in found["mistake"] and "weights" in found["mistake"]
-    found = preview(configured(corpus), RankCount(1, "given", 0))
-    assert found["memory"]["fits"] is None and "mistake" not in found
+    forecast = preview(configured(corpus), ONE)
+    assert forecast["memory"]["fits"] is False
+    assert "does not fit into memory" in forecast["mistake"] and "weights" in forecast["mistake"]
+    forecast = preview(configured(corpus), RankCount(1, "given", 0))
+    assert forecast["memory"]["fits"] is None and "mistake" not in forecast
 
 
 def test_state_off_a_gpu_is_held_against_its_host(corpus, monkeypatch):
-    """And not against the GPU, as a run does that is started there."""
+    """It does not count as memory of the GPU; the run decides the same."""
     asked = configured(corpus, {"parallel.offload": "optimizer"})
     step = relief.Step.of(resolve(asked, 1), 257, on_host=False)
     has = {"cuda": step.largest()[1].total, "cpu": step.on_hosts()}
@@ -102,15 +102,15 @@ def test_state_off_a_gpu_is_held_against_its_host(corpus, monkeypatch):
     monkeypatch.setattr("ptdmpi.preview.forecast._here", lambda ranks: (has["cuda"], "of a GPU"))
     module = "ptdmpi.preview.forecast.rank_memory_bytes"
     monkeypatch.setattr(module, lambda device, ranks: has[device.type])
-    found = preview(asked, ONE)
-    assert found["memory"]["fits"] is True and found["memory"]["bytes"] == has["cuda"]
+    forecast = preview(asked, ONE)
+    assert forecast["memory"]["fits"] is True and forecast["memory"]["bytes"] == has["cuda"]
     has["cpu"] -= 1
-    found = preview(asked, ONE)
-    assert found["memory"]["fits"] is False and "memory of the host" in found["mistake"]
+    forecast = preview(asked, ONE)
+    assert forecast["memory"]["fits"] is False and "memory of the host" in forecast["mistake"]
 
 
 def test_shard_groups_are_of_the_nodes_that_were_started_on(corpus):
-    """As the run would choose them: 4 ranks on nodes of 2."""
+    """The preview takes the groups that the run would choose: 4 ranks on nodes of 2."""
     asked = configured(corpus, {"parallel.zero": 3, "parallel.shard_group": "node"})
     asked["batch"].update(global_size=8, micro_size=1)
     assert "ZeRO 3 in 2 shards" in preview(asked, RankCount(4, "as were started", 2))["layout"]
@@ -119,8 +119,8 @@ def test_shard_groups_are_of_the_nodes_that_were_started_on(corpus):
 
 def test_time_comes_from_the_cluster_or_from_the_run_itself(corpus, tmp_path):
     asked = configured(corpus, {"run.dir": str(tmp_path / "run"), "precision.compute": "fp32"})
-    found = preview(asked, ONE, "cpu-avx2")["time"]
-    assert found["from"] == "predicted" and found["total_s"] == 5 * found["step_s"] > 0
+    forecast = preview(asked, ONE, "cpu-avx2")["time"]
+    assert forecast["from"] == "predicted" and forecast["total_s"] == 5 * forecast["step_s"] > 0
     layout = "t=1,p=1,d=1,v=1,b=2"
     made(tmp_path / "run", 5, record(1, 3.0, layout=layout, step_time_s=7.0))
     assert preview(asked, ONE)["time"]["step_s"] == 7.0
@@ -157,14 +157,15 @@ def test_a_run_that_is_over_says_so(corpus, tmp_path, monkeypatch):
         "run.stop_after_worse": 2,
         "log.validate_every_steps": 1,
     }
-    found = preview(configured(corpus, changes), ONE)
+    forecast = preview(configured(corpus, changes), ONE)
     assert (
-        "is over, stopped early after step 3: run.stop_after_worse = 2" in found["resume"]["says"]
+        "is over, stopped early after step 3: run.stop_after_worse = 2"
+        in forecast["resume"]["says"]
     )
-    assert "legal: a higher run.stop_after_worse" in as_text(found)
-    assert f"ptdmpi-data verify {corpus / 'data/train'}" in as_text(found)
-    found = preview(configured(corpus, {**changes, "run.steps": 3}), ONE)["resume"]["says"]
-    assert "nothing to train" in found and "legal: run.steps above 3" in found
+    assert "legal: a higher run.stop_after_worse" in as_text(forecast)
+    assert f"ptdmpi-data verify {corpus / 'data/train'}" in as_text(forecast)
+    forecast = preview(configured(corpus, {**changes, "run.steps": 3}), ONE)["resume"]["says"]
+    assert "nothing to train" in forecast and "legal: run.steps above 3" in forecast
 
 
 def test_how_many_ranks_a_configuration_speaks_of():
@@ -174,7 +175,7 @@ def test_how_many_ranks_a_configuration_speaks_of():
 
 
 def test_a_run_that_init_wrote_trains_resumes_and_is_previewed(corpus, monkeypatch):
-    """The commands as a user types them; one training, on two ranks."""
+    """Call the commands as a user does, with one training on two ranks."""
     monkeypatch.chdir(corpus)
     sizes = "l=2,h=32,a=4,s=32"
     words = ["first.toml", "--data", "data", "--ranks", "2", "--model", sizes, "--steps", "4"]
@@ -195,12 +196,12 @@ def test_a_run_that_init_wrote_trains_resumes_and_is_previewed(corpus, monkeypat
     assert json.loads(Path("runs/first/done").read_text()) == {"steps": 4}
     assert "validation loss" in Path("runs/first/log.txt").read_text()
     again = ["first.toml", "--dry-run", "--json", "--ranks", "2", "--set", "run.steps=8"]
-    found = json.loads(CliRunner().invoke(train, again).stdout)
-    assert found["resume"]["step"] == 4 and found["batch"]["step"] == 5
-    assert found["time"]["steps"] == 4 and found["time"]["step_s"] > 0
+    forecast = json.loads(CliRunner().invoke(train, again).stdout)
+    assert forecast["resume"]["step"] == 4 and forecast["batch"]["step"] == 5
+    assert forecast["time"]["steps"] == 4 and forecast["time"]["step_s"] > 0
     slower = [*again, "--set", "optimizer.learning_rate=1e-5"]
-    found = json.loads(CliRunner().invoke(train, slower).stdout)
-    assert any("optimizer.learning_rate" in one for one in found["resume"]["changed"])
+    forecast = json.loads(CliRunner().invoke(train, slower).stdout)
+    assert any("optimizer.learning_rate" in change for change in forecast["resume"]["changed"])
     with pytest.raises(InputError, match=r"run\.seed 1234 -> 7"):
         CliRunner().invoke(train, [*again, "--set", "run.seed=7"], catch_exceptions=False)
     never = [*again, "--set", "checkpoint.resume=never"]
@@ -222,13 +223,13 @@ def test_init_keeps_all_that_is_said_of_the_model(corpus):
     def model(text: str) -> ModelConfig:
         return resolve(tomllib.loads(draft(wish(corpus, model=text, ranks=1))), 1).model
 
-    found = model("qwen3-0.6b,l=2,h=64,a=4,s=32,kv_heads=2,ffn_hidden=64")
-    assert (found.layers, found.hidden, found.head_size, found.qk_norm) == (2, 64, 128, True)
-    assert found.rope_theta == 1e6 and found.tie_embeddings
-    found = model("llama3.2-1b,l=2,h=64,a=4,s=32,kv_heads=2,ffn_hidden=64,head_size=16")
-    assert (found.rope_theta, found.rope_scaling) == (5e5, "llama3")
-    found = model("l=2,h=32,a=4,s=32,bias=false,positions=rope")
-    assert (found.bias, found.positions) == (False, "rope")
+    shape = model("qwen3-0.6b,l=2,h=64,a=4,s=32,kv_heads=2,ffn_hidden=64")
+    assert (shape.layers, shape.hidden, shape.head_size, shape.qk_norm) == (2, 64, 128, True)
+    assert shape.rope_theta == 1e6 and shape.tie_embeddings
+    shape = model("llama3.2-1b,l=2,h=64,a=4,s=32,kv_heads=2,ffn_hidden=64,head_size=16")
+    assert (shape.rope_theta, shape.rope_scaling) == (5e5, "llama3")
+    shape = model("l=2,h=32,a=4,s=32,bias=false,positions=rope")
+    assert (shape.bias, shape.positions) == (False, "rope")
 
 
 def test_what_a_preview_has_no_use_for_is_refused(corpus, monkeypatch):
@@ -258,20 +259,19 @@ def test_init_divides_a_model_that_is_too_large_for_a_rank(corpus):
 
 
 def test_init_takes_the_best_layout_of_a_cluster(corpus):
-    found = tomllib.loads(
+    tree = tomllib.loads(
         draft(
             wish(corpus, ranks=8, cluster="selene", model="gpt3-125m", data=corpus / "data/train")
         )
     )
     assert (
-        found["precision"]["compute"] in ("bf16", "fp16")
-        and found["model"]["preset"] == "gpt3-125m"
+        tree["precision"]["compute"] in ("bf16", "fp16") and tree["model"]["preset"] == "gpt3-125m"
     )
-    assert resolve(found, 8).optimizer.learning_rate == 6e-4  # as its source states it
+    assert resolve(tree, 8).optimizer.learning_rate == 6e-4  # as its source states it
 
 
 def test_previewing_needs_no_mpi(corpus):
-    """On a login node."""
+    """No GPU or launcher is needed: this may run on a login node."""
     code = "import sys; sys.modules['mpi4py'] = None\nfrom ptdmpi.cli import main; main()"
     (corpus / "c.toml").write_text(tomlkit.dumps(configured(corpus)))
     words = [sys.executable, "-c", code, "plan", str(corpus / "c.toml")]
@@ -280,15 +280,15 @@ def test_previewing_needs_no_mpi(corpus):
 
 
 def test_how_many_ranks_and_why(corpus, tmp_path):
-    """What the layout fixes, else the fewest that it takes, with a hint; --ranks rules."""
+    """The layout fixes it, or gives the least number and a hint; --ranks goes first."""
     path = tmp_path / "c.toml"
 
     def ranks(parallel: dict[str, int], *options: str) -> tuple[int, str]:
         changes = {f"parallel.{key}": size for key, size in parallel.items()}
         path.write_text(tomlkit.dumps(configured(corpus, changes)))
-        told = CliRunner().invoke(plan, [str(path), "--json", *options], catch_exceptions=False)
-        found = json.loads(told.stdout)
-        return found["ranks"], found["ranks_from"]
+        result = CliRunner().invoke(plan, [str(path), "--json", *options], catch_exceptions=False)
+        forecast = json.loads(result.stdout)
+        return forecast["ranks"], forecast["ranks_from"]
 
     assert ranks({"data": 2}) == (2, "as parallel.tensor, pipeline and data say")
     fewest, why = ranks({"tensor": 2})
@@ -302,16 +302,16 @@ def test_a_dry_run_searches_the_layout_and_writes_nothing(corpus, tmp_path):
     path.write_text(tomlkit.dumps(configured(corpus, {"precision.compute": "fp32"})))
     before = snapshot(corpus)
 
-    def told(*options: str) -> str:
+    def output(*options: str) -> str:
         words = [str(path), "--dry-run", "--layout", "auto", *options]
         return CliRunner().invoke(
             train, words, catch_exceptions=False, standalone_mode=False
         ).stdout  # fmt: skip
 
-    said = told("--ranks", "2", "--set", "run.cluster=cpu-avx2")
+    said = output("--ranks", "2", "--set", "run.cluster=cpu-avx2")
     chosen = re.search(r"layout auto on \S+: (t=\d,p=\d,d=\d,v=\d,b=\d+), ", said)
     assert chosen and f"layout      {chosen[1]}, " in said and snapshot(corpus) == before
     with pytest.raises(InputError, match=r"needs run\.cluster: .*ptdmpi probe"):
-        told("--ranks", "2")
+        output("--ranks", "2")
     with pytest.raises(InputError, match="--layout auto chooses parallel"):
-        told("--set", "parallel.tensor=2")
+        output("--set", "parallel.tensor=2")

@@ -1,4 +1,4 @@
-"""A run directory as `ptdmpi train` leaves it, made by hand."""
+"""A run directory like that of `ptdmpi train`, made by hand."""
 
 import json
 from pathlib import Path
@@ -30,11 +30,11 @@ def record(step: int, loss: float, **more: Any) -> dict[str, Any]:
 
 def append(path: Path, *records: dict[str, Any]) -> None:
     with (path / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(one) + "\n" for one in records)
+        file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def made(path: Path, steps: int = 10, *records: dict[str, Any]) -> Path:
-    """A run of `steps` steps called as its directory is."""
+    """Write a run of `steps` steps with these records; its name is that of the directory."""
     path.mkdir()
     config = small({"run.steps": steps, "run.name": path.name, "run.dir": str(path)})
     (path / "config.toml").write_text(to_toml(config))

@@ -1,4 +1,4 @@
-"""Several runs beside each other, and a run as one page."""
+"""A comparison of several runs, and a run as one page."""
 
 import json
 import math
@@ -16,21 +16,21 @@ from tests.report._made import made, record
 
 
 class Tags(HTMLParser):
-    """What a browser would find in a page, and whether it is well formed."""
+    """The elements of a page, with a check that it is well formed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.open: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
+        self.tags.append((tag, dict(attrs)))
         if tag not in ("meta", "img"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
+        self.tags.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -44,9 +44,9 @@ def test_the_page_is_one_file_without_a_network(tmp_path):
     text = (run / "report.html").read_text()
     tags = Tags(text)
     assert tags.open == []
-    names = [tag for tag, _ in tags.found]
+    names = [tag for tag, _ in tags.tags]
     assert "script" not in names and "link" not in names and names.count("svg") == 6
-    sources = [attrs["src"] for tag, attrs in tags.found if tag == "img"]
+    sources = [attrs["src"] for tag, attrs in tags.tags if tag == "img"]
     assert sources and all(source.startswith("data:image/png;base64,") for source in sources)
     assert "http" not in text.replace("&lt;", "") and "a&lt;b" in text and "<td>3</td>" in text
     assert "nan" not in text.partition("<h2>Files")[0].partition("<svg")[2].lower()
@@ -65,8 +65,8 @@ def test_tasks_have_rows_and_a_picture(tmp_path):
         run / "report.html"
     ).read_text()
     assert 'alt="tasks"' in (run / "report.html").read_text()
-    found = json.loads(CliRunner().invoke(command, [str(run), "--json"]).stdout)["tasks"]
-    assert found == {"step": 3, "scores": asked[1]["tasks"]}
+    numbers = json.loads(CliRunner().invoke(command, [str(run), "--json"]).stdout)["tasks"]
+    assert numbers == {"step": 3, "scores": asked[1]["tasks"]}
     status = Watched(run).status()
     assert status["tasks_step"] == 3 and status["step"] == 3
     shown = Console(width=200, record=True)
@@ -99,9 +99,11 @@ def test_several_runs_share_a_table_and_a_picture(tmp_path, monkeypatch):
     assert rows["validation loss"] == ["-", "3.2500"]
     assert "loss over 2 common steps: 0.25 apart on average, 0.5 at step 2" in done.stdout
     assert (tmp_path / "comparison.png").stat().st_size > 1000
-    found = json.loads(CliRunner().invoke(command, [str(first), str(second), "--json"]).stdout)
-    assert [one["steps"] for one in found["runs"]] == [2, 3] and found["gap"]["at_step"] == 2
-    assert found["settings"] == {} and "setting" not in done.stdout
+    numbers = json.loads(CliRunner().invoke(command, [str(first), str(second), "--json"]).stdout)
+    assert [run_numbers["steps"] for run_numbers in numbers["runs"]] == [2, 3] and numbers["gap"][
+        "at_step"
+    ] == 2
+    assert numbers["settings"] == {} and "setting" not in done.stdout
 
 
 def test_settings_that_differ_are_told_and_a_picture_may_fail(tmp_path, monkeypatch):
@@ -111,8 +113,8 @@ def test_settings_that_differ_are_told_and_a_picture_may_fail(tmp_path, monkeypa
     done = CliRunner().invoke(command, [*map(str, runs)])
     assert done.exit_code == 0 and "no picture: comparison.png" in done.stderr
     assert done.stdout.splitlines()[-1].split() == ["run.steps", "3", "5"]
-    found = json.loads(CliRunner().invoke(command, [*map(str, runs), "--json"]).stdout)
-    assert found["settings"] == {"run.steps": [3, 5]} and found["files"] == []
+    numbers = json.loads(CliRunner().invoke(command, [*map(str, runs), "--json"]).stdout)
+    assert numbers["settings"] == {"run.steps": [3, 5]} and numbers["files"] == []
 
 
 def test_a_page_that_cannot_be_written_leaves_the_table(tmp_path):

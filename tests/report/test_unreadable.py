@@ -1,5 +1,7 @@
-"""Folders that may not be read, or not be written to: one line, whatever the command, and a report
-keeps its table. As root, who may do everything, by giving up the rights of root for a while."""
+"""Folders that cannot be read or written: each command prints one line, a report still its table.
+
+Root may read and write everything, so as root the tests give up its rights for a while.
+"""
 
 import contextlib
 import os
@@ -35,7 +37,7 @@ def nobody() -> Iterator[None]:
 
 @pytest.fixture
 def runs(tmp_path) -> Iterator[tuple[Path, Path]]:
-    """A run that may only be read, and one whose folder nobody may enter."""
+    """Return a read-only run, and a run in a folder that nobody may enter."""
     own = [one for one in tmp_path.parents if one.name.startswith(("pytest-", "popen-"))]
     for folder in (tmp_path, *own):
         folder.chmod(0o755)
@@ -53,7 +55,7 @@ def runs(tmp_path) -> Iterator[tuple[Path, Path]]:
 
 
 def asked(command, *words: object):
-    """The command as somebody else calls it."""
+    """Run the command without the rights of root."""
     with nobody():
         return CliRunner().invoke(command, [str(word) for word in words])
 
@@ -78,7 +80,7 @@ def test_a_folder_that_is_shut_is_one_line(runs, name):
 
 
 def test_a_model_that_is_shut_is_one_line(runs):
-    """generate, evaluate and convert open it so."""
+    """Open it as generate, evaluate and convert do."""
     with nobody():
         for path in (runs[1], runs[1] / "best", runs[1] / "checkpoints/step-00000007"):
             with pytest.raises(InputError, match="Permission denied"):

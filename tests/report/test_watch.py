@@ -1,4 +1,4 @@
-"""`ptdmpi watch`: what it says of a run directory at each moment of a run's life."""
+"""`ptdmpi watch`: the status of a run directory from its start to its end."""
 
 import io
 import json
@@ -25,18 +25,18 @@ def test_a_run_from_its_start_to_its_end(tmp_path):
     assert watched.status()["state"] == "starting"
     append(run, record(1, 4.0), record(2, 3.0, step_time_s=4.0))
     append(run, {"step": 2, "validation_loss": 3.5})
-    found = watched.status()
-    assert (found["state"], found["step"], found["loss"]) == ("running", 2, 3.0)
-    assert found["left_s"] == 8 * 3.0  # eight steps at the median of 2 and 4 s
-    assert (found["validation_loss"], found["validation_step"]) == (3.5, 2)
+    status = watched.status()
+    assert (status["state"], status["step"], status["loss"]) == ("running", 2, 3.0)
+    assert status["left_s"] == 8 * 3.0  # eight steps at the median of 2 and 4 s
+    assert (status["validation_loss"], status["validation_step"]) == (3.5, 2)
     append(run, record(3, 2.0), {"step": 3, "validation_loss": 3.75})
     saved = run / "checkpoints" / "step-00000003"
     saved.mkdir(parents=True)
     (run / "checkpoints" / "latest").write_text("step-00000003\n")
-    found = watched.status()
-    assert found["losses"] == [4.0, 3.0, 2.0]
-    assert (found["best_validation_step"], found["validation_step"]) == (2, 3)
-    assert found["checkpoint"]["step"] == 3
+    status = watched.status()
+    assert status["losses"] == [4.0, 3.0, 2.0]
+    assert (status["best_validation_step"], status["validation_step"]) == (2, 3)
+    assert status["checkpoint"]["step"] == 3
     (run / "log.txt").write_text("SIGUSR1 on rank 0: stopped on request after step 3; the same\n")
     assert watched.status()["state"] == "stopped"
     (run / "done").write_text('{"steps": 10}\n')
@@ -74,14 +74,14 @@ def test_silence_slow_ranks_and_warnings(tmp_path):
     slow = "slow in computing, against ranks with the same work: rank 3 (n7) 1.50 times\n"
     (run / "log.txt").write_text(f"saved x\nwarning: disk is full\n{slow}")  # told by its record
     watched = Watched(run)
-    found = watched.status()
-    assert found["slow_ranks"][0]["rank"] == 3 and found["remarks"] == ["warning: disk is full"]
+    status = watched.status()
+    assert status["slow_ranks"][0]["rank"] == 3 and status["remarks"] == ["warning: disk is full"]
     for name in ("metrics.jsonl", "log.txt", "config.toml"):
         os.utime(run / name, (0, time.time() - 500))
     assert watched.status()["state"] == "silent"
     append(run, *(record(step, 4.0) for step in range(21, 80)))
-    found = watched.status()
-    assert found["state"] == "running" and found["slow_ranks"] == []
+    status = watched.status()
+    assert status["state"] == "running" and status["slow_ranks"] == []
 
 
 def text_of(picture: object) -> str:
@@ -125,8 +125,8 @@ def test_the_command_prints_once_where_there_is_no_terminal(tmp_path):
     run = made(tmp_path / "r", 10, record(1, 4.0))
     plain = CliRunner().invoke(command, [str(run)])
     assert plain.exit_code == 0 and "step 1/10" in plain.stdout and "\x1b" not in plain.stdout
-    found = json.loads(CliRunner().invoke(command, [str(run), str(run), "--json"]).stdout)
-    assert [one["step"] for one in found["runs"]] == [1, 1]
+    status = json.loads(CliRunner().invoke(command, [str(run), str(run), "--json"]).stdout)
+    assert [run_status["step"] for run_status in status["runs"]] == [1, 1]
     with pytest.raises(InputError, match="no run directory"):
         CliRunner().invoke(command, [str(tmp_path)], catch_exceptions=False)
 
@@ -164,9 +164,9 @@ def test_a_damaged_record_is_stepped_over(tmp_path, damage):
     append(run, record(2, 3.0) | damage)
     with (run / "metrics.jsonl").open("a") as file:
         file.write("[" * 100_000 + "\n")
-    found = watched.status()
-    assert (found["step"], found["losses"]) == (1, [4.0])
-    Console(file=io.StringIO()).print(live.picture([found]))
+    status = watched.status()
+    assert (status["step"], status["losses"]) == (1, [4.0])
+    Console(file=io.StringIO()).print(live.picture([status]))
 
 
 @pytest.mark.parametrize("bit", [0, 4, 6])

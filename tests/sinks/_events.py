@@ -1,4 +1,4 @@
-"""Event files as TensorBoard reads them."""
+"""Event files, read as TensorBoard reads them."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def curve(folder: Path, name: str = "train/loss") -> dict[int, float]:
-    """What TensorBoard shows of a run."""
+    """Return the curves and texts that TensorBoard shows of a run."""
     module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     reader = module.EventAccumulator(str(folder), size_guidance={"scalars": 0})
     reader.Reload()

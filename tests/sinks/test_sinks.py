@@ -1,5 +1,7 @@
-"""Records on their way to other tools: names, resumptions, failures. The tools' own readers are
-asked where their extras are installed."""
+"""Records for other tools: names, resumptions, failures.
+
+The tools' own readers check the files if their extras are installed.
+"""
 
 import importlib.util
 import json
@@ -80,7 +82,7 @@ def test_a_sink_that_fails_is_given_up_and_told_of_once(tmp_path, monkeypatch):
 
 
 def test_tensorboard_shows_what_metrics_has(tmp_path):
-    """One start after the other: on, resumed at the end, rolled back, begun anew."""
+    """Start several times: first, resumed at the end, resumed earlier, begun anew."""
     pytest.importorskip("tensorboardX")
     folder = tmp_path / "tensorboard"
 
@@ -107,7 +109,7 @@ def test_tensorboard_switched_on_later_has_the_steps_before(tmp_path):
 
 
 def test_tensorboard_has_on_disk_what_a_checkpoint_has_behind_it(tmp_path):
-    """A process that is killed closes nothing."""
+    """A killed process closes nothing, so records are flushed before."""
     pytest.importorskip("tensorboardX")
     run = directory(tmp_path, {"tensorboard": True}, 0)
     run.record(step=1, loss=1.0)
@@ -117,7 +119,7 @@ def test_tensorboard_has_on_disk_what_a_checkpoint_has_behind_it(tmp_path):
 
 
 def offline_runs(folder: Path) -> list[tuple[str, dict[int, float]]]:
-    """The run's id and its loss by step, of each offline directory of wandb in order."""
+    """Return the run's id and its loss by step for each offline directory of wandb, in order."""
     module = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     found = []
     for path in sorted(
@@ -136,8 +138,10 @@ def offline_runs(folder: Path) -> list[tuple[str, dict[int, float]]]:
 
 
 def _journal(data: bytes) -> list[bytes]:
-    """The records of a file in LevelDB's log format: 7 bytes of head each (checksum, length, kind),
-    cut at blocks of 32 KiB, behind 7 bytes of wandb's own."""
+    """Yield the records of a file in LevelDB's log format, after 7 bytes of wandb's own.
+
+    Each has a head of 7 bytes (checksum, length, kind), and is cut at blocks of 32 KiB.
+    """
     place, records, part = 7, [], b""
     while place + 7 <= len(data):
         left = 32768 - place % 32768

@@ -1,4 +1,4 @@
-"""Every command after a bare `pip install .`: no extra is there, and no MPI library."""
+"""Every command after a bare `pip install .`, without extras and without an MPI library."""
 
 import os
 import subprocess
@@ -56,7 +56,7 @@ DATA = "is not installed: pip install 'ptdmpi[data]'"
     ],
 )
 def test_every_command_says_what_is_missing(tmp_path, words, text):
-    """One line and exit code 2 where something is missing; what needs nothing more works."""
+    """A missing package gives one line and exit code 2; other commands work."""
     (tmp_path / "a.txt").write_text("some text\n")
     program, *arguments = words.split()
     code = BARE.replace("{module}", "ptdmpi.cli" if program == "ptdmpi" else "data_prep.cli")

@@ -1,4 +1,4 @@
-"""Ctrl-C in a command that takes long: one line, exit code 130, no traceback."""
+"""Ctrl-C in a long command: one line, exit code 130, no traceback."""
 
 import signal
 import sys
@@ -40,7 +40,7 @@ def test_ctrl_c_ends_at_once(tmp_path, monkeypatch, capsys, where, arguments):
 
 
 def test_ctrl_c_under_mpi_is_no_traceback(capsys):
-    """One rank ends as without MPI; several end together, by the code of an interrupt."""
+    """One rank ends as without MPI; several end together, with the code of an interrupt."""
     codes = []
     world = SimpleNamespace(size=1, rank=0, control=SimpleNamespace(Abort=codes.append))
     with pytest.raises(KeyboardInterrupt), fail_together(world):

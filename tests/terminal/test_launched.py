@@ -1,4 +1,4 @@
-"""What launchers say of a process."""
+"""Size and rank of a process by the environment variables of launchers."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def test_a_start_is_said_at_once_and_by_one_rank(monkeypatch, capsys):
 
 @pytest.mark.parametrize("words", [["train", "c.toml", "--dry-run"], ["plan", "c.toml"]])
 def test_a_preview_says_at_once_what_it_does(monkeypatch, capsys, words):
-    """Before the seconds in which it loads what reads data and counts memory."""
+    """The line comes before the modules that read data and count memory are loaded."""
     monkeypatch.setitem(sys.modules, "ptdmpi.preview.dry_run", None)  # cannot be imported
     with pytest.raises(ImportError):
         group.main(words, standalone_mode=False)
@@ -44,7 +44,7 @@ def test_a_preview_says_at_once_what_it_does(monkeypatch, capsys, words):
 
 
 def test_nothing_heavy_is_loaded_before_the_start_is_said():
-    """Nor is MPI, before the environment is set in which it must begin."""
+    """MPI, too, is loaded later, because its environment must be set before."""
     under_mpi = [name for name, all_ranks in COMMANDS.items() if all_ranks]
     loads = "; ".join(f"import ptdmpi.commands.{name}" for name in under_mpi)
     code = f"import sys; {loads}; print(*sys.modules)"

@@ -1,4 +1,4 @@
-"""What all commands of both programs have: options, exit codes, one line for a mistake."""
+"""Common parts of all commands of both programs: options, exit codes, errors of one line."""
 
 import importlib
 import inspect
@@ -19,7 +19,7 @@ PROGRAMS = {"ptdmpi": ptdmpi.cli, "ptdmpi-data": data_prep.cli}
 
 
 def called(monkeypatch, capsys, *words, rank=0, size=1):
-    """(exit code, stdout, stderr) of a command line, on one rank of a launch."""
+    """Return (exit code, stdout, stderr) of a command line, on one rank of a launch."""
     monkeypatch.setattr(sys, "argv", list(words))
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", str(size))
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
@@ -32,7 +32,7 @@ def called(monkeypatch, capsys, *words, rank=0, size=1):
 
 
 def every_command():
-    """The words of each command and each group of both programs."""
+    """Yield the words of each command and each group of both programs."""
 
     def below(words, command):
         yield words
@@ -155,7 +155,7 @@ def test_paths_that_can_be_mended(tmp_path):
     ],
 )
 def test_completion(program, words, found):
-    """What the shell asks for when the Tab key is hit, after `_PTDMPI_COMPLETE=bash_source`."""
+    """The shell asks for this at the Tab key, after `_PTDMPI_COMPLETE=bash_source`."""
     variable = f"_{program.upper().replace('-', '_')}_COMPLETE"
     asked = {variable: "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     module = PROGRAMS[program].__name__

@@ -1,4 +1,4 @@
-"""Rank 1 misses rank 0: a warning, its end, and when the job is ended in its place."""
+"""Rank 1 misses rank 0: it warns, takes the warning back, or ends the job."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_a_silence_is_warned_of_once_and_its_end_is_told(ranks, tmp_path, capsys
 
 @pytest.mark.parametrize(("stall_s", "after_s"), [(60.0, 61.0), (1.0, 6.0)])
 def test_the_job_is_ended_in_its_place(ranks, tmp_path, capsys, stall_s, after_s):
-    """After `stall_s`, but not after less than LEAST_SILENCE_S."""
+    """It ends after `stall_s`, but not before LEAST_SILENCE_S."""
     deputy = Deputy(ranks, tmp_path, stall_s)
     deputy.hear(100.0)
     assert not deputy.replaces(100.0 + after_s - 2.0)

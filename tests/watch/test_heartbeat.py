@@ -1,4 +1,4 @@
-"""A hang and a crash, as a user meets them: who is named, who waits for it, and that all end."""
+"""A hang and a crash: the rank at fault, the ranks that wait for it, and the end of all."""
 
 import math
 import re
@@ -20,7 +20,7 @@ from tests.parallel import mpirun, parallel
 
 HOST = socket.gethostname()
 
-# What rank RANK does inside op OP of step 3 before it computes.
+# A training in which rank RANK acts inside op OP of step 3, before it computes.
 PATCHED = """
 import contextlib, os, signal, time
 from ptdmpi.cli import main
@@ -43,7 +43,7 @@ main()
 
 
 def run_patched(folder, act: str, op: str, rank: int, **changes):
-    """`ptdmpi train` on t=2, p=2; returns the ended process and how long it took."""
+    """Run `ptdmpi train` on t=2, p=2, with `act` in one op of a rank; return the ended process."""
     import tomlkit
 
     corpus(folder)
@@ -57,9 +57,9 @@ def run_patched(folder, act: str, op: str, rank: int, **changes):
 
 
 def rows_of(folder) -> dict[int, str]:
-    """Rank -> its row of the table in the log."""
-    found = re.findall(r"^(\d+) +\S+ +3 +(.*)$", log(folder / "run"), re.MULTILINE)
-    return {int(rank): row for rank, row in found}
+    """Return each rank's row of the table in the log."""
+    rows = re.findall(r"^(\d+) +\S+ +3 +(.*)$", log(folder / "run"), re.MULTILINE)
+    return {int(rank): row for rank, row in rows}
 
 
 @pytest.mark.long
@@ -95,7 +95,7 @@ def test_rank_0_is_missed_too(tmp_path):
 
 @parallel(ranks=[3])
 def test_rank_0_is_missed_from_the_start_on(comm, tmp_path):
-    """By rank 1 alone, and though rank 0 stops before its first beat."""
+    """Rank 1 alone misses it, even if rank 0 stops before its first beat."""
     axes, ranks = World(comm).split(training_grid(data=3)), Ranks(training_grid(data=3), [HOST] * 3)
     heart = Heartbeat(
         axes, ranks, Place(), StopRequest(), directory=tmp_path, judge=None, stall_s=60.0
@@ -110,21 +110,27 @@ def test_rank_0_is_missed_from_the_start_on(comm, tmp_path):
 def test_an_end_waits_for_nobody_who_has_said_goodbye(comm, tmp_path):
     """Rank 1 is done first, and rank 0's thread hears it while rank 0 still trains."""
     grid, host = training_grid(data=2), [HOST] * 2
-    axes, one = World(comm).split(grid), judge(60.0)[0] if comm.rank == 0 else None
+    axes, rank_0 = World(comm).split(grid), judge(60.0)[0] if comm.rank == 0 else None
     heart = Heartbeat(
-        axes, Ranks(grid, host), Place(), StopRequest(), directory=tmp_path, judge=one, stall_s=60.0
+        axes,
+        Ranks(grid, host),
+        Place(),
+        StopRequest(),
+        directory=tmp_path,
+        judge=rank_0,
+        stall_s=60.0,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heartbeat, "COLLECT_S", math.inf)  # the test's own limit ends it instead
         assert heart.start()
-        while one and not one.table[1].report.leaves:
+        while rank_0 and not rank_0.table[1].report.leaves:
             time.sleep(0.01)
         heart.finish()
 
 
 @pytest.mark.long
 def test_a_crash_names_the_rank_and_where_the_others_are(tmp_path):
-    """As a whole; in parts: the hang above, the judge below, tests/comm/test_world.py."""
+    """This is the whole; its parts: the hang above, the judge below, tests/comm/test_world.py."""
     act = "raise RuntimeError('out of luck')"
     done = run_patched(tmp_path, act, "B1.1", 2)
     assert done.returncode not in (0, 2, 75)
@@ -139,7 +145,7 @@ def test_a_crash_names_the_rank_and_where_the_others_are(tmp_path):
 
 @pytest.mark.long
 def test_a_second_signal_stops_at_once(tmp_path):
-    """Rank 1 hangs, so no vote comes; its signals are heard all the same. Duplicates count once."""
+    """Rank 1 hangs, so no vote takes place, but its signals count, duplicates once."""
     act = (
         "[(time.sleep(s), os.kill(os.getpid(), signal.SIGUSR1)) for s in (0, 0.7, 6)]; "
         "time.sleep(99)"
@@ -204,7 +210,7 @@ def test_own_work_is_without_waiting_for_the_tensor_axis(comm, tmp_path):
 @parallel(ranks=[2])
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_own_work_is_without_waiting_for_other_data_ranks(comm, tmp_path, zero):
-    """Rank 1 takes half a second longer; sharded, rank 0 waits for it in the midst of its ops."""
+    """Rank 1 takes half a second longer; with shards, rank 0 waits for it inside its ops."""
 
     def patch(made):
         (stage,) = made.engine.stages.values()
@@ -234,24 +240,24 @@ def test_own_work_is_without_waiting_for_other_data_ranks(comm, tmp_path, zero):
     ],
 )
 def test_a_rank_in_a_collective_is_told_by_its_group(comm, tmp_path, shards, group, words, others):
-    """And waits for those of the group, on the data axis as a whole or on one of its two."""
+    """It waits for the ranks of the group: the whole data axis, or one of its two groups."""
     world, grid = World(comm), training_grid(data=4, shards=shards)
     axes, ranks = world.split(grid), Ranks(grid, [HOST] * 4)
     heart = Heartbeat(
         axes, ranks, Place(), StopRequest(), directory=tmp_path, judge=None, stall_s=1.0
     )
     elsewhere = {rank: Seen(report(1.0), 0.0) for rank in range(4)}
-    told: list[Report] = []
-    axes[group].timed("all_gather", lambda: told.append(heart._report()))
-    assert describe(told[0]).endswith(f", in all_gather ({words})")
-    table = {**elsewhere, 3: Seen(told[0], 0.0)}
+    reports: list[Report] = []
+    axes[group].timed("all_gather", lambda: reports.append(heart._report()))
+    assert describe(reports[0]).endswith(f", in all_gather ({words})")
+    table = {**elsewhere, 3: Seen(reports[0], 0.0)}
     assert set(waits_for(3, table, ranks)) == others
     assert culprits(table, ranks, 0.0) == [0, 1, 2]
 
 
 @pytest.mark.long
 def test_a_hang_of_a_sharded_rank(tmp_path):
-    """Its own group waits for it in the midst of an op; the other one at the sum over both."""
+    """Its own group waits for it inside an op, the other group at the sum over both."""
     sizes = {"parallel.tensor": 1, "parallel.pipeline": 1, "parallel.data": 4}
     sharded = {"parallel.zero": 3, "parallel.shard_group": 2, "batch.micro_size": 2}
     act = "time.sleep(99)"
@@ -287,82 +293,82 @@ def report(age_s: float, phase: str = "training", **more) -> Report:
     ],
 )
 def test_what_counts_as_a_stall(ages, phase, step_s, stalls):
-    one, _ = judge(10.0)
-    one.step_s = step_s
+    rank_0, _ = judge(10.0)
+    rank_0.step_s = step_s
     now_s = time.monotonic()
-    one.hear(0, report(ages[0]), now_s)
-    one.hear(1, report(ages[1], phase), now_s)
-    assert one.look(now_s) == stalls
+    rank_0.hear(0, report(ages[0]), now_s)
+    rank_0.hear(1, report(ages[1], phase), now_s)
+    assert rank_0.look(now_s) == stalls
     off, _ = judge(0.0)
-    off.table = one.table
+    off.table = rank_0.table
     assert not off.look(now_s)
 
 
-def _beats(one: Judge, start_s: float, seconds: range, phase: str = "training") -> list[bool]:
-    """What the judge says each second in which rank 0 reports that it waits."""
+def _beats(rank_0: Judge, start_s: float, seconds: range, phase: str = "training") -> list[bool]:
+    """Return the judge's answer in each second, while rank 0 reports that it waits."""
     answers = []
     for second in seconds:
-        one.hear(0, report(float(second), phase), start_s + second)
-        answers.append(one.look(start_s + second))
+        rank_0.hear(0, report(float(second), phase), start_s + second)
+        answers.append(rank_0.look(start_s + second))
     return answers
 
 
 @pytest.mark.parametrize("phase", ["start-up", "training", "saving"])
 def test_a_frozen_rank_is_acted_on_in_time_whatever_it_did_last(phase):
-    """Its last report is old; the patience with a start-up is for ranks that are heard of."""
-    one, _ = judge(6.0)
+    """Its last report is old; a start-up may take longer only for ranks that report."""
+    rank_0, _ = judge(6.0)
     start_s = time.monotonic()
-    one.hear(1, report(0.0, phase), start_s)
-    assert _beats(one, start_s, range(10), phase) == [*[False] * 7, True, False, False]
-    assert not one.complete(start_s + 7.1)  # rank 0 has not written its stacks
-    one.hear(0, report(7.0, shown=True), start_s + 7.2)
-    assert one.complete(start_s + 7.2)  # and nobody waits for those of the frozen rank
+    rank_0.hear(1, report(0.0, phase), start_s)
+    assert _beats(rank_0, start_s, range(10), phase) == [*[False] * 7, True, False, False]
+    assert not rank_0.complete(start_s + 7.1)  # rank 0 has not written its stacks
+    rank_0.hear(0, report(7.0, shown=True), start_s + 7.2)
+    assert rank_0.complete(start_s + 7.2)  # and nobody waits for those of the frozen rank
 
 
 def test_the_return_of_a_rank_is_mentioned():
-    one, said = judge(600.0)
+    rank_0, said = judge(600.0)
     start_s = time.monotonic()
-    one.hear(1, report(0.0), start_s)
-    _beats(one, start_s, range(30))
+    rank_0.hear(1, report(0.0), start_s)
+    _beats(rank_0, start_s, range(30))
     assert [line for line in said if "rank 1 (b) was not heard of" in line] == said != []
-    one.hear(1, report(30.0), start_s + 30)
-    one.look(start_s + 30)
+    rank_0.hear(1, report(30.0), start_s + 30)
+    rank_0.look(start_s + 30)
     assert said[1:] == ["rank 1 (b) is heard of again, after 30 s"]
 
 
 def test_a_job_that_was_stopped_as_a_whole_is_not_a_stall():
-    """SIGSTOP and SIGCONT to all ranks: what rank 0 knows is old, and nobody hangs."""
-    one, _ = judge(10.0)
+    """After SIGSTOP and SIGCONT to all ranks all reports are old, but no rank hangs."""
+    rank_0, _ = judge(10.0)
     start_s = time.monotonic()
-    one.hear(1, report(0.0), start_s)
-    assert not any(_beats(one, start_s, range(3)))
-    assert not one.look(start_s + 500.0)
-    one.hear(0, report(0.1), start_s + 501.0)
-    one.hear(1, report(0.1), start_s + 501.0)
-    assert not one.look(start_s + 506.0) and not one.look(start_s + 507.0)
+    rank_0.hear(1, report(0.0), start_s)
+    assert not any(_beats(rank_0, start_s, range(3)))
+    assert not rank_0.look(start_s + 500.0)
+    rank_0.hear(0, report(0.1), start_s + 501.0)
+    rank_0.hear(1, report(0.1), start_s + 501.0)
+    assert not rank_0.look(start_s + 506.0) and not rank_0.look(start_s + 507.0)
 
 
 def test_the_earliest_failure_comes_first(tmp_path):
-    one, said = judge(10.0)
+    rank_0, said = judge(10.0)
     now_s = time.monotonic()
-    one.hear(1, report(1.0, failure=(70.0, "late"), shown=True), now_s)
-    assert one.look(now_s) and not one.look(now_s)
-    one.hear(0, report(1.0, failure=(60.0, "early")), now_s)
-    assert not one.complete(now_s) and one.complete(now_s + 9.0)
-    one.pronounce(tmp_path)
+    rank_0.hear(1, report(1.0, failure=(70.0, "late"), shown=True), now_s)
+    assert rank_0.look(now_s) and not rank_0.look(now_s)
+    rank_0.hear(0, report(1.0, failure=(60.0, "early")), now_s)
+    assert not rank_0.complete(now_s) and rank_0.complete(now_s + 9.0)
+    rank_0.pronounce(tmp_path)
     assert said[0] == "failed: rank 0 (a): early" and said[1] == "failed: rank 1 (b): late"
 
 
 def test_signals_within_five_seconds_are_one():
-    one, said = judge(10.0)
+    rank_0, said = judge(10.0)
     usr1, term = int(signal.SIGUSR1), int(signal.SIGTERM)
-    one.hear(0, report(1.0, signals=((usr1, 0.0),)), 100.0)
-    one.hear(1, report(1.0, signals=((usr1, 0.0),)), 103.0)
+    rank_0.hear(0, report(1.0, signals=((usr1, 0.0),)), 100.0)
+    rank_0.hear(1, report(1.0, signals=((usr1, 0.0),)), 103.0)
     # heard late, but it came within the five seconds
-    one.hear(0, report(1.0, signals=((usr1, 6.0), (usr1, 2.0))), 106.0)
-    assert len(said) == 1 and not one.stop_at_once
-    one.hear(1, report(1.0, signals=((usr1, 4.0), (term, 0.5))), 107.0)
-    assert one.stop_at_once and said[1].startswith("SIGTERM on rank 1 (b), again")
+    rank_0.hear(0, report(1.0, signals=((usr1, 6.0), (usr1, 2.0))), 106.0)
+    assert len(said) == 1 and not rank_0.stop_at_once
+    rank_0.hear(1, report(1.0, signals=((usr1, 4.0), (term, 0.5))), 107.0)
+    assert rank_0.stop_at_once and said[1].startswith("SIGTERM on rank 1 (b), again")
 
 
 @pytest.mark.long

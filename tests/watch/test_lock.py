@@ -1,4 +1,4 @@
-"""One run at a time in a run directory."""
+"""The lock of a run directory: one run at a time."""
 
 import fcntl
 import os

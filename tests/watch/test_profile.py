@@ -1,4 +1,4 @@
-"""Profiles of a few steps, on the ranks that are asked for."""
+"""Profiles of a few steps, on the chosen ranks."""
 
 import json
 

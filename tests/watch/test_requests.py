@@ -1,4 +1,4 @@
-"""Stopping well: signals at any moment, files, the time limit, and the marker of a complete run."""
+"""Requests to stop: signals at any moment, files, the time limit; the mark of a complete run."""
 
 import shutil
 import signal
@@ -65,7 +65,7 @@ def test_a_signal_on_one_rank_stops_all_after_the_step(comm, tmp_path):
 @pytest.mark.long
 @parallel(ranks=[4], limit_s=120)
 def test_a_sharded_run_goes_on_with_the_same_losses(comm, tmp_path):
-    """Two groups of two ranks, and state in files, which are gone with the processes."""
+    """There are two groups of two ranks, and state in files that end with the processes."""
     sharded = {"parallel.zero": 3, "parallel.shard_group": 2, "parallel.offload": "disk"}
     sharded |= {"precision.compute": "bf16", "run.steps": 4, "model.dropout": 0.1}
     with loop(comm, tmp_path, {**sharded, "run.dir": str(tmp_path / "straight")}) as made:
@@ -82,9 +82,9 @@ def test_a_sharded_run_goes_on_with_the_same_losses(comm, tmp_path):
     if comm.rank == 0:
         straight, stopped = (
             [
-                (one["step"], one["loss"], one["grad_norm"])
-                for one in records(tmp_path / name)
-                if "loss" in one
+                (record["step"], record["loss"], record["grad_norm"])
+                for record in records(tmp_path / name)
+                if "loss" in record
             ]
             for name in ("straight", "run")
         )
@@ -133,14 +133,18 @@ def test_a_signal_during_validation_breaks_it_off(comm, tmp_path):
         made.run()
     comm.Barrier()
     if comm.rank == 0:
-        validated = [one["step"] for one in records(tmp_path / "run") if "validation_loss" in one]
+        validated = [
+            record["step"] for record in records(tmp_path / "run") if "validation_loss" in record
+        ]
         assert validated == [2, 4, 6]
     comm.Barrier()
     with loop(comm, tmp_path, {**best, "run.steps": 8}) as made:  # and nothing twice
         made.run()
     comm.Barrier()
     if comm.rank == 0:
-        validated = [one["step"] for one in records(tmp_path / "run") if "validation_loss" in one]
+        validated = [
+            record["step"] for record in records(tmp_path / "run") if "validation_loss" in record
+        ]
         assert validated == [2, 4, 6, 8]
 
 
@@ -173,7 +177,7 @@ def test_files_are_obeyed_and_removed(comm, tmp_path):
 
 @parallel(ranks=[2])
 def test_the_time_limit_leaves_one_step(comm, tmp_path):
-    """A run of this limit, started again and again, gets on by a step each time."""
+    """A run with this limit, started again and again, makes one step each time."""
     for step in (1, 2):
         with loop(comm, tmp_path, {**PIPELINE, "run.max_minutes": 1e-3}) as made:
             stops(made)
@@ -183,7 +187,7 @@ def test_the_time_limit_leaves_one_step(comm, tmp_path):
         lines = log(tmp_path / "run").splitlines()
         wishes = [line for line in lines if line.startswith("run.max_minutes")]
         saving = "run.max_minutes: saving after step {}, then exit code 75"
-        assert wishes == [saving.format(1), saving.format(2)]  # and not once more behind it
+        assert wishes == [saving.format(1), saving.format(2)]  # and not a second time after it
 
 
 def test_room_is_left_for_a_step_and_the_save(tmp_path):
@@ -256,7 +260,7 @@ def test_a_run_directory_that_is_gone_or_another(tmp_path, again):
 
 
 def test_nobody_reads_what_is_printed():
-    """`ptdmpi train ... | head`: the first line that finds no reader asks for a stop."""
+    """In `ptdmpi train ... | head` the first line without a reader asks for a stop."""
     code = (
         "import sys\nfrom pathlib import Path\n"
         "from ptdmpi.watch.requests import Requests, StopRequest\n"

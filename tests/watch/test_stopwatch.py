@@ -1,4 +1,4 @@
-"""Spans: what was done, from begin to end. What raised leaves none, and says where it was."""
+"""Spans of work from begin to end; an exception leaves no span, but its place."""
 
 import pytest
 

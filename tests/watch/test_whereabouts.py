@@ -1,4 +1,4 @@
-"""Who waits for whom, who holds up the others, and which rank is slow; on tables made by hand."""
+"""Ranks that wait, ranks that hold up the others, and slow ranks, in tables made by hand."""
 
 import pytest
 
@@ -69,7 +69,7 @@ def test_a_circle_has_no_culprit():
 
 
 def test_a_rank_that_is_stopped_in_a_collective_is_the_culprit():
-    """Its last word is that it waits; but the others have been heard of since."""
+    """Its last report says that it waits, but the other ranks have reported since."""
     seen = table({}, at("backward", "B1.1", inside="tensor all_reduce", age_s=6.0))
     seen[2] = Seen(seen[2].report, 994.0)
     assert culprits(seen, RANKS, 1000.0) == [2]

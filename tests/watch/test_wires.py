@@ -1,4 +1,4 @@
-"""What hangs or fails on a device, while the host waits in nothing that would tell of it."""
+"""Hangs and failures of a device, while the host is in no call that would raise them."""
 
 import socket
 import threading
@@ -26,7 +26,7 @@ RANKS = Ranks(GRID, [socket.gethostname()] * 2)
 
 
 def watched(comm, folder) -> tuple[Axes, Heartbeat]:
-    """A tensor axis of two ranks on the stand-in, and a heart that does not beat yet."""
+    """Return a tensor axis of two ranks on the stand-in, and a heartbeat that is not started."""
     axes = World(comm).split(GRID, Wire(StandInCommunicator))
     return axes, Heartbeat(
         axes, RANKS, Place(), StopRequest(), directory=folder, judge=None, stall_s=60.0
@@ -36,7 +36,7 @@ def watched(comm, folder) -> tuple[Axes, Heartbeat]:
 @parallel(ranks=[2])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_rank_that_does_not_enter_an_all_reduce_is_named(comm, tmp_path, ahead):
-    """Rank 1 computes, its host in the same place or, `ahead`, with the all-reduce handed over."""
+    """Rank 1 computes; its host is there, too, or `ahead`, after the all-reduce."""
     axes, heart = watched(comm, tmp_path)
     group, ones = axes["tensor"], torch.ones(3)
     computed = Marked(group.library)
@@ -91,7 +91,7 @@ def test_a_connection_that_fails_while_the_host_waits_ends_the_wait(comm, tmp_pa
 
 
 class Broken:
-    """A mark of a device that answers every question with its last error."""
+    """A mark of a device that raises its last error at every question."""
 
     def done(self) -> bool:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore")
@@ -101,7 +101,7 @@ class Broken:
 
 @parallel(ranks=[2])
 def test_a_device_that_has_failed_does_not_end_the_watch(comm, tmp_path):
-    """What it said when it was asked is told in the rank's report, and the heart beats on."""
+    """The rank's report has its error, and the heartbeat continues."""
     axes, heart = watched(comm, tmp_path)
     told = SimpleNamespace(asked_from_here=lambda: threads.append(threading.current_thread()))
     heart.axes, threads = replace(axes, clock=told), []

@@ -1,4 +1,4 @@
-"""[adapt]: what of a model that is there is trained, as data."""
+"""[adapt]: the parts of an existing model that are trained."""
 
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
@@ -15,7 +15,7 @@ from ptdmpi.config.section import (
     Section,
 )
 
-# What can be adapted of a layer -> the linear that has it, and which of its outputs it is.
+# A target in a layer -> the linear that has it, and which of its outputs it is.
 TARGETS = {
     "attention.q": ("attention.qkv", 0),
     "attention.k": ("attention.qkv", 1),
@@ -39,11 +39,11 @@ USED: dict[str, tuple[str, ...]] = {
 
 
 class AdaptConfig(Section):
-    """What trains while all else of the model is frozen, but for the head of a [task]: low-rank
-    products beside linears (LoRA, Hu et al. 2021, arXiv 2106.09685), or scales of keys, values and
-    the MLP's inside ((IA)^3, Liu et al. 2022). `targets`: names of `TARGETS`, with globs; "all":
-    every linear, of ia3 the paper's three. `first_layer`: layers in front of it have neither these
-    nor a backward. `base`: the model whose weights are frozen.
+    """The adapters that train while the model is frozen, except for the head of a [task]: low-rank
+    products added to linears (LoRA, Hu et al. 2021, arXiv 2106.09685), or scales of keys, values
+    and the MLP's inside ((IA)^3, Liu et al. 2022). `targets`: names of `TARGETS`, with globs;
+    "all": every linear, of ia3 the paper's three. `first_layer`: layers before it have neither
+    these nor a backward. `base`: the model whose weights are frozen.
 
     "full": nothing is frozen, and all of `base` trains. `resolve` makes of that what it means,
     `checkpoint.initial`, so nobody else meets it."""
@@ -63,12 +63,12 @@ class AdaptConfig(Section):
 
     @property
     def adapts(self) -> bool:
-        """Whether only adapters train."""
+        """True if only adapters train."""
         return self.method not in WHOLE
 
     @property
     def scale(self) -> float:
-        """What the product of a LoRA adapter is multiplied by: alpha / r."""
+        """The factor of the product of a LoRA adapter: alpha / r."""
         return self.alpha / self.rank
 
 

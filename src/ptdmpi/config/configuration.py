@@ -62,7 +62,7 @@ class Config(FrozenTable):
 
     @property
     def layout(self) -> Layout:
-        """How the run is spread over its ranks; only after `resolve`."""
+        """The layout of the run over its ranks; only after `resolve`."""
         return Layout.of(self.parallel, self.batch, self.recompute, self.data_size)
 
     @property

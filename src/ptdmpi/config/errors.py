@@ -1,4 +1,4 @@
-"""What the user can mend, as exceptions."""
+"""The exceptions for mistakes that the user can correct."""
 
 
 class InputError(Exception):

@@ -21,7 +21,7 @@ from ptdmpi.config.rules import rules
 from ptdmpi.config.section import Section
 from ptdmpi.config.sections import RateGroup, TrainDataConfig
 
-# What the tables in a section are that may stand there more than once.
+# A section -> the class of the tables in it that may be repeated.
 TABLES: Mapping[str, type[Section]] = {"data": TrainDataConfig, "optimizer": RateGroup}
 
 
@@ -86,7 +86,7 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
 
 
 def _begun(config: Config) -> Config:
-    """What `adapt.method = "full"` means: a training like any other, from that base."""
+    """Return the run that `adapt.method = "full"` means: an ordinary training from that base."""
     if config.adapt.method != "full":
         return config
     begun = config.replace("checkpoint", initial=config.adapt.base)
@@ -94,7 +94,7 @@ def _begun(config: Config) -> Config:
 
 
 class Parsed(NamedTuple):
-    """What was read of a file: its sections; the mistakes in them, a line each; and the wrong keys,
+    """The content of a file: its sections; the mistakes in them, a line each; and the wrong keys,
     about which no rule can be checked."""
 
     sections: Sections
@@ -134,7 +134,7 @@ def synthetic_config(
 ) -> Config:
     """A checked configuration of work that reads no shards: parity, probes, benchmarks, inference.
 
-    `model` is the table [model]; `sections` set any other keys. What is left out: one step, of one
+    `model` is the table [model]; `sections` set any other keys. Defaults: one step, of one
     microbatch per data rank; as many ranks as the layout has. Raises InputError as `resolve` does.
     """
     tree: dict[str, dict[str, Any]] = {"run": {"steps": 1}, "model": dict(model)}

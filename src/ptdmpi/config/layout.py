@@ -1,6 +1,6 @@
 """A layout: how a model and its batch are spread over ranks.
 
-It stands here and not in `plan`, because a configuration is checked before anything is planned:
+It is defined here and not in `plan`, because a configuration is checked before anything is planned:
 `config` may not import `plan`, and whoever plans, trains or compares asks
 `legality.layout_mistakes`.
 """
@@ -94,22 +94,22 @@ class Layout:
 
     @property
     def shards_state(self) -> bool:
-        """Whether data ranks share out the optimizer's state: each updates a part."""
+        """True if data ranks share out the optimizer's state: each updates a part."""
         return covers_state(self.zero) and self.shards > 1
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether data ranks share out the gradients, which are then reduced in each microbatch."""
+        """True if data ranks share out the gradients, which are then reduced in each microbatch."""
         return covers_gradients(self.zero) and self.shards > 1
 
     @property
     def shards_weights(self) -> bool:
-        """Whether data ranks share out the weights, which are then gathered for each use."""
+        """True if data ranks share out the weights, which are then gathered for each use."""
         return covers_weights(self.zero) and self.shards > 1
 
     @property
     def sharding(self) -> str:
-        """What is shared out, and offloaded, in words; empty where nothing is."""
+        """The sharding and the offload in words; empty if there is neither."""
         words = [f"ZeRO {self.zero} in {self.shards} shards"] if self.shards_state else []
         words += [f"offload {self.offload}"] if self.offload != "none" else []
         return ", ".join(words)

@@ -1,4 +1,4 @@
-"""What makes a layout legal: each rule once, with the text that reports it broken."""
+"""The rules of legal layouts: each once, with the text that reports it broken."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -127,8 +127,8 @@ def _key_heads(layout: Layout, model: ModelConfig) -> Rule:
 
 
 def _blocks(layout: Layout, model: ModelConfig) -> Rule:
-    """Blocks lie along the inputs of a linear, and no tensor rank may have a part of one. Of what
-    is divided unevenly other rules speak."""
+    """Blocks lie along the inputs of a linear, and no tensor rank may have a part of one. Other
+    rules check uneven divisions."""
     tensor, block = layout.tensor, model.quantize.block
     divided = (model.attention_width, model.ffn_hidden)
     widths = (model.hidden, *(width // tensor for width in divided))
@@ -158,7 +158,7 @@ def _divides(layout: Layout, key: str, size: int) -> Rule:
 
 
 def _setting_rules(layout: Layout) -> Iterator[Rule]:
-    """What needs neither model nor batch; the sections of a configuration know the words."""
+    """Yield the rules that need neither model nor batch."""
     known = (("schedule", SCHEDULES), ("recompute", RECOMPUTE_MODES), ("offload", OFFLOADS))
     for key, legal in known:
         value = getattr(layout, key)
@@ -174,7 +174,7 @@ def _setting_rules(layout: Layout) -> Iterator[Rule]:
 
 
 def dear(layout: Layout, batch: int) -> Iterator[str]:
-    """What of a legal layout costs more than whoever chose it may think, a warning each."""
+    """Yield a warning for each setting of a legal layout that costs more than may be expected."""
     microbatches = layout.microbatches(batch)
     if layout.shards_gradients and microbatches > 1:
         gathered = ", and gathers weights up to twice as often" if layout.shards_weights else ""
@@ -186,7 +186,7 @@ def dear(layout: Layout, batch: int) -> Iterator[str]:
 
 
 def groups_need_zero(group: int | str) -> str:
-    """What is wrong with a shard group (a number, or "node") where nothing is sharded."""
+    """Return the mistake in a shard group (a number, or "node") where nothing is sharded."""
     said = f'"{group}"' if isinstance(group, str) else group
     return (
         f"parallel.shard_group = {said} belongs to parallel.zero = 1, 2 or 3; legal with zero = 0: "

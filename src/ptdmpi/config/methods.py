@@ -47,7 +47,7 @@ COMPRESSED_BY: Mapping[str, tuple[str, ...]] = {
     "rank": ("power_sgd",),
 }
 
-# What error feedback keeps of each parameter, on each replica.
+# The kinds of state of error feedback, on each replica.
 REMEMBERED: Mapping[str, tuple[str, ...]] = {
     "none": (),
     "mem_sgd": ("error",),
@@ -67,8 +67,8 @@ NOT_STEADY = ("exponential", "one_peer_exponential", "random")
 
 
 class DataParallelConfig(Section):
-    """What replicas tell each other, and when. Which keys a method uses, and what a run may ask for
-    beside it, stands in `methods`."""
+    """The messages between replicas, and when they are sent. The tables of this module say which
+    keys a method uses; `rules.methods` has what it excludes."""
 
     method: Reported[MethodName] = "all_reduce"
     topology: Reported[Annotated[str, Field(min_length=1)]] = "ring"
@@ -91,42 +91,43 @@ class DataParallelConfig(Section):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What the method keeps of each parameter beside weights and moments: a number of the
-        masters' type for every element."""
+        """The kinds of state that the method keeps in addition to weights and moments: a number of
+        the masters' type for every element of a parameter."""
         return kept_by(self)
 
 
 def steps_outside(section: DataParallelConfig) -> bool:
-    """Whether local steps end in an outer step from where the round began, not in the mean."""
+    """Return True if local steps end in an outer step from the round's start, not in the mean."""
     steps = section.outer_momentum > 0 or section.outer_learning_rate != 1.0
     return section.method == "local" and (steps or encodes(section))
 
 
 def encodes(section: DataParallelConfig) -> bool:
-    """Whether what travels are codes."""
+    """Return True if messages are codes."""
     return section.method in COMPRESSING and section.compressor != "none"
 
 
 def kept_by(section: DataParallelConfig) -> tuple[str, ...]:
-    """Kinds of state that the method of a section keeps beside the optimizer's."""
-    found: tuple[str, ...] = ()
+    """Return the kinds of state that the method keeps in addition to the optimizer's."""
+    kinds: tuple[str, ...] = ()
     if steps_outside(section):
-        found += ("anchor", "outer_momentum") if section.outer_momentum else ("anchor",)
+        kinds += ("anchor", "outer_momentum") if section.outer_momentum else ("anchor",)
     if encodes(section):
-        found += ("public",) if section.method == "decentralized" else ()
-        found += REMEMBERED[section.error_feedback]
-        found += ("low_rank",) if section.compressor == "power_sgd" else ()
-    return found
+        kinds += ("public",) if section.method == "decentralized" else ()
+        kinds += REMEMBERED[section.error_feedback]
+        kinds += ("low_rank",) if section.compressor == "power_sgd" else ()
+    return kinds
 
 
 def replicas_differ(section: DataParallelConfig) -> bool:
-    """Whether replicas may hold other weights than each other, or other state beside them."""
+    """Return True if replicas may have different weights, or different state of another kind."""
     return section.method in (*DIFFERING, "compressed")
 
 
 def stored_numbers(section: DataParallelConfig, moments: int, replicas: int) -> int:
-    """How many numbers of each parameter a checkpoint has: weights, the optimizer's `moments` and
-    what the method keeps, of each of so many replicas where they differ and are kept apart."""
+    """Return how many numbers of each parameter a checkpoint has: weights, `moments` of the
+    optimizer and what the method keeps, of each of so many replicas where they
+    differ and are kept apart."""
     kinds = kept_by(section)
     apart = sum(kind not in COMMON for kind in kinds)
     apart += 1 + moments if section.method in DIFFERING else 0
@@ -135,12 +136,12 @@ def stored_numbers(section: DataParallelConfig, moments: int, replicas: int) -> 
 
 
 def may_share(section: DataParallelConfig, reproducible: bool) -> tuple[int, ...]:
-    """What of `parallel.zero` a run of this method may have."""
+    """Return the values of `parallel.zero` that are legal with this method."""
     return stages_of_zero(reproducible) if section.method == "all_reduce" else (0,)
 
 
 def told(section: DataParallelConfig) -> str:
-    """What is said at the start of a run whose method changes the update; else empty."""
+    """Return the line at the start of a run whose method changes the update; else an empty text."""
     if not replicas_differ(section):
         return ""
     fields = type(section).model_fields.items()

@@ -18,7 +18,7 @@ from ptdmpi.config.section import (
     Section,
 )
 
-# What each kind of model means; a key given explicitly wins over its kind.
+# The keys that each kind of model sets; a key given explicitly wins over its kind.
 _DECODER = {
     "attention": "causal",
     "block_norm": "pre",
@@ -95,7 +95,7 @@ Cap = Annotated[float, Field(ge=0)]
 
 
 class QuantizeConfig(Section):
-    """Whether products take the weights of the layers' linears in few bits, in blocks of a row with
+    """The codes in which products take the weights of the layers' linears, in blocks of a row with
     a scale each: those that train are rounded on the way, those that do not are held so."""
 
     weights: Reported[CodesName | Literal["none"]] = "none"
@@ -158,7 +158,7 @@ class ModelConfig(Section):
             return values
         kind = values.get("kind", "gpt")
         known = isinstance(kind, str) and kind in MODEL_KINDS
-        # A wrong value is told of as such, not by the keys that depend on it: any stands in.
+        # A wrong value is reported itself, not by the keys that depend on it: they get any value.
         filled = {**MODEL_KINDS[kind if known else "gpt"], **values}
         heads: Any = filled.get("heads")
         hidden: Any = filled.get("hidden")
@@ -173,12 +173,12 @@ class ModelConfig(Section):
 
     @property
     def adapt(self) -> AdaptConfig:
-        """What trains beside it, if not the model itself."""
+        """The adapters that train, if not the model itself."""
         return self._adapt
 
     def idle(self, layers: range | None = None) -> int:
-        """How many of these layers, the first ones, have no backward: those in front of the first
-        that has adapters. Where all train, none. None: of all its layers."""
+        """Return how many of the first of these layers have no backward: those before the first
+        that has adapters. It is 0 if all layers train. `layers` None: all layers."""
         layers = range(self.layers) if layers is None else layers
         return max(0, min(self.adapt.first_layer, layers.stop) - layers.start)
 
@@ -206,29 +206,32 @@ class ModelConfig(Section):
 
     @property
     def qkv_bias(self) -> bool:
+        """True if the linear of queries, keys and values has a bias."""
         return self.bias in (True, "attention", "qkv")
 
     @property
     def attention_bias(self) -> bool:
-        """Whether the linear behind attention has a bias."""
+        """True if the linear after attention has a bias."""
         return self.bias in (True, "attention")
 
     @property
     def mlp_bias(self) -> bool:
+        """True if the linears of the MLP have biases."""
         return self.bias in (True, "mlp")
 
     @property
     def head_bias(self) -> bool:
-        """Whether a masked model's heads have biases."""
+        """True if a masked model's heads have biases."""
         return self.bias is True
 
     @property
     def attention_scale(self) -> float:
-        """What the products of queries and keys are multiplied by."""
+        """The factor of the products of queries and keys."""
         return 1.0 / math.sqrt(self.query_scalar or self.head_size)
 
     def window_of(self, layer: int) -> int:
-        """How many keys a query of this layer sees at most, itself among them; 0: all before it."""
+        """Return how many keys a query of this layer sees at most, itself included; 0: all before
+        it."""
         slides = self.sliding_layers == "all"
         if self.sliding_layers == "even":
             slides = layer % 2 == 0
@@ -257,7 +260,7 @@ class ModelConfig(Section):
 
     @property
     def classifies(self) -> bool:
-        """Whether its head gives one score per class, or per candidate, of a whole sequence."""
+        """True if its head gives one score per class, or per candidate, of a whole sequence."""
         return self.output_head == "classes"
 
     @property
@@ -277,7 +280,7 @@ class ModelConfig(Section):
 
 
 def _sound(size: Any) -> bool:
-    """Whether others may be derived from it; if not, it is told of itself."""
+    """Return True if other sizes may be derived from it; else it is a mistake of its own."""
     return type(size) is int and 0 < size <= MOST
 
 

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-# What a preset of Narayanan et al. 2021 leaves out.
+# The keys that presets of Narayanan et al. 2021 leave out.
 DEFAULTS = {"seq_length": 2048, "vocab_size": 51200}
 RECIPE = ("batch", "optimizer")  # sections of which a preset may state keys
 # A warm-up is published for a run of full length: of a shorter one it takes at most this part.
@@ -30,7 +30,7 @@ def model_presets() -> dict[str, dict[str, Any]]:
 
 
 def recipe(name: str) -> dict[str, dict[str, Any]]:
-    """What the source of a preset states of [batch] and [optimizer]."""
+    """Return the keys of [batch] and [optimizer] that the source of a preset states."""
     return {section: dict(_tables()[name].get(section, {})) for section in RECIPE}
 
 

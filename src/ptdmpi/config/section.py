@@ -1,4 +1,4 @@
-"""What all sections of a configuration are made of: the frozen table, and bounded numbers."""
+"""The base classes of all sections of a configuration, and the types of their keys."""
 
 from enum import Enum
 from typing import Annotated, Any, TypeVar
@@ -36,7 +36,7 @@ RunName = Annotated[str, AfterValidator(_is_below)]
 
 
 class OnResume(Enum):
-    """What a change of a key means for a run that resumes from a checkpoint."""
+    """The meaning of a changed key for a run that resumes from a checkpoint."""
 
     BOUND = "refused"
     BOUND_ORDER = 'refused, unless data.change = "from here" allows it'

@@ -113,7 +113,7 @@ class PrecisionConfig(Section):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether small gradients would vanish in the type, so that the loss is scaled."""
+        """True if small gradients would vanish in the type, so that the loss is scaled."""
         return PRECISIONS[self.compute].scales_loss
 
 
@@ -161,8 +161,8 @@ class OptimizerConfig(Section):
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """What is kept of parameters beside their weights, by torch's names; last the weights'
-        moving average, where there is one. Muon keeps the first of the layers' matrices alone, and
+        """The state of parameters in addition to their weights, by torch's names; last the weights'
+        moving average, if there is one. Muon keeps the first of the layers' matrices alone, and
         of all others what AdamW does."""
         kept: tuple[str, ...] = (MOMENTUM,) if self.momentum else ()
         if self.kind == "muon":
@@ -173,17 +173,17 @@ class OptimizerConfig(Section):
 
     @property
     def has_matrices(self) -> bool:
-        """Whether the layers' matrices are updated each as a whole."""
+        """True if each of the layers' matrices is updated as a whole."""
         return self.kind == "muon"
 
     @property
     def numbers(self) -> int:
-        """How many numbers are kept of a parameter beside its weight; of one of the layers'
-        matrices under Muon it is one less."""
+        """The numbers of state per element of a parameter, without its weight; one of the layers'
+        matrices has one less under Muon."""
         return len(self.moments) - self.has_matrices
 
     def last_steps(self, steps: int) -> int:
-        """How many of `steps` steps `decay = "wsd"` decays in, at least one."""
+        """Return how many of `steps` steps `decay = "wsd"` decays in, at least one."""
         asked = self.decay_steps
         return asked if isinstance(asked, int) else max(1, round(asked * steps))
 
@@ -241,9 +241,9 @@ class DataConfig(Section):
 
 
 class TaskConfig(Section):
-    """What a head for a task is trained on: `data.train` and `data.valid` are then JSON lines, of
-    texts with one of `labels`, or of questions with `choices` candidates each, which are as many
-    sequences. The model's head follows from it (`Config.with_head`)."""
+    """The data that a head for a task is trained on: `data.train` and `data.valid` are then JSON
+    lines, of texts with one of `labels`, or of questions with `choices` candidates each, which are
+    as many sequences. The model's head follows from it (`Config.with_head`)."""
 
     kind: Bound[Literal["none", "classification", "choice"]] = "none"
     labels: Bound[Annotated[tuple[FileName, ...], Field(strict=False)]] = ()

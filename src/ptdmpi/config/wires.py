@@ -16,7 +16,7 @@ WIRES = {
 
 
 def wire_mistakes(name: str) -> Iterator[str]:
-    """What is wrong with `comm.wire = name`, as one line; nothing if it is legal."""
+    """Yield the mistake in `comm.wire = name`, as one line; nothing if it is legal."""
     if name != AUTO and name not in WIRES:
         legal = ", ".join(f'"{known}"' for known in (AUTO, *WIRES))
         yield f'comm.wire = "{name}": no such wire; legal: {legal}'

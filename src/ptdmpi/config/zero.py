@@ -27,7 +27,7 @@ def covers_weights(zero: int) -> bool:
 class Sharing(NamedTuple):
     """A stage of ZeRO, and the number of ranks of the group that shares out what it covers.
 
-    Of a group of one rank nothing is shared out, whatever the stage.
+    A group of one rank shares out nothing, whatever the stage.
     """
 
     zero: int = 0
@@ -35,18 +35,18 @@ class Sharing(NamedTuple):
 
     @property
     def shards_state(self) -> bool:
-        """Whether each rank updates a part of the parameters, and has the optimizer's state of that
+        """True if each rank updates a part of the parameters, and has the optimizer's state of that
         part alone."""
         return self.ranks > 1 and covers_state(self.zero)
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether each rank keeps a part of the gradients; then each microbatch's are reduced."""
+        """True if each rank keeps a part of the gradients; then each microbatch's are reduced."""
         return self.ranks > 1 and covers_gradients(self.zero)
 
     @property
     def shards_weights(self) -> bool:
-        """Whether each rank keeps a part of the weights, which are gathered for each use."""
+        """True if each rank keeps a part of the weights, which are gathered for each use."""
         return self.ranks > 1 and covers_weights(self.zero)
 
     @property
@@ -66,6 +66,6 @@ class Sharing(NamedTuple):
 
 
 def stages_of_zero(reproducible: bool) -> tuple[int, ...]:
-    """What a run may share out: one that adds up gradients along one tree has each of them whole
+    """Return the legal stages. A run that adds up gradients along one tree has each of them whole
     until all microbatches are in."""
     return tuple(zero for zero in STAGES if not (reproducible and covers_gradients(zero)))

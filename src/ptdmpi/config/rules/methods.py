@@ -25,7 +25,7 @@ from ptdmpi.config.zero import covers_state
 
 
 def method_rules(sections: Sections) -> Iterator[str]:
-    """Yield the mistakes in [data_parallel], and in sections that its method does not go with."""
+    """Yield the mistakes in [data_parallel], and in sections that its method excludes."""
     section = sections.data_parallel
     yield from where_known(_unused, section)
     yield from where_known(_together, section)
@@ -115,7 +115,7 @@ def _unused(section: DataParallelConfig) -> Iterator[str]:
 
 
 def _together(section: DataParallelConfig) -> Iterator[str]:
-    """What of one section goes with nothing that is known of, where replicas differ."""
+    """Yield the keys that no known method combines, where replicas differ."""
     if section.method not in DIFFERING:
         return
     if not encodes(section):
@@ -153,7 +153,7 @@ def _together(section: DataParallelConfig) -> Iterator[str]:
 
 
 def _rank_rules(section: DataParallelConfig, model: ModelConfig) -> Iterator[str]:
-    """Factors that have more numbers than what they stand for: all of the model travels whole."""
+    """Yield a mistake if the factors have as many numbers as every tile that they replace."""
     if section.method == "all_reduce":
         return
     if section.compressor != "power_sgd" or not encodes(section):
@@ -177,7 +177,7 @@ def _default(section: DataParallelConfig, key: str) -> str:
 
 
 def _beside_sharding(section: DataParallelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """What shares out or moves away state that the method changes or sends whole."""
+    """Yield the settings that shard or move state which the method changes or sends whole."""
     if section.method == "all_reduce":
         return
     method = _named(section)

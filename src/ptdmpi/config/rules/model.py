@@ -40,7 +40,7 @@ def shape_rules(model: ModelConfig) -> Iterator[str]:
 
 
 def _objective_rules(model: ModelConfig) -> Iterator[str]:
-    """What belongs to masked language models and to heads for tasks, and what these need."""
+    """Yield the mistakes in keys of masked language models and of heads for tasks."""
     if model.classifies != bool(model.classes):
         yield (
             f'model.classes = {model.classes} and model.output_head = "{model.output_head}" do not '

@@ -24,7 +24,7 @@ MUON = 'optimizer.kind = "muon"'
 
 
 def optimizer_rules(sections: Sections) -> Iterator[str]:
-    """Yield the mistakes in [optimizer], and in sections that it does not go with."""
+    """Yield the mistakes in [optimizer], and in sections that exclude it."""
     optimizer = sections.optimizer
     if optimizer is None:
         return
@@ -106,7 +106,7 @@ def _average_rules(optimizer: OptimizerConfig, section: DataParallelConfig) -> I
 
 
 def _optimizer_keys(optimizer: OptimizerConfig) -> Iterator[str]:
-    """Keys that say something to another kind of optimizer, or of decay."""
+    """Yield the keys that only another kind of optimizer, or of decay, uses."""
     kind, fields = optimizer.kind, OptimizerConfig.model_fields
     for key, kinds in OPTIMIZED_BY.items():
         if getattr(optimizer, key) != fields[key].default and kind not in kinds:

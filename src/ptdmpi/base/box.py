@@ -7,7 +7,7 @@ from typing import Self
 
 
 def rows_of(shape: Sequence[int], element_bytes: int, limit_bytes: int) -> int:
-    """How many rows of dim 0 of a tensor stay below a limit; at least one."""
+    """Return the number of rows of dim 0 of a tensor that stay below a limit; at least one."""
     return max(1, limit_bytes // (element_bytes * max(1, math.prod(shape[1:]))))
 
 
@@ -62,11 +62,11 @@ class Box:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """What a tensor or an array is indexed by for the elements of the box."""
+        """The index of a tensor or an array that gives the elements of the box."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def along(self, dim: int, start: int, stop: int) -> Self:
-        """The same box but for one dim, along which it goes from `start` to `stop`."""
+        """Return the same box with another extent of one dim, from `start` to `stop`."""
         return replace(
             self,
             start=(*self.start[:dim], start, *self.start[dim + 1 :]),
@@ -84,7 +84,7 @@ class Box:
             yield self.rows(first, min(height, first + rows))
 
     def overlap(self, other: "Box") -> Self | None:
-        """What both have in common; None where that is nothing."""
+        """Return the box that both have in common; None if there is none."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
         if any(a >= b for a, b in zip(start, stop, strict=True)):

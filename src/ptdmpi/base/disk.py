@@ -1,4 +1,4 @@
-"""Files that appear as a whole or not at all, and what the disk is told while they are written."""
+"""Files that appear as a whole or not at all, and advice to the disk while they are written."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ def put_in_place(temporary: Path, path: Path) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """The path of a file beside `path` for the caller to write, which then takes its place.
 
-    Where the block or the disk fails, what was under `path` stays, and nothing is left beside it.
+    If the block or the disk fails, the old file at `path` stays, and no other is left.
     The name has the process in it: two that write the same file do not write into each other's.
     Raises OSError.
     """

@@ -1,4 +1,4 @@
-"""What a rank sends, by kind of message: counted as it leaves, or foreseen by closed forms.
+"""The bytes that a rank sends, by kind of message: counted as they leave, or by closed forms.
 
 One convention for both, which no algorithm and no wire changes: the bytes that each of n ranks must
 send, on average, for a collective about x bytes of tensors (Thakur et al. 2005, section 4; so
@@ -18,7 +18,7 @@ Tensors on wires only. Small objects, votes, heartbeats and checkpoints are not 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# How often the bytes of a collective leave each rank, but for the rank's own n-th part of them.
+# The number of times that the bytes of a collective leave each rank, without its own n-th part.
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 KINDS = (*PASSES, "all_to_all", "broadcast", "send", "neighbours")
 
@@ -43,7 +43,7 @@ class Tally:
 
     @property
     def sent_bytes(self) -> dict[str, int]:
-        """What this rank sends of it by the convention, of all kinds; a part of a byte is left."""
+        """The bytes that this rank sends by the convention, by kind, rounded down."""
         n = self.ranks
         return {
             kind: PASSES[kind] * size * (n - 1) // n if kind in PASSES else size
@@ -55,7 +55,7 @@ class Tally:
         return Tally(self.ranks, dict(self.messages), dict(self.whole_bytes))
 
     def since(self, earlier: "Tally") -> "Tally":
-        """What was added since it was `earlier`."""
+        """Return the messages since the tally was `earlier`."""
         return Tally(
             self.ranks,
             {kind: n - earlier.messages[kind] for kind, n in self.messages.items()},
@@ -80,7 +80,7 @@ class Traffic:
         return _found({group: tally.messages for group, tally in self.tallies.items()})
 
     def since(self, earlier: "Traffic") -> "Traffic":
-        """What was added since it was `earlier`."""
+        """Return the messages since the tally was `earlier`."""
         tallies = self.tallies.items()
         return Traffic({group: tally.since(earlier.tallies[group]) for group, tally in tallies})
 

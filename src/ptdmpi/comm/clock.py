@@ -19,7 +19,7 @@ class Mark(Protocol):
     """A moment in the order of a device's work, such as a CUDA event."""
 
     def done(self) -> bool:
-        """Whether the work before it is done. Never waits; any thread may ask."""
+        """Return True if the work before it is done. Never waits; any thread may ask."""
 
     def at_s(self) -> float:
         """When that was, in seconds of `time.perf_counter`; only of a mark that is done."""
@@ -29,7 +29,7 @@ class Clock(Protocol):
     """Puts down marks on one device."""
 
     def mark(self) -> Mark:
-        """Now, behind all work that was handed over so far."""
+        """Return a mark of now, after all work that was handed over so far."""
 
     def settle(self) -> None:
         """Wait for the device, so that all marks so far are done, and lay the two times upon each

@@ -4,8 +4,8 @@ A communicator stands for one group of the process grid, such as an axis, seen f
 is the same code with the exchange skipped. Tensors must be contiguous: a silently copied one would
 lose its result.
 
-A collective may be begun and waited for later: `all_reduce_begin(x)` returns a handle, and what
-does not need x goes on meanwhile. Every rank of a group begins the same ones in the same order.
+A collective may be begun and waited for later: `all_reduce_begin(x)` returns a handle, and the rank
+may compute without x until it waits. Every rank of a group begins the same ones in the same order.
 """
 
 import math
@@ -31,17 +31,17 @@ class Handle(Protocol):
     """Communication under way; its tensors belong to it until `wait` returns."""
 
     def wait(self) -> None:
-        """What follows may use the tensors. On a device its queue waits, and the host does not."""
+        """Return when the tensors may be used; on a device its queue waits, not the host."""
 
     def done(self) -> bool:
-        """Whether the tensors are there already. Never waits."""
+        """Return True if the tensors are there already. Never waits."""
 
 
 class _Done:
     """The handle of what was over when it was begun."""
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once."""
 
     def done(self) -> bool:
         """Return True."""
@@ -205,8 +205,8 @@ class Communicator(WireTraits, ABC):
         return self._begin("all_gather", self._all_gather, whole.view(-1), self._own(whole))
 
     def reduce_scatter_in_place(self, whole: Tensor) -> Handle:
-        """Begin to replace part `rank` of `whole`, [size n, ...], by its sum over the ranks; what
-        the other parts hold then is not defined."""
+        """Begin to replace part `rank` of `whole`, [size n, ...], by its sum over the ranks; the
+        other parts are undefined then."""
         if not self._has_parts(whole):
             return DONE
         return self._begin("reduce_scatter", self._reduce_scatter, self._own(whole), whole.view(-1))
@@ -383,7 +383,7 @@ class _All:
 
 
 class Neighbourhood:
-    """Whom this rank of a group hears from, and whom it tells: a graph, as seen from one rank.
+    """The ranks of a group that send to this one, and those it sends to: a graph, seen from a rank.
 
     This one exchanges in pairs, so that a wire needs no more than sends and receives; a wire that
     knows graphs has one of its own. An exchange is counted as "neighbours" and named so in `busy`.
@@ -477,7 +477,7 @@ def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
     elif op != "sum":
         raise ValueError(f"op is sum or max, not {op}")
     elif result.dtype in (torch.bfloat16, torch.float16) and len(pieces) > 2:
-        # rounded once: with eight bits, after each addition, small gradients are lost beside large
+        # rounded once: with eight bits, after each addition, small gradients are lost next to large
         total = pieces[0].float()
         for piece in pieces[1:]:
             total += piece

@@ -1,4 +1,4 @@
-"""What must be right before mpi4py, torch or h5py is imported: the environment of a rank.
+"""The environment of a rank, which must be right before mpi4py, torch or h5py is imported.
 
 Sites differ in binding and network variables; those are left alone. Set here (only where the user
 did not) is what is wrong on every machine otherwise.
@@ -77,7 +77,7 @@ def _prepare_for_gpus(environ: MutableMapping[str, str]) -> None:
     # ever; so NCCL (2.26 on) runs them in the order of the host's calls, which all ranks share.
     # From CUDA 12.3 on they still overlap (NCCL user guide, environment variables).
     environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    # Streams share the device's queues, 8 by default: what comes behind a message that waits for
+    # Streams share the device's queues, 8 by default: work after a message that waits for
     # its other end, in the same queue, waits too. 32 is the most (CUDA programming guide).
     environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # Tensors of many sizes leave gaps in fixed blocks of memory; blocks that grow have fewer

@@ -1,4 +1,4 @@
-"""Small messages between ranks, beside the training and never blocking."""
+"""Small messages between ranks during the training, which never block."""
 
 from collections import deque
 from typing import Any
@@ -42,7 +42,7 @@ class Mailbox:
         self._own.clear()
         status = MPI.Status()
         while self.size > 1:
-            # matched: what was probed is what is received (MPI 4.1, section 3.8.2)
+            # matched: the message that was probed is received (MPI 4.1, section 3.8.2)
             message = self.control.improbe(status=status)
             if message is None:
                 break

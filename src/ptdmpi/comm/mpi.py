@@ -133,7 +133,7 @@ class MpiCommunicator(Communicator):
     def _all_gather(self, result: Tensor, flat: Tensor) -> Handle:
         host = _host_room(result)
         own = host.view(self.size, -1)[self.rank]
-        # MPI forbids a buffer that is sent and received into, but for one that is in its place
+        # MPI forbids a buffer that is sent and received into, unless it is in its place
         inside = own.data_ptr() == flat.data_ptr() or host is not result
         if host is not result:
             own.copy_(flat)
@@ -204,7 +204,7 @@ class MpiNeighbourhood(Neighbourhood):
     ) -> None:
         super().__init__(group, sources, destinations)
         assert isinstance(group.control, MPI.Intracomm), "a group is one of ranks, not of two sides"
-        # ranks keep their places: what each of them holds is there already
+        # ranks keep their places: their state is there already
         self._graph = group.control.Create_dist_graph_adjacent(
             self.sources, self.destinations, reorder=False
         )

@@ -1,4 +1,4 @@
-"""Copies between the host and a device, beside what the device computes; on the host, nothing.
+"""Copies between the host and a device while the device computes; on the host, nothing.
 
 A device takes work from queues (streams of CUDA), each in the order of the calls. Copies have one
 of their own here, so that they and products overlap; who comes behind whom is said by marks
@@ -17,10 +17,10 @@ from torch import Tensor
 
 
 class Passed(Protocol):
-    """A place in a queue: what was handed over before it is done."""
+    """A place in a queue, passed when all work before it is done."""
 
     def computing_waits(self) -> None:
-        """What is handed to the current queue of the device from now on comes behind it."""
+        """Let the work of the current queue of the device from now on come after it."""
 
     def host_waits(self) -> None:
         """Return when it is passed."""
@@ -30,7 +30,7 @@ class Copies(Protocol):
     """The queue of copies of one device."""
 
     def behind(self, place: Passed) -> contextlib.AbstractContextManager[None]:
-        """Copies begun inside go into this queue, and come behind a place of either queue."""
+        """Return a context whose copies go into this queue, after a place of either queue."""
 
     def computed(self) -> Passed:
         """The end of what was handed over to be computed so far."""
@@ -66,7 +66,7 @@ class _Nothing:
 
 
 class _DeviceCopies:
-    """A stream of copies beside the stream that is current where it is asked."""
+    """A stream of copies next to the stream that is current where it is asked."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -126,8 +126,8 @@ def locked(size: int) -> Tensor:
     """Bytes of the host, locked for as long as anybody holds them. Raises MemoryError where the
     system does not let it.
 
-    They have pages of their own, of which none is locked twice. The allocator of torch rounds up to
-    powers of two: for 81 GB it would lock 128 GiB.
+    They have pages of their own, so that no page is locked twice. The allocator of torch rounds
+    up to powers of two: for 81 GB it would lock 128 GiB.
     """
     whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     room = torch.empty(whole + mmap.PAGESIZE, dtype=torch.uint8)

@@ -1,5 +1,5 @@
-"""What wires of devices share: a library carries the tensors that it reaches, MPI those of the
-host; and neighbours of a pipeline have a way of their own in each direction."""
+"""The common part of wires of devices: a library carries the tensors that it reaches, MPI those of
+the host; neighbours of a pipeline have a connection of their own in each direction."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ class Carrier(Protocol):
     """One group of a library, on flat tensors that it reaches."""
 
     def reaches(self, flat: Tensor) -> bool:
-        """Whether the tensor is on the device of this library."""
+        """Return True if the tensor is on the device of this library."""
 
     def all_reduce(self, flat: Tensor, op: str) -> Handle:
         """Begin to replace `flat` by its sum or "max" over the ranks."""
@@ -55,7 +55,7 @@ class Carrier(Protocol):
 
 
 class RoutedCommunicator(Communicator):
-    """A group of which a carrier carries what it reaches. Of one rank it has none."""
+    """A group whose carrier sends the tensors that it reaches; a group of one rank has none."""
 
     overlaps = True
 

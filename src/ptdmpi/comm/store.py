@@ -1,6 +1,6 @@
 """torch.distributed's store of keys and values over MPI: no port, no MASTER_ADDR, no file.
 
-Keys stand on rank 0 of a communicator of their own, where a thread answers.
+The keys are on rank 0 of a communicator of their own, where a thread answers.
 """
 
 import threading
@@ -23,7 +23,7 @@ LIMIT = timedelta(minutes=5)
 
 
 class MpiStore(Store):
-    """What all ranks of a communicator know; all of them make it together. It needs
+    """A store of keys that all ranks of a communicator share; all ranks make it together. It needs
     MPI_THREAD_MULTIPLE; each rank calls `leave` and `join` before MPI is finalized.
 
     Keep it for as long as groups live that were made with it: torch does not.

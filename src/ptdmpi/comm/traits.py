@@ -1,4 +1,4 @@
-"""What a wire says of itself, and how it begins and ends."""
+"""The properties of a wire, its begin and its end."""
 
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,7 +13,7 @@ class WireError(RuntimeError):
 
 
 class WireTraits:
-    """What differs between wires beside how they move tensors.
+    """The differences between wires, apart from how they move tensors.
 
     `exact`: sums are taken in ascending rank order, in float32 at least, whatever messages and
     algorithm; who needs equal bits asks. `posts_early`: a receive may be begun long before its
@@ -43,6 +43,6 @@ class WireTraits:
         return ""
 
     def abort(self) -> None:
-        """End what is under way on this rank, from any thread; no tensor can be sent any more. What
-        goes through MPI is ended by MPI."""
+        """End what is under way on this rank, from any thread; no tensor can be sent any more. MPI
+        ends its own messages."""
         return

@@ -1,4 +1,4 @@
-"""What survivors of a lost rank can ask of MPI, and do: User-Level Failure Mitigation.
+"""User-Level Failure Mitigation: what MPI offers the survivors of a lost rank.
 
 ULFM (Bland et al. 2013, "Post-failure recovery of MPI communication capability"; MPI 5 proposal)
 is in Open MPI 5 when it is started with `--with-ft ulfm`. Which operation reports a failure, and by
@@ -37,7 +37,7 @@ def require(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def rank_lost(world: World, patience_s: float = PATIENCE_S) -> bool:
-    """Whether an operation failed because a rank is lost; asked of the communicators.
+    """Return True if an operation failed because a rank is lost; asked of the communicators.
 
     The error class says little: a broken barrier can surface as MPI_ERR_OTHER. An answer "no" takes
     `patience_s`, for the news may be on its way.

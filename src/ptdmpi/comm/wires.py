@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Wire:
-    """What makes the communicators of the data plane: one for each group of a grid.
+    """A maker of the communicators of the data plane: one for each group of a grid.
 
     `World.split` calls it on all ranks of a group, group after group in one order everywhere, each
     with an MPI communicator of exactly these ranks, which has been through a barrier. So a wire

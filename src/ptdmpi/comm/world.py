@@ -49,7 +49,7 @@ class Axes:
 
     @property
     def exact(self) -> bool:
-        """Whether sums over every group have the same bits however they travel."""
+        """True if sums over every group have the same bits however they travel."""
         return all(group.exact for group in self.groups.values() if group.size > 1)
 
     @property
@@ -59,13 +59,13 @@ class Axes:
 
     def settle(self) -> None:
         """Wait for this rank's device. Raises WireError if what it waited for is not to be trusted:
-        a connection that was aborted ends with whatever stood in its tensors."""
+        a connection that was aborted ends with whatever was in its tensors."""
         self.clock.settle()
         if reason := self.failure():
             raise WireError(reason)
 
     def failure(self) -> str:
-        """What has failed of the wires, in words; empty while nothing has. For any thread."""
+        """Return in words which wire has failed; empty while none has. For any thread."""
         return next(filter(None, (group.failure() for group in self.groups.values())), "")
 
     def abort(self) -> None:
@@ -73,7 +73,7 @@ class Axes:
         _abort(self.groups.values())
 
     def traffic(self) -> Traffic:
-        """What this rank has sent so far, as a copy. Groups that share a communicator are one, by
+        """Return a copy of the tallies of this rank. Groups that share a communicator are one, by
         the name of the axis; an axis that has all data ranks goes by the name of these."""
         own = [name for name in self.groups if self.grid.same_as(name) == name]
         return Traffic({self.grid.called(name): self.groups[name].tally.copy() for name in own})
@@ -81,7 +81,7 @@ class Axes:
 
 @dataclass(frozen=True)
 class Process:
-    """What stays the same of a rank, however often the ranks are numbered anew."""
+    """The properties of a rank that stay the same when ranks are numbered anew."""
 
     number: int  # its rank in the first world: what people and logs call it
     node: int  # the lowest launch rank of its node

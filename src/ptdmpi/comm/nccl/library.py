@@ -1,4 +1,4 @@
-"""What the wire asks of a library of queues, and NCCL as such a library, by NVIDIA's `nccl4py`.
+"""The protocols of a library of queues, and NCCL as such a library, by NVIDIA's `nccl4py`.
 
 Everything that the wire decides (who makes ids, in which order ranks connect, which queue waits
 for which mark) stands above this seam: it runs on any library that keeps these four protocols.
@@ -26,17 +26,17 @@ class Event(Protocol):
     """A mark in a stream, as torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Whether what stands before it is done. Never waits."""
+        """Return True if all work before it is done. Never waits."""
 
 
 class DeviceQueue(Protocol):
     """A queue of a device, as torch.cuda.Stream."""
 
     def record_event(self) -> Event:
-        """Put a mark behind all that was put in so far."""
+        """Put in a mark after all that was put in so far."""
 
     def wait_event(self, event: Any) -> None:
-        """What is put in from now on begins after `event`; the host does not wait."""
+        """Let all that is put in from now on begin after `event`; the host does not wait."""
 
 
 class Connection(Protocol):
@@ -65,7 +65,7 @@ class Connection(Protocol):
         """Fill `flat` with what a rank sends."""
 
     def error(self) -> str:
-        """What has gone wrong behind the host's back; empty while nothing has."""
+        """Return the error of the device, of which the host has no exception; empty without one."""
 
     def abort(self) -> None:
         """End what is under way on this rank; nothing can be put in any more."""
@@ -73,7 +73,7 @@ class Connection(Protocol):
 
 @dataclass(frozen=True)
 class Described:
-    """What ranks must agree on, and the device, which no two of them may share."""
+    """The version and path that ranks must agree on, and the device, which no two may share."""
 
     version: str
     path: str
@@ -82,7 +82,7 @@ class Described:
 
 
 class Library(Protocol):
-    """What connects ranks, on the device of this one."""
+    """A library that connects ranks, on the device of this one."""
 
     def describe(self) -> Described:
         """Return what ranks must agree on."""
@@ -157,9 +157,7 @@ class NcclConnection:
         self.communicator = communicator
         self.ops = {"sum": core.SUM, "max": core.MAX}
         self._aborted = False
-        self._asking = (
-            threading.Lock()
-        )  # the watch asks beside whoever aborts: nothing is left then
+        self._asking = threading.Lock()  # the watch may ask during an abort: nothing is left then
 
     def all_reduce(self, flat: Tensor, op: str, stream: Any) -> None:
         """Put an all-reduce, in place, into the stream."""
@@ -213,7 +211,7 @@ class NcclConnection:
 
 
 def _name(state: int) -> str:
-    """What a result is called: a number comes, whatever nccl4py's annotation says."""
+    """Return the name of a result: it is a number, whatever nccl4py's annotation says."""
     kinds = importlib.import_module("nccl.bindings.nccl").Result
     try:
         return str(kinds(int(state)).name)
@@ -227,7 +225,7 @@ def unique_id() -> bytes:
 
 
 def installed() -> bool:
-    """Whether the extra `nccl` is there, as far as one can tell without loading it."""
+    """Return True if the extra `nccl` is installed; nothing is loaded."""
     try:
         return importlib.util.find_spec("nccl.core") is not None
     except ModuleNotFoundError:
@@ -235,7 +233,7 @@ def installed() -> bool:
 
 
 def told() -> str:
-    """What this rank has of NCCL, in words."""
+    """Return in words which NCCL this rank has."""
     if not installed():
         return "no nccl4py"
     try:

@@ -2,7 +2,7 @@
 
 Every connection has a stream of its own, and every operation goes into it: behind what the rank has
 computed so far, by a mark of the stream that it computes in. Waiting for an operation is the same
-the other way: that stream waits for a mark behind it, and the host goes on.
+the other way: that stream waits for a mark after it, and the host continues.
 """
 
 from collections import deque
@@ -64,11 +64,11 @@ class Line:
         self._failed = ""
 
     def begin(self, what: str, work: Callable[..., None], *arguments: Argument) -> Handle:
-        """Put `work` into the stream, behind all that this rank has computed."""
+        """Put `work` into the stream, after all that this rank has computed."""
         tensors = [tensor for tensor in arguments if isinstance(tensor, Tensor)]
         label = f"{what} of {max(tensor.nbytes for tensor in tensors)} bytes on {self.name}"
         for tensor in tensors:
-            if not tensor.is_contiguous():  # what is sent is memory, whatever stands in the gaps
+            if not tensor.is_contiguous():  # memory is sent, whatever is in the gaps
                 raise ValueError(f"{label}: a tensor with gaps")
         self.check(label)
         computed = self.library.computes_in().record_event()
@@ -81,7 +81,10 @@ class Line:
         return Queued(self, ended, label, tensors)
 
     def pending(self) -> str:
-        """What the stream is in; nothing while it waits for computes. For any thread."""
+        """Return the operation that the stream is in; empty while it waits for computes.
+
+        Any thread may ask.
+        """
         # a copy, in one operation of the interpreter: the other thread changes it meanwhile
         for what, computed, ended in list(self._placed):
             if not ended.query():
@@ -90,7 +93,7 @@ class Line:
         return ""
 
     def failure(self) -> str:
-        """What has gone wrong first, which is more than that it was aborted for that."""
+        """Return the first error: later ones say only that the connection was aborted."""
         self._failed = self._failed or self.connection.error()
         return self._failed
 

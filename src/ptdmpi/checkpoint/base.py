@@ -22,45 +22,48 @@ from ptdmpi.plan.shape.parameters import frozen_layer, task_head
 
 
 def fingerprint(manifest: Manifest) -> str:
-    """SHA-256 over what the manifest says of the weights: names, shapes, types, boxes and their
-    checksums, or of the codes and scales of those in few bits. Each box is held against its
-    checksum when it is read, so this is of the values, too, without reading them twice; the same
-    values in other boxes count as other ones."""
-    found: list[Any] = [
-        (name, one.shape, one.dtype, sorted((p.box.start, p.box.stop, p.crc32) for p in one.pieces))
-        for name, one in sorted(manifest.tensors.items())
-        if name.partition("/")[0].partition("@")[0] in (WEIGHTS, KIND_OF_CODES, KIND_OF_SCALES)
-    ]
+    """Return the SHA-256 over the manifest's entries of the weights: names, shapes, types, boxes
+    and their checksums; of quantized weights, those of codes and scales. Each box is compared with
+    its checksum when it is read, so this identifies the values, too, without reading them twice.
+    The same values in other boxes have another fingerprint."""
+    described: list[Any] = []
+    for name, tensor in sorted(manifest.tensors.items()):
+        if name.partition("/")[0].partition("@")[0] in (WEIGHTS, KIND_OF_CODES, KIND_OF_SCALES):
+            pieces = sorted((p.box.start, p.box.stop, p.crc32) for p in tensor.pieces)
+            described.append((name, tensor.shape, tensor.dtype, pieces))
     if manifest.form is not None:
-        found.append(astuple(manifest.form))
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+        described.append(astuple(manifest.form))
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
 def base_at(path: Path, form: LowBit | None = None) -> tuple[Path, Base]:
-    """The newest complete checkpoint that `path` names, and what it is. Raises InputError, also
-    where its matrices are not of this `form`; None: of any."""
+    """Return the newest complete checkpoint that `path` names, and its identity. Raises InputError
+    if there is none, or its matrices are not of this `form` (None: any form)."""
     directory = newest(path)
     manifest = sound_manifest(directory)
     if form is not None and manifest.form != form:
-        found, legal = "in full", 'weights = "none", or a base that `ptdmpi quantize` has made'
+        stored = "in full"
+        legal = 'weights = "none", or a base that `ptdmpi quantize` has made'
         if manifest.form is not None:
-            found, legal = f"in {_words(manifest.form)}", "both left out: the base says what it is"
+            stored = f"in {_words(manifest.form)}"
+            legal = "both left out: the base says what it is"
         raise InputError(
             f"quantize.weights and block ask for a frozen base in {_words(form)}, and {directory} "
-            f"has its matrices {found}; legal: {legal}"
+            f"has its matrices {stored}; legal: {legal}"
         )
     return directory, Base(str(directory), fingerprint(manifest))
 
 
 def form_at(path: Path) -> LowBit | None:
-    """What the matrices of the newest complete checkpoint that `path` names are; None: they stand
-    there in full. Raises InputError."""
+    """Return the quantized form of the matrices in the newest complete checkpoint of `path`;
+    None if they are stored in full. Raises InputError if there is no such checkpoint."""
     return sound_manifest(newest(path)).form
 
 
 def base_told(config: Config) -> Iterator[str]:
-    """What is said of a frozen base that stays in few bits."""
-    form, compute = LowBit.of(config.quantize), config.precision.compute
+    """Yield the line about a frozen base that stays quantized, if the run has one."""
+    form = LowBit.of(config.quantize)
+    compute = config.precision.compute
     if form is None or not config.adapt.adapts:
         return
     elements, packed = (config.model.layers * count for count in frozen_layer(config.model, 1))
@@ -78,11 +81,14 @@ def _words(form: LowBit) -> str:
 def take_base(
     state: State, world: Communicator, course: Course, tokenizer_sha256: str | None
 ) -> list[str]:
-    """Load the frozen weights from what `adapt.base` names, and have the course know them; of a
-    head for a task, which trains, what there is of it. Returns what there is not, as it was drawn.
-    Raises InputError on every rank. `tokenizer_sha256`: of the tokenizer that they know, where
-    their checkpoint does not say so."""
-    path, form = Path(course.config.adapt.base), LowBit.of(course.config.quantize)
+    """Load the frozen weights of the checkpoint `adapt.base`, and tell the course about it; load a
+    task's head, which trains, as far as the checkpoint has it. Return the names of the head's
+    parameters that keep their initial values.
+
+    `tokenizer_sha256`: of the tokenizer that the weights know, if the checkpoint does not say so.
+    Raises InputError on every rank."""
+    path = Path(course.config.adapt.base)
+    form = LowBit.of(course.config.quantize)
     head = task_head(course.config.model)
     directory, base = on_root(world, lambda: base_at(path, form))
 

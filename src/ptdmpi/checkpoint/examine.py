@@ -28,8 +28,9 @@ SLAB_BYTES = 1 << 25
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """The checkpoints that `path` names, in ascending order of steps: one itself, `latest`, or all
-    of a run or of its `checkpoints/`. Raises InputError if there is none, or it may not be read."""
+    """Return the checkpoints that `path` names, in ascending order of steps: the checkpoint at that
+    path, `latest`, or all of a run or of its `checkpoints/`. Raises InputError if no checkpoint is
+    there, or one may not be read."""
     try:
         return _checkpoints(path)
     except OSError as error:
@@ -43,27 +44,28 @@ def _checkpoints(path: Path) -> list[Path]:
             raise InputError(f"{path}: no such checkpoint")
         return [path]
     for folder in (path / "checkpoints", path):
-        found = files.checkpoints_in(folder)
-        if found:
-            return found
-    foreign = (path / "config.json").is_file()
-    hint = "; ptdmpi convert from-hf takes a model of Hugging Face" if foreign else ""
+        in_folder = files.checkpoints_in(folder)
+        if in_folder:
+            return in_folder
+    hint = ""
+    if (path / "config.json").is_file():
+        hint = "; ptdmpi convert from-hf takes a model of Hugging Face"
     raise InputError(f"{path} is no checkpoint, and no run directory with checkpoints{hint}")
 
 
 def newest(path: Path) -> Path:
-    """The newest sound checkpoint that `path` names. Raises InputError."""
-    found = checkpoints(path)
-    sound = next((one for one in reversed(found) if is_sound(one)), found[-1])
-    sound_manifest(sound)
-    return sound
+    """Return the newest sound checkpoint that `path` names. Raises InputError if none is sound."""
+    named = checkpoints(path)
+    chosen = next((checkpoint for checkpoint in reversed(named) if is_sound(checkpoint)), named[-1])
+    sound_manifest(chosen)  # raises, with the reason, if not even this one is sound
+    return chosen
 
 
 # -- verify ----------------------------------------------------------------------------------------
 
 
 def problems(directory: Path) -> list[str]:
-    """Everything that is wrong with a checkpoint: reads all of it.
+    """Read all of a checkpoint, and return its problems, one line each.
 
     Checked are the manifest's own checksum, sizes, headers and checksums of the files, and that the
     pieces of each tensor cover it without gap or overlap.
@@ -72,11 +74,11 @@ def problems(directory: Path) -> list[str]:
         manifest = read_manifest(directory)
     except InputError as error:
         return [str(error)]
-    found = []
+    lines = []
     for name, tensor in manifest.tensors.items():
-        found += [f"{directory}: {name}: {text}" for text in _uncovered(tensor)]
+        lines += [f"{directory}: {name}: {text}" for text in _uncovered(tensor)]
     for name in manifest.files:
-        found += [f"{directory / name}: {text}" for text in _misfits(directory, name, manifest)]
+        lines += [f"{directory / name}: {text}" for text in _misfits(directory, name, manifest)]
     size_bytes = manifest.total_bytes
     with Reader(directory, manifest) as reader, progress("verifying", size_bytes, "B") as advance:
         share_bytes = size_bytes / max(1, len(reader.pieces))
@@ -84,14 +86,14 @@ def problems(directory: Path) -> list[str]:
             try:
                 reader.check(number)
             except Damaged as error:
-                found.append(str(error))
+                lines.append(str(error))
             advance(share_bytes)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(lines))
 
 
 def _uncovered(tensor: StoredTensor) -> Iterator[str]:
     whole = Box.whole(tensor.shape)
-    # by their first row: a box overlaps no other that begins behind its last one
+    # by their first row: a box overlaps no other that begins after its last one
     boxes = sorted((piece.box for piece in tensor.pieces), key=lambda box: box.start[0])
     for number, box in enumerate(boxes):
         if box.overlap(whole) != box:
@@ -115,10 +117,11 @@ def _misfits(directory: Path, name: str, manifest: Manifest) -> Iterator[str]:
             for piece in tensor.pieces
             if piece.file == name
         ),
-        key=lambda found: found[0].offset,
+        key=lambda pair: pair[0].offset,
     )
     head = header([(piece.key, tensor.dtype, piece.box.size) for piece, tensor in pieces])
-    offset, said = len(head), manifest.files[name]
+    offset = len(head)
+    said = manifest.files[name]
     for piece, tensor in pieces:
         if piece.offset != offset:
             yield f"{piece.key} stands at byte {piece.offset} instead of {offset}"
@@ -142,9 +145,9 @@ def _misfits(directory: Path, name: str, manifest: Manifest) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How one tensor (or value of the progress) differs. `greatest_absolute` of all elements, and
-    `greatest_relative`: that over the greatest magnitude in the first checkpoint; None where values
-    cannot be compared."""
+    """The difference of one tensor, or of one value of the progress. `greatest_absolute` is
+    that of all elements, `greatest_relative` the same over the greatest magnitude in the first
+    checkpoint; None if values cannot be compared."""
 
     name: str
     what: str
@@ -153,13 +156,14 @@ class Difference:
 
 
 def differences(first: Path, second: Path) -> list[Difference]:
-    """Where two checkpoints differ, whatever layouts wrote them; none where all bits are equal.
+    """Return the differences of two checkpoints, whatever layouts wrote them; none if all bits are
+    equal.
 
     Raises InputError if one of them cannot be read.
     """
     manifests = [sound_manifest(path) for path in (first, second)]
     progress = [asdict(manifest.progress) for manifest in manifests]
-    found = [
+    different = [
         Difference(f"progress/{key}", f"{progress[0].get(key)} and {progress[1].get(key)}")
         for key in sorted({*progress[0], *progress[1]})
         if progress[0].get(key) != progress[1].get(key)
@@ -169,32 +173,37 @@ def differences(first: Path, second: Path) -> list[Difference]:
         alone = kinds[0].keys() ^ kinds[1].keys()  # as the optimizer's, which a mere model has not
         for kind in sorted(alone):
             path, number = (first, kinds[0][kind]) if kinds[0][kind] else (second, kinds[1][kind])
-            found.append(Difference(f"{kind}/* ({number:,})", f"only in {path}"))
-        for name in sorted(one for one in {*a.tensors, *b.tensors} if _kind(one) not in alone):
+            different.append(Difference(f"{kind}/* ({number:,})", f"only in {path}"))
+        for name in sorted(key for key in {*a.tensors, *b.tensors} if _kind(key) not in alone):
             if name not in a.tensors or name not in b.tensors:
-                found.append(Difference(name, f"only in {first if name in a.tensors else second}"))
+                holder = first if name in a.tensors else second
+                different.append(Difference(name, f"only in {holder}"))
                 continue
             try:
-                found += _compare(name, a, b)
+                different += _compare(name, a, b)
             except Damaged as error:
                 raise InputError(str(error)) from None
-    return found
+    return different
 
 
 def _kind(name: str) -> str:
-    """What a tensor is of its parameter: "weights", a moment of the optimizer."""
+    """Return the kind of a stored tensor: "weights", or a kind of optimizer state."""
     return name.partition("/")[0]
 
 
 def _compare(name: str, a: Reader, b: Reader) -> Iterator[Difference]:
-    one, other = a.tensors[name], b.tensors[name]
-    if one.shape != other.shape:
-        yield Difference(name, f"shapes {list(one.shape)} and {list(other.shape)}")
+    stored = a.tensors[name]
+    other = b.tensors[name]
+    if stored.shape != other.shape:
+        yield Difference(name, f"shapes {list(stored.shape)} and {list(other.shape)}")
         return
-    same_type = one.dtype == other.dtype
-    differing, absolute, magnitude = 0, 0.0, 0.0
-    for slab in Box.whole(one.shape).slabs(rows_of(one.shape, 8, SLAB_BYTES)):
-        x, y = _slab(a, name, slab, one.dtype), _slab(b, name, slab, other.dtype)
+    same_type = stored.dtype == other.dtype
+    differing = 0
+    absolute = 0.0
+    magnitude = 0.0
+    for slab in Box.whole(stored.shape).slabs(rows_of(stored.shape, 8, SLAB_BYTES)):
+        x = _slab(a, name, slab, stored.dtype)
+        y = _slab(b, name, slab, other.dtype)
         unequal = _bits(x) != _bits(y) if same_type else x != y
         differing += int(unequal.sum())
         magnitude = max(magnitude, float(np.nan_to_num(np.abs(x), nan=0.0).max()))
@@ -202,9 +211,9 @@ def _compare(name: str, a: Reader, b: Reader) -> Iterator[Difference]:
             delta = np.abs(x[unequal].astype(np.float64) - y[unequal])
             absolute = max(absolute, float(np.nan_to_num(delta, nan=math.inf).max()))
     if differing or not same_type:
-        what = f"{differing} of {math.prod(one.shape)} elements"
+        what = f"{differing} of {math.prod(stored.shape)} elements"
         if not same_type:
-            what = f"types {one.dtype} and {other.dtype}, {what}"
+            what = f"types {stored.dtype} and {other.dtype}, {what}"
         relative = absolute / magnitude if magnitude else (math.inf if absolute else 0.0)
         yield Difference(name, what, absolute, relative)
 
@@ -220,7 +229,7 @@ def _bits(values: Array) -> Array:
 
 
 def as_json(difference: Difference) -> dict[str, Any]:
-    """With None for what JSON has no number for."""
+    """Return a difference as JSON: None for infinities and NaN."""
     values = asdict(difference)
     for key in ("greatest_absolute", "greatest_relative"):
         if values[key] is not None and not math.isfinite(values[key]):

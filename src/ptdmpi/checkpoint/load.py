@@ -71,7 +71,7 @@ def _require_replicas(state: State, directory: Path, manifest: Manifest, mean: b
 
 
 def took_mean(state: State, manifest: Manifest) -> bool:
-    """Whether what was loaded is the mean of replicas that the checkpoint has each for itself."""
+    """Return True if the loaded state is the mean of replicas that are stored each for itself."""
     stored = manifest.replicas
     differ = any(kind.kept.differs for kind in state.kinds.values())
     return stored > 0 and not (differ and stored == state.peers.size)
@@ -178,8 +178,8 @@ def _filled(
 def drawn(manifest: Manifest, head: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Those of a head's parameters (name -> shape) that a checkpoint does not have, or has of
     another number of classes."""
-    found = {name: manifest.find(key(WEIGHTS, name)) for name in head}
-    return [name for name, one in found.items() if one is None or one.shape != head[name]]
+    stored = {name: manifest.find(key(WEIGHTS, name)) for name in head}
+    return [name for name, tensor in stored.items() if tensor is None or tensor.shape != head[name]]
 
 
 def _require_fit(

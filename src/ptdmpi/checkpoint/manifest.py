@@ -40,7 +40,7 @@ QUANTIZATION = "quantization"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands, besides its tensors. `step` steps are done, `samples` consumed; the
+    """The progress of a run, besides its tensors. `step` steps are done, `samples` consumed; the
     others are the optimizer's counters, and the seed of the order of samples."""
 
     step: int
@@ -85,7 +85,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of. `said`: how its tensors came to be, as JSON: progress, model
+    """The content of a checkpoint. `said`: how its tensors came to be, as JSON: progress, model
     (the section [model] that they are weights of) and what else its run has added; `files`: bytes
     of each; `tensors`: by their names in the state, such as `weights/NAME`."""
 
@@ -103,31 +103,33 @@ class Manifest:
         """Tensors that stand there once for each of several replicas, `weights@0/NAME` and so on:
         the name without the replica -> their names, in the order of the replicas. Who reads by the
         name without it has their mean."""
-        found: dict[str, dict[int, str]] = {}
+        replicas: dict[str, dict[int, str]] = {}
         for name in self.tensors:
             kind, _, rest = name.partition("/")
             plain, _, replica = kind.partition("@")
             if replica.isdecimal():
-                found.setdefault(f"{plain}/{rest}", {})[int(replica)] = name
-        return {name: [one[number] for number in sorted(one)] for name, one in found.items()}
+                replicas.setdefault(f"{plain}/{rest}", {})[int(replica)] = name
+        return {
+            name: [names[number] for number in sorted(names)] for name, names in replicas.items()
+        }
 
     @property
     def replicas(self) -> int:
-        """How many replicas that differ it holds, each for itself; 0: none."""
+        """The number of replicas that it holds each for itself; 0 if they do not differ."""
         return max(map(len, self.means.values()), default=0)
 
     def as_weights(self, kind: str) -> "Manifest":
         """The same with the tensors of another kind, such as the weights' average, for its weights,
         and nothing else. Raises InputError where it has none."""
-        found = {}
+        renamed = {}
         for name, tensor in self.tensors.items():
             own, slash, rest = name.partition("/")
             plain, at, replica = own.partition("@")
             if plain == kind:
-                found[f"{KIND_OF_WEIGHTS}{at}{replica}{slash}{rest}"] = tensor
-        if not found:
+                renamed[f"{KIND_OF_WEIGHTS}{at}{replica}{slash}{rest}"] = tensor
+        if not renamed:
             raise InputError(f"it holds no {kind}: its run keeps none (optimizer.ema_decay = 0)")
-        return replace(self, tensors=found)
+        return replace(self, tensors=renamed)
 
     @property
     def form(self) -> LowBit | None:
@@ -162,10 +164,10 @@ class Manifest:
 
     def __getitem__(self, name: str) -> StoredTensor:
         """What `find` finds. Raises KeyError."""
-        found = self.find(name)
-        if found is None:
+        stored = self.find(name)
+        if stored is None:
             raise KeyError(name)
-        return found
+        return stored
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -282,7 +284,7 @@ def sound_manifest(directory: Path) -> Manifest:
 
 
 def is_sound(directory: Path) -> bool:
-    """Whether `sound_manifest` finds nothing to complain about."""
+    """Return True if `sound_manifest` raises nothing."""
     try:
         sound_manifest(directory)
     except InputError:

@@ -1,4 +1,4 @@
-"""What a rank writes of the state in a save: views of it, or a copy in the host's memory."""
+"""The part of the state that a rank writes in a save: views of it, or a copy on the host."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, or begins with: found, judged and loaded on all ranks."""
+"""The checkpoint that a run resumes from, or begins with: found, judged and loaded on all ranks."""
 
 from collections.abc import Collection
 from pathlib import Path

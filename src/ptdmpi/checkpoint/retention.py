@@ -25,7 +25,7 @@ class Retention:
 
     @property
     def branches(self) -> bool:
-        """Whether the run has not gone on from its own newest checkpoint."""
+        """True if the run has not gone on from its own newest checkpoint."""
         return self._branch is not None
 
     def branch_from(self, source: Path | None, named: Path | None = None) -> None:

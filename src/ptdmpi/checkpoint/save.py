@@ -6,7 +6,7 @@ to write, and `manifest.json`, which says for every logical tensor (`weights/NAM
 Everything is written and synced under a temporary name; the manifest comes last, then the directory
 is renamed, then `latest` is moved. Ranks that hold equal tensors share the writing by bytes.
 
-A thread of each rank writes its file, and one of rank 0 the rest. What all ranks must agree on goes
+A thread of each rank writes its file, and one of rank 0 the rest. All agreements of ranks go
 over the world communicator, on the main thread, between two steps: MPI need not bear threads, and
 the messages of a step meet no others.
 """
@@ -100,7 +100,7 @@ class Checkpoints:
 
     @property
     def branches(self) -> bool:
-        """Whether the run has not gone on from its own newest checkpoint."""
+        """True if the run has not gone on from its own newest checkpoint."""
         return self.retention.branches
 
     @property

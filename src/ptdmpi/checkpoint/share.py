@@ -1,4 +1,4 @@
-"""Who writes what: a rank's part of the state, in even shares over the ranks that hold the same."""
+"""A rank's part of what is written: even shares over the ranks that hold the same state."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,8 +11,8 @@ WHOLE_BYTES = 1 << 16
 
 
 def share(state: State, axes: Axes, mean: bool = False) -> Iterator[Piece]:
-    """What this rank writes, so that every element of every tensor is written once. `mean`: of
-    replicas that differ their mean is, under one name, and else each of them."""
+    """Yield the parts that this rank writes, so that every element of every tensor is written once.
+    `mean`: of replicas that differ, their mean is written, under one name; else each of them."""
     grid, rank = axes.grid, axes.world.rank
     owned = [piece for piece in state.pieces(mean) if piece.owned]
     # those that the fewest ranks hold come first
@@ -40,7 +40,7 @@ def divide(
     for number, shape in enumerate(shapes):
         size = math.prod(shape) * element_bytes
         units = shape[0] if size > WHOLE_BYTES else 1
-        # -(-a // b) rounds up: the first unit that begins at the cut or behind it
+        # -(-a // b) rounds up: the first unit that begins at the cut or after it
         first, last = (min(units, max(0, -((offset - at) * units // size))) for at in (begin, end))
         if first < last:
             yield number, slice(0, shape[0]) if units == 1 else slice(first, last)

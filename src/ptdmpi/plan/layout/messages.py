@@ -1,6 +1,6 @@
-"""What a data rank tells the others in a step, by method: in which pieces, and how many bytes.
+"""The messages of a data rank in a step, by data-parallel method: their pieces and bytes.
 
-The engine cuts what it sends by the sizes that stand here; traffic and memory are counted by them.
+The engine cuts its messages by the sizes in this file; traffic and memory are counted by them.
 """
 
 import contextlib
@@ -14,13 +14,14 @@ from ptdmpi.config.methods import DIFFERING, encodes
 from ptdmpi.plan.layout.topology import topology
 from ptdmpi.plan.shape.codes import scratch_bytes
 
-# Elements of what is sent as one, at most: of gradients between pairs, and of what neighbours
-# exchange, of which two are under way where nothing overlaps.
-MESSAGE_ELEMENTS, BUCKET_ELEMENTS = 1 << 24, 1 << 22
+# The most elements in one message: of gradients between pairs, and in an exchange with neighbours,
+# of which two are under way if nothing overlaps.
+MESSAGE_ELEMENTS = 1 << 24
+BUCKET_ELEMENTS = 1 << 22
 
 
 def pieces(elements: int, most: int) -> Iterator[int]:
-    """The sizes that so many elements are cut into, none above `most`, as `Tensor.split` does."""
+    """Yield the sizes of pieces of at most `most` elements, as `Tensor.split` cuts them."""
     whole, rest = divmod(elements, most)
     yield from (most for _ in range(whole))
     if rest:
@@ -29,10 +30,13 @@ def pieces(elements: int, most: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class RunMethod:
-    """The data-parallel method of a run. `moments`: how many numbers the optimizer keeps of a
-    parameter (AdamW 2); `matrices`: of the layers' matrices one less, for it updates these as
-    wholes (Muon); `steps`: how many the run has, of which the last one is measured; `noise_every`:
-    every how many of them each rank's own gradient has its norm taken, 0: never."""
+    """The data-parallel method of a run.
+
+    `moments` is the number of values that the optimizer keeps for each parameter (AdamW: 2); with
+    `matrices` it keeps one less for the layers' matrices, which it updates as wholes (Muon). The
+    run has `steps` steps, of which the last one is measured. Every `noise_every` steps the norm of
+    each rank's own gradient is computed; 0: never.
+    """
 
     section: DataParallelConfig = field(default_factory=DataParallelConfig)
     moments: int = 2
@@ -43,39 +47,51 @@ class RunMethod:
 
     @classmethod
     def of(cls, config: Config) -> "RunMethod":
-        """That of a resolved configuration."""
-        optimizer, run = config.optimizer, config.run
-        numbers, matrices = optimizer.numbers, optimizer.has_matrices
-        noise_every = config.log.gradient_noise_every_steps
-        return cls(config.data_parallel, numbers, run.seed, run.steps, matrices, noise_every)
+        """Return the method of a resolved configuration."""
+        return cls(
+            config.data_parallel,
+            moments=config.optimizer.numbers,
+            seed=config.run.seed,
+            steps=config.run.steps,
+            matrices=config.optimizer.has_matrices,
+            noise_every=config.log.gradient_noise_every_steps,
+        )
 
     @property
     def kinds(self) -> int:
-        """Numbers of the masters' type that are kept of a parameter beside its master."""
+        """The number of values of the masters' type that are kept for a parameter besides its
+        master."""
         return self.moments + len(self.section.kinds)
 
     @property
     def averaged_kinds(self) -> int:
-        """How many kinds of state are mixed where replicas differ."""
-        return 1 + (self.moments if self.section.average_moments else 0)
+        """The number of kinds of state that are averaged if replicas differ."""
+        if self.section.average_moments:
+            return 1 + self.moments
+        return 1
 
     def measures(self, step: int) -> bool:
-        """Whether the consensus distance is asked for in step `step` (from 0)."""
-        every, done = self.section.consensus_every, step + 1
+        """Return whether step `step` (from 0) measures the consensus distance."""
+        every = self.section.consensus_every
+        done = step + 1
         asked = every > 0 and (done % every == 0 or done == self.steps)
         return asked and self.section.method in DIFFERING
 
     def norms(self, step: int) -> int:
-        """How many norms of gradients, or of what stands in their place, are taken in step `step`
-        (from 0)."""
+        """Return the number of norms of gradients, or of what replaces them, that step `step` (from
+        0) computes."""
         own = self.noise_every > 0 and (step + 1) % self.noise_every == 0
         return 1 + self.measures(step) + own
 
     def room_bytes(self, n: int, elements: int, element_bytes: int, tile: int = 0) -> int:
-        """What messages are received into, and codes are made in, behind the backwards, or with
-        `overlap` behind the update, on the one of n data ranks that needs most of it. `tile`:
-        elements of the largest tile that is compressed (`ptdmpi.plan.shape.codes`)."""
-        method, mixed = self.section.method, elements * self.averaged_kinds
+        """Return the bytes of room for received messages and for codes, on the one of n data ranks
+        that needs most.
+
+        The room is needed after the backward passes, or with `overlap` after the update. `tile` is
+        the number of elements of the largest tile that is compressed (see `scratch_bytes`).
+        """
+        method = self.section.method
+        mixed = elements * self.averaged_kinds
         if encodes(self.section):
             return scratch_bytes(self.section, n, elements, tile, element_bytes)
         if n == 1:
@@ -91,25 +107,29 @@ class RunMethod:
         return 0
 
     def copies_bytes(self, n: int, elements: int, element_bytes: int) -> int:
-        """What stands all the time of what neighbours have made public, where codes travel."""
+        """Return the bytes of the copies of neighbours' public weights, which a rank keeps all the
+        time if neighbours exchange codes."""
         if n == 1 or self.section.method != "decentralized" or not encodes(self.section):
             return 0
         neighbours = _most_neighbours(self.section.topology, n, self.seed)
         return neighbours * elements * element_bytes
 
     def averages(self, step: int) -> bool:
-        """Whether replicas that differ all take their mean behind step `step` (from 0)."""
+        """Return whether all replicas, which may differ, take their mean after step `step` (from
+        0)."""
         every = {"local": self.section.local_steps, "decentralized": self.section.average_every}
-        found = every.get(self.section.method, 0)
-        return found > 0 and (step + 1) % found == 0
+        steps = every.get(self.section.method, 0)
+        return steps > 0 and (step + 1) % steps == 0
 
     def tells_codes(self, step: int) -> bool:
-        """Whether codes travel in step `step` (from 0)."""
+        """Return whether step `step` (from 0) sends codes."""
         return encodes(self.section) and (self.section.method != "local" or self.averages(step))
 
     def neighbours(self, n: int, rank: int, step: int) -> int:
-        """How many of n data ranks rank `rank` tells in step `step` (from 0). Raises InputError for
-        a topology's file that does not fit."""
+        """Return the number of data ranks, of n, to which `rank` sends in step `step` (from 0).
+
+        Raises InputError if a file of the topology does not fit.
+        """
         return len(topology(self.section.topology, n, self.seed).destinations(step, rank))
 
     def tell(
@@ -121,35 +141,46 @@ class RunMethod:
         weights: Sequence[int],
         element_bytes: int,
     ) -> None:
-        """Count what data rank `rank` sends in step `step` (from 0) of so many elements of
-        gradients, and of weights by unit; all but codes. Raises InputError for a topology's file
-        that does not fit."""
-        n, method = tally.ranks, self.section.method
-        mixed = [] if encodes(self.section) else list(weights) * self.averaged_kinds
-        sums = list(weights) if self.measures(step) else []
-        sums += mixed if self.averages(step) else []
-        sums += [gradients] if method == "all_reduce" else []
+        """Add to `tally` what data rank `rank` sends in step `step` (from 0), except codes.
+
+        `gradients` is the number of elements of the gradients, `weights` those of the weights of
+        each unit. Raises InputError if a file of the topology does not fit.
+        """
+        n = tally.ranks
+        method = self.section.method
+        mixed: list[int] = []
+        if not encodes(self.section):
+            mixed = list(weights) * self.averaged_kinds
+        sums: list[int] = []
+        if self.measures(step):
+            sums += weights
+        if self.averages(step):
+            sums += mixed
+        if method == "all_reduce":
+            sums.append(gradients)
         for size in filter(None, sums):  # of a rank of which nothing trains
             tally.add("all_reduce", size * element_bytes)
         if method == "ring":
-            for some in pieces(gradients, max(1, n - 1) * MESSAGE_ELEMENTS):
+            for chunk in pieces(gradients, max(1, n - 1) * MESSAGE_ELEMENTS):
                 # along 0, 1, .., n - 1, and on along n - 1, 0, .., n - 2
                 times = (rank < n - 1) + (rank != n - 2)
-                for part in pieces(some, -(-some // max(1, n - 1))):
+                for part in pieces(chunk, -(-chunk // max(1, n - 1))):
                     tally.add("send", part * element_bytes, times)
         elif method == "parameter_server":
+            times = 1 if rank else n - 1  # rank 0 is the server
             for part in pieces(gradients, MESSAGE_ELEMENTS):
-                tally.add("send", part * element_bytes, 1 if rank else n - 1)
+                tally.add("send", part * element_bytes, times)
         elif method == "decentralized" and not self.averages(step):
-            told = self.neighbours(n, rank, step)
+            times = self.neighbours(n, rank, step)
             for size in mixed:
                 for part in pieces(size, BUCKET_ELEMENTS):
-                    tally.add("neighbours", part * element_bytes, told)
+                    tally.add("neighbours", part * element_bytes, times)
 
 
 @cache
 def _most_neighbours(name: str, n: int, seed: int) -> int:
-    """The neighbours of one of n ranks; of a file for another number as many as there can be."""
+    """Return the most neighbours of one of n ranks: all others, if a file of the topology is for
+    another number of ranks."""
     with contextlib.suppress(InputError):
         return topology(name, n, seed).most_neighbours
     return n - 1

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ptdmpi.plan.machine import messages as nccl
+from ptdmpi.plan.machine import nccl
 from ptdmpi.plan.machine.cluster import Cluster
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))

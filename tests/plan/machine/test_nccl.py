@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from ptdmpi.plan.machine import messages as nccl
-from ptdmpi.plan.machine.messages import Fabric
+from ptdmpi.plan.machine import nccl
+from ptdmpi.plan.machine.nccl import Fabric
 
 LINK_S = 1.9e-6
 

@@ -1,0 +1,43 @@
+"""No file of the package imports itself through others, imports for types and inside functions
+included."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.parallel import ROOT
+
+
+def imports(folder: Path) -> dict[str, set[str]]:
+    """The modules below `folder`, and the modules of these that each of them imports anywhere."""
+    modules = {}
+    for file in folder.rglob("*.py"):
+        parts = file.relative_to(folder).with_suffix("").parts
+        modules[".".join(parts).removesuffix(".__init__")] = file
+    graph = {}
+    for name, file in modules.items():
+        imported = set()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    imported.add(inner if inner in modules else node.module)
+        graph[name] = (imported & modules.keys()) - {name}
+    return graph
+
+
+def test_no_file_imports_itself_through_others():
+    TopologicalSorter(imports(ROOT / "src")).prepare()  # raises CycleError, which names the files
+
+
+def test_a_circle_by_types_is_seen(tmp_path):
+    (tmp_path / "a.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import b\n"
+    )
+    (tmp_path / "b.py").write_text("def f():\n    from a import x\n")
+    with pytest.raises(CycleError):
+        TopologicalSorter(imports(tmp_path)).prepare()

@@ -41,11 +41,9 @@ FULL_FOLDERS = {
 
 # Classes that may share a name: the same thing told in two ways. All others are told apart.
 SAME_NAMES = {
-    "Attention": "the trainer's and plain torch's",
     "Block": "the trainer's and plain torch's",
     "Config": "a run's, and what torchtitan calls that of each module",
     "Embedding": "the trainer's and plain torch's",
-    "Mlp": "the trainer's and plain torch's",
     "Norm": "a module, and its row in the table of parameters",
     "Optimizer": "the trainer's and plain torch's",
     "Table": "a module, and its row in the table of parameters",

@@ -6,7 +6,11 @@ from torch import Tensor
 
 from ptdmpi.config import ModelConfig, RecomputeConfig
 from ptdmpi.model.kernels.rope import rotate
-from ptdmpi.model.transformer import Attention, Block, Context, Mlp, rotary_table
+from ptdmpi.model.operators import Build, Context, install, run
+from ptdmpi.model.transformer import Block, rotary_table
+from ptdmpi.plan.layer import describe
+from ptdmpi.plan.layer.elementwise import AddResidual
+from ptdmpi.plan.layer.folds import operators
 from tests import _reference as reference
 from tests._configs import small
 from tests._layers import (
@@ -65,13 +69,29 @@ def check(placed: Placed, serial_forward, precision: str) -> None:
     y.backward(dy)
 
     mine = positions(x.detach(), axis).clone().requires_grad_()
-    arguments = () if isinstance(placed.layer, Mlp) else (Context(),)
-    found = placed.layer(mine, *arguments)
+    found = placed.layer(mine, Context())
     found.backward(positions(dy, axis))
 
     assert difference(found, positions(y, axis)) < TOLERANCES[precision]
     assert difference(mine.grad, positions(x.grad, axis)) < TOLERANCES[precision]
     placed.check_gradients(serial, precision)
+
+
+class Part(Block):
+    """A sublayer of the first layer alone, without its norms and its residual sum."""
+
+    def __init__(self, name: str, model: ModelConfig, axis, selective: bool = False) -> None:
+        torch.nn.Module.__init__(self)
+        inner = [
+            row
+            for row in operators(describe.layer(model, 0))
+            if row.name.startswith(f"{name}.") and not isinstance(row, AddResidual)
+        ]
+        self.source = inner[0].inputs[0]
+        self.steps = install(self, inner, Build(model, axis, 0, selective))
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        return run(self.steps, {self.source: x}, context)["y"]
 
 
 def named(weights, prefix: str):
@@ -84,12 +104,12 @@ def named(weights, prefix: str):
 @pytest.mark.parametrize("selective", [False, True])
 def test_attention_matches_serial(comm, precision, sequence_parallel, name, selective):
     model, axis = shape(name), tensor_axis(comm, sequence_parallel)
-    placed = Placed(Attention(model, axis, 0, selective), axis, precision)
+    placed = Placed(Part("attention", model, axis, selective), axis, precision)
     if model.positions == "rope":
-        placed.layer.rotary = rotary_table(model, CPU)
+        placed.layer.place_rotary(rotary_table(model, CPU))
     check(
         placed,
-        lambda w, x: reference.attention(named(w, "attention"), "attention", x, model),
+        lambda w, x: reference.attention(w, "attention", x, model),
         precision,
     )
 
@@ -99,8 +119,8 @@ def test_attention_matches_serial(comm, precision, sequence_parallel, name, sele
 @pytest.mark.parametrize("name", ["gpt", "llama", "bert", "gemma2"])
 def test_mlp_matches_serial(comm, precision, sequence_parallel, name):
     model, axis = shape(name), tensor_axis(comm, sequence_parallel)
-    placed = Placed(Mlp(model, axis, 0), axis, precision)
-    check(placed, lambda w, x: reference.mlp(named(w, "mlp"), "mlp", x, model), precision)
+    placed = Placed(Part("mlp", model, axis), axis, precision)
+    check(placed, lambda w, x: reference.mlp(w, "mlp", x, model), precision)
 
 
 @parallel(ranks=[1, 2, 4])
@@ -111,7 +131,7 @@ def test_block_matches_serial(comm, precision, sequence_parallel, name, recomput
     model, axis = shape(name), tensor_axis(comm, sequence_parallel)
     placed = Placed(Block(model, axis, 0, RecomputeConfig(mode=recompute)), axis, precision)
     if model.positions == "rope":
-        placed.layer.attention.rotary = rotary_table(model, CPU)
+        placed.layer.place_rotary(rotary_table(model, CPU))
     check(placed, lambda w, x: reference.block(named(w, "b"), "b", x, model), precision)
 
 
@@ -166,7 +186,7 @@ def test_attention_with_a_rate_of_nearly_zero_equals_the_fused_one():
     outputs = []
     for rate in (0.0, 1e-15):  # rounds to a threshold of 0: nothing is dropped
         model = small({**sizes, "model.attention_dropout": rate, "model.layers": 2}).model
-        placed = Placed(Attention(model, axis, 0, False), axis, "fp64")
+        placed = Placed(Part("attention", model, axis), axis, "fp64")
         stream = RandomStream.of(0, 0, torch.arange(B))
         outputs.append(placed.layer(x, Context(stream)).detach())
     assert difference(outputs[1], outputs[0]) < 1e-12

@@ -31,12 +31,12 @@ from ptdmpi.model.batch import Batch
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.flat import Portion
+from ptdmpi.model.operators import Context
 from ptdmpi.model.output.cross_entropy import token_log_probabilities
 from ptdmpi.model.parameters import DataTypes, data_types
 from ptdmpi.model.stage import Stage
 from ptdmpi.model.state import WEIGHTS, State
 from ptdmpi.model.tensor_parallel import TensorAxis
-from ptdmpi.model.transformer import Context
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules

@@ -14,12 +14,13 @@ from ptdmpi.model.batch import Batch, MicrobatchPass
 from ptdmpi.model.boundary import Arrival, Boundary, Departure
 from ptdmpi.model.built import declare_as_described
 from ptdmpi.model.low_bit import codes
+from ptdmpi.model.operators import Context
 from ptdmpi.model.output.heads import ClassOutput, Output, TokenOutput, output_of
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.random import RandomStream
 from ptdmpi.model.sharded import Walk
 from ptdmpi.model.tensor_parallel import TensorAxis
-from ptdmpi.model.transformer import Block, Context, Embedding, rotary_table
+from ptdmpi.model.transformer import Block, Embedding, rotary_table
 from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.plan.schedule.places import EMBEDDING, HEAD, place_of, places_of
 
@@ -98,7 +99,7 @@ class Stage(nn.Module):
             self.rotary = (cos.to(compute), sin.to(compute))
             for block in self.layers.values():
                 assert isinstance(block, Block)
-                block.attention.rotary = self.rotary
+                block.place_rotary(self.rotary)
 
     def begin_step(self) -> None:
         """Forget what is left of a step that was broken off; the runner calls it before the ops."""

@@ -7,78 +7,23 @@ Everything is given a tensor axis; with an axis of size 1 it is the serial model
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ptdmpi.config import ModelConfig, RecomputeConfig
 from ptdmpi.model import built
-from ptdmpi.model.cache import KeyValueCache
-from ptdmpi.model.documents import Documents
-from ptdmpi.model.kernels import Computing, Kernels, compiler
-from ptdmpi.model.kernels.activation import gated, gelu
-from ptdmpi.model.kernels.attention import AttentionCore, hidden_keys
-from ptdmpi.model.kernels.blocks import Scores
-from ptdmpi.model.kernels.norm import rms_norm, soft_cap
-from ptdmpi.model.kernels.rope import rotate
-from ptdmpi.model.parameters import declare
-from ptdmpi.model.random import RandomStream, dropout
+from ptdmpi.model.kernels import Computing, compiler
+from ptdmpi.model.kernels.activation import gelu
+from ptdmpi.model.operators import Build, Context, Heads, Norm, drop_hidden, install, run
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.describe import WORD_TABLE
+from ptdmpi.plan.layer.folds import operators
 from ptdmpi.plan.layer.parts import Parts
 from ptdmpi.plan.shape import parameters
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a forward pass knows besides its input: the random stream, None where nothing drops;
-    the documents, None where each sequence is one; the rotary angles, where they are not those of
-    all positions; and the cache of what came before.
-    """
-
-    stream: RandomStream | None = None
-    documents: Documents | None = None
-    rotary: tuple[Tensor, Tensor] | None = None
-    cache: KeyValueCache | None = None
-
-    def of_adapters(self, layer: int) -> RandomStream | None:
-        """The stream of what a layer's adapters drop."""
-        return None if self.stream is None else self.stream.at(layer, 3)
-
-
-class Norm(nn.Module):
-    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dim."""
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        shared_gradient: bool = True,
-        size: int | None = None,
-        partial_gradient: bool = False,
-    ) -> None:
-        """`shared_gradient`: the input is divided where the sequence is, `partial_gradient`: where
-        the heads are (see `Declaration`). `size` is that of the last dim; None: hidden."""
-        super().__init__()
-        self.eps = model.norm_eps
-        self.shape = (model.hidden if size is None else size,)
-        self.zero_centered = model.zero_centered_norm
-        sums = {"shared_gradient": shared_gradient, "partial_gradient": partial_gradient}
-        self.weight = declare(1, self.shape, "zeros" if self.zero_centered else "ones", **sums)
-        shift = describe.norm_part(model).shift
-        self.bias = declare(1, self.shape, "zeros", **sums) if shift else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight: Tensor = self.weight
-        if self.zero_centered:  # in float32: a half type cannot tell 1 + w from 1 + 1.01 w
-            weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
-        if self.bias is None:
-            return rms_norm(x, weight, self.eps)
-        return F.layer_norm(x, self.shape, weight.to(x.dtype), self.bias, self.eps)
 
 
 def rotary_table(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -111,133 +56,27 @@ def _stretched(frequencies: Tensor, model: ModelConfig) -> Tensor:
     return frequencies * (kept + (1.0 - kept) / model.rope_factor)
 
 
-class Attention(Computing):
-    """Self-attention, causal or of both sides, its heads divided over the tensor axis."""
-
-    def __init__(self, model: ModelConfig, axis: TensorAxis, layer: int, selective: bool) -> None:
-        super().__init__()
-        self.axis, self.layer = axis, layer
-        self.head_size = model.head_size
-        # ranks beyond the key heads share one, each for its own queries
-        self.heads, self.kv_heads = model.heads // axis.size, max(1, model.kv_heads // axis.size)
-        self.rate = model.attention_dropout
-        self.scores = Scores(
-            model.attention_scale,
-            model.attention == "causal",
-            model.window_of(layer),
-            model.attention_softcap,
-        )
-        self.attend = AttentionCore(self.scores)
-        self.selective = selective
-        parts = parameters.layer(model, layer)
-        self.qkv = built.column_linear(parts, "attention.qkv", axis)
-        self.query_norm = self.key_norm = None
-        if "attention.query_norm" in parts:
-            self.query_norm, self.key_norm = (
-                Norm(model, False, model.head_size, partial_gradient=True) for _ in range(2)
-            )
-        self.out = built.row_linear(parts, "attention.out", axis)
-        self.rotary: tuple[Tensor, Tensor] | None = None
-
-    def take(self, kernels: Kernels) -> None:
-        """Compute by these kernels from now on."""
-        super().take(kernels)
-        self.attend = AttentionCore(self.scores, kernels)
-
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        adapted = context.of_adapters(self.layer)
-        # [s, b, (a + 2 kv) / t, head size]
-        qkv = self.qkv(x, adapted).unflatten(-1, (-1, self.head_size))
-        rotary = context.rotary or self.rotary
-        normed = self.query_norm is not None and self.key_norm is not None
-        if rotary is not None and not normed:
-            both, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
-            q, k = rotate(both, *rotary).split([self.heads, self.kv_heads], dim=2)
-        else:
-            q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-            q, k = (q, k) if rotary is None else (rotate(q, *rotary), rotate(k, *rotary))
-        if rotary is not None:
-            v = v.clone()  # a view of all of qkv, which would stay only for its sake
-        # heads in front, for a product per head; [s, b, ...] outside (see `tensor_parallel`)
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [b, a/t, s, head size]
-        if context.cache is not None:
-            core = context.cache.attend(self.layer, q, k, v, self.attend)
-        elif self.selective:
-            # Korthikanti et al. 2022, section 5: the core is cheap to compute, dear to keep
-            core = checkpoint(
-                self._core, q, k, v, context, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            core = self._core(q, k, v, context)
-        return self.out(core.permute(2, 0, 1, 3).flatten(2), adapted)
-
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        if context.stream is None or self.rate == 0.0:
-            return self.attend(q, k, v, context.documents)
-        if self.kv_heads != self.heads:
-            group = self.heads // self.kv_heads
-            # whole copies: products of batches know no groups
-            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        scores = self.kernels.product(q, k.transpose(-1, -2)) * self.scores.scale
-        if self.scores.softcap:
-            scores = soft_cap(scores, self.scores.softcap)
-        hidden = hidden_keys(q.shape[2], self.scores, context.documents, q.device)
-        if hidden is not None:
-            scores = scores.masked_fill(hidden, -torch.inf)
-        # a sum of s exponentials in a half type loses the small ones
-        wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
-        weights = scores.softmax(-1, dtype=wide).to(v.dtype)
-        stream = context.stream.at(self.layer, 2, first_head=self.axis.rank * self.heads)
-        keep = stream.attention_mask(weights.shape, self.rate)
-        return self.kernels.product(dropout(weights, keep, self.rate), v)
-
-
-class Mlp(Computing):
-    """Two linears around GELU, or a gated unit (Shazeer 2020, arXiv 2002.05202)."""
-
-    def __init__(self, model: ModelConfig, axis: TensorAxis, layer: int) -> None:
-        super().__init__()
-        self.activation = model.activation
-        self.gated = model.gates == 2
-        parts = parameters.layer(model, layer)
-        self.up = built.column_linear(parts, "mlp.up", axis)
-        self.down = built.row_linear(parts, "mlp.down", axis)
-
-    def forward(self, x: Tensor, adapted: RandomStream | None = None) -> Tensor:
-        """`adapted`: the stream of what its adapters drop."""
-        x = self.up(x, adapted)
-        if self.gated:
-            return self.down(gated(x, self.activation, self.kernels), adapted)
-        return self.down(gelu(x, self.activation, self.kernels), adapted)
-
-
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on what is added; "post":
-    norm(x + attention(x)), then norm(x + mlp(x)), the order of Vaswani et al. 2017 and BERT;
-    "sandwich": as "pre", with another norm of what is added (Ding et al. 2021, arXiv 2105.13290).
-    """
+    """A layer: its sublayers' rows (`plan.layer.describe`), run in order."""
 
     def __init__(
         self, model: ModelConfig, axis: TensorAxis, layer: int, recompute: RecomputeConfig
     ) -> None:
         super().__init__()
-        self.axis, self.layer = axis, layer
-        self.rate = model.dropout
-        self.post = model.block_norm == "post"
+        self.axis = axis
         # the first of the model, not of each stage: what is recomputed does not depend on p or v
         limit = model.layers if recompute.layers == "all" else recompute.layers
         self.recompute = recompute.mode == "full" and layer < limit
         self.partition = recompute.partition_activations and axis.size > 1
-        self.attention_norm = Norm(model)
-        self.attention = Attention(model, axis, layer, recompute.mode == "selective")
-        self.mlp_norm = Norm(model)
-        self.mlp = Mlp(model, axis, layer)
+        build = Build(model, axis, layer, recompute.mode == "selective")
+        self.steps = install(self, operators(describe.layer(model, layer)), build)
         self._compiled: Callable[[Tensor, Context], Tensor] | None = None
-        self.attention_post_norm = self.mlp_post_norm = None
-        if model.block_norm == "sandwich":
-            self.attention_post_norm, self.mlp_post_norm = Norm(model), Norm(model)
+
+    def place_rotary(self, rotary: tuple[Tensor, Tensor]) -> None:
+        """Take the rotary angles of all positions, cos and sin [s, 1, 1, head size]."""
+        for step in self.steps:
+            if isinstance(step.compute, Heads):
+                step.compute.rotary = rotary
 
     def compiled_by(self, backend: str) -> None:
         """From now on train as one graph there and one back, by a backend of torch.compile. Layers
@@ -280,32 +119,7 @@ class Block(nn.Module):
         )
 
     def _forward(self, x: Tensor, context: Context) -> Tensor:
-        if self.post:
-            x = self.attention_norm(x + self._drop(self.attention(x, context), context, 0))
-            return self.mlp_norm(x + self._drop(self._mlp(x, context), context, 1))
-        y = self.attention(self.attention_norm(x), context)
-        y = y if self.attention_post_norm is None else self.attention_post_norm(y)
-        x = x + self._drop(y, context, 0)
-        y = self._mlp(self.mlp_norm(x), context)
-        y = y if self.mlp_post_norm is None else self.mlp_post_norm(y)
-        return x + self._drop(y, context, 1)
-
-    def _mlp(self, x: Tensor, context: Context) -> Tensor:
-        return self.mlp(x, context.of_adapters(self.layer))
-
-    def _drop(self, x: Tensor, context: Context, place: int) -> Tensor:
-        return drop_hidden(x, context, self.rate, (self.layer, place), self.axis)
-
-
-def drop_hidden(
-    x: Tensor, context: Context, rate: float, place: tuple[int, ...], axis: TensorAxis
-) -> Tensor:
-    """Dropout on [s, b, h], or on this rank's positions of it."""
-    if context.stream is None or rate == 0.0:
-        return x
-    first = axis.rank * x.shape[0] if axis.divides_sequence else 0
-    stream = context.stream.at(*place, first_position=first)
-    return dropout(x, stream.hidden_mask(x.shape, rate), rate)
+        return run(self.steps, {"x": x}, context)["x"]
 
 
 class Embedding(nn.Module):

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from ptdmpi.config import ModelConfig
 from ptdmpi.model import built
 from ptdmpi.model.batch import Batch
+from ptdmpi.model.operators import Context, Norm
 from ptdmpi.model.output.cross_entropy import cross_entropy
 from ptdmpi.model.output.losses import ORDER, RIGHT, TASK
 from ptdmpi.model.tensor_parallel import TensorAxis, select_positions
-from ptdmpi.model.transformer import Classes, Context, MaskedTransform, Norm, SentenceOrder
+from ptdmpi.model.transformer import Classes, MaskedTransform, SentenceOrder
 from ptdmpi.plan.layer.parts import Parts
 from ptdmpi.plan.shape import parameters
 

@@ -1,0 +1,322 @@
+"""The operators of a layer: one module for each kind of row in `plan.layer`, and how rows are run.
+
+`install` makes the modules of some rows and registers them under the names of the rows, `run` calls
+them in order. So a layer computes what `plan.layer.describe` says, and there is no second list.
+Everything is given a tensor axis; with an axis of size 1 it is the serial model. Activations are
+[s, b, h], or this rank's positions of it between blocks under sequence parallelism.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ptdmpi.config import ModelConfig
+from ptdmpi.model import built
+from ptdmpi.model.cache import KeyValueCache
+from ptdmpi.model.documents import Documents
+from ptdmpi.model.kernels import Computing, Kernels
+from ptdmpi.model.kernels.activation import gated, gelu
+from ptdmpi.model.kernels.attention import AttentionCore, hidden_keys
+from ptdmpi.model.kernels.blocks import Scores
+from ptdmpi.model.kernels.norm import rms_norm, soft_cap
+from ptdmpi.model.kernels.rope import rotate
+from ptdmpi.model.parameters import declare
+from ptdmpi.model.random import RandomStream, dropout
+from ptdmpi.model.tensor_parallel import TensorAxis
+from ptdmpi.plan.layer import describe
+from ptdmpi.plan.layer.attention import Attend, SplitHeads
+from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
+from ptdmpi.plan.layer.operator import Operator
+from ptdmpi.plan.layer.products import Multiply
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a forward pass knows besides its input.
+
+    `stream`: the random stream, None where nothing drops. `documents`: None where each sequence is
+    one. `rotary`: the rotary angles, where they are not those of all positions. `cache`: keys and
+    values of the tokens before.
+    """
+
+    stream: RandomStream | None = None
+    documents: Documents | None = None
+    rotary: tuple[Tensor, Tensor] | None = None
+    cache: KeyValueCache | None = None
+
+    def of_adapters(self, layer: int) -> RandomStream | None:
+        """Return the stream by which a layer's adapters drop."""
+        return None if self.stream is None else self.stream.at(layer, 3)
+
+
+class Build(NamedTuple):
+    """What the modules of a layer are made from besides their row; `selective`: attention's core
+    is recomputed."""
+
+    model: ModelConfig
+    axis: TensorAxis
+    layer: int
+    selective: bool = False
+
+
+class Norm(nn.Module):
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dim."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        shared_gradient: bool = True,
+        size: int | None = None,
+        partial_gradient: bool = False,
+    ) -> None:
+        """`shared_gradient`: the input is divided where the sequence is, `partial_gradient`: where
+        the heads are (see `Declaration`). `size` is that of the last dim; None: hidden."""
+        super().__init__()
+        self.eps = model.norm_eps
+        self.shape = (model.hidden if size is None else size,)
+        self.zero_centered = model.zero_centered_norm
+        sums = {"shared_gradient": shared_gradient, "partial_gradient": partial_gradient}
+        self.weight = declare(1, self.shape, "zeros" if self.zero_centered else "ones", **sums)
+        shift = describe.norm_part(model).shift
+        self.bias = declare(1, self.shape, "zeros", **sums) if shift else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        if self.zero_centered:  # in float32: a half type cannot tell 1 + w from 1 + 1.01 w
+            weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+        if self.bias is None:
+            return rms_norm(x, weight, self.eps)
+        return F.layer_norm(x, self.shape, weight.to(x.dtype), self.bias, self.eps)
+
+
+class Heads:
+    """[s, b, (a + 2 kv)/t d] -> queries, keys and values by head, [b, heads/t, s, d] each,
+    normalised and rotated as the row says."""
+
+    def __init__(self, row: SplitHeads, build: Build, norms: Sequence[Norm]) -> None:
+        model, axis = build.model, build.axis
+        self.head_size = model.head_size
+        self.heads = model.heads // axis.size
+        # ranks beyond the key heads share one, each for its own queries
+        self.kv_heads = max(1, model.kv_heads // axis.size)
+        self.norms = tuple(norms)
+        self.rotates = row.rotates
+        self.rotary: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (q, k, v)."""
+        qkv = x.unflatten(-1, (-1, self.head_size))  # [s, b, (a + 2 kv) / t, head size]
+        rotary = (context.rotary or self.rotary) if self.rotates else None
+        if rotary is not None and not self.norms:
+            both, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+            q, k = rotate(both, *rotary).split([self.heads, self.kv_heads], dim=2)
+        else:
+            q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+        if self.norms:
+            query_norm, key_norm = self.norms
+            q = query_norm(q)
+            k = key_norm(k)
+            if rotary is not None:
+                q = rotate(q, *rotary)
+                k = rotate(k, *rotary)
+        if rotary is not None:
+            v = v.clone()  # a view of all of qkv, which would stay only for its sake
+        # heads before positions, for a product per head; [s, b, ...] outside
+        return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+
+
+class SelfAttention(Computing):
+    """softmax(q k^T) v of [b, heads/t, s, d], causal or of both sides -> [s, b, a/t d]."""
+
+    def __init__(self, build: Build) -> None:
+        super().__init__()
+        model = build.model
+        self.axis = build.axis
+        self.layer = build.layer
+        self.rate = model.attention_dropout
+        self.scores = Scores(
+            model.attention_scale,
+            model.attention == "causal",
+            model.window_of(build.layer),
+            model.attention_softcap,
+        )
+        self.attend = AttentionCore(self.scores)
+        self.selective = build.selective
+
+    def take(self, kernels: Kernels) -> None:
+        """Compute by these kernels from now on."""
+        super().take(kernels)
+        self.attend = AttentionCore(self.scores, kernels)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        if context.cache is not None:
+            core = context.cache.attend(self.layer, q, k, v, self.attend)
+        elif self.selective:
+            # Korthikanti et al. 2022, section 5: the core is cheap to compute, large to keep
+            core = checkpoint(
+                self._core, q, k, v, context, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            core = self._core(q, k, v, context)
+        return core.permute(2, 0, 1, 3).flatten(2)
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        if context.stream is None or self.rate == 0.0:
+            return self.attend(q, k, v, context.documents)
+        heads, kv_heads = q.shape[1], k.shape[1]
+        if kv_heads != heads:
+            group = heads // kv_heads
+            # whole copies: products of batches know no groups
+            k = k.repeat_interleave(group, dim=1)
+            v = v.repeat_interleave(group, dim=1)
+        scores = self.kernels.product(q, k.transpose(-1, -2)) * self.scores.scale
+        if self.scores.softcap:
+            scores = soft_cap(scores, self.scores.softcap)
+        hidden = hidden_keys(q.shape[2], self.scores, context.documents, q.device)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -torch.inf)
+        # a sum of s exponentials in a half type loses the small ones
+        wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        weights = scores.softmax(-1, dtype=wide).to(v.dtype)
+        stream = context.stream.at(self.layer, 2, first_head=self.axis.rank * heads)
+        keep = stream.attention_mask(weights.shape, self.rate)
+        return self.kernels.product(dropout(weights, keep, self.rate), v)
+
+
+class Activation(Computing):
+    """GELU and the like, or a gated unit (Shazeer 2020, arXiv 2002.05202): [..., gates w] -> w."""
+
+    def __init__(self, row: Activate) -> None:
+        super().__init__()
+        self.function = row.function
+        self.gated = row.gates == 2
+
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        if self.gated:
+            return gated(x, self.function, self.kernels)
+        return gelu(x, self.function, self.kernels)
+
+
+def drop_hidden(
+    x: Tensor, context: Context, rate: float, place: tuple[int, ...], axis: TensorAxis
+) -> Tensor:
+    """Return [s, b, h], or this rank's positions of it, after dropout."""
+    if context.stream is None or rate == 0.0:
+        return x
+    first = axis.rank * x.shape[0] if axis.divides_sequence else 0
+    stream = context.stream.at(*place, first_position=first)
+    return dropout(x, stream.hidden_mask(x.shape, rate), rate)
+
+
+# -- rows to modules ------------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """A row and what computes it: `compute(*inputs, context)` returns its output, or a tuple of
+    them. `last`: the inputs that no later row reads."""
+
+    row: Operator
+    compute: Callable[..., Tensor | tuple[Tensor, ...]]
+    last: frozenset[str]
+
+
+def _norm(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
+    assert isinstance(row, Normalize)
+    norm = Norm(build.model)
+    add(owner, row.name, norm)
+    return lambda x, context: norm(x)
+
+
+def _product(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
+    assert isinstance(row, Multiply)
+    make = built.column_linear if row.is_column else built.row_linear
+    linear = make(row.parts(), row.name, build.axis)
+    add(owner, row.name, linear)
+    return lambda x, context: linear(x, context.of_adapters(build.layer))
+
+
+def _heads(owner: nn.Module, row: Operator, build: Build) -> Callable[..., tuple[Tensor, ...]]:
+    assert isinstance(row, SplitHeads)
+    norms = [Norm(build.model, False, part.size, partial_gradient=True) for _, part in row.norms]
+    for (name, _), norm in zip(row.norms, norms, strict=True):
+        add(owner, name, norm)
+    return Heads(row, build, norms)
+
+
+def _attention(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
+    core = SelfAttention(build)
+    add(owner, row.name, core)
+    return core
+
+
+def _activation(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
+    assert isinstance(row, Activate)
+    function = Activation(row)
+    add(owner, row.name, function)
+    return function
+
+
+def _residual(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
+    assert isinstance(row, AddResidual)
+    rate, place = build.model.dropout, (build.layer, row.place)
+    return lambda x, y, context: x + drop_hidden(y, context, rate, place, build.axis)
+
+
+Maker = Callable[[nn.Module, Operator, Build], Callable[..., Tensor | tuple[Tensor, ...]]]
+# Kind of row -> what makes and registers its module. A new kind of operator has a line here.
+MAKERS: Mapping[type[Operator], Maker] = {
+    Normalize: _norm,
+    Multiply: _product,
+    SplitHeads: _heads,
+    Attend: _attention,
+    Activate: _activation,
+    AddResidual: _residual,
+}
+
+
+def add(owner: nn.Module, name: str, module: nn.Module) -> None:
+    """Register `module` in `owner` under a dotted name, such as "attention.qkv"."""
+    path, _, leaf = name.rpartition(".")
+    for part in filter(None, path.split(".")):
+        if not hasattr(owner, part):
+            owner.add_module(part, nn.Module())
+        owner = owner.get_submodule(part)
+    owner.add_module(leaf, module)
+
+
+def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[Step, ...]:
+    """Make the modules of `rows`, registered in `owner`, and return the steps to `run`."""
+    steps = []
+    for number, row in enumerate(rows):
+        last = frozenset(name for name in row.inputs if not _read_after(rows[number + 1 :], name))
+        steps.append(Step(row, MAKERS[type(row)](owner, row, build), last))
+    return tuple(steps)
+
+
+def _read_after(rows: Sequence[Operator], name: str) -> bool:
+    """Whether one of `rows` reads a value before it is written anew."""
+    for row in rows:
+        if name in row.inputs:
+            return True
+        if name in row.outputs:
+            return False
+    return False
+
+
+def run(steps: Sequence[Step], values: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
+    """Compute rows in order from named values, and return the values that are left.
+
+    A value is let go with the last row that reads it, so that nothing stays for longer.
+    """
+    for row, compute, last in steps:
+        inputs = [values.pop(name) if name in last else values[name] for name in row.inputs]
+        outputs = compute(*inputs, context)
+        if isinstance(outputs, Tensor):
+            outputs = (outputs,)
+        values.update(zip(row.outputs, outputs, strict=True))
+    return values

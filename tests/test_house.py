@@ -44,6 +44,7 @@ SAME_NAMES = {
     "Block": "the trainer's and plain torch's",
     "Config": "a run's, and what torchtitan calls that of each module",
     "Embedding": "the trainer's and plain torch's",
+    "Mlp": "plain torch's and torchtitan's",
     "Norm": "a module, and its row in the table of parameters",
     "Optimizer": "the trainer's and plain torch's",
     "Table": "a module, and its row in the table of parameters",

@@ -174,7 +174,8 @@ def test_an_idle_stage_keeps_weights_alone(comm, first):
     assert (own == 0) == idle == (foreseen.activations == 0) == (engine.runner.most_in_flight == 0)
     seen = []
     for number, layer in stage.layers.items():
-        layer.mlp.register_full_backward_hook(lambda *given, number=number: seen.append(number))
+        down = layer.mlp.down
+        down.register_full_backward_hook(lambda *given, number=number: seen.append(number))
     _, peak = measured(lambda: steps_of(engine, 1))
     assert {*map(int, seen)} == {*range(max(begin, first), stop)}
     if idle:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ptdmpi.comm.mpi import MpiCommunicator
-from ptdmpi.model import loss as losses
+from ptdmpi.model.output import cross_entropy as losses
 from ptdmpi.model.output.cross_entropy import cross_entropy, token_log_probabilities
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layer import chunks

@@ -139,7 +139,7 @@ def foreseen_messages(row, sizes: Sizes, phase) -> Counter[str]:
 
 
 def foreseen_flops(row, sizes: Sizes) -> tuple[float, float]:
-    """Of products; PyTorch counts no FLOPs of its attention kernel on a CPU."""
+    """Return the FLOPs of products; PyTorch counts none of its attention kernel on a CPU."""
     forward = [k for k in row.forward(sizes) if not isinstance(k, FusedAttention)]
     back = [*row.backward(sizes), *row.weights(sizes)]
     backward = [k for k in back if not isinstance(k, FusedAttention)]

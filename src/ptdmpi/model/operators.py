@@ -216,7 +216,7 @@ def drop_hidden(
 # -- rows to modules ------------------------------------------------------------------------------
 
 
-class Step(NamedTuple):
+class RowStep(NamedTuple):
     """A row and what computes it: `compute(*inputs, context)` returns its output, or a tuple of
     them. `last`: the inputs that no later row reads."""
 
@@ -289,12 +289,12 @@ def add(owner: nn.Module, name: str, module: nn.Module) -> None:
     owner.add_module(leaf, module)
 
 
-def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[Step, ...]:
+def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[RowStep, ...]:
     """Make the modules of `rows`, registered in `owner`, and return the steps to `run`."""
     steps = []
     for number, row in enumerate(rows):
         last = frozenset(name for name in row.inputs if not _read_after(rows[number + 1 :], name))
-        steps.append(Step(row, MAKERS[type(row)](owner, row, build), last))
+        steps.append(RowStep(row, MAKERS[type(row)](owner, row, build), last))
     return tuple(steps)
 
 
@@ -308,7 +308,7 @@ def _read_after(rows: Sequence[Operator], name: str) -> bool:
     return False
 
 
-def run(steps: Sequence[Step], values: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
+def run(steps: Sequence[RowStep], values: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
     """Compute rows in order from named values, and return the values that are left.
 
     A value is let go with the last row that reads it, so that nothing stays for longer.

@@ -1,4 +1,4 @@
-"""What an answer consists of: a sentence, a table, numbers for a program, a picture."""
+"""The parts of an answer: a sentence, a table, numbers for a program, a picture."""
 
 import textwrap
 from collections.abc import Sequence
@@ -10,14 +10,15 @@ from ptdmpi.plan.show.draw import check_picture, save
 from ptdmpi.plan.show.table import lines
 
 COLORS = ("#1f4e8c", "#c8511b", "#3b7d3b", "#8d5fb5")
-LETTERS_PER_PANEL = 56  # of a title
+LETTERS_PER_PANEL = 56  # letters of a title
 
 
 @dataclass(frozen=True)
 class Panel:
     """One picture, of points joined by lines (`lines`: name -> points) or of bars by name.
 
-    `level` is a dashed line across, `mark` one at a point of the horizontal axis, each with words.
+    `level` is a dashed horizontal line, `mark` a line at a point of the horizontal axis, each with
+    a label.
     """
 
     across: str
@@ -31,8 +32,11 @@ class Panel:
 
 @dataclass(frozen=True)
 class Reply:
-    """`short`: the answer in a sentence or two; `rows`: a table, its head first; `notes`: what it
-    rests on; `numbers`: the same for a program."""
+    """An answer to a question of `ptdmpi ask`.
+
+    `short`: the answer in a sentence or two; `rows`: a table, with its head first; `notes`: the
+    assumptions; `numbers`: the same for a program; `panels`: the pictures.
+    """
 
     short: str
     rows: Sequence[Sequence[str]]
@@ -42,12 +46,12 @@ class Reply:
     notes: Sequence[str] = ()
 
     def text(self) -> str:
-        """What is printed."""
+        """Return the text to print."""
         table = ["", *lines(self.rows)] if self.rows else []
         return "\n".join([self.short, *table, *(["", *self.notes] if self.notes else [])])
 
     def draw(self, path: str | Path) -> None:
-        """Writes the picture (.png or .svg). Raises InputError if it cannot be written."""
+        """Write the picture (.png or .svg). Raises InputError if it cannot be written."""
         check_picture(path)
         from matplotlib.figure import Figure
 

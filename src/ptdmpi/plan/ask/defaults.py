@@ -11,8 +11,9 @@ PREFERRED = ("bf16", "fp16")
 def published_batch(model: str) -> int:
     """Return the global batch, in sequences, that the source of the preset `model` states.
 
-    A preset with another sequence length has no published batch, because a batch of sequences of
-    another length is another number of tokens. Raise InputError if no batch is published.
+    A preset with a changed sequence length has no published batch, because the same number of
+    longer or shorter sequences is a different number of tokens. Raises InputError if no batch is
+    published.
     """
     preset, keys = preset_and_keys(model)
     batch = None
@@ -35,8 +36,8 @@ def usual_precision(cluster: Cluster) -> str:
 def pricer_of_names(model: str, cluster: str, batch: int | None) -> Pricer:
     """Return a pricer of a model on a cluster, both by name, in the cluster's usual precision.
 
-    `batch` None takes the published one. Raise InputError for unknown names and for a model without
-    a published batch.
+    `batch` None takes the published one. Raises InputError for unknown names and for a model
+    without a published batch.
     """
     machine = load_cluster(cluster)
     size = batch or published_batch(model)

@@ -12,26 +12,32 @@ from ptdmpi.plan.machine.cluster import model_of
 from ptdmpi.plan.shape.parameters import parameter_count
 
 DAY_S = 86400
-MODEL_FLOPS, HARDWARE_FLOPS = 6, 8  # of a token and a parameter, without and with recomputation
+MODEL_FLOPS, HARDWARE_FLOPS = 6, 8  # per token and parameter, without and with recomputation
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), Table 3
 CURVE = 60  # points of a curve
 
 
 def days(parameters: float, tokens: float, ranks: int, flops_per_s: float, factor: int) -> float:
-    """`factor` T P / (n X): Narayanan et al. 2021, equation 4, has 8, recomputation counted."""
+    """Return the days of a training: `factor` T P / (n X).
+
+    Narayanan et al. 2021, equation 4, has the factor 8, which counts recomputation.
+    """
     return factor * tokens * parameters / (ranks * flops_per_s) / DAY_S
 
 
 def speed(parameters: float, tokens: float, ranks: int, taken: float, factor: int) -> float:
-    """FLOP/s of a rank in a training of so many days."""
+    """Return the FLOP/s of a rank in a training of `taken` days."""
     return factor * tokens * parameters / (ranks * taken * DAY_S)
 
 
 def days_answer(
     pricer: Pricer, ranks: int, tokens: float, taken: float | None, utilisation: float | None
 ) -> Reply:
-    """The utilisation of a training of so many days, or the days at a utilisation, of the model's
-    FLOPs; both where neither is given is bad input. Raises InputError."""
+    """Return the utilisation in a training of `taken` days, or the days at a `utilisation`, of the
+    model's FLOPs.
+
+    Raises InputError unless exactly one of the two is given, and if the training exceeds the peak.
+    """
     if (taken is None) == (utilisation is None):
         raise InputError("give --days or --utilisation, one of the two")
     config, peak = pricer.model.config, pricer.machine.peak
@@ -87,8 +93,8 @@ def days_answer(
 
 
 class Loss(NamedTuple):
-    """L(N, D) = E + A / N^alpha + B / D^beta, in nats per token: Hoffmann et al. 2022, equation 10,
-    as fitted there."""
+    """The loss L(N, D) = E + A / N^alpha + B / D^beta, in nats per token: Hoffmann et al. 2022,
+    equation 10, with the constants fitted there."""
 
     least: float = 1.69
     a: float = 406.4
@@ -97,23 +103,27 @@ class Loss(NamedTuple):
     beta: float = 0.28
 
     def at(self, parameters: float, tokens: float) -> float:
-        """The loss of a model of so many parameters after so many tokens."""
+        """Return the loss of a model with `parameters` parameters after `tokens` tokens."""
         return self.least + self.a / parameters**self.alpha + self.b / tokens**self.beta
 
     def best(self, flops: float) -> float:
-        """N of least loss for C = 6 N D: equation 4 there, G (C / 6)^(beta / (alpha + beta))."""
+        """Return the N of least loss for C = 6 N D.
+
+        By equation 4 there it is G (C / 6)^(beta / (alpha + beta)).
+        """
         power = 1 / (self.alpha + self.beta)
         scale = (self.alpha * self.a / (self.beta * self.b)) ** power
         return float(scale * (flops / MODEL_FLOPS) ** (self.beta * power))
 
 
 def optimal(flops: float) -> float:
-    """N for C = 6 N D and D = 20 N."""
+    """Return N for C = 6 N D and D = 20 N."""
     return math.sqrt(flops / (MODEL_FLOPS * TOKENS_PER_PARAMETER))
 
 
 def size_answer(flops: float) -> Reply:
-    """The size of a model for a budget, the presets next to it, and what another size costs."""
+    """Return the size of a model for a budget, the presets next to it, and the cost of other
+    sizes."""
     best, loss = optimal(flops), Loss()
     fitted = loss.best(flops)
     sizes = {

@@ -1,4 +1,5 @@
-"""Which layout: the fastest of a model on a cluster, or the price of one, with explanations."""
+"""The choice of a layout: the fastest of a model on a cluster, or the price of one, with
+explanations."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -31,9 +32,10 @@ class LayoutRequest:
 
     `layout` is priced instead of searching; `why` is a layout that is compared with the best one.
     `tokens`: of the whole training, for its days and rank-hours. `lora`: rank of adapters over a
-    frozen model, whose matrices have the codes `base_bits` in blocks of `base_block` elements. The
-    settings of a layout that are None are left to the search; of a given layout, they have
-    `Layout`'s defaults, but the faster of both for `sequence_parallel` and `scatter_gather`.
+    frozen model, whose matrices have the codes `base_bits` in blocks of `base_block` elements.
+    Settings of a layout that are None are left to the search. For a given layout they take
+    `Layout`'s defaults, except `sequence_parallel` and `scatter_gather`, which take the faster
+    choice.
     """
 
     model: str
@@ -148,7 +150,7 @@ class LayoutPlan:
 def answer(request: LayoutRequest) -> LayoutPlan:
     """Return the best layouts for a request, or the price of the one that it names.
 
-    Raise InputError for unknown names, illegal sizes, options that contradict each other, and where
+    Raises InputError for unknown names, illegal sizes, options that contradict each other, and if
     no layout fits.
     """
     pricer = _pricer(request)
@@ -195,10 +197,11 @@ def _pricer(request: LayoutRequest) -> Pricer:
 
 
 def _given_layout(pricer: Pricer, text: str, request: LayoutRequest) -> Layout:
-    """Return the layout `text` with the settings of the request. Raise InputError if it is illegal.
+    """Return the layout `text` with the settings of the request. Raises InputError if it is
+    illegal.
 
     Sequence parallelism and scatter/gather that the request leaves open are those of the fastest
-    that fits.
+    layout that fits.
     """
     layout = complete(
         parse(text),

@@ -1,8 +1,8 @@
-"""What data-parallel methods that tell each other less would save on a cluster, and cost.
+"""The savings and the costs of communication-efficient data-parallel methods on a cluster.
 
-A method that is not the sum of whole gradients changes the update. So next to what a step takes
-stands by how many more steps it may need and still be done at the same time: where that is large
-the method pays, whether it does is for a training to say.
+A method other than the sum of whole gradients changes the update. So the answer gives, next to the
+time of a step, how many more steps a method may need and still end at the same time. If that number
+is large the method may pay; only a training can show whether it does.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from ptdmpi.plan.layout.messages import RunMethod
 from ptdmpi.plan.machine.kernels import Group
 
 LEAST = {"method": "compressed", "compressor": "top_k", "ratio": 0.01}
-# Name -> the section; what is drawn over the number of replicas first.
+# Name -> the section; those drawn over the number of replicas come first.
 METHODS: dict[str, dict[str, object]] = {
     "all_reduce": {},
     "parameter_server": {"method": "parameter_server"},
@@ -52,18 +52,19 @@ METHODS: dict[str, dict[str, object]] = {
         "error_feedback": "mem_sgd",
     },
 }
-DRAWN = 4  # of them over the number of replicas
+DRAWN = 4  # methods drawn over the number of replicas
 MOST_DRAWN = 1024  # replicas
 
 
 def sections() -> Iterator[tuple[str, DataParallelConfig]]:
-    """The methods that are asked for, each as a configuration has it."""
+    """Yield the methods compared, each as (name, section of a configuration)."""
     for name, keys in METHODS.items():
         yield name, DataParallelConfig.model_validate(keys)
 
 
 def answer(pricer: Pricer, layout: Layout) -> Reply:
-    """Each method in one layout. Raises InputError for one without replicas, or that shards."""
+    """Return the price of each method in one layout. Raises InputError for a layout without
+    replicas, or one that shards."""
     if layout.data == 1:
         raise InputError(
             f"layout {layout}: with d = 1 there is nobody to tell; legal: a --layout with d above 1"
@@ -102,7 +103,8 @@ def answer(pricer: Pricer, layout: Layout) -> Reply:
 def _priced(
     pricer: Pricer, layout: Layout, plain: Price
 ) -> tuple[list[dict[str, Any]], dict[str, list[tuple[float, float]]]]:
-    """The numbers of each method, and of some the milliseconds by the number of replicas."""
+    """Return the numbers of each method, and, for the first ones, milliseconds by number of
+    replicas."""
     told = (pricer.cluster, pricer.model, pricer.batch, pricer.machine.dtype)
     busiest = max(pricer.memory.elements(layout, rank) for rank in range(layout.pipeline))
     near = pricer.data.replicas(layout).per_node

@@ -1,4 +1,4 @@
-"""What if the network were slower: sensitivities, and a network of two tiers."""
+"""Sensitivity of a step to a slower network, and to a network of two tiers."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -19,7 +19,7 @@ LATENCY = 10  # times as long
 
 
 def slower(cluster: Cluster, adapters: float = 1.0, links: float = 1.0) -> Cluster:
-    """The cluster with rates divided by these numbers: out of a node, within it."""
+    """Return the cluster with the rates of adapters and of links divided by these numbers."""
     node = cluster.node
     rates = {
         "adapter_bytes_per_s": node.adapter_bytes_per_s / adapters,
@@ -31,7 +31,7 @@ def slower(cluster: Cluster, adapters: float = 1.0, links: float = 1.0) -> Clust
 
 
 def distant(cluster: Cluster, times: float) -> Cluster:
-    """The cluster with so many times the latency between nodes."""
+    """Return the cluster with `times` times the latency between nodes."""
     node = cluster.node
     delays = {
         "adapter_latency_s": node.adapter_latency_s * times,
@@ -41,12 +41,13 @@ def distant(cluster: Cluster, times: float) -> Cluster:
 
 
 class TieredPricer(Pricer):
-    """Prices on a network of two tiers: pods of some nodes have what the cluster file says, between
-    pods there is 1/`taper` of it.
+    """The prices on a network of two tiers: within a pod of nodes the rates of the cluster file,
+    between pods 1/`taper` of them.
 
-    A message that passes between pods anywhere is waited for everywhere: pipelines on more than
-    one pod send at the tapered rate, and so do data axes whose ranks are not all of one pod. The
-    grid is node-major, so a data axis, of t d neighbours, is in a pod if these divide it.
+    All ranks wait for a message that passes between pods anywhere: pipelines on more than one pod
+    send at the tapered rate, and so do data axes whose ranks are not all in one pod. The grid is
+    node-major, so a data axis, which spans t d neighbours, is in one pod if t d divides the pod's
+    ranks.
     """
 
     def __init__(
@@ -65,18 +66,20 @@ class TieredPricer(Pricer):
 
 
 class TieredAxis(DataAxis):
-    """Messages over the data axis on a network of two tiers: `inside` a pod of so many ranks, or
-    between pods."""
+    """Messages over the data axis on a network of two tiers: `inside` a pod of `pod_ranks` ranks,
+    or between pods."""
 
     def __init__(self, inside: DataAxis, outside: DataAxis, pod_ranks: int) -> None:
         super().__init__(inside.machine, Model("", inside.model, inside.vocab_size))
         self.outside, self.pod_ranks = outside, pod_ranks
 
     def _tapered(self, layout: Layout) -> bool:
+        """Return True if the data axis spans more than one pod."""
         return self.pod_ranks % (layout.tensor * layout.data) != 0
 
     def _ends_s(self, layout: Layout) -> float:
-        """The first and the last stage are as far apart as any."""
+        """Return the seconds of messages between the first and the last stage, which are as far
+        apart as any."""
         if layout.ranks > self.pod_ranks:
             return self.outside._ends_s(layout)
         return super()._ends_s(layout)
@@ -106,8 +109,11 @@ class What(NamedTuple):
 
 
 def machines(pricer: Pricer, pod_nodes: int | None) -> list[tuple[str, Pricer]]:
-    """The changes, the cluster itself first; networks of two tiers where pods are known. Raises
-    InputError for a machine that was measured: its times stand in tables."""
+    """Return the changed machines by name, the cluster itself first; networks of two tiers are
+    included if pods are known.
+
+    Raises InputError for a machine that was measured: its times are in tables.
+    """
     cluster, told = pricer.cluster, (pricer.model, pricer.batch, pricer.machine.dtype)
     if cluster.measured is not None:
         raise InputError(
@@ -132,7 +138,8 @@ def machines(pricer: Pricer, pod_nodes: int | None) -> list[tuple[str, Pricer]]:
 
 
 def answer(pricer: Pricer, ranks: int, pod_nodes: int | None) -> Reply:
-    """What each change costs, in the layout that is best without it and in its own best one."""
+    """Return the cost of each change, in the layout that is best without it and in its own best
+    one."""
     found: list[What] = []
     for name, changed in machines(pricer, pod_nodes):
         note(f"ptdmpi ask: {name}")

@@ -1,9 +1,9 @@
-"""How the two products of an MLP are cut over the tensor axis, and what each way sends.
+"""The ways to cut the two products of an MLP over the tensor axis, and the messages of each.
 
-Y = f(X A) B with X of b s rows, A (h, u) and B (g, h); u is g, or of a gated f 2 g. A product that
-is cut by columns needs all of its input and has columns of its output; one by rows takes columns
-of its input and has a summand of its output, and f, which is not linear, must see the sum, for
-f(X1 A1 + X2 A2) is not f(X1 A1) + f(X2 A2). So
+Y = f(X A) B with X of b s rows, A (h, u) and B (g, h); u = g, or u = 2 g for a gated f. A product
+cut by columns needs its whole input and yields columns of its output. One cut by rows takes columns
+of its input and yields a summand of its output. f is not linear and must see the sum: f(X1 A1 +
+X2 A2) is not f(X1 A1) + f(X2 A2). So the collectives, with the columns of their tensor, are
 
     A by, B by       forward                            backward
     columns, rows    sum h                              sum h
@@ -11,10 +11,10 @@ f(X1 A1 + X2 A2) is not f(X1 A1) + f(X2 A2). So
     rows, rows       reduce-scatter u, sum h            gather u, gather h
     rows, columns    sum u, gather h                    sum g, gather h
 
-of so many columns, where a sum is an all-reduce and sends what a reduce-scatter and a gather do,
-(t - 1)/t of the tensor each. Columns first, rows second (Shoeybi et al. 2019, arXiv 1909.08053,
-section 3) sends least: nothing between the two, and nothing of the wider tensor. Attention is cut
-the same way, with its heads in place of columns.
+A sum is an all-reduce and sends as much as a reduce-scatter and a gather, (t - 1)/t of the tensor
+each. Columns first, rows second (Shoeybi et al. 2019, arXiv 1909.08053, section 3) sends least:
+nothing between the two products, and nothing of the wider tensor. Attention is cut the same way,
+with its heads in place of columns.
 """
 
 from collections.abc import Mapping
@@ -31,8 +31,8 @@ from ptdmpi.plan.shape.parameters import layer
 
 
 class Partition(NamedTuple):
-    """How A and B are cut; collectives of forward and backward, each (kind, columns: "h", "g" or
-    "u")."""
+    """The cuts of A and B, and the collectives of forward and backward, each (kind, columns: "h",
+    "g" or "u")."""
 
     name: str
     sends: tuple[tuple[str, str], ...]
@@ -48,21 +48,21 @@ WAYS = (
 
 
 def widths(config: ModelConfig) -> dict[str, int]:
-    """h, g and u of a model."""
+    """Return h, g and u of a model."""
     up = layer(config)["mlp.up"]
     assert isinstance(up, Linear)
     return {"h": config.hidden, "g": config.ffn_hidden, "u": sum(up.outputs)}
 
 
 def sent(way: Partition, columns: Mapping[str, float], tensor: int) -> float:
-    """What each rank sends, forward and backward, in the unit of the columns."""
+    """Return the amounts that each rank sends in (forward, backward), in the unit of `columns`."""
     rounds = {SUM: 2, GATHER: 1, SCATTER: 1}
     return sum(rounds[kind] * columns[size] for kind, size in way.sends) * (tensor - 1) / tensor
 
 
 def answer(pricer: Pricer, tensor: int, micro_size: int) -> Reply:
-    """The four ways for one layer's MLP and microbatch on t ranks. Raises InputError for a t that
-    does not divide."""
+    """Return the costs of the four ways for one layer's MLP and one microbatch on t ranks. Raises
+    InputError for a t that does not divide the model."""
     config, machine = pricer.model.config, pricer.machine
     columns = widths(config)
     if tensor < 2 or columns["g"] % tensor or columns["h"] % tensor:

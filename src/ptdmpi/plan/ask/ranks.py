@@ -29,7 +29,7 @@ class Cost:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return self.price.layout.ranks
 
 
@@ -70,15 +70,15 @@ def between(fewer: int, more: int, devices: int) -> list[int]:
 def answer(
     pricer: Pricer, most: int, tokens: float, days: float | None, price: float | None
 ) -> Reply:
-    """Answer for trainings on up to `most` ranks.
+    """Return the answer for trainings on up to `most` ranks.
 
-    `days` is the deadline and `price` the price of a rank-hour; None: there is none. Raises
-    InputError if no layout fits, or no training ends in time.
+    `days` is the deadline and `price` the price of a rank-hour; both may be None. Raises InputError
+    if no layout fits, or no training ends in time.
     """
     devices = pricer.cluster.node.devices
     count = parameter_count(pricer.model.config, pricer.model.vocab_size)
     least = LEAST_STATE_BYTES * count / pricer.capacity_bytes
-    if days is not None:  # no fewer are in time at the peak
+    if days is not None:  # fewer ranks would be late even at the peak
         least = max(least, MODEL_FLOPS * count * tokens / pricer.machine.peak / (days * DAY_S))
     rungs = ladder(devices, min(most, int(least)), most)
     costs = _costs(pricer, rungs, tokens)

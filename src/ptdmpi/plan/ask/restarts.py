@@ -1,13 +1,13 @@
-"""Failures: how often to save, and what share of the time is left for training.
+"""The checkpoint interval for a failure rate, and the share of time left for training (goodput).
 
-A job fails at random, on the average every M seconds (of n nodes M is 1/n of a node's). It saves
-each τ seconds of training, which takes δ; after a failure it takes R to go on, and what was trained
-since the last save is lost. By Daly 2006 ("A higher order estimate of the optimum checkpoint
-interval for restart dumps", equation 13) the share of the time that counts is
+A job fails at random, on average every M seconds; for n nodes M is 1/n of one node's mean time
+between failures. It saves after each τ seconds of training, and a save takes δ. After a failure it
+takes R to continue, and the training since the last save is lost. By Daly 2006 ("A higher order
+estimate of the optimum checkpoint interval for restart dumps", equation 13) the goodput is
 
     τ / (M exp(R / M) (exp((τ + δ) / M) - 1))
 
-for failures that come independently (exponential gaps), also while the job saves or restarts. It
+for independent failures (exponential gaps), which also happen while the job saves or restarts. It
 is largest where (1 - τ/M) exp(τ/M) = exp(-δ/M), which for δ well below M is Young's sqrt(2 δ M)
 (Young 1974, "A first order approximation to the optimum checkpoint interval").
 """
@@ -20,22 +20,24 @@ from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.shape.parameters import parameter_count
 
-STATE_BYTES = 12  # of a parameter: float32 weight and AdamW's two moments
+STATE_BYTES = 12  # per parameter: float32 weight and AdamW's two moments
 HOUR_S, DAY_S = 3600, 86400
 CURVE = 60  # points of a curve
 
 
 @dataclass(frozen=True)
 class Failures:
-    """How one job fails, in seconds: `between_s` of failures, `save_s` that a save keeps training
-    waiting, `restart_s` from a failure to the first step again."""
+    """The failures of one job, in seconds: `between_s` is the mean time between failures, `save_s`
+    the time that a save keeps training waiting, `restart_s` the time from a failure to the next
+    step."""
 
     between_s: float
     save_s: float
     restart_s: float
 
     def useful(self, interval_s: float) -> float:
-        """The share of the time that counts, saving every `interval_s` of training."""
+        """Return the goodput, the share of time spent on steps that count, with a save every
+        `interval_s` of training."""
         mean = self.between_s
         try:
             spent = mean * math.exp(self.restart_s / mean)
@@ -46,12 +48,13 @@ class Failures:
 
     @property
     def young_s(self) -> float:
-        """sqrt(2 δ M)."""
+        """Return Young's interval sqrt(2 δ M)."""
         return math.sqrt(2 * self.save_s * self.between_s)
 
     @property
     def best_s(self) -> float:
-        """The interval of which most of the time counts, by bisection of what falls with it."""
+        """Return the checkpoint interval with the highest goodput, by bisection of a falling
+        function."""
         wanted, low, high = math.exp(-self.save_s / self.between_s), 0.0, 1.0
         for _ in range(60):
             middle = (low + high) / 2
@@ -69,9 +72,11 @@ def answer(
     bytes_per_s: float,
     restart_s: float,
 ) -> Reply:
-    """When to save in a training on `ranks` whose nodes each fail every `node_days`, with files
-    written at `bytes_per_s` all together. Raises InputError where the state of the model fails to
-    be saved between two failures."""
+    """Return when to save in a training on `ranks` ranks whose nodes each fail every `node_days`,
+    with files written at `bytes_per_s` in total.
+
+    Raises InputError if the model's state cannot be saved between two failures.
+    """
     nodes = -(-ranks // pricer.cluster.node.devices)
     state = STATE_BYTES * parameter_count(pricer.model.config, pricer.model.vocab_size)
     failures = Failures(node_days * DAY_S / nodes, state / bytes_per_s, restart_s)

@@ -15,14 +15,16 @@ from ptdmpi.terminal.say import note
 
 
 def batches(pricer: Pricer, sizes: Sequence[int]) -> list[Pricer]:
-    """The same model at other global batches."""
+    """Return pricers of the same model at other global batches."""
     cluster, model, dtype = pricer.cluster, pricer.model, pricer.machine.dtype
     return [Pricer(cluster, model, size, dtype) for size in sizes]
 
 
 def lengths(pricer: Pricer, sizes: Sequence[int]) -> list[Pricer]:
-    """The same model at other sequence lengths, with as many tokens in a step. Raises InputError
-    where that is no whole number of sequences."""
+    """Return pricers of the same model at other sequence lengths, with as many tokens in a step.
+
+    Raises InputError if that is not a whole number of sequences.
+    """
     tokens = pricer.batch * pricer.model.config.seq_length
     found = []
     for size in sizes:
@@ -36,7 +38,10 @@ def lengths(pricer: Pricer, sizes: Sequence[int]) -> list[Pricer]:
 
 
 def answer(pricers: Sequence[Pricer], ranks: int, over: str) -> Reply:
-    """`over`: "batch" or "sequence length". Raises InputError where none fits."""
+    """Return the best layout of each pricer; `over`: "batch" or "sequence length".
+
+    Raises InputError if none fits.
+    """
     found: list[tuple[int, Pricer, Price]] = []
     reason = ""
     for pricer in pricers:

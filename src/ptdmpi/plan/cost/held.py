@@ -1,4 +1,4 @@
-"""What each rank of a layout holds of a model, and in which units that travels."""
+"""The parts of a model that each rank of a layout holds, and the units in which they travel."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +16,7 @@ TIED, SECOND = "tied", "second"
 
 
 class HeldParts:
-    """What each rank of a layout holds of a model: stages and their parts, by the names of the
+    """The stages and parts of a model that each rank of a layout holds; parts by their names in the
     table."""
 
     def __init__(self, model: Model, layout: Layout) -> None:
@@ -33,35 +33,38 @@ class HeldParts:
         }
 
     def _parts_of(self, place: str) -> dict[str, Part]:
-        """The parts of a place."""
+        """Return the parts of a place."""
         if place in (EMBEDDING, HEAD):
             return self.table[place]
         idle = int(place) < self.model.adapt.first_layer
         return self.table["idle" if idle else "layer"]
 
     def _of_places(self, stage: int, trains: bool = True) -> Iterator[tuple[str, str, Part]]:
-        """The parts of a stage that train, or do not, each with its place and its name in the
-        table."""
+        """Yield (place, name in the table, part) for the parts of a stage that train, or that do
+        not."""
         places = places_of(self.layers[stage], self.model.layers)
         for place in places:
             some = (one for one in self._parts_of(place).items() if one[1].trains == trains)
             yield from ((place, name, part) for name, part in some)
 
     def of_stage(self, stage: int) -> Iterator[tuple[str, Part]]:
-        """The trained parts of a stage, with the names of the table."""
+        """Return the trained parts of a stage, with their names in the table."""
         return ((name, part) for _, name, part in self._of_places(stage))
 
     def of_rank(self, rank: int) -> list[tuple[str, Part]]:
+        """Return the trained parts of a rank, with their names in the table."""
         return [part for stage in self.placed.stages_of(rank) for part in self.of_stage(stage)]
 
     def counted(self, rank: int) -> int:
-        """Parameters whose norm a rank counts: a tied table is the first stage's."""
+        """Return the number of parameters whose norm a rank counts; a tied table counts on the
+        first stage."""
         weights = sum(len(list(part.weights(1))) for _, part in self.of_rank(rank))
         tied = self.tied > 0 and self._holds_last(rank)
         return weights - tied
 
     def elements(self, rank: int) -> int:
-        """Parameters that train on a rank; a tied table that it uses twice is one."""
+        """Return the number of trained elements on a rank; a tied table that it uses twice counts
+        once."""
         every = sum(sum(part.weights(self.tensor)) for _, part in self.of_rank(rank))
         both = self._holds_last(rank) and self.placed.rank_of(0) == rank
         return every - self.tied * both
@@ -72,12 +75,16 @@ class HeldParts:
     def units(
         self, rank: int, apart: bool, shards: int, trains: bool = True
     ) -> tuple[dict[str, int], dict[str, list[str]]]:
-        """Elements of the units that travel as one over the data axis, up to where they can be cut
-        into equal shards: all together, or, where they travel `apart` (of ZeRO 2 and 3, and of
-        exchanges that overlap the forward), of each layer, the embedding and the head. A tied table
-        is a unit where units are cut, and its `SECOND` gradient always, which has no weights. And
-        the units that each place uses. Of what trains; or of the frozen weights that ZeRO 3
-        gathers, by names of their own, which those in few bits are not among."""
+        """Return (elements of each unit that travels as one over the data axis, units that each
+        place uses).
+
+        Elements are rounded up so that a unit divides into `shards` equal shards. Without `apart`
+        all parts form one unit; with it (ZeRO 2 and 3, and exchanges that overlap the forward) each
+        layer, the embedding and the head is a unit. A tied table is a unit of its own if units are
+        cut; its `SECOND` gradient, which has no weights, always is. With `trains` False the units
+        are those of the frozen weights that ZeRO 3 gathers, under names of their own; quantized
+        weights are not among them.
+        """
         units: dict[str, int] = {}
         uses: dict[str, list[str]] = {}
         both = self._holds_last(rank) and self.placed.rank_of(0) == rank
@@ -99,13 +106,14 @@ class HeldParts:
         return {unit: -(-size // grain) * grain for unit, size in units.items()}, uses
 
     def _is_packed(self, place: str, part: Part) -> bool:
-        """Whether the matrix of a part stands in few bits."""
+        """Return True if the matrix of a part is quantized."""
         low_bit = LowBit.of(self.model.quantize)
         layers = place not in (EMBEDDING, HEAD)
         return low_bit is not None and not part.trains and layers and isinstance(part, Linear)
 
     def passes(self, rank: int, order: Sequence[Op]) -> Iterator[tuple[Sequence[str], int]]:
-        """The places of a rank's ops, as `places.gathers` reads them."""
+        """Yield the places of each of a rank's ops, as `places.gathers` reads them: (places, 1) or
+        (places, -1)."""
         for op in order:
             places = places_of(self.layers[op.stage], self.model.layers)
             if op.row.keeps == ACTIVATIONS:
@@ -114,8 +122,8 @@ class HeldParts:
                 yield places[self._skipped(places) :], -1
 
     def _skipped(self, places: Sequence[str]) -> int:
-        """How many of a stage's places a backward does not come to: those in front of all that
-        trains, and a table that is looked up."""
+        """Return how many of a stage's places have no backward: those before everything that
+        trains, and a lookup table."""
         count = 0
         for place in places:
             parts = self._parts_of(place).values()
@@ -126,8 +134,11 @@ class HeldParts:
         return count
 
     def crossings(self, rank: int) -> int:
-        """Neighbours of a rank's stages that stand on other ranks: to each of them one activation,
-        or gradient of one, is sent for each microbatch, and one comes from it."""
+        """Return the number of neighbours of a rank's stages that are on other ranks.
+
+        For each microbatch the rank sends one activation, or gradient of one, to each of them, and
+        receives one from it.
+        """
         stages = range(self.placed.stages)
         return sum(
             neighbour in stages and self.placed.rank_of(neighbour) != rank
@@ -141,7 +152,8 @@ class HeldParts:
 
     @property
     def tied(self) -> int:
-        """Elements of a trained table that embedding and head share, on a tensor rank; or 0."""
+        """Return the elements, on a tensor rank, of the trained table that embedding and head
+        share, or 0."""
         word = self.table["embedding"][WORD_TABLE]
         shared = self.model.tie_embeddings and word.trains
         return sum(word.weights(self.tensor)) if shared else 0

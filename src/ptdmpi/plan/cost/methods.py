@@ -1,4 +1,4 @@
-"""Data-parallel methods that tell each other less: seconds and bytes of each over the data axis.
+"""Communication-efficient data-parallel methods: seconds and bytes of each over the data axis.
 
 With n data ranks, B bytes of gradients on each, W bytes of masters, and a code of C bytes:
 
@@ -12,15 +12,16 @@ With n data ranks, B bytes of gradients on each, W bytes of masters, and a code 
     compressed        one gather of codes                                   C (n - 1)
       squeezed twice  codes to their servers, codes of means back           2 C (n - 1) / n
 
-Codes of decentralized and local steps travel as there, and as gathers, C for W.
+Codes of decentralized steps travel as in their row, those of local steps as gathers, C for W.
 
-What a rank sends is the mean over ranks. A ring's parts all begin at rank 0, so that sums are those
-of all_reduce; the textbook's, of which each rank begins one, has 2 (n - 1) messages of B / n in a
-row (`ptdmpi.engine.data_parallel.messages`). So latency is O(n) for a ring and a server, O(1) for
-neighbours; volume is O(n) at a server and for gathered codes, which pay while C n < 2 B.
+The bytes that a rank sends are the mean over ranks. All parts of a ring begin at rank 0, so that
+its sums equal those of all_reduce; in the textbook's ring each rank begins one part, and it has
+2 (n - 1) messages of B / n in a row (`ptdmpi.engine.data_parallel.messages`). So latency is O(n)
+for a ring and a server, O(1) for neighbours; volume is O(n) at a server and for gathered codes,
+which pay while C n < 2 B.
 
-What a code takes to make is counted by what it reads and writes of memory, which is the least: what
-choosing the greatest, or hashing, takes beside that is not known before it is measured.
+The time of coding is a lower bound: the bytes of memory that it reads and writes. The time of
+choosing the greatest numbers, or of hashing, is not known before it is measured.
 """
 
 import math
@@ -42,19 +43,22 @@ from ptdmpi.plan.machine.kernels import Group, Machine
 from ptdmpi.plan.shape.codes import bits_per_element
 from ptdmpi.plan.shape.parameters import layer
 
-# Kinds of feedback that compress the mean again, at servers that each have a part of it.
+# Kinds of error feedback whose servers, which each have a part of the mean, compress it again.
 SQUEEZED = ("double_squeeze", "neolithic")
-# What coding reads and writes of each number, at least: the gradient and the memory, the memory
-# back; of each code that arrives the sum it is added to. Neighbours also keep what was told before,
-# which is read and written.
+# Numbers that coding reads and writes per element, at least: it reads the gradient and the memory,
+# and writes the memory; for each code that arrives it reads and writes the sum. Decentralized steps
+# also read and write the public copies kept from earlier messages.
 CODING_PASSES, DECODING_PASSES, PUBLIC_PASSES = 3, 2, 3
 
 
 @cache
 def messages(name: str, ranks: int, per_node: int) -> tuple[tuple[float, float], ...]:
-    """How many messages a rank sends to other nodes, and within its own, in each step of a
-    topology's period, on average over ranks; of one that never repeats in its first steps. `ranks`
-    fill the nodes one after the other. Raises InputError for a file that does not fit."""
+    """Return (messages to other nodes, messages within the node) of a rank in each step of a
+    topology's period, the mean over ranks.
+
+    For a topology without a period these are its first steps. `ranks` fill the nodes one after the
+    other. Raises InputError for a file of edges that does not fit `ranks`.
+    """
     graph = topology(name, ranks)
     found = []
     for step in range(graph.period or 4):
@@ -68,20 +72,21 @@ def messages(name: str, ranks: int, per_node: int) -> tuple[tuple[float, float],
 
 
 def neighbours(name: str, ranks: int) -> float:
-    """How many messages a rank sends in a step, on average over ranks and a period."""
+    """Return the number of messages that a rank sends in a step, the mean over ranks and a
+    period."""
     every = messages(name, ranks, ranks)
     return sum(map(sum, every)) / len(every)
 
 
 def rounds_of(section: DataParallelConfig) -> int:
-    """How many codes of a gradient travel as one."""
+    """Return how many codes of a gradient travel as one message."""
     return section.rounds if section.error_feedback == "neolithic" else 1
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank has to tell: `elements`, the bytes of a number of its gradients, and of its
-    masters; lines and length of the tiles that PowerSGD factors."""
+    """The sizes of a rank's messages: number of `elements`, bytes per element of its gradients and
+    of its masters, and (lines, length) of the tiles that PowerSGD factors."""
 
     elements: float
     gradient_bytes: int
@@ -90,14 +95,16 @@ class Told:
 
     @property
     def gradients(self) -> float:
+        """Return the bytes of all gradients."""
         return self.elements * self.gradient_bytes
 
     @property
     def masters(self) -> float:
+        """Return the bytes of all masters."""
         return self.elements * self.master_bytes
 
     def code(self, section: DataParallelConfig) -> float:
-        """C: bytes of all rounds; numbers travel in the masters' type."""
+        """Return C: the bytes of all rounds of a code; numbers travel in the masters' type."""
         bits = bits_per_element(section, 8 * self.master_bytes, self.tile)
         return rounds_of(section) * self.elements * bits / 8
 
@@ -105,10 +112,12 @@ class Told:
 def told_of(
     model: ModelConfig, vocab_size: int, elements: float, gradient_bytes: int, master_bytes: int
 ) -> Told:
-    """What a rank with so many parameters has to tell. The lines of PowerSGD's tiles are those of a
-    head in attention, of an n-th of the MLP or of the vocabulary elsewhere, n = gcd(heads,
-    ffn_hidden), as the mean over their elements of what a line costs; of a vocabulary that n does
-    not divide each row travels whole."""
+    """Return the message sizes of a rank with `elements` parameters.
+
+    PowerSGD's tiles have the lines of one head in attention, and elsewhere of an n-th of the MLP or
+    of the vocabulary, n = gcd(heads, ffn_hidden); if n does not divide the vocabulary, each of its
+    rows travels whole. The tile returned has the mean over elements of the cost of a line.
+    """
     cut = math.gcd(model.heads, model.ffn_hidden)
     head, hidden = model.hidden / model.heads, float(model.hidden)
     attention = 2 * hidden * (hidden + head * model.kv_heads)
@@ -125,17 +134,17 @@ def told_of(
 
 
 def share_of_averages(section: DataParallelConfig) -> float:
-    """In which part of the steps all replicas take their mean, where they differ."""
+    """Return the share of steps in which all replicas take their mean; 0 if they never do."""
     every = section.local_steps if section.method == "local" else section.average_every
     return 1 / every if every else 0.0
 
 
 def code_messages(section: DataParallelConfig, sizes: Told, n: int) -> dict[str, float]:
-    """Kind of message -> the bytes x that one step's codes are about on a rank, of all its messages
-    together, as `ptdmpi.base.traffic` counts them."""
+    """Return the approximate bytes x of one step's codes on a rank by kind of message, summed over
+    its messages, by the convention of `ptdmpi.base.traffic`."""
     code = sizes.code(section)
     if section.method == "decentralized":
-        return {"neighbours": code}  # to each of them
+        return {"neighbours": code}  # to each neighbour
     if section.compressor == "power_sgd":
         return {"all_reduce": code}  # its factors are summed
     if section.error_feedback in SQUEEZED:
@@ -144,8 +153,11 @@ def code_messages(section: DataParallelConfig, sizes: Told, n: int) -> dict[str,
 
 
 def sent_bytes(section: DataParallelConfig, sizes: Told, n: int, moments: int = 0) -> float:
-    """What a data rank sends in a step, on average over steps and ranks, by the convention of
-    `ptdmpi.base.traffic`. `moments`: how many the optimizer has, where they are averaged too."""
+    """Return the bytes that a data rank sends in a step, the mean over steps and ranks, by the
+    convention of `ptdmpi.base.traffic`.
+
+    `moments`: how many the optimizer has, which counts if they are averaged too.
+    """
     whole = 2 * sizes.gradients * (n - 1) / n
     match section.method:
         case "parameter_server":
@@ -172,18 +184,20 @@ def sent_bytes(section: DataParallelConfig, sizes: Told, n: int, moments: int = 
 
 
 class MethodAxis(DataAxis):
-    """Messages over the data axis by a method that tells others less. Gradients are not sharded."""
+    """Messages over the data axis by a communication-efficient method. Gradients are not
+    sharded."""
 
     def __init__(self, machine: Machine, model: Model, method: RunMethod) -> None:
         super().__init__(machine, model)
         self.section, self.kinds = method.section, method.averaged_kinds
 
     def has(self, elements: float) -> Told:
-        """What a rank with so many parameters has to tell."""
+        """Return the message sizes of a rank with `elements` parameters."""
         return told_of(self.model, self.vocab_size, elements, self.gradient_bytes, FLOAT32.bytes)
 
     def behind(self, layout: Layout, elements: float) -> Behind:
-        """What the method sends behind the last backward, or behind the update."""
+        """Return the seconds of the method's messages after the last backward, or after the
+        update."""
         if layout.data == 1 or self.section.method == "all_reduce":
             return super().behind(layout, elements)
         group = self.replicas(layout)
@@ -191,13 +205,13 @@ class MethodAxis(DataAxis):
         return Behind(self._ends_s(layout) + told_s, 0.0)
 
     def method_s(self, sizes: Told, group: Group) -> float:
-        """Seconds of a step, on average over steps."""
+        """Return the seconds of the method in a step, the mean over steps."""
         machine, section, n = self.machine, self.section, group.ranks
         match section.method:
             case "ring":
                 return self._ring_s(sizes, group)
             case "parameter_server":
-                # all through the server's link, in and then out, nobody else on its node sends
+                # all use the server's link, first in and then out; no other rank on its node sends
                 alone = min(1.0, machine.adapter_share) if group.nodes > 1 else 1.0
                 return 2 * self._send_s((n - 1) * sizes.gradients * alone, group)
             case "decentralized" | "local" if not encodes(section):
@@ -221,8 +235,11 @@ class MethodAxis(DataAxis):
                 return machine.all_reduce_s(sizes.gradients, group)
 
     def _ring_s(self, sizes: Told, group: Group) -> float:
-        """The last of n - 1 parts in a row has come n - 1 ranks far after 2 n - 3
-        messages; and so the sums. Above the size of a message there are more such rounds."""
+        """Return the seconds of a ring.
+
+        After 2 n - 3 messages the last of n - 1 parts has passed n - 1 ranks; the sums take as many
+        messages on their way back. Parts larger than a message need more such rounds.
+        """
         n = group.ranks
         if n == 1:
             return 0.0
@@ -237,11 +254,13 @@ class MethodAxis(DataAxis):
         )
 
     def _neighbours_s(self, size: float, group: Group) -> float:
-        """So many bytes to each neighbour, over the network and within nodes at once."""
+        """Return the seconds of `size` bytes to each neighbour, over the network and within nodes
+        at once."""
         every = messages(self.section.topology, group.ranks, group.per_node)
         return sum(self._ways_s(size, far, near, group) for far, near in every) / len(every)
 
     def _compressed_s(self, sizes: Told, group: Group) -> float:
+        """Return the seconds of one exchange of codes, with their coding."""
         machine, section, n = self.machine, self.section, group.ranks
         code, passes = sizes.code(section), CODING_PASSES * rounds_of(section)
         if section.compressor == "power_sgd":
@@ -259,7 +278,8 @@ class MethodAxis(DataAxis):
         return told_s + machine.stream_s(passes * sizes.masters)
 
     def _ways_s(self, size: float, far: float, near: float, group: Group) -> float:
-        """So many messages of each rank, on average, to other nodes and within its own, at once."""
+        """Return the seconds of a rank's mean numbers of messages, `far` to other nodes and `near`
+        within its own, sent at once."""
         ways = ((far, True), (near, False)) if group.nodes > 1 else ((far + near, False),)
         sent = [
             self.machine.send_s(count * size, crosses_nodes=crosses)
@@ -273,8 +293,11 @@ class MethodAxis(DataAxis):
 
 
 class MethodPricer(Pricer):
-    """Prices layouts whose replicas tell each other what a method says, and keep what it keeps. It
-    is for layouts that are given: another method is another training, no choice of a search."""
+    """The prices of layouts whose replicas exchange messages, and keep state, by a given method.
+
+    It prices given layouts only: another method is another training, which a search does not
+    choose.
+    """
 
     def __init__(
         self,
@@ -284,6 +307,6 @@ class MethodPricer(Pricer):
         precision: str,
         method: RunMethod,
     ) -> None:
-        """`method`: as of `StepTimes`."""
+        """Store the data axis of the method; `method` as in `StepTimes`."""
         super().__init__(cluster, model, batch, precision, method)
         self.data = MethodAxis(self.machine, model, method)

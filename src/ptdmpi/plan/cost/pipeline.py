@@ -1,8 +1,8 @@
 """The step of a pipeline in seconds: the schedule that the runner executes, with the stages' times.
 
-`makespan_s` visits every op once, as `simulate.execute` does, on numbers in place of ops, so that a
-search may ask it often. Tensor ranks and data ranks do the same at the same time: one pipeline
-stands for all (symmetry).
+`makespan_s` visits every op once, as `simulate.execute` does, but works on numbers in place of ops,
+so that a search can call it often. Tensor ranks and data ranks do the same work at the same time,
+so one pipeline represents all (symmetry).
 """
 
 from dataclasses import dataclass, replace
@@ -13,18 +13,19 @@ from ptdmpi.plan.schedule.ops import OP_KINDS, Op
 from ptdmpi.plan.schedule.orders import Placement, Schedule
 from ptdmpi.plan.schedule.simulate import Timeline, simulate
 
-MOST_OPS = 100_000  # that are visited one by one, or twice as many
+MOST_OPS = 100_000  # visited one by one, or up to twice as many
 
 
 @dataclass(frozen=True)
 class StageTimes:
     """Seconds of each stage's forward and backward, and of the messages into them.
 
-    `forward_in_s[s]` is the way of the activation from stage s - 1 to stage s, `backward_in_s[s]`
-    of the gradient from stage s + 1; 0 where both stand on one rank, as `placed` says. With
-    `overlap` a message travels while its ranks compute; else its receiver waits through all of it,
-    and the sender, which receives at the same time, with it. Where backwards are split, `weight_s`
-    is the part of `backward_s` that goes into the gradients of weights; else it is empty.
+    `forward_in_s[s]` is the time of the activation's message from stage s - 1 to stage s,
+    `backward_in_s[s]` that of the gradient's message from stage s + 1; 0 if `placed` puts both
+    stages on one rank. With `overlap` a message travels while its ranks compute; without, its
+    receiver waits through all of it, and so does the sender, which receives at the same time. If
+    backwards are split, `weight_s` is the part of `backward_s` spent on the gradients of weights;
+    else it is empty.
     """
 
     forward_s: tuple[float, ...]
@@ -37,35 +38,41 @@ class StageTimes:
 
     @cached_property
     def input_s(self) -> tuple[float, ...]:
-        """The other part of a split backward."""
+        """Return the other part of a split backward, in seconds of each stage."""
         parts = zip(self.backward_s, self.weight_s, strict=True)
         return tuple(whole_s - weight_s for whole_s, weight_s in parts)
 
     def duration_s(self, op: Op) -> float:
-        """How long the rank is taken by `op`, its input's way included unless they overlap."""
+        """Return the seconds for which `op` occupies its rank; they include its input's message
+        unless messages overlap."""
         own_s: float = getattr(self, op.row.cost)[op.stage] * op.row.share
         return own_s if self.overlap else own_s + self._way_s(op)
 
     def travel_s(self, op: Op) -> float:
-        """From the end of the source of `op` to when `op` may start on another rank."""
+        """Return the seconds from the end of the source of `op` to when `op` may start on another
+        rank."""
         return self._way_s(op) if self.overlap else 0.0
 
     def _way_s(self, op: Op) -> float:
-        """Inputs come down the model with the activations or up with the gradients, or not."""
+        """Return the seconds of the message into `op`: down the model with the activations, up with
+        the gradients, or 0 for none."""
         if op.row.neighbour == 0:
             return 0.0
         return (self.forward_in_s if op.row.neighbour < 0 else self.backward_in_s)[op.stage]
 
     def busy_s(self, rank: int, microbatches: int) -> float:
-        """Time of a rank in its forwards and backwards."""
+        """Return the seconds that a rank spends in its forwards and backwards."""
         own = self.placed.stages_of(rank)
         forward_s = sum(self.forward_s[stage] for stage in own)
         return microbatches * (forward_s + sum(self.backward_s[stage] for stage in own))
 
     def lower_bound_s(self, microbatches: int) -> float:
-        """No order of work is faster: of every rank, what must happen before its first forward, all
-        its own work, and what must happen after its last backward. Behind a split one nothing need
-        happen but its own work, which others do at the same time."""
+        """Return a lower bound in seconds for every order of work.
+
+        It is the maximum over ranks of three sums: the work before a rank's first forward, all its
+        own work, and the work after its last backward. After a split backward only the rank's own
+        work must follow, which other ranks do at the same time.
+        """
         bound = before = after = 0.0
         way = 0.0 if self.overlap else 1.0
         seen: set[int] = set()
@@ -88,8 +95,8 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """A schedule in numbers: of each rank's ops (number of the op, number of its source or -1,
-    place of its stage and kind among `ops`)."""
+    """A schedule in numbers: each rank's ops as (number of the op, number of its source or -1,
+    index of its stage and kind in `ops`)."""
 
     orders: tuple[tuple[tuple[int, int, int], ...], ...]
     ops: tuple[Op, ...]
@@ -107,7 +114,7 @@ def _numbered(kind: str, placed: Placement, microbatches: int) -> _Numbered:
     ops = [Op(letter, stage, 0) for letter in kinds for stage in range(placed.stages)]
     slots = {op[:2]: slot for slot, op in enumerate(ops)}
     sources = [schedule.source(op) for op in ops]
-    # the source of an op is as far from it in numbers as those of microbatch 0 are apart
+    # the numbers of an op and its source differ by the same amount in every microbatch
     first_of = [-1 if source is None else slots[source[:2]] for source in sources]
     orders = []
     for order in schedule.orders:
@@ -123,14 +130,18 @@ def _numbered(kind: str, placed: Placement, microbatches: int) -> _Numbered:
 
 
 def makespan_s(kind: str, microbatches: int, times: StageTimes) -> float:
-    """From the first forward to the last backward. Beyond `MOST_OPS`, where the pipeline has long
-    been in step with itself, each further microbatch takes as long as those before."""
+    """Return the seconds from the first forward to the last backward.
+
+    Beyond `MOST_OPS` the pipeline has long been in its steady state, and each further microbatch
+    adds the same time.
+    """
     p, stages = times.placed.pipeline, times.placed.stages
-    # whole rounds of the pipeline; it is in step with itself after the first
+    # whole rounds of the pipeline; its steady state begins after the first
     most = p * max(2, MOST_OPS // (2 * stages) // p)
     if microbatches <= 2 * most:
         return _simulated_s(kind, microbatches, times)
-    # the same remainder of a round in both: interleaving pads it, so it has a time of its own
+    # both counts have the same remainder of a round: interleaving pads it, so it has a time of its
+    # own
     rest = microbatches % p
     shorter_s, longer_s = (_simulated_s(kind, count + rest, times) for count in (most, 2 * most))
     further = (microbatches - 2 * most - rest) / most
@@ -142,8 +153,11 @@ def _simulated_s(kind: str, microbatches: int, times: StageTimes) -> float:
 
 
 class _Pass:
-    """One pass over a numbered schedule. What an op needs of its own stage, as a backward its
-    forward, stands before it in its rank's order, so only sources are waited for."""
+    """One pass over a numbered schedule.
+
+    The ops that an op needs from its own stage, such as a backward's forward, come before it in its
+    rank's order, so a rank waits only for sources.
+    """
 
     def __init__(self, numbered: _Numbered, times: StageTimes) -> None:
         self.orders = numbered.orders
@@ -156,7 +170,8 @@ class _Pass:
         self.runnable = list(range(len(self.orders)))
 
     def end_s(self, kind: str) -> float:
-        """When the last rank is done; raises DeadlockError, with the schedule's `kind`."""
+        """Return the seconds at which the last rank is done. Raises DeadlockError, which names the
+        schedule's `kind`."""
         while self.runnable:
             self._advance(self.runnable.pop())
         if self.waiting:
@@ -164,8 +179,8 @@ class _Pass:
         return max(self.clocks)
 
     def _advance(self, rank: int) -> None:
-        """One rank as far as it gets."""
-        # local names: this loop is what a search spends its time in
+        """Run one rank's ops until one waits for its source."""
+        # local names: a search spends most of its time in this loop
         order, ends, waiting = self.orders[rank], self.ends, self.waiting
         durations, travels = self.durations, self.travels
         clock = self.clocks[rank]
@@ -188,5 +203,5 @@ class _Pass:
 
 
 def timeline(kind: str, microbatches: int, times: StageTimes, title: str) -> Timeline:
-    """The same step as that of `makespan_s`, op by op, to be drawn."""
+    """Return the step of `makespan_s` op by op, for a picture."""
     return replace(simulate(_scheduled(kind, times.placed, microbatches), times), title=title)

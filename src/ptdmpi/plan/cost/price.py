@@ -1,7 +1,8 @@
-"""The price of a layout: step time and memory, and what they are made of.
+"""The price of a layout: step time and memory, and their parts.
 
-A step is the pipeline's schedule, then the gradients' sum over the data axis, then the optimizer,
-as Megatron-LM and this trainer run it. What sharding sends in each microbatch is part of its ops.
+A step is the pipeline's schedule, then the sum of gradients over the data axis, then the optimizer,
+as in Megatron-LM and in this trainer. Messages that sharding sends in each microbatch are part of
+its ops.
 """
 
 import itertools
@@ -21,7 +22,7 @@ from ptdmpi.plan.shape.parameters import layer_elements
 
 @dataclass(frozen=True)
 class StepParts:
-    """Seconds of the busiest rank's step, by what they are spent on; together the step time."""
+    """Seconds of the busiest rank's step by kind of work; their sum is the step time."""
 
     compute: float
     tensor: float  # sums over the tensor axis
@@ -33,7 +34,7 @@ class StepParts:
 
 @dataclass(frozen=True)
 class Price:
-    """What one step of a layout counts."""
+    """The price of one step of a layout: time, its parts, memory and FLOPs."""
 
     layout: Layout
     step_time_s: float
@@ -49,29 +50,35 @@ class Price:
 
     @property
     def fits(self) -> bool:
+        """Return True if the device and the host have enough memory."""
         fits = self.memory.total <= self.capacity_bytes
         return fits and self.memory.host <= self.host_capacity_bytes
 
     @property
     def model_tflops_per_rank(self) -> float:
+        """Return the TFLOP/s of a rank, recomputation not counted."""
         return self.model_flops_per_rank / self.step_time_s / 1e12
 
     @property
     def hardware_tflops_per_rank(self) -> float:
+        """Return the TFLOP/s of a rank, recomputation counted."""
         return self.hardware_flops_per_rank / self.step_time_s / 1e12
 
     @property
     def mfu(self) -> float:
+        """Return the model FLOP/s as a share of the peak."""
         return self.model_flops_per_rank / self.step_time_s / self.peak_flops
 
     @property
     def communication_fraction(self) -> float:
+        """Return the share of the step spent on messages that nothing hides."""
         parts = self.parts
         return (parts.tensor + parts.pipeline + parts.data) / self.step_time_s
 
 
 class Pricer(StepTimes):
-    """Prices layouts of one model and batch on one cluster; shapes in common are priced once."""
+    """The prices of layouts of one model and batch on one cluster; shapes that layouts share are
+    priced once."""
 
     def __init__(
         self,
@@ -81,7 +88,7 @@ class Pricer(StepTimes):
         precision: str,
         method: RunMethod | None = None,
     ) -> None:
-        """`method`: as of `StepTimes`."""
+        """Store the batch and the capacities; `method` as in `StepTimes`."""
         super().__init__(cluster, model, precision, method)
         self.batch = batch
         self.capacity_bytes = cluster.device.memory_bytes
@@ -90,49 +97,55 @@ class Pricer(StepTimes):
         self._roughly: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def bound_s(self, layout: Layout) -> float:
-        """A step time that no order of work falls below: what the search prunes by."""
+        """Return a lower bound of the step time for every order of work; the search prunes by
+        it."""
         microbatches = layout.microbatches(self.batch)
         bound = self.stage_times(layout).lower_bound_s(microbatches)
         return bound + sum(self.after_s(layout))
 
     def rough_bound_s(self, layout: Layout) -> float:
-        """A bound below `bound_s` that needs no stages: of the mean rank its work, the filling and
-        draining before and behind it, and what follows for the mean of the ranks' parameters."""
+        """Return a lower bound of `bound_s` that needs no stages.
+
+        It adds the mean rank's work, the filling and draining before and after it, and the data
+        axis and optimizer for the mean of the ranks' parameters.
+        """
         after_s, each_s = self.rough_data_s(layout)
         return self.rough_work_s(layout) + after_s + layout.microbatches(self.batch) * each_s
 
     def rough_work_s(self, layout: Layout) -> float:
-        """The part of it that does not depend on what is sharded."""
+        """Return the part of `rough_bound_s` in seconds that does not depend on sharding."""
         p, fewest = layout.pipeline, self.model.config.layers // layout.stages
         worked_s, passed_s = self._rough(layout)
-        # the mean rank stands in the middle: half of the others fill before it, half drain after;
-        # a first stage with fewer layers is one that all others wait less for
+        # the mean rank is in the middle: half of the others fill before it, half drain after; all
+        # others wait less for a first stage with fewer layers
         less = fewest - min(fewest, layout.first_layers or fewest)
         return worked_s + (p - 1) * (fewest / 2 - less / p) * passed_s
 
     def _rough(self, layout: Layout) -> tuple[float, float]:
-        """(work of the mean rank, a layer's time while others wait), whatever the chunks are."""
+        """Return (work of the mean rank, a layer's time while others wait) in seconds, for any
+        number of chunks."""
         sizes = (layout.tensor, layout.pipeline, layout.data, layout.micro_size)
         how = (layout.recompute, layout.recompute_layers is None, layout.partition_activations)
         key = (*sizes, *how, layout.sequence_parallel, layout.scatter_gather, splits(layout))
         if key not in self._roughly:
             (layer, ends), config = self.kernels(layout), self.model.config
             back = layer.split_backward if splits(layout) else layer.backward
-            # of layers of which only some are recomputed: as if none of them were
+            # if only some layers are recomputed: as if none of them were
             if layout.recompute_layers is None:
                 back = back + layer.recomputed(layout)
             each = layer.forward.total + back.total
             idle, ahead_s = config.idle(), self.idle_layer(layout).forward.total
             layers_s = (config.layers - idle) * each + idle * ahead_s
             work = layout.microbatches(self.batch) * (layers_s + ends.total_s)
-            # of split backwards nothing is waited for at the end, see StageTimes.lower_bound_s
+            # nothing waits at the end for split backwards, see StageTimes.lower_bound_s
             passed = layer.forward.total if splits(layout) else each
             passed = min(passed, ahead_s) if idle else passed
             self._roughly[key] = work / layout.pipeline, passed
         return self._roughly[key]
 
     def rough_data_s(self, layout: Layout) -> tuple[float, float]:
-        """(behind the pipeline, with each microbatch): the other part."""
+        """Return (seconds after the pipeline, seconds with each microbatch): the other part of
+        `rough_bound_s`."""
         layers = self._trained_layers / layout.pipeline
         elements = self._trained_layers * self.data.layer_elements(layout.tensor)
         elements //= layout.pipeline
@@ -145,13 +158,13 @@ class Pricer(StepTimes):
 
     @property
     def _trained_layers(self) -> int:
-        """Layers of which, or beside which, something trains."""
+        """Return the number of layers that train, or whose adapters do."""
         config = self.model.config
         return config.layers - config.idle()
 
     def may_fit(self, layout: Layout) -> bool:
-        """False only where what stands all the time is too much for the mean rank, whatever the
-        rest of the layout is."""
+        """Return False only if the mean rank has too little memory for its weights, gradients and
+        optimizer state, whatever the rest of the layout is."""
         config = self.model.config
         layers, t = config.layers / layout.pipeline, layout.tensor
         each = self.data.layer_elements(t)
@@ -162,7 +175,7 @@ class Pricer(StepTimes):
         return standing <= self.capacity_bytes - self.memory.runtime_bytes
 
     def fits(self, layout: Layout) -> bool:
-        """Whether every pipeline rank's memory suffices."""
+        """Return True if every pipeline rank has enough memory on its device, and on its host."""
         microbatches = layout.microbatches(self.batch)
         if not self.memory.fits(layout, microbatches, self.capacity_bytes):
             return False
@@ -170,11 +183,12 @@ class Pricer(StepTimes):
         return all(self.memory.host_bytes(layout, r) <= self.host_capacity_bytes for r in ranks)
 
     def footprint(self, layout: Layout) -> Footprint:
-        """The bytes of the pipeline rank that needs most."""
+        """Return the memory, in bytes, of the pipeline rank that needs most."""
         return self.memory.largest(layout, layout.microbatches(self.batch))[1]
 
     def timeline(self, layout: Layout, title: str) -> Timeline:
-        """The step op by op, to be drawn: behind the pipeline the data axis, then the optimizer."""
+        """Return the step op by op, for a picture: after the pipeline the data axis, then the
+        optimizer."""
         microbatches = layout.microbatches(self.batch)
         times = self.stage_times(layout)
         drawn = pipeline.timeline(layout.schedule, microbatches, times, title)
@@ -190,7 +204,8 @@ class Pricer(StepTimes):
         return replace(drawn, spans=(*drawn.spans, *spans))
 
     def price(self, layout: Layout) -> Price:
-        """The simulated step; raises InputError for a layout that is not legal."""
+        """Return the price of the simulated step. Raises InputError for a layout that is not
+        legal."""
         p, microbatches = layout.pipeline, layout.microbatches(self.batch)
         times = self.stage_times(layout)
         makespan_s = pipeline.makespan_s(layout.schedule, microbatches, times)

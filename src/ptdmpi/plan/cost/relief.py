@@ -1,4 +1,4 @@
-"""What fills a rank's memory under a layout, and which changes would make it fit."""
+"""The contents of a rank's memory under a layout, and the changes that would make it fit."""
 
 import itertools
 import math
@@ -15,8 +15,8 @@ from ptdmpi.config.zero import covers_gradients
 from ptdmpi.plan.cost.memory import Footprint, MemoryModel
 from ptdmpi.plan.shape.parameters import parameter_count, rank_elements
 
-MOST_CHANGES = 3  # that are made at once
-MOST_SIZES = 8  # of a microbatch or an axis that are tried
+MOST_CHANGES = 3  # made at once
+MOST_SIZES = 8  # tried of a microbatch or an axis
 GROWTHS = (1, 2, 4, 8, 16, 32, 64)  # of the number of ranks
 FIELDS = {"recompute.mode": "recompute", "recompute.layers": "recompute_layers"}  # of a Layout
 Keys = dict[str, int | str | bool]
@@ -24,9 +24,11 @@ Keys = dict[str, int | str | bool]
 
 @dataclass(frozen=True)
 class Step:
-    """The memory of a run: its layout and global batch on the model that is trained. `most_zero`:
-    how much of its state it may share out; `may_offload`: whether it may stand off the device;
-    `host_capacity_bytes`: what a rank then has in its host."""
+    """The memory of a run: its layout and global batch on the model that is trained.
+
+    `most_zero`: the highest stage of ZeRO it may use; `may_offload`: whether its state may be off
+    the device; `host_capacity_bytes`: the host memory of one rank.
+    """
 
     memory: MemoryModel
     layout: Layout
@@ -44,8 +46,8 @@ class Step:
         on_host: bool = True,
         kept_block: int = 0,
     ) -> "Step":
-        """That of a resolved configuration; `wide_products` and `kept_block` as of `Software`,
-        `on_host` as of `MemoryModel`."""
+        """Return the step of a resolved configuration; `wide_products` and `kept_block` as in
+        `Software`, `on_host` as in `MemoryModel`."""
         memory = MemoryModel.of(config, vocab_size, wide_products, on_host, kept_block)
         section, whole = config.data_parallel, config.optimizer.has_matrices
         most_zero = max(may_share(section, config.run.reproducible))
@@ -58,32 +60,33 @@ class Step:
 
     @property
     def model_ranks(self) -> int:
-        """t p, over which a model is divided."""
+        """Return t p, the number of ranks that a model is divided over."""
         return self.layout.tensor * self.layout.pipeline
 
     def largest(self) -> tuple[int, Footprint]:
-        """(pipeline rank, its peak) of the rank that needs most."""
+        """Return (pipeline rank, its peak) of the rank that needs most."""
         return self.memory.largest(self.layout, self.microbatches)
 
     def peak(self, rank: int) -> Footprint:
-        """What pipeline rank `rank` needs at its peak."""
+        """Return the memory of pipeline rank `rank` at its peak."""
         return self.memory.peak(self.layout, rank, self.microbatches)
 
     def fits(self, capacity_bytes: float) -> bool:
-        """Whether every pipeline rank's memory suffices, and its host's."""
+        """Return True if every pipeline rank has enough memory, and enough on its host."""
         if self.on_hosts() > self.host_capacity_bytes:
             return False
         return self.memory.fits(self.layout, self.microbatches, capacity_bytes)
 
     def on_hosts(self) -> int:
-        """The most that a rank keeps in its host's memory, off its device."""
+        """Return the bytes of state offloaded to the host by the rank that offloads most."""
         if self.layout.offload == "none":
             return 0
         ranks = self.memory.distinct_ranks(self.layout)
         return max(self.memory.host_bytes(self.layout, rank) for rank in ranks)
 
     def changed(self, keys: Keys, grown: int) -> "Step | None":
-        """On `grown` times the ranks with the keys of a configuration set; None if not legal."""
+        """Return the step on `grown` times the ranks with some keys of the configuration set; None
+        if not legal."""
         fields: dict[str, Any] = {
             FIELDS.get(key, key.partition(".")[2]): value for key, value in keys.items()
         }
@@ -100,9 +103,11 @@ class Step:
 
 
 def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]]:
-    """(what to set, what is needed then) of changes that fit: as few at once as possible, those
-    that cost least time first; at last with more ranks. None holds another one, and no two name the
-    same keys."""
+    """Yield (settings, memory needed then) of changes that fit.
+
+    Small sets of changes come first, in each size those that cost least time; changes with more
+    ranks come last. No change contains another, and no two set the same keys.
+    """
     fitting: list[Keys] = []
     for grown in GROWTHS:
         for count in range(1, MOST_CHANGES + 1):
@@ -125,7 +130,8 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
 
 
 def _least_state_bytes(step: Step) -> float:
-    """Mean bytes of a rank's state over those that divide the model: no split has less on each."""
+    """Return the mean bytes of state over the ranks that divide the model; the fullest rank of any
+    split has at least as much."""
     memory, model = step.memory, step.memory.model
     count, frozen = parameter_count(model, memory.vocab_size), 0.0
     if model.adapt.adapts:
@@ -142,7 +148,7 @@ def _toml(value: object) -> str:
 
 
 def _some(numbers: list[int]) -> list[int]:
-    """All of them, or where they are too many, some from the first to the last."""
+    """Return all numbers, or, if there are too many, some from the first to the last."""
     last = len(numbers) - 1
     if last < MOST_SIZES:
         return numbers
@@ -150,17 +156,17 @@ def _some(numbers: list[int]) -> list[int]:
 
 
 def _steps(step: Step, grown: int) -> list[Keys]:
-    """Changes of a layout on `grown` times its ranks, the cheapest first."""
+    """Return the changes of a layout on `grown` times its ranks, the cheapest first."""
     layout = step.layout
     steps: list[Keys] = []
     if layout.recompute == "none":
         steps.append({"recompute.mode": "selective"})
     partitions = layout.partition_activations
     if layout.tensor > 1 and not layout.sequence_parallel:
-        # it divides what a partition does, and more
+        # it divides the activations that a partition does, and more
         without: Keys = {"recompute.partition_activations": False} if partitions else {}
         steps.append({"parallel.sequence_parallel": True, **without})
-    # the update is shared out too, and no more is sent than before
+    # ZeRO 1 divides the update too, and sends no more than before
     sharded = range(layout.zero + 1, step.most_zero + 1)
     sharded = sharded if layout.data * grown > 1 else range(0)
     steps += [{"parallel.zero": zero} for zero in sharded if not covers_gradients(zero)]
@@ -174,7 +180,7 @@ def _steps(step: Step, grown: int) -> list[Keys]:
         steps.append({"recompute.mode": "full"})
     elif layout.tensor > 1 and not layout.sequence_parallel and not partitions:
         steps.append({"recompute.partition_activations": True})
-    # these send in each microbatch what the others send in a step
+    # these send in each microbatch as much as the others in a step
     steps += [{"parallel.zero": zero} for zero in sharded if covers_gradients(zero)]
     if layout.shard_group is not None:
         steps.append({"parallel.shard_group": "all"})
@@ -187,7 +193,7 @@ def _steps(step: Step, grown: int) -> list[Keys]:
 
 
 def _places(step: Step) -> tuple[str, ...]:
-    """Where state may stand instead: further off, or back from a host that is too small."""
+    """Return the other places for state: further off, or back from a host that is too small."""
     if step.memory.on_host:
         return ("disk",) if step.layout.offload != "disk" else ()
     places = ("none", "optimizer", "disk")
@@ -195,7 +201,8 @@ def _places(step: Step) -> tuple[str, ...]:
 
 
 def explain(step: Step, capacity_bytes: float) -> str:
-    """The breakdown of the rank that needs most, and three changes that would fit."""
+    """Return text with the memory of the rank that needs most, by part, and three changes that
+    would fit."""
     rank, found = step.largest()
     lines = [
         f"memory of pipeline rank {rank}, which needs most: "
@@ -218,7 +225,7 @@ def explain(step: Step, capacity_bytes: float) -> str:
 
 
 def size(amount: float) -> str:
-    """1234567 -> 1.2 MiB."""
+    """Return a number of bytes in words: 1234567 -> 1.2 MiB."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if amount >= scale:
             return f"{amount / scale:,.1f} {unit}"

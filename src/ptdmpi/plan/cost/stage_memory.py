@@ -1,4 +1,4 @@
-"""What a stage needs of memory for one microbatch: what it keeps, and what its ops need beside."""
+"""The memory that a stage needs for one microbatch: kept bytes, and working memory of its ops."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -26,10 +26,10 @@ from ptdmpi.plan.shape.parameters import frozen_layer, frozen_places
 
 @dataclass(frozen=True)
 class PartBytes:
-    """Bytes of activations of one microbatch, of each part that a stage may consist of.
+    """Bytes of activations of one microbatch, for each part that a stage may consist of.
 
-    `layers`: of a layer, by mode of recomputation. `loss_works`: the most that the head's backward
-    needs besides what it keeps. `sent`: of what went on to the next stage.
+    `layers`: of a layer, by mode of recomputation. `loss_works`: the most working memory that the
+    head's backward needs besides the bytes it keeps. `sent`: of the output sent to the next stage.
     """
 
     sizes: Sizes
@@ -43,9 +43,9 @@ class PartBytes:
 
 @dataclass(frozen=True)
 class SplitBytes:
-    """Bytes of a split backward's operands from its I to its W, of one microbatch.
+    """Bytes of a split backward's operands from its I to its W, for one microbatch.
 
-    `layer_adds`, `head_adds`: what W needs besides them.
+    `layer_adds`, `head_adds`: the working memory of W besides them.
     """
 
     layer: int
@@ -56,8 +56,8 @@ class SplitBytes:
 
 
 class Cut(NamedTuple):
-    """What the layers of each stage follow from: where the stages stand, and how many layers the
-    first one was given."""
+    """The key of a model's split into stages: the placement of stages on ranks, and the number of
+    layers that the first stage was given."""
 
     placed: Placement
     first: int | None
@@ -73,8 +73,8 @@ def _cut(schedule: str, pipeline: int, virtual: int, first: int | None) -> Cut:
 
 
 class StageMemory:
-    """Bytes of the stages of one model in one compute type as a program runs it; what layouts have
-    in common is counted once."""
+    """Bytes of the stages of one model in one compute type as a program runs it; parts that layouts
+    share are counted once."""
 
     def __init__(
         self, model: ModelConfig, vocab_size: int, precision: str, software: Software
@@ -85,11 +85,11 @@ class StageMemory:
         self._splits = cache(self._split)
         self._elements = cache(self._counted_elements)
         self.largest_places = cache(self._counted_places)
-        # what each rank of a shard group does where matrices are updated as wholes
+        # the work of each rank of a shard group if matrices are updated as wholes
         self.dealt = cache(self._counted_dealt)
-        # inventory of the op table -> what one microbatch has of it in a stage
+        # inventory of the op table -> bytes of it that one microbatch has in a stage
         self.stored_bytes = {ACTIVATIONS: self.kept_bytes, OPERANDS: self.operand_bytes}
-        # working memory of the op table -> what an op needs of it in a stage
+        # working memory of the op table -> bytes of it that an op needs in a stage
         self.needed_bytes = {
             "backward": self.working_bytes,
             "inputs": self.input_bytes,
@@ -97,7 +97,7 @@ class StageMemory:
         }
 
     def split(self, layout: Layout) -> tuple[range, ...]:
-        """The layers of each stage."""
+        """Return the layers of each stage."""
         return self._splits(Cut.of(layout))
 
     def _split(self, cut: "Cut") -> tuple[range, ...]:
@@ -105,56 +105,63 @@ class StageMemory:
         return tuple(split_model(self.model, self.vocab_size, cut.placed, balanced, cut.first))
 
     def trained(self, layout: Layout, rank: int) -> int:
-        """Those parameters of a pipeline rank that train."""
+        """Return the number of trained parameters of a pipeline rank."""
         return self._elements(Cut.of(layout), layout.tensor, rank)[1]
 
     def elements(self, layout: Layout, rank: int) -> int:
-        """Parameters of a pipeline rank; a tied table counts once for each end of the model that
-        does not share its rank with the other."""
+        """Return the number of parameters of a pipeline rank.
+
+        A tied table counts once for each end of the model that does not share its rank with the
+        other.
+        """
         return self._elements(Cut.of(layout), layout.tensor, rank)[0]
 
     def _counted_elements(self, cut: Cut, tensor: int, rank: int) -> tuple[int, int, int]:
-        """`parameters.rank_elements` of a pipeline rank."""
+        """Return `parameters.rank_elements` of a pipeline rank."""
         ends, layers = self._ends(cut, rank), self.layer_count(cut, rank)
         idle = self._idle_count(cut, rank)
         return parameters.rank_elements(self.model, self.vocab_size, layers, ends, tensor, idle)
 
     def _ends(self, cut: Cut, rank: int) -> tuple[bool, bool]:
-        """Whether a pipeline rank has the first and the last stage."""
+        """Return whether a pipeline rank has (the first stage, the last stage)."""
         stages = cut.placed.stages_of(rank)
         return 0 in stages, cut.placed.stages - 1 in stages
 
     def layer_count(self, cut: Cut, rank: int) -> int:
-        """Layers of a pipeline rank."""
+        """Return the number of layers of a pipeline rank."""
         return sum(len(self._splits(cut)[stage]) for stage in cut.placed.stages_of(rank))
 
     def _idle_count(self, cut: Cut, rank: int) -> int:
-        """Those of them that have no backward."""
+        """Return the number of layers of a pipeline rank that have no backward."""
         layers = self._splits(cut)
         return sum(self.model.idle(layers[stage]) for stage in cut.placed.stages_of(rank))
 
     def _backward(self, layout: Layout, stage: int) -> range:
-        """The layers of a stage that have a backward: no other keeps anything."""
+        """Return the layers of a stage that have a backward; no other layer keeps anything."""
         own = self.split(layout)[stage]
         return own[self.model.idle(own) :]
 
     def frozen_bytes(self, cut: Cut, tensor: int, rank: int, frozen: int, shards: int) -> int:
-        """Bytes of a pipeline rank's `frozen` weights, in so many shards; of those that stand in
-        few bits codes and scales, which are whole."""
+        """Return the bytes of a pipeline rank's `frozen` weights in `shards` shards.
+
+        Quantized weights count with codes and scales, which are not sharded.
+        """
         elements, packed = frozen_layer(self.model, tensor)
         layers = self.layer_count(cut, rank)
         in_full = -(-(frozen - layers * elements) // shards)
         return in_full * PRECISIONS[self.precision].compute.bytes + layers * packed
 
     def _counted_dealt(self, cut: Cut, tensor: int, rank: int, sharing: Sharing) -> list[Dealt]:
-        """`dealt` of a pipeline rank."""
+        """Return `dealt` of a pipeline rank."""
         ends, layers = self._ends(cut, rank), self.layer_count(cut, rank)
         layers -= self._idle_count(cut, rank)
         return dealt(self.model, self.vocab_size, layers, ends, tensor, sharing)
 
     def kept_bytes(self, layout: Layout, stage: int) -> int:
-        """What one microbatch leaves in a stage, from its forward to its backward. The input of a
-        stage behind the first is the input of its first layer."""
+        """Return the bytes that one microbatch keeps in a stage from its forward to its backward.
+
+        The input of a stage after the first is the input of its first layer.
+        """
         parts, own = self.parts(layout), self._backward(layout, stage)
         kept = sum(count * parts.layers[mode].kept for mode, count in segments(layout, own))
         if stage == 0:
@@ -162,7 +169,7 @@ class StageMemory:
         return kept + (parts.head if stage == layout.stages - 1 else parts.sent)
 
     def operand_bytes(self, layout: Layout, stage: int) -> int:
-        """What one microbatch leaves in a stage from its I to its W."""
+        """Return the bytes that one microbatch keeps in a stage from its I to its W."""
         split = self.parts(layout).split
         kept = len(self._backward(layout, stage)) * split.layer
         if stage == 0:
@@ -170,9 +177,12 @@ class StageMemory:
         return kept + (split.head if stage == layout.stages - 1 else 0)
 
     def input_bytes(self, layout: Layout, stage: int) -> int:
-        """The most that a stage's I has of its microbatch: activations go, operands come, and
-        beside them is what the layer at hand needs. At the loss, in the last and the first layer of
-        each mode, for in between it goes evenly, and at the end."""
+        """Return the most bytes that a stage's I has of its microbatch.
+
+        Activations are freed, operands are added, and the current layer needs its working memory.
+        The peak is at the loss, in the last or the first layer of a mode (in between the bytes
+        change evenly), or at the end.
+        """
         parts, own = self.parts(layout), self._backward(layout, stage)
         split, held = parts.split, self.kept_bytes(layout, stage)
         most = held + _forward_bytes(self, layout, stage)
@@ -189,14 +199,17 @@ class StageMemory:
         return max(most, ends)
 
     def weight_bytes(self, layout: Layout, stage: int) -> int:
-        """What a stage's W needs beside the operands."""
+        """Return the bytes that a stage's W needs besides the operands."""
         split = self.parts(layout).split
         last = stage == layout.stages - 1
         return max(split.layer_adds, split.head_adds if last else 0)
 
     def working_bytes(self, layout: Layout, stage: int) -> int:
-        """The most that a stage's backward pass needs beside what it keeps: at the loss, or in the
-        last layer of each mode, for those in front of it run when more is free again."""
+        """Return the most bytes that a stage's backward pass needs besides those it keeps.
+
+        The peak is at the loss, or in the last layer of a mode: earlier layers run when more is
+        free again.
+        """
         parts, own = self.parts(layout), self._backward(layout, stage)
         most, freed = _forward_bytes(self, layout, stage), 0
         if stage == layout.stages - 1:
@@ -207,8 +220,12 @@ class StageMemory:
         return most
 
     def _counted_places(self, cut: "Cut", tensor: int, rank: int) -> tuple[int, int, int]:
-        """The most elements that train of one place of sharding on a pipeline rank, and of that at
-        hand with the one ahead (`plan.schedule.places`); and the most of both, frozen ones too."""
+        """Return the most elements on a pipeline rank of (one place of sharding, two adjacent
+        places, two adjacent places with frozen elements).
+
+        The first two count trained elements. Two places are needed at once: the current one and the
+        one ahead (`plan.schedule.places`).
+        """
         if self.software.zero_unit == "tensor":
             up = parameters.layer(self.model)["mlp.up"]
             assert isinstance(up, Linear)
@@ -226,7 +243,7 @@ class StageMemory:
         return most
 
     def parts(self, layout: Layout) -> PartBytes:
-        """What the stages of a layout are made of."""
+        """Return the bytes of each part that the stages of a layout may consist of."""
         return self._parts(
             layout.tensor,
             layout.micro_size,
@@ -238,7 +255,9 @@ class StageMemory:
     def _counted(
         self, tensor: int, micro_size: int, divides: bool, partitions: bool, sends: bool
     ) -> PartBytes:
-        """`divides`: under sequence parallelism; `partitions`: what full recomputation keeps."""
+        """Return `parts` by the fields of a layout; `divides`: under sequence parallelism;
+        `partitions`: the activations that full recomputation keeps; `sends`: there is a next
+        stage."""
         layout = Layout(
             tensor,
             1,
@@ -269,12 +288,12 @@ class StageMemory:
         )
 
     def _embedding(self) -> tuple[Operator, ...]:
-        """The rows of the embedding that have a backward: none if nothing of it trains."""
+        """Return the rows of the embedding that have a backward: none if nothing of it trains."""
         rows = describe.embedding(self.model, self.vocab_size)
         return rows if any(row.trains for row in rows) else ()
 
     def _head(self) -> tuple[Operator, ...]:
-        """The rows of the head that have a backward."""
+        """Return the rows of the head that have a backward."""
         rows = describe.head(self.model, self.vocab_size)
         if self.model.idle() < self.model.layers:
             return rows
@@ -283,15 +302,19 @@ class StageMemory:
 
 
 def _forward_bytes(memory: StageMemory, layout: Layout, stage: int) -> int:
-    """What the forward of a layer without a backward needs, at most: all that one with a backward
-    keeps; less what is kept of its microbatch later, with which it is added up."""
+    """Return the most bytes that the forward of a layer without a backward needs.
+
+    They are the bytes that a layer with a backward keeps, less those kept of its microbatch later,
+    which the caller adds.
+    """
     idle = memory.model.idle(memory.split(layout)[stage])
     whole = memory.parts(layout).layers["none"].kept if idle else 0
     return max(0, whole - memory.kept_bytes(layout, stage))
 
 
 def segments(layout: Layout, layers: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """(mode, how many) of neighbouring layers that are recomputed alike, from the first on."""
+    """Yield (mode, number of layers) of neighbouring layers with the same recomputation, from the
+    first on."""
     most = layout.recompute_layers
     recomputed = len(layers)
     if layers and layout.recompute == "full" and most is not None:

@@ -1,4 +1,5 @@
-"""What a step of a layout is made of: seconds of its stages, their messages, and what follows."""
+"""The parts of a layout's step: seconds of its stages, of their messages, and of the work after
+them."""
 
 import itertools
 from collections.abc import Sequence
@@ -20,14 +21,16 @@ from ptdmpi.plan.shape.matrices import wholes
 
 
 class StepTimes:
-    """Seconds of the parts of steps of one model on one cluster; shapes in common are priced
-    once."""
+    """Seconds of the parts of steps of one model on one cluster; shapes that layouts share are
+    priced once."""
 
     def __init__(
         self, cluster: Cluster, model: Model, precision: str, method: RunMethod | None = None
     ) -> None:
-        """`method`: how many numbers stand beside a parameter, and what is received into."""
-        cluster.device.peak(precision)  # refused here, before anything is made of it
+        """Store the cluster and the model; `method` gives the numbers kept per parameter, and the
+        buffers that messages are received into. Raises InputError if the device has no peak for
+        `precision`."""
+        cluster.device.peak(precision)  # raises here, before any other work
         self.cluster, self.model = cluster, model
         self.machine = machine_of(cluster, precision, PRECISIONS[precision].compute.bytes)
         self.method = method or RunMethod()
@@ -46,7 +49,7 @@ class StepTimes:
         self._idle: dict[tuple[int, int, bool], LayerTimes] = {}
 
     def kernels(self, layout: Layout) -> tuple[LayerTimes, EndTimes]:
-        """The parts of the model on a tensor rank: a layer, and embedding and head."""
+        """Return the times of a layer, and of embedding and head, on one tensor rank."""
         key = (layout.tensor, layout.micro_size, layout.sequence_parallel)
         if key not in self._layers:
             told = (self.machine, self.model, layout)
@@ -54,16 +57,16 @@ class StepTimes:
         return self._layers[key]
 
     def idle_layer(self, layout: Layout) -> LayerTimes:
-        """A layer without a backward, and without adapters."""
+        """Return the times of a layer without a backward, and without adapters."""
         key = (layout.tensor, layout.micro_size, layout.sequence_parallel)
         if key not in self._idle:
             self._idle[key] = LayerTimes(self.machine, self.model, layout, 0)
         return self._idle[key]
 
     def stage_seconds(self, layout: Layout) -> list[tuple[Seconds, Seconds]]:
-        """(forward, backward) of each stage."""
+        """Return (forward, backward) of each stage, for one microbatch."""
         layer, ends = self.kernels(layout)
-        # a layer that is recomputed runs (part of) its forward once more, in front of its backward
+        # a recomputed layer runs (part of) its forward again before its backward
         layer_backward = layer.split_backward if splits(layout) else layer.backward
         layer_forward, recomputed_s = layer.forward.launched, layer.recomputed(layout)
         again = (layer_backward + recomputed_s).launched
@@ -74,7 +77,7 @@ class StepTimes:
         for every in self.memory.split(layout):
             idle = self.model.config.idle(every)
             own = every[idle:]
-            # of the first `most` layers of the model those that this stage holds
+            # this stage's share of the first `most` layers of the model
             recomputed = len(own) if most is None else min(max(0, most - own.start), len(own))
             key = (idle, len(own), recomputed)
             if key not in alike:
@@ -91,7 +94,7 @@ class StepTimes:
         return stages
 
     def weight_seconds(self, layout: Layout) -> list[Seconds]:
-        """The part of each stage's backward that its W is; [] where no backward is split."""
+        """Return the part of each stage's backward that its W takes; [] if no backward is split."""
         if not splits(layout):
             return []
         layer, ends = self.kernels(layout)
@@ -102,10 +105,11 @@ class StepTimes:
         return stages
 
     def stage_times(self, layout: Layout) -> StageTimes:
+        """Return the seconds of each stage's ops and of the messages between stages."""
         seconds, p = self.stage_seconds(layout), layout.pipeline
         count = len(seconds)
-        # ways[s]: from stage s - 1 to s, and of the gradient back; none in front of the first stage
-        # and none behind the last, so that one list serves both directions
+        # ways[s]: from stage s - 1 to s, and of the gradient back; zeros before the first stage and
+        # after the last let one list serve both directions
         ways = [0.0] * (count + 1)
         if p > 1:
             devices = self.cluster.node.devices
@@ -130,8 +134,11 @@ class StepTimes:
     def in_ops_s(
         self, layout: Layout, seconds: Sequence[tuple[Seconds, Seconds]]
     ) -> list[tuple[float, float]]:
-        """What sharding adds to each stage's forward and backward of a microbatch. A device that
-        sends while it computes waits for what takes longer than the op."""
+        """Return the seconds that sharding adds to each stage's (forward, backward) of a
+        microbatch.
+
+        A device that sends while it computes waits only for messages that take longer than the op.
+        """
         if not layout.shards_gradients:  # most layouts of a search
             return [(0.0, 0.0)] * len(seconds)
         last = len(seconds) - 1
@@ -151,8 +158,11 @@ class StepTimes:
         return added
 
     def _way_s(self, layout: Layout, crosses: bool) -> float:
-        """Each tensor rank sends the whole tensor, or, scattered, its part, which the receiving
-        node's ranks gather (Narayanan et al. 2021, section 4.1)."""
+        """Return the seconds of one message between two stages.
+
+        Each tensor rank sends the whole tensor; or, scattered, its part, and the ranks of the
+        receiving node gather the parts (Narayanan et al. 2021, section 4.1).
+        """
         layer, _ = self.kernels(layout)
         size = layer.boundary_bytes
         scatter = layout.scatter_gather and layout.tensor > 1 and not layout.sequence_parallel
@@ -162,9 +172,11 @@ class StepTimes:
         return part_s + self.machine.all_gather_s(size, layer.group)
 
     def after_s(self, layout: Layout) -> tuple[float, float]:
-        """(exposed data axis, optimizer) behind the pipeline's last backward, on the rank with most
-        parameters. As a run's own clock has it, the norm of a rank's own gradient is of the
-        former."""
+        """Return the seconds of (exposed data axis, optimizer) after the pipeline's last backward.
+
+        They are those of the rank with most parameters. The norm of a rank's own gradient counts to
+        the data axis, as in the clock of a run.
+        """
         layers, ranks = self.memory.split(layout), self.memory.distinct_ranks(layout)
         elements = max(self.memory.trained(layout, rank) for rank in ranks)
         behind = self.data.behind(layout, elements)
@@ -172,11 +184,12 @@ class StepTimes:
         if layout.dp_overlap:
             forward, backward = self.stage_seconds(layout)[0]
             own = max(1, sum(len(layers[stage]) for stage in placement_of(layout).stages_of(0)))
-            # gradients go behind the last microbatch's backward, but those of the last layer come
-            # too late; weights in front of the next step's forward, but those of the first layer
+            # gradients travel during the last microbatch's backward, but those of the last layer
+            # come too late; weights travel during the next step's forward, but those of the first
+            # layer are needed at once
             hidden = ((behind.gradients_s, backward.total), (behind.weights_s, forward.total))
             data_s = sum(max(whole / own, whole - over) for whole, over in hidden)
-            # of what is sent in each microbatch's ops the last message has nothing to go behind
+            # the last message sent in each microbatch's ops has no op to overlap with
             idle = self.model.config.idle(layers[0])
             sent = self.data.in_ops(layout, len(layers[0]), (True, len(layers) == 1), idle)
             data_s += sent.last_s
@@ -185,8 +198,8 @@ class StepTimes:
         return data_s, optimizer_s + self.matrices_s(layout, ranks)
 
     def matrices_s(self, layout: Layout, ranks: Sequence[int]) -> float:
-        """What an update of whole matrices takes on that of some pipeline ranks, and of the ranks
-        that share out its state, which has most to do."""
+        """Return the seconds of an update of whole matrices: the maximum over `ranks` of the
+        pipeline and over the ranks that shard their state."""
         if not self.method.matrices:
             return 0.0
         groups = self.kernels(layout)[0].group, self.data.shard_group(layout)
@@ -197,8 +210,8 @@ class StepTimes:
         )
 
     def least_matrices_s(self, layout: Layout, layers: float) -> float:
-        """No update of the whole matrices of so many layers takes less: what the mean rank of a
-        shard group does, and nothing that travels there."""
+        """Return a lower bound in seconds of the update of the whole matrices of `layers` layers:
+        the work of the mean rank of a shard group, without its messages."""
         if not self.method.matrices:
             return 0.0
         group, t = self.kernels(layout)[0].group, layout.tensor
@@ -207,13 +220,16 @@ class StepTimes:
 
 
 def splits(layout: Layout) -> bool:
-    """Whether the schedule has a backward in two parts."""
+    """Return True if the schedule splits a backward in two parts."""
     return KINDS[layout.schedule].splits
 
 
 def _crossings(layout: Layout, count: int, devices: int) -> list[bool]:
-    """Whether any data rank's message to each of `count` stages but the first leaves its node,
-    which has so many devices; of stages on one rank, which send nothing, either answer."""
+    """Return, for each of `count` stages but the first, whether the message to it from any data
+    rank leaves its node, which has `devices` devices.
+
+    The value of two stages on one rank, which send nothing, is arbitrary.
+    """
     row = layout.tensor * layout.data
     if row % devices == 0:  # whole nodes, which two pipeline ranks never share
         return [True] * (count - 1)

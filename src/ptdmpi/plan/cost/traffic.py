@@ -1,13 +1,13 @@
-"""Bytes that a rank sends in a step, by closed forms: what the trainer counts, to the byte.
+"""Bytes that a rank sends in a step, by closed forms that equal the trainer's counts to the byte.
 
-Of activations, with S = s b h bytes of one microbatch's activation and m microbatches, a rank of
-the tensor axis sums, forwards and backwards, 2 S each per layer (Shoeybi et al. 2019, arXiv
-1909.08053, section 3); with sequence parallelism a reduce-scatter and a gather stand for each sum,
-and what a linear has not kept whole is gathered once more (Korthikanti et al. 2022, arXiv
-2205.05198, section 4.2.2). Between stages S travels for each microbatch and direction, or 1/t of it
-(Narayanan et al. 2021, arXiv 2104.04473, section 4.1). Over the data axis the gradients are summed
-once in a step, psi of them on a rank; for ZeRO's stages see `_data`, for methods that tell less
-`ptdmpi.plan.layout.messages`.
+With S = s b h bytes of one microbatch's activation and m microbatches, a rank of the tensor axis
+sums activations, 2 S each per layer in the forwards and as much in the backwards (Shoeybi et al.
+2019, arXiv 1909.08053, section 3). With sequence parallelism a reduce-scatter and a gather replace
+each sum, and an input that a linear has not kept whole is gathered once more (Korthikanti et al.
+2022, arXiv 2205.05198, section 4.2.2). Between stages S travels for each microbatch and direction,
+or S/t (Narayanan et al. 2021, arXiv 2104.04473, section 4.1). Over the data axis the gradients, psi
+on a rank, are summed once in a step. `_data` has the closed forms of ZeRO's stages,
+`ptdmpi.plan.layout.messages` those of communication-efficient methods.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,10 +35,10 @@ from ptdmpi.plan.shape.matrices import gathered_bytes, iteration_bytes
 class StepTraffic:
     """The traffic of one step of a model, layout, global batch and compute type.
 
-    `predictions`: masked positions of a sample, where not those of the default fraction.
-    `reproducible`: gradients are summed along the tree of `run.reproducible`. `method`: what data
-    ranks tell each other, by default one sum of the gradients. All is exact but codes, whose
-    length depends on what is drawn and how parameters are cut.
+    `predictions`: masked positions of a sample, if not those of the default fraction.
+    `reproducible`: gradients are summed along the tree of `run.reproducible`. `method`: the
+    messages of data ranks, by default one sum of the gradients. All counts are exact except those
+    of codes, whose length depends on random draws and on how parameters are cut.
     """
 
     def __init__(
@@ -62,13 +62,16 @@ class StepTraffic:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is what is counted, to the byte and message."""
+        """Return True if the counts equal those of a run, to the byte and message."""
         return not encodes(self.method.section)
 
     def of(self, rank: int, shard: int = 0, data: int = 0, step: int = 0) -> Traffic:
-        """What each rank at place `rank` of the pipeline axis, `shard` of its shard group and
-        `data` of the data axis sends in step `step` (from 0), by group. Sums over the tensor axis
-        of partial gradients, which with shards are of a rank's part of them, count as if whole."""
+        """Return the bytes and messages that each rank sends in step `step` (from 0), by group.
+
+        `rank` is the place on the pipeline axis, `shard` that in the shard group, `data` that on
+        the data axis. Sums of partial gradients over the tensor axis count as if whole, although
+        with shards they cover only a rank's part.
+        """
         norms = self.method.norms(step)
         tallies = {
             "tensor": self._tensor(rank, shard, norms),
@@ -79,6 +82,8 @@ class StepTraffic:
         return Traffic({group: tally for group, tally in tallies.items() if tally.ranks > 1})
 
     def _tensor(self, rank: int, shard: int, norms: int) -> Tally:
+        """Return the traffic over the tensor axis: activations, partial gradients, norms, and
+        matrices updated as wholes."""
         tally, layout = Tally(self.layout.tensor), self.layout
         for stage in self.placed.stages_of(rank):
             for message in self._messages(stage):
@@ -99,13 +104,13 @@ class StepTraffic:
         return tally
 
     def _messages(self, stage: int) -> Iterator[Message]:
-        """The messages over the tensor axis of one microbatch in a stage."""
+        """Yield the messages over the tensor axis of one microbatch in a stage."""
         config, first = self.model, self.model.adapt.first_layer
         if stage == 0:
             yield from self._passes(describe.embedding(config, self.vocab_size), False)
         for layer in self.held.layers[stage]:
             rows = operators(describe.layer(config, layer))
-            if layer < first:  # no layer before the first that has adapters has a backward
+            if layer < first:  # layers before the first with adapters have no backward
                 yield from messages(rows, self.sizes, "forward")
                 continue
             if self.layout.recomputed(layer) == "full":
@@ -115,7 +120,7 @@ class StepTraffic:
             yield from self._passes(describe.head(config, self.vocab_size), True)
 
     def _passes(self, rows: Sequence[Operator], input_trains: bool) -> Iterator[Message]:
-        """The messages of rows in their forward and in their backward, whole or split."""
+        """Yield the messages of rows in their forward and in their backward, whole or split."""
         yield from messages(rows, self.sizes, "forward")
         phases: Sequence[Phase] = ("backward",)
         if KINDS[self.layout.schedule].splits:
@@ -125,7 +130,7 @@ class StepTraffic:
 
     @property
     def _is_scattered(self) -> bool:
-        """Whether tensor ranks, which hold equal activations, send a share each."""
+        """Return True if tensor ranks, which hold equal activations, send a share each."""
         layout, elements = self.layout, self.sizes.tokens * self.model.hidden
         return (
             layout.scatter_gather
@@ -135,8 +140,12 @@ class StepTraffic:
         )
 
     def _pipeline(self, rank: int, norms: int) -> Tally:
-        """Activations and their gradients; then all ranks' norms of parameters, which are unequally
-        many, in rows of the longest: of gradients, and where the consensus distance is measured."""
+        """Return the traffic over the pipeline axis.
+
+        It consists of activations and their gradients, then of the norms of all ranks' parameters,
+        in rows as long as the longest rank's: norms of gradients, and those of the consensus
+        distance in steps that measure it.
+        """
         tally, layout = Tally(self.layout.pipeline), self.layout
         shares = layout.tensor if self._is_scattered or layout.sequence_parallel else 1
         tally.add("send", self.whole // shares, self.held.crossings(rank) * self.microbatches)
@@ -145,19 +154,21 @@ class StepTraffic:
         return tally
 
     def _data(self, rank: int, shard: int, data: int, step: int) -> dict[str, Tally]:
-        """Gradients and weights, psi elements of each on this rank (Rajbhandari et al. 2020, arXiv
-        1910.02054, section 7; volumes in the limit of many ranks, of m = 1 and equal types):
+        """Return the traffic of gradients and weights over the data axis, by group.
+
+        With psi elements of each on this rank (Rajbhandari et al. 2020, arXiv 1910.02054, section
+        7; volumes in the limit of many ranks, of m = 1 and equal types):
 
             ZeRO 0   a sum of the gradients                                          2 psi
-            ZeRO 1   they are scattered, and the updated weights gathered            2 psi
-            ZeRO 2   so, and the gradients of each microbatch on their own           2 psi
+            ZeRO 1   gradients are scattered, updated weights gathered               2 psi
+            ZeRO 2   as ZeRO 1, but the gradients of each microbatch on their own    2 psi
             ZeRO 3   weights are gathered for each forward and each backward of a
                      microbatch, which recomputes with the weights that it has       3 psi
-                     (less what is still there from the op before); frozen ones, too
+                     (less those still there from the op before); frozen ones, too
 
-        Where shards have copies, each part of the gradients is summed over these at last. The norms
-        of rows of gradients are gathered. Parts of matrices that are updated as wholes travel to
-        their owners and back.
+        If shards have copies, each part of the gradients is summed over the copies at the end. The
+        norms of rows of gradients are gathered. Parts of matrices that are updated as wholes travel
+        to their owners and back.
         """
         layout, m = self.layout, self.microbatches
         shards, copies = layout.shards, layout.data // layout.shards
@@ -191,7 +202,8 @@ class StepTraffic:
         return {DATA: sharing} if copies == 1 else {"shard": sharing, "replicate": copying}
 
     def _tree(self, rank: int) -> Tally:
-        """Each data rank's nodes of the tree of microbatches, to all others, stage by stage."""
+        """Return the traffic of a tree of microbatches: each data rank broadcasts its nodes to all
+        others, stage by stage."""
         m, d = self.microbatches, self.layout.data
         tally = Tally(d)
         nodes = sum(tree_nodes(m * d, r * m, (r + 1) * m) for r in range(d))
@@ -202,8 +214,8 @@ class StepTraffic:
         return tally
 
     def _ends(self, rank: int, shard: int) -> Tally:
-        """The gradients of a tied table's two uses, where they stand on two ranks: this rank's
-        part of them."""
+        """Return the traffic of this rank's part of the gradients of a tied table's two uses, if
+        the uses are on two ranks."""
         first, last = (self.placed.rank_of(stage) for stage in (0, self.held.last))
         if not self.held.tied or first == last or rank not in (first, last):
             return Tally(1)
@@ -215,7 +227,7 @@ class StepTraffic:
 
 
 def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
-    """What a rank does of an update of whole matrices."""
+    """Return a rank's work in an update of whole matrices."""
     if not of.method.matrices:
         return Dealt()
     stages, layout = of.placed.stages_of(rank), of.layout
@@ -227,7 +239,8 @@ def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
 
 
 def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
-    """What a rank that shares nothing out tells the others by the run's method."""
+    """Return the traffic over the data axis, by the run's method, of a rank that does not shard its
+    state."""
     tally, element = Tally(of.layout.data), of.sizes.wide_bytes
     section = of.method.section
     units, _ = of.held.units(rank, section.overlap, 1)
@@ -245,8 +258,8 @@ def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
 
 
 def tree_nodes(leaves: int, first: int, end: int) -> int:
-    """How many nodes of the binary tree over `leaves` the leaves `first` to `end` - 1 join to; a
-    node without a sibling counts as its parent."""
+    """Return the number of nodes in the binary tree over `leaves` that leaves `first` to `end` - 1
+    join to; a node without a sibling counts as its parent."""
     nodes = 0
     while first < end:
         span = 1

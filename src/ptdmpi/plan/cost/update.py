@@ -9,19 +9,22 @@ from ptdmpi.plan.shape.matrices import Whole, gathered_bytes, iteration_bytes, p
 
 
 class UpdateTimes:
-    """Seconds of the update; `elements` are always the parameters of one rank, of which it updates
-    its shard."""
+    """Seconds of the update; `elements` are always the parameters of one rank, which updates its
+    shard of them."""
 
     def __init__(self, machine: Machine, moments: int = 2) -> None:
-        """`moments`: how many numbers the optimizer keeps of a parameter."""
+        """Store the machine; `moments` is how many numbers the optimizer keeps per parameter."""
         self.moments = moments
         self.machine, self.cluster = machine, machine.cluster
         self.gradient_bytes = self.cluster.software.gradient_bytes
 
     def optimizer_s(self, layout: Layout, elements: float) -> float:
-        """Kernels bound by memory, bytes per parameter: clear the gradients; divide them by d (this
-        trainer has the weights in its loss); then the update of this rank's shard. Raises
-        InputError where the cluster file does not say what an offloaded one needs."""
+        """Return the seconds of the optimizer's kernels, which memory bandwidth bounds.
+
+        They clear the gradients, divide them by d (this trainer has the weights in its loss), and
+        update this rank's shard. Raises InputError if the cluster file lacks a rate that an
+        offloaded update needs.
+        """
         shard = elements / layout.shards
         kernels = self._update_bytes()
         if layout.offload == "none":
@@ -34,21 +37,25 @@ class UpdateTimes:
         return update_s + self.machine.stream_s(held * (self.gradient_bytes + divided))
 
     def own_norm_s(self, elements: float, every: int) -> float:
-        """The norm of a rank's own gradient, taken every so many steps (0: never), as a share of
-        each: its gradients are read once more. What ranks tell of it is as little as of any norm,
-        and left out like that."""
+        """Return the seconds per step of the norm of a rank's own gradient, taken every `every`
+        steps (0: never).
+
+        The gradients are read once more. Its messages are as short as those of any norm, and are
+        left out as well.
+        """
         return self.machine.stream_s(elements * self.gradient_bytes) / every if every else 0.0
 
     def matrix_s(self, whole: Whole, tensor: int, group: Group) -> float:
-        """Muon's products for one parameter, which each tensor rank does for itself, and its
-        slices, gathered from the tensor axis."""
+        """Return the seconds of Muon for one parameter: its products, which each tensor rank
+        computes itself, and the gather of its slices from the tensor axis."""
         products_s = sum(self.machine.gemm_s(*sizes) for sizes in products(whole))
         gathered = gathered_bytes(whole, tensor, self.machine.element_bytes)
         return products_s + self.machine.all_gather_s(gathered, group)
 
     def matrices_s(self, some: Dealt, tensor: int, group: Group, shards: Group) -> float:
-        """The same for all that a rank makes orthogonal, with the parts that it gives to others of
-        its shard group and takes from them, and as much back."""
+        """Return the seconds of Muon for all matrices that a rank makes orthogonal; included are
+        the parts that it sends to others of its shard group and receives from them, and the same
+        amount back."""
         made = (n * self.matrix_s(one, tensor, group) for (one, _), n in some.makes.items())
         element, crosses = iteration_bytes(self.machine.element_bytes), shards.nodes > 1
         ways = [
@@ -58,10 +65,12 @@ class UpdateTimes:
         return sum(made) + 2 * max(ways)
 
     def _update_bytes(self) -> list[int]:
-        """What each kernel of the update moves of a parameter: widen the gradient where it is
-        narrower than the master; fp16 takes its loss scale out; norm; scale; the optimizer reads
-        gradient, master and moments and writes the last two (AdamW 7 numbers, SGD 3); copy the
-        master to the weight."""
+        """Return the bytes per parameter that each kernel of the update moves.
+
+        The kernels widen the gradient if it is narrower than the master; take out the loss scale
+        (fp16); take the norm; scale; run the optimizer, which reads gradient, master and moments
+        and writes the last two (AdamW 7 numbers, SGD 3); and copy the master to the weight.
+        """
         gradient, weight, w = self.gradient_bytes, self.machine.element_bytes, FLOAT32.bytes
         kernels = [w, 2 * w, (3 + 2 * self.moments) * w]
         if gradient < w:
@@ -73,9 +82,12 @@ class UpdateTimes:
         return kernels
 
     def _offloaded_s(self, offload: str, shard: float, kernels: list[int]) -> float:
-        """The same at the speed of the host's memory, with gradients down and weights up the link
-        (Ren et al. 2021, arXiv 2101.06840, section 4); state in a file is read and written. A
-        node's memory and disk are shared by the ranks of its devices."""
+        """Return the seconds of an offloaded update, at the speed of the host's memory.
+
+        Gradients go down the link and weights up (Ren et al. 2021, arXiv 2101.06840, section 4);
+        state in a file is read and written. The ranks of a node's devices share its memory and
+        disk.
+        """
         if missing := self.cluster.lacks(offload):
             keys = " and ".join(f"host.{key}" for key in missing)
             raise InputError(
@@ -87,9 +99,9 @@ class UpdateTimes:
         if self.cluster.on_host:
             update_s = self.machine.update_s(shard, kernels)
         else:
-            assert host.memory_bytes_per_s and host.link_bytes_per_s  # as `lacks` says
+            assert host.memory_bytes_per_s and host.link_bytes_per_s  # `lacks` has checked them
             update_s = shard * sum(kernels) / (host.memory_bytes_per_s / devices)
-            # masters that are the weights come down as well
+            # if the masters are the weights, they come down as well
             moved = self.gradient_bytes + weight * (2 if weight >= FLOAT32.bytes else 1)
             update_s += shard * moved / host.link_bytes_per_s
         if offload == "disk":

@@ -1,7 +1,7 @@
 """The layout of a run as the search finds it: `ptdmpi train --layout auto`.
 
-The file's own sizes of the axes, schedule, microbatch and recomputation are left aside; all else of
-the configuration stays. A run that has a checkpoint keeps the layout that it has.
+The search replaces the file's sizes of the axes, schedule, microbatch and recomputation; the rest
+of the configuration stays. A run with a checkpoint keeps its layout.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +21,13 @@ from ptdmpi.plan.search.search import search
 from ptdmpi.plan.search.space import Space
 from ptdmpi.plan.show import table
 
-# section -> the keys that are chosen
+# section -> the keys that the search chooses
 CHOSEN = {name: tuple(keys) for name, keys in Layout(1, 1, 1).sections().items()}
 
 
 def bare(tree: Mapping[str, Any]) -> Config:
-    """The configuration without what will be chosen, as of one rank. Raises InputError for all
-    mistakes that stand in it."""
+    """Return the configuration without the keys that the search chooses, as for one rank. Raises
+    InputError with all its mistakes."""
     left = {
         name: dict(section) if isinstance(section, Mapping) else section
         for name, section in tree.items()
@@ -37,7 +37,7 @@ def bare(tree: Mapping[str, Any]) -> Config:
         if isinstance(section, dict):
             left[name] = {key: value for key, value in section.items() if key not in keys}
     together = left.get("task", {}).get("choices")
-    if together and isinstance(left.get("batch"), dict):  # the least of which it is a multiple
+    if together and isinstance(left.get("batch"), dict):  # legal sizes are its multiples
         left["batch"]["micro_size"] = together
     run = left.get("run")
     if isinstance(run, dict):
@@ -46,7 +46,7 @@ def bare(tree: Mapping[str, Any]) -> Config:
 
 
 def require_free(overrides: Sequence[str]) -> None:
-    """Raises InputError for a `--set SECTION.KEY=VALUE` of a key that the search chooses."""
+    """Raise InputError for a `--set SECTION.KEY=VALUE` of a key that the search chooses."""
     for override in overrides:
         section, _, key = override.partition("=")[0].strip().partition(".")
         if key in CHOSEN.get(section, ()):
@@ -57,7 +57,7 @@ def require_free(overrides: Sequence[str]) -> None:
 
 
 def working_ranks(tree: Mapping[str, Any], ranks: int) -> int:
-    """Those that train. Raises InputError if all are spare."""
+    """Return the number of ranks that train. Raises InputError if all are spare."""
     spare = tree.get("run", {}).get("spare_ranks", 0)
     if not isinstance(spare, int) or not 0 <= spare < ranks:
         raise InputError(f"run.spare_ranks = {spare}: legal are 0 to {ranks - 1}")
@@ -65,14 +65,14 @@ def working_ranks(tree: Mapping[str, Any], ranks: int) -> int:
 
 
 def begun(config: Config, ranks: int) -> dict[str, dict[str, Any]] | None:
-    """What was chosen for this run before, if it has a checkpoint, the same model and batch, and as
-    many ranks; else None."""
+    """Return the keys chosen earlier for this run, if it has a checkpoint, the same model and
+    batch, and as many ranks; else None."""
     path = Path(config.run.dir)
     if config.checkpoint.resume == "never" or not any(path.glob("checkpoints/step-*")):
         return None
     try:
         before = resolve(load(path / "config.toml"), ranks)
-    except InputError:  # of another number of ranks, or not there
+    except InputError:  # for a different number of ranks, or not there
         return None
     same = before.model == config.model
     if not same or before.batch.global_size != config.batch.global_size:
@@ -84,8 +84,8 @@ def begun(config: Config, ranks: int) -> dict[str, dict[str, Any]] | None:
 
 
 def replicas(config: Config, ranks: int) -> tuple[int, ...] | None:
-    """The sizes of the data axis on `ranks` that fit a file of edges, and datasets that are dealt
-    out; None: all do. Raises InputError where none does."""
+    """Return the sizes of the data axis on `ranks` that fit a file of edges and a split of datasets
+    by rank; None if all do. Raises InputError if none does."""
     graph, dealt = file_ranks(config.data_parallel), len(config.data.train)
     if graph is None and config.data.split == "shared":
         return None
@@ -109,8 +109,8 @@ def replicas(config: Config, ranks: int) -> tuple[int, ...] | None:
 def choose(
     config: Config, vocab_size: int, cluster: Cluster, ranks: int
 ) -> tuple[list[Price], Pricer]:
-    """The best layouts of the run on `ranks` of the cluster, the best one first. Raises InputError
-    if none fits."""
+    """Return the best layouts of the run on `ranks` of the cluster, the best one first, and their
+    pricer. Raises InputError if none fits."""
     model = Model(config.run.name, config.model, vocab_size)
     batch, precision = config.batch.global_size, config.precision.compute
     pricer = Pricer(cluster, model, batch, precision, RunMethod.of(config))
@@ -128,17 +128,18 @@ def choose(
 def settled(
     tree: Mapping[str, Any], ranks: int, vocabulary: Callable[[Config], int]
 ) -> tuple[dict[str, Any], str] | None:
-    """(the tree with the layout that its run has, or else the best one; words that say which).
+    """Return (the tree with the layout of its run, or else the best one; a description of the
+    choice).
 
-    None where `run.cluster` names no machine, so that this one must be measured first.
-    `vocabulary` opens the data of a configuration and says how many ids they have. Raises
+    Return None if `run.cluster` names no machine, so that this one must be measured first.
+    `vocabulary` opens the data of a configuration and returns the size of its vocabulary. Raises
     InputError if no layout fits.
     """
     working, config = working_ranks(tree, ranks), bare(tree)
     before = begun(config, ranks)
     if before is not None:
         return applied(tree, before), f"layout auto: as {config.run.dir} has it"
-    # whom replicas tell depends on d, which is not chosen yet
+    # the peers of a replica depend on d, which is not chosen yet
     vocab_size = vocabulary(config.model_copy(update={"data_parallel": DataParallelConfig()}))
     if not config.run.cluster:
         return None
@@ -147,12 +148,12 @@ def settled(
 
 
 def applied(tree: Mapping[str, Any], chosen: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The tree with the keys of `chosen` set."""
+    """Return the tree with the keys of `chosen` set."""
     return {**tree, **{name: {**tree.get(name, {}), **keys} for name, keys in chosen.items()}}
 
 
 def words(prices: list[Price], pricer: Pricer) -> str:
-    """What was chosen, and what it was chosen before."""
+    """Return text with the chosen layout and the table of those it was preferred to."""
     entries = [table.numbers(price, pricer, None) for price in prices]
     head = f"layout auto on {pricer.cluster.name}: {entries[0]['layout']}, "
     return "\n".join([head + table.settings(entries[0]), *table.overview(entries)])

@@ -57,7 +57,7 @@ class Best:
 
     @property
     def limit_s(self) -> float:
-        """The step time in seconds that a layout must be below to be kept."""
+        """Return the step time in seconds that a layout must be below to be kept."""
         if len(self.prices) < self.count:
             return math.inf
         return self.prices[-1].step_time_s
@@ -196,7 +196,8 @@ def _collect(pricer: Pricer, space: Space) -> _Collected:
 
 
 def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
-    """Return the message if no layout fits: what is missing, and what would be legal or fit."""
+    """Return the message if no layout fits: the missing amount, and the layouts that would be legal
+    or fit."""
     where = f"{counted(space.ranks, 'rank')} of {pricer.cluster.name}"
     legal = _all_ways(pricer, space, collected.groups)
     if not legal:

@@ -45,11 +45,12 @@ class Space:
     dp_overlap: bool = False
     partition_activations: bool = False
     data: tuple[int, ...] | None = None  # sizes of the data axis
-    sequences: int = 1  # that stay together in a microbatch: candidates of a question
+    sequences: int = 1  # kept together in a microbatch: candidates of a question
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The fields of a Layout that `groups` begins with; `variants` also tries the others."""
+        """Return the fields of a Layout that `groups` begins with; `variants` also tries the
+        others."""
         scatter_gather = self.scatter_gather is not False
         return {"scatter_gather": scatter_gather, "dp_overlap": self.dp_overlap}
 
@@ -63,7 +64,7 @@ def contradiction(space: Space) -> str:
     plain = Layout(
         tensor=1,
         pipeline=1,
-        data=space.ranks,  # what divides the data axis of any layout divides this one
+        data=space.ranks,  # a divisor of any layout's data axis divides this one
         virtual=CHUNKS.get(schedule, 1),
         schedule=schedule,
         recompute=space.recompute or "full",
@@ -74,7 +75,7 @@ def contradiction(space: Space) -> str:
     told = [[*layout_mistakes(replace(plain, zero=zero), None, None)] for zero in space.zero]
     if space.shard_group == "node" and not any(map(covers_state, space.zero)):
         told = [[*found, groups_need_zero("node")] for found in told]
-    fewest = min(told, key=len)  # of the stages that it may take, any
+    fewest = min(told, key=len)  # one stage without a contradiction is enough
     return "; ".join(fewest)
 
 
@@ -112,7 +113,7 @@ def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
         places = [space.offload]
     else:
         known = [place for place in OFFLOADS[1:] if not pricer.cluster.lacks(place)]
-        # nothing moves to the host's memory that is there
+        # state that is in the host's memory already does not move there
         places += [place for place in known if place == "disk" or not pricer.cluster.on_host]
     ways = [Sharding(*stage, place) for stage, place in itertools.product(stages, places)]
     scheduled = replace(layout, schedule=space.schedule or layout.schedule)
@@ -120,8 +121,8 @@ def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
 
 
 def _shard_groups(space: Space, pricer: Pricer, layout: Layout) -> list[int | None]:
-    """Return the sizes of shard groups to try, ascending; None stands for all data ranks. A group
-    of one rank is left out, since it shards nothing."""
+    """Return the sizes of shard groups to try, ascending; None means all data ranks. A group of one
+    rank is left out, since it shards nothing."""
     sizes = {
         size for size in _group_sizes(space, pricer, layout) if size > 1 and layout.data % size == 0
     }
@@ -165,7 +166,7 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
             parallel = (space.sequence_parallel and tensor > 1,)
         for pipeline in divisors(space.ranks // tensor):
             data = space.ranks // tensor // pipeline
-            # asked before layouts are made: most of the space of a large batch ends here
+            # checked before layouts are made: most of the space of a large batch ends here
             if pipeline > config.layers or batch % data:
                 continue
             if space.data is not None and data not in space.data:
@@ -196,7 +197,7 @@ def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[La
     if group.pipeline > 1:
         p = group.pipeline
         microbatches = group.microbatches(batch)
-        ordered = MOST_FORWARDS // (p * microbatches)  # what the rule of legality allows
+        ordered = MOST_FORWARDS // (p * microbatches)  # as many as the rule of legality allows
         most = max(1, min(layers // p, MOST_CHUNKS, MOST_STAGES // p, ordered))
     for virtual in range(1, most + 1):
         kind = space.schedule or default_schedule(virtual)

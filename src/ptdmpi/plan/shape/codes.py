@@ -1,8 +1,8 @@
-"""How long the codes of compressed gradients are: closed forms, which the planner prices and the
+"""The lengths of the codes of compressed gradients: closed forms, which the planner prices and the
 encoders keep to the byte.
 
-Numbers are compressed in units, runs of a parameter's elements; shorter ones, at the end of a
-parameter or in a bias, have their scale to fewer elements.
+Numbers are compressed in units, runs of a parameter's elements. Shorter units, at the end of a
+parameter or in a bias, have their scale for fewer elements.
 """
 
 import math
@@ -11,29 +11,30 @@ from ptdmpi.config import DataParallelConfig, ModelConfig
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Part, Scale
 from ptdmpi.plan.shape.parameters import embedding, head, layer
 
-# The longest units: an index of a sparse code has 12 bits then; a scale of a quantised one is 1/16
-# bit an element in float32 (QSGD's variance grows with the length: Alistarh et al. 2017, section
-# 3.3, who take 512 too). `block` says that of int8 and int4.
+# The longest units: an index of a sparse code then has 12 bits; a scale of a quantised code is 1/16
+# bit per element in float32 (QSGD's variance grows with the length: Alistarh et al. 2017, section
+# 3.3, who use 512 too). `block` gives the length for int8 and int4.
 SPARSE, QUANTISED = 4096, 512
-# Elements that are encoded as one, unless a tile has more.
+# Elements that are encoded at once, unless a tile has more.
 MOST_ELEMENTS = 2**20
-# What one element of them takes at most while it is encoded or decoded: numbers, and 64-bit
-# integers; and how many numbers more where more is kept of it meanwhile (where servers share the
-# tiles, that is of one rank: of several each works on a part). Measured, and held by a test
+# The most that one element takes while it is encoded or decoded: numbers, and 64-bit integers; and
+# how many more numbers for feedback that keeps more meanwhile. Feedback with servers is counted for
+# a single rank: several ranks each work on a part. Measured, and checked by a test
 # (`tests/engine/compress/test_scratch.py`).
 NUMBERS, INTEGERS = 7, 3
 MORE_NUMBERS = {"ef21": 2, "double_squeeze": 6, "neolithic": 9}
 
 
 def largest_tile(model: ModelConfig, vocab_size: int) -> int:
-    """Elements of the largest tile of what trains of a model, as `ptdmpi.engine.compress.units`
-    cuts them."""
+    """Return the elements of the largest tile of a model's trained parameters, as
+    `ptdmpi.engine.compress.units` cuts them."""
     cut = math.gcd(model.heads, model.ffn_hidden)
     tables = (layer(model), embedding(model, vocab_size), head(model, vocab_size))
     return max(_tile(part, cut) for parts in tables for part in parts.values() if part.trains)
 
 
 def _tile(part: Part, cut: int) -> int:
+    """Return the elements of the largest tile of a part; `cut`: gcd(heads, ffn_hidden)."""
     if isinstance(part, Norm):
         return part.size
     if isinstance(part, Scale):
@@ -55,15 +56,16 @@ def _tile(part: Part, cut: int) -> int:
 
 
 def _lines(lines: int, shares: int) -> int:
-    """How many of so many lines are never cut; a padded vocabulary is, behind any of them."""
+    """Return how many of `lines` lines are never cut: an n-th, or one if they do not divide evenly,
+    as a padded vocabulary, which may be cut after any line."""
     return lines // shares if lines % shares == 0 else 1
 
 
 def scratch_bytes(
     section: DataParallelConfig, n: int, elements: int, tile: int, number_bytes: int
 ) -> int:
-    """What the codes of so many elements are made in and taken out of, at most, on one of n
-    ranks; `tile`: elements of the largest one."""
+    """Return the most working memory, in bytes, that encoding and decoding `elements` elements
+    takes on one of n ranks; `tile`: elements of the largest tile."""
     most = min(elements, max(MOST_ELEMENTS, tile))
     numbers = NUMBERS + MORE_NUMBERS.get(section.error_feedback, 0)
     numbers += 2 if section.method == "decentralized" else 0
@@ -77,8 +79,11 @@ def scratch_bytes(
 def bits_per_element(
     section: DataParallelConfig, number_bits: int, tile: tuple[float, float]
 ) -> float:
-    """Bits of a code for each element of a large matrix, whose numbers have `number_bits`: those of
-    one round, on average over steps. `tile`: lines and length of what PowerSGD factors."""
+    """Return the bits of a code per element of a large matrix whose numbers have `number_bits`.
+
+    They are those of one round, the mean over steps. `tile`: (lines, length) of the tiles that
+    PowerSGD factors.
+    """
     match section.compressor:
         case "top_k":
             index = 0 if section.ratio == 1.0 else (SPARSE - 1).bit_length()

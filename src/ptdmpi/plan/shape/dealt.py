@@ -1,9 +1,10 @@
-"""Which rank of a shard group makes which matrix orthogonal, and what travels for it.
+"""The assignment of matrices to the ranks of a shard group that make them orthogonal, and the
+messages for it.
 
 Sharding cuts the flat order of parameters, and some cuts go through matrices that Muon updates as
-wholes. Each of these is made orthogonal by one of the ranks that hold a part of it, its owner: the
-others send it theirs, and get as much of the update back. So the ranks of a group divide the work,
-and a matrix that stands on one of them alone does not travel.
+wholes. One of the ranks that hold a part of such a matrix, its owner, makes it orthogonal: the
+others send it their parts, and receive as much of the update. So the ranks of a group divide the
+work, and a matrix that only one of them holds does not travel.
 """
 
 import itertools
@@ -36,8 +37,8 @@ class Slice(NamedTuple):
 
 
 def slices(start: int, stop: int, first: int, last: int, shards: int) -> list[Slice]:
-    """What each shard has of the elements [start, stop) of the flat order, in the unit [first,
-    last); those that have nothing of it are left out."""
+    """Return the slice of each shard in the elements [start, stop) of the flat order, in the unit
+    [first, last); shards that hold none of them are left out."""
     share = (last - first) // shards
     low, high = (start - first) // share, (stop - 1 - first) // share
     cuts = [start, *(first + share * k for k in range(low + 1, high + 1)), stop]
@@ -46,9 +47,11 @@ def slices(start: int, stop: int, first: int, last: int, shards: int) -> list[Sl
 
 
 def owners(matrices: Iterable[tuple[Sequence[Slice], int]]) -> Iterator[int]:
-    """The owner of each of some parameters, given who holds what of it and what it costs to make it
-    orthogonal: of those that hold a part the one that has least to do so far, and of equals the one
-    that holds most."""
+    """Yield the owner of each matrix, given its slices and the cost to make it orthogonal.
+
+    The owner is the rank with the least work so far among those that hold a part; among equals, the
+    one that holds most.
+    """
     busy = Counter[int]()
     for held, cost in matrices:
         owner = min(held, key=lambda one: (busy[one.shard], one.begin - one.end, one.shard)).shard
@@ -58,10 +61,13 @@ def owners(matrices: Iterable[tuple[Sequence[Slice], int]]) -> Iterator[int]:
 
 @dataclass
 class Dealt:
-    """What a rank has to do with the matrices of its stages: how many `elements` it holds of them,
-    which it `makes` orthogonal, how many of each kind of them and of how many own elements, and how
-    many elements of others' matrices it `gives` to each of these ranks, and `takes` for its own;
-    `most`: of one matrix."""
+    """A rank's work on the matrices of its stages.
+
+    `elements`: how many it holds of them; `makes`: how many it makes orthogonal, by matrix and
+    number of own elements; `gives`: elements of others' matrices that it sends, by owner; `takes`:
+    elements that it receives for its own, by sender; `most`: the most elements that it sends of one
+    matrix.
+    """
 
     elements: int = 0
     makes: Counter[tuple[Whole, int]] = field(default_factory=Counter)
@@ -70,8 +76,11 @@ class Dealt:
     most: int = 0
 
     def room_bytes(self, tensor: int, compute_bytes: int, widens: bool) -> int:
-        """The most that its update needs beside what stands all the time: what goes to others and
-        comes from them stands beside one matrix after the other. `widens` as of `room_bytes`."""
+        """Return the most working memory, in bytes, of the rank's update.
+
+        Elements sent and received are in memory while one matrix after the other is updated.
+        `widens` as in `matrices.room_bytes`.
+        """
         travels = self.gives.total() + self.takes.total()
         each = [room_bytes(*one, tensor, compute_bytes, widens) for one in self.makes]
         most = max(given_bytes(self.most, compute_bytes), *each, 0)
@@ -86,9 +95,11 @@ def dealt(
     tensor: int,
     sharing: Sharing,
 ) -> list[Dealt]:
-    """That of each rank of a shard group, of a pipeline rank with so many layers that has, as
-    `ends` says, the first or the last stage. `sharing`: the stage of ZeRO that cuts its units, and
-    the ranks of the group."""
+    """Return the work of each rank of a shard group, on a pipeline rank with `layers` layers.
+
+    `ends`: whether it has the first and the last stage. `sharing`: the stage of ZeRO that cuts its
+    units, and the ranks of the group.
+    """
     found = [Dealt() for _ in range(sharing.ranks)]
     cut = list(_cut(model, vocab_size, layers, ends, tensor, sharing))
     for (whole, held), owner in zip(
@@ -114,8 +125,11 @@ def _cut(
     tensor: int,
     sharing: Sharing,
 ) -> Iterator[tuple[Whole, list[Slice]]]:
-    """Each matrix with the slices of it, in the flat order. In each unit tables and matrices stand
-    in front of vectors; a unit is a layer under ZeRO 2 and 3, all but a tied table under 1."""
+    """Yield each matrix with its slices, in the flat order.
+
+    In each unit tables and matrices come before vectors. A unit is a layer under ZeRO 2 and 3;
+    under ZeRO 1 it is everything but a tied table.
+    """
     by_layer = covers_gradients(sharing.zero)
     units, each = (layers, 1) if by_layer else (1, layers)
     front, length = 0, each * _aligned(parameters.layer(model).values(), tensor)
@@ -139,5 +153,5 @@ def _cut(
 
 
 def _aligned(parts: Iterable[Part], tensor: int) -> int:
-    """What those of them that train take in a flat buffer, in elements."""
+    """Return the elements that the trained ones of `parts` take in a flat buffer."""
     return sum(aligned(size) for part in trained(parts) for size in part.weights(tensor))

@@ -33,7 +33,8 @@ def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
 
     They are 2 V h; for a masked model BERT's transform is added, and both count at the share of
     positions that the head is asked for (at the default fraction). For a task they are those of all
-    linears after one position of a sequence. What judges the order of segments is not counted.
+    linears after one position of a sequence. The classifier of the order of segments is not
+    counted.
     """
     products = [
         row for row in describe.head(model, vocab_size) if isinstance(row, Multiply | Predict)

@@ -1,6 +1,9 @@
-"""What Muon updates as wholes (`ptdmpi.engine.muon`): the linears of the layers, each of whose
-outputs is a matrix of its own, or the two matrices of each low-rank adapter beside them. How many
-elements that is, what the update needs beside, and the products that it takes."""
+"""The parameters that Muon updates as whole matrices (`ptdmpi.engine.muon`).
+
+They are the linears of the layers, each of whose outputs is a matrix of its own, or the two
+matrices of each low-rank adapter. This module counts their elements, and the working memory and the
+products of their update.
+"""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -16,7 +19,7 @@ STEPS = 5  # of the iteration that makes a matrix orthogonal
 
 class Whole(NamedTuple):
     """A parameter that is updated as a whole: (rows, columns) of each of its matrices, and elements
-    of its slice on a tensor rank, which has all of it where it is not `divided`."""
+    of its slice on a tensor rank, which is all of it unless it is `divided`."""
 
     shapes: tuple[tuple[int, int], ...]
     local: int
@@ -24,11 +27,12 @@ class Whole(NamedTuple):
 
     @property
     def elements(self) -> int:
+        """Return the elements of all its matrices, over all tensor ranks."""
         return sum(map(math.prod, self.shapes))
 
 
 def wholes(model: ModelConfig, tensor: int) -> list[Whole]:
-    """Those of a layer that train, in their order."""
+    """Return the trained matrices of a layer, in their order."""
     found = list[Whole]()
     for part in layer(model).values():
         if isinstance(part, Linear) and part.trains:
@@ -43,28 +47,32 @@ def wholes(model: ModelConfig, tensor: int) -> list[Whole]:
 
 
 def matrix_elements(model: ModelConfig, tensor: int) -> int:
-    """Elements of a layer's matrices on a tensor rank."""
+    """Return the number of elements of a layer's matrices on a tensor rank."""
     return sum(one.local for one in wholes(model, tensor))
 
 
 def iteration_bytes(compute_bytes: int) -> int:
-    """Bytes of an element in the iteration."""
+    """Return the bytes of an element in the iteration."""
     return FLOAT64.bytes if compute_bytes == FLOAT64.bytes else BFLOAT16.bytes
 
 
 def gathered_bytes(whole: Whole, tensor: int, compute_bytes: int) -> int:
-    """What the slices of one are gathered into from the tensor axis; 0: they are not."""
+    """Return the bytes that the slices of one parameter take when gathered from the tensor axis; 0
+    if they are not gathered."""
     gathers = tensor > 1 and whole.divided
     return tensor * iteration_bytes(compute_bytes) * whole.local * gathers
 
 
 def room_bytes(whole: Whole, own: int, tensor: int, compute_bytes: int, widens: bool) -> int:
-    """The most that its update needs on its owner beside what stands all the time, where so many
-    elements of the slice are this rank's `own`. At one of these times: those are put into the
-    iteration's type, and into the slice, if there are others; all slices are gathered and put
-    together; the whole stands beside the iterate, its successor and the products of rows, or beside
-    the update and this rank's part of that, widened. `widens`: half types are multiplied in
-    float32, both operands and the result of a product beside the iterate."""
+    """Return the most working memory, in bytes, of a parameter's update on its owner.
+
+    `own` elements of the slice are this rank's. The peak is at one of these times: the own elements
+    are converted to the iteration's type, and put into the slice if there are others; all slices
+    are gathered and put together; the whole is in memory with the iterate, its successor and the
+    products of rows, or with the update and this rank's part of it, widened. `widens`: half types
+    are multiplied in float32, so both operands and the result of a product are in memory next to
+    the iterate.
+    """
     element, wide = iteration_bytes(compute_bytes), max(FLOAT32.bytes, compute_bytes)
     slice_, elements = whole.local, whole.elements
     most = given_bytes(own, compute_bytes) + element * slice_ * (own < slice_)
@@ -82,19 +90,21 @@ def room_bytes(whole: Whole, own: int, tensor: int, compute_bytes: int, widens: 
 
 
 def given_bytes(own: int, compute_bytes: int) -> int:
-    """What putting so many elements of the momentum into the iteration's type takes."""
+    """Return the bytes that the conversion of `own` elements of the momentum to the iteration's
+    type takes."""
     element, wide = iteration_bytes(compute_bytes), max(FLOAT32.bytes, compute_bytes)
     return own * (wide + element * (element < wide))
 
 
 def effort(shapes: Iterable[tuple[int, ...]]) -> int:
-    """Multiplications of one step of the iteration for matrices of these (rows, columns)."""
+    """Return the multiplications of one step of the iteration for matrices of these (rows,
+    columns)."""
     pairs = (sorted(shape) for shape in shapes)
     return sum(short * short * (2 * long + short) for short, long in pairs)
 
 
 def products(whole: Whole) -> Iterator[tuple[int, int, int]]:
-    """(m, n, k) of every product of its update: of m x k and k x n."""
+    """Yield (m, n, k) of every product of a parameter's update: m x k times k x n."""
     for shape in whole.shapes:
         short, long = sorted(shape)
         step = ((short, short, long), (short, short, short), (short, long, short))

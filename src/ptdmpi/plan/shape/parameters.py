@@ -27,8 +27,8 @@ def head(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
 
 
 def task_head(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights that a model has for a task, which one that was trained on
-    text may lack; none where it has no such head."""
+    """Return the names and shapes of the weights that a model has for its task, and that a model
+    trained on text may lack; none if it has no such head."""
     found: dict[str, tuple[int, ...]] = {}
     for name, part in head(model, 0).items() if model.classifies else ():
         if name != "final_norm":
@@ -40,27 +40,28 @@ def task_head(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def layer_elements(model: ModelConfig, tensor: int = 1) -> int:
-    """Parameters of one layer on one tensor rank."""
+    """Return the number of parameters of one layer on one tensor rank."""
     return elements(layer(model).values(), tensor)
 
 
 def trained_elements(model: ModelConfig, tensor: int = 1) -> int:
-    """Those of them that train."""
+    """Return the number of trained parameters of one layer on one tensor rank."""
     return elements(trained(layer(model).values()), tensor)
 
 
 def table_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
-    """The vocabulary's table on one tensor rank."""
+    """Return the number of parameters of the vocabulary's table on one tensor rank."""
     return elements([embedding(model, vocab_size)[WORD_TABLE]], tensor)
 
 
 def embedding_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
-    """Parameters in front of the first layer on one tensor rank."""
+    """Return the number of parameters before the first layer on one tensor rank."""
     return elements(embedding(model, vocab_size).values(), tensor)
 
 
 def head_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
-    """Parameters behind the last layer on one tensor rank, a table of its own included."""
+    """Return the number of parameters after the last layer on one tensor rank; a table of its own
+    is included."""
     return elements(head(model, vocab_size).values(), tensor)
 
 
@@ -73,11 +74,14 @@ def places(
     trains: bool = True,
     idle: int = 0,
 ) -> list[list[int]]:
-    """What sharding gathers and sums at once, in elements on a tensor rank: the units of each place
-    (embedding, a layer, the head) of a stage with so many layers, the first of them `idle`, that
-    is, as `ends` says, the first or the last of the model. A tied table is a unit of its own at
-    both places. Of what trains; or of what does not, which is gathered alone
-    (`low_bit.frozen_places`)."""
+    """Return the elements on a tensor rank of each unit that sharding gathers and sums at once, by
+    place of a stage (embedding, a layer, the head).
+
+    The stage has `layers` layers, of which the first `idle` have no backward; `ends`: whether it is
+    the first and the last of the model. A tied table is a unit of its own at both places. With
+    `trains` the units are those of trained parameters, else of frozen ones, which are gathered
+    alone (`low_bit.frozen_places`).
+    """
 
     def counted(parts: Iterable[Part]) -> int:
         return elements((part for part in parts if part.trains == trains), tensor)
@@ -103,9 +107,11 @@ def rank_elements(
     tensor: int,
     idle: int,
 ) -> tuple[int, int, int]:
-    """(parameters, those of them that train, those of these that stand for two) of a rank with so
-    many layers, some of them `idle`, and, as `ends` says, the first or the last of the model. A
-    tied table is counted once; its second use has a gradient of its own."""
+    """Return (parameters, trained parameters, trained parameters with a second use) of a rank.
+
+    It has `layers` layers, `idle` of them without a backward; `ends`: whether it has the first and
+    the last stage. A tied table is counted once; its second use has a gradient of its own.
+    """
     first, last = ends
     table = embedding(model, vocab_size)
     held = ((idle, layer(model, 0)), (layers - idle, layer(model)))
@@ -122,7 +128,7 @@ def rank_elements(
 
 
 def parameter_count(model: ModelConfig, vocab_size: int) -> int:
-    """Parameters of the whole model, a tied head counted once."""
+    """Return the number of parameters of the whole model; a tied head counts once."""
     idle = model.idle()
     count = idle * elements(layer(model, 0).values())
     count += (model.layers - idle) * layer_elements(model)
@@ -131,14 +137,14 @@ def parameter_count(model: ModelConfig, vocab_size: int) -> int:
 
 
 def _frozen(model: ModelConfig, tensor: int) -> list[tuple[int, int]]:
-    """The (inputs, outputs) of a layer's frozen matrices on one of `tensor` ranks."""
+    """Return the (inputs, outputs) of a layer's frozen matrices on one of `tensor` ranks."""
     parts = layer(model).values()
     return [p.local(tensor) for p in parts if isinstance(p, Linear) and not p.trains]
 
 
 def frozen_layer(model: ModelConfig, tensor: int) -> tuple[int, int]:
-    """Return (elements, bytes) of a layer's frozen weights in few bits on one of `tensor` ranks;
-    (0, 0) for a model without."""
+    """Return (elements, bytes) of a layer's quantized frozen weights on one of `tensor` ranks; (0,
+    0) for a model without."""
     form = LowBit.of(model.quantize)
     if form is None:
         return 0, 0

@@ -1,7 +1,8 @@
-"""Timeline -> terminal, PNG or SVG. Planned and measured are drawn alike.
+"""Pictures of a timeline for a terminal, as PNG or as SVG, the same for a planned and a measured
+one.
 
 Each kind of op has its mark and its colour in the table of op kinds (forwards are blue and
-backwards green, as in Narayanan et al. 2021, Figure 4), a shade per model chunk; idle time is
+backwards green, as in Narayanan et al. 2021, Figure 4), with a shade per model chunk; idle time is
 grey, waiting for an input is hatched.
 """
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.patches import Patch
 
 _SHADES = 4  # of each colour, for the chunks of a rank
-_DARK_SHADES = 2  # so many of them carry white letters
+_DARK_SHADES = 2  # the darkest, on which letters are white
 _COLORS = {
     "send": "#e0a458",
     "gather": "#c77dbb",
@@ -40,7 +41,8 @@ _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 class _Chunks:
-    """Which chunk of its rank an op belongs to, read off the stages that each rank runs."""
+    """The chunk of its rank that each op belongs to, derived from the stages that each rank
+    runs."""
 
     def __init__(self, timeline: Timeline) -> None:
         # a timeline may be read from a file, without its schedule
@@ -52,7 +54,8 @@ class _Chunks:
         self.count = max(map(len, self.stages.values()), default=1)
 
     def shade(self, chunk: int) -> int:
-        """Index into the shades; the first chunk has the darkest, the last the lightest."""
+        """Return the index of the shade of `chunk`; the first chunk has the darkest, the last the
+        lightest."""
         return chunk * (_SHADES - 1) // max(self.count - 1, 1)
 
     def shade_of(self, span: Span) -> int:
@@ -60,11 +63,11 @@ class _Chunks:
 
 
 def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
-    """The timeline as text of at most `width` columns: one line per rank, then a legend.
+    """Return the timeline as text of at most `width` columns: one line per rank, then a legend.
 
     Each op shows its microbatch, then the mark of its kind up to its end, or blanks on its color.
     If ops are too narrow for that, the numbers lose all but their last digit, then vanish, and a
-    line says which width would show them.
+    line gives the width that would show them.
     """
     ranks, chunks = timeline.ranks, _Chunks(timeline)
     names = {rank: f"rank {rank:>{len(str(ranks[-1]))}} " for rank in ranks}
@@ -101,13 +104,14 @@ def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
 
 
 def _drawn_kinds(timelines: Sequence[Timeline]) -> list[OpKind]:
-    """The kinds of ops that occur, in the order of their table."""
+    """Return the kinds of ops that occur, in the order of their table."""
     found = {span.kind for timeline in timelines for span in timeline.spans}
     return [kind for kind in OP_KINDS.values() if kind.span in found]
 
 
 def _columns_per_s(timeline: Timeline, columns: int) -> float:
-    """The widest scale that fits; of whole columns, if all ops start and end on a regular grid."""
+    """Return the widest scale that fits, in columns per second; whole columns, if all ops start and
+    end on a regular grid."""
     computes = [span for span in timeline.spans if span.computes]
     widest = columns / timeline.makespan_s if timeline.makespan_s > 0 else 0.0
     tick_s = min((span.end_s - span.start_s for span in computes), default=0.0)
@@ -124,7 +128,7 @@ def _columns_per_s(timeline: Timeline, columns: int) -> float:
 
 
 def _cells(span: Span, timeline: Timeline, columns_per_s: float) -> tuple[int, int]:
-    """First column of a span, and the column behind its last."""
+    """Return (first column of a span, column after its last)."""
     first, end = (
         round((moment - timeline.start_s) * columns_per_s) for moment in (span.start_s, span.end_s)
     )
@@ -134,15 +138,15 @@ def _cells(span: Span, timeline: Timeline, columns_per_s: float) -> tuple[int, i
 def _labels(
     timeline: Timeline, columns_per_s: float, margin: int, *, color: bool
 ) -> tuple[Callable[[Span], str], list[str]]:
-    """How ops are labelled at this scale, and a note if that is less than in full."""
+    """Return the labels of ops at this scale, and a note if they are shortened."""
     computes = [span for span in timeline.spans if span.computes]
     microbatches = [Op.parse(span.op).microbatch for span in computes]
     longest = len(str(max(microbatches, default=0)))
     first_kind = next(iter(OP_KINDS.values())).span
 
     def needed(span: Span, digits: int) -> int:
-        # Without color all kinds but the first are told by their mark; numbers of several digits
-        # need a gap.
+        # Without color a mark identifies all kinds but the first; numbers of several digits need a
+        # gap.
         return digits + (digits > 1 or (span.kind != first_kind and not color))
 
     def fits(digits: int) -> bool:
@@ -165,10 +169,10 @@ def _labels(
 
 
 def figure(timelines: Sequence[Timeline], path: str | Path) -> None:
-    """Draws the timelines below each other, a lane per rank, into a PNG or SVG file.
+    """Draw the timelines below each other, a lane per rank, into a PNG or SVG file.
 
-    They share the time axis if they share the unit. Raises InputError for another suffix or a
-    path that cannot be written; a file that was there is then still there.
+    They share the time axis if they share the unit. Raises InputError for another suffix or a path
+    that cannot be written; a file that was there before then remains.
     """
     check_picture(path)
     import matplotlib
@@ -183,7 +187,7 @@ def figure(timelines: Sequence[Timeline], path: str | Path) -> None:
         below = _LEGEND_INCHES + _LEGEND_ROW_INCHES * (rows - 1)
         drawing = Figure(figsize=(_WIDTH_INCHES, sum(heights) + below), dpi=160)
         _draw_all(drawing, timelines, heights, below)
-        drawing.legend(  # rows of like length
+        drawing.legend(  # rows of equal length
             handles=handles,
             loc="lower center",
             ncols=math.ceil(len(handles) / rows),
@@ -195,13 +199,13 @@ def figure(timelines: Sequence[Timeline], path: str | Path) -> None:
 
 
 def check_picture(path: str | Path) -> None:
-    """Raises InputError for a name that is neither .png nor .svg."""
+    """Raise InputError for a name that is neither .png nor .svg."""
     if Path(path).suffix.lower() not in (".png", ".svg"):
         raise InputError(f'{path}: pictures are .png or .svg, not "{Path(path).suffix}"')
 
 
 def save(drawing: "Figure", path: str | Path) -> None:
-    """Writes a picture as a whole or not at all; raises InputError for what `figure` does."""
+    """Write a picture as a whole or not at all. Raises InputError as `figure` does."""
     check_picture(path)
     kind = Path(path).suffix.lower()[1:]
     # The date would make two pictures of the same timeline differ.
@@ -210,7 +214,7 @@ def save(drawing: "Figure", path: str | Path) -> None:
 
 
 def _legend(timelines: Sequence[Timeline]) -> list["Patch"]:
-    """What the colors mean; chunks of one shade in one entry."""
+    """Return the legend of colors; chunks of one shade share an entry."""
     from matplotlib.patches import Patch
 
     handles: dict[str, Patch] = {}
@@ -238,7 +242,7 @@ def _legend(timelines: Sequence[Timeline]) -> list["Patch"]:
 def _draw_all(
     drawing: "Figure", timelines: Sequence[Timeline], heights: Sequence[float], below: float
 ) -> None:
-    """Places one axes per timeline, top down, in inches, above what the legend takes."""
+    """Place one axes per timeline, top down, with heights in inches, above the legend."""
     total = sum(heights) + below
     left, right = _SIDES_INCHES
     top = total
@@ -259,7 +263,7 @@ def _draw_all(
 
 
 def _draw_lanes(axes: "Axes", timeline: Timeline, extent_s: float) -> None:
-    """One timeline: bars, microbatch numbers, axis."""
+    """Draw one timeline: bars, microbatch numbers, axis."""
     ranks, chunks = timeline.ranks, _Chunks(timeline)
     unit_s, unit = _readable_unit(timeline, extent_s)
     lane = {rank: place for place, rank in enumerate(ranks)}
@@ -298,21 +302,21 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, extent_s: float) -> None:
 def _draw_bars(
     axes: "Axes", kind: str, shade: int, bars: Sequence[tuple[float, float, float]]
 ) -> None:
-    """Rectangles (left, bottom, width) of one kind and shade, as one collection."""
+    """Draw rectangles (left, bottom, width) of one kind and shade, as one collection."""
     from matplotlib.collections import PathCollection, PolyCollection
     from matplotlib.path import Path as Outline
     from numpy import array
 
     across, up = array([0, 1, 1, 0]), array([0, 0, 0.86, 0.86])
     corners = [array([x + width * across, y + up]).T for x, y, width in bars]
-    if kind == "receive":  # as one outline: hatched one by one, ten thousands take a minute
+    if kind == "receive":  # as one outline: ten thousand bars hatched one by one take a minute
         outline = Outline.make_compound_path_from_polys(array(corners))
         style = {"fc": _IDLE, "ec": _HATCH, "hatch": "/////"}
         axes.add_collection(PathCollection([outline], linewidths=0, **style))
         return
     row = kind_of_span(kind)
     tint = _COLORS[kind] if row is None else row.ink.shades[shade]
-    # A white rim parts neighbours; thousands of them would be nothing but rim.
+    # A white rim separates neighbours; thousands of them would be all rim.
     rim = min(0.7, 60 / len(bars))
     axes.add_collection(PolyCollection(corners, fc=tint, ec="white", linewidths=rim))
 
@@ -324,8 +328,10 @@ def _draw_numbers(
     x: Callable[[float], float],
     extent_s: float,
 ) -> None:
-    """The microbatch number in every bar that is wide enough for it, in one size of letters; where
-    some do not fit, those that do not stand upright, as on the spine of a book."""
+    """Draw the microbatch number in every bar that is wide enough for it, in one size of letters.
+
+    If some do not fit, those are upright, as on the spine of a book.
+    """
     points_per_s = (_WIDTH_INCHES - sum(_SIDES_INCHES)) * 72 / (extent_s or 1)
     lying: dict[Span, float] = {}  # letter size at which the number fills its bar
     upright: dict[Span, float] = {}
@@ -354,15 +360,15 @@ def _draw_numbers(
 
 
 def _readable_unit(timeline: Timeline, extent_s: float) -> tuple[float, str]:
-    """The unit of a time axis, in units of the timeline, and its name."""
+    """Return the unit of a time axis, in units of the timeline, and its name."""
     if timeline.time_unit != "s":
         return 1.0, timeline.time_unit
     return next((unit for unit in _TIME_UNITS if extent_s >= 2 * unit[0]), _TIME_UNITS[-1])
 
 
 def fill(path: Path, write: Callable[[Path], object]) -> None:
-    """Has `write` fill a file, of which nothing stays half done. Raises InputError where it cannot
-    be written."""
+    """Call `write` to fill a file, as a whole or not at all. Raises InputError if it cannot be
+    written."""
     try:
         with replacing(path) as beside:
             write(beside)

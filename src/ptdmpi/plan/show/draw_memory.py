@@ -1,4 +1,5 @@
-"""Memory over the time of a step, one line per pipeline rank, beside what a rank has."""
+"""A picture of memory over the time of a step, one line per pipeline rank, and of a rank's
+capacity."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -19,10 +20,10 @@ COLUMNS = 400  # moments of a line
 
 
 def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[float]]]:
-    """Memory of each pipeline rank: (moments in s, bytes from each of them on).
+    """Return the memory of each pipeline rank: (moments in s, bytes from each of them on).
 
-    Weights, gradients and optimizer state stand all the time; what ops keep, need beside and free
-    comes on top.
+    Weights, gradients and optimizer state are there all the time; ops add the memory that they keep
+    and need, and free it.
     """
     memory, microbatches = pricer.memory, layout.microbatches(pricer.batch)
     times = pricer.stage_times(layout)
@@ -32,7 +33,7 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
         standing = memory.peak(layout, rank, microbatches).standing
         spans = [s for s in timeline.spans if s.rank == rank and s.computes]
         spans.sort(key=lambda span: span.start_s)
-        # two moments an op: the peak while it runs, and what is left when it has ended
+        # two moments per op: the peak while it runs, and the rest when it has ended
         moments, amounts = [0.0], [standing]
         for span, moment in zip(spans, _walk(memory, layout, rank, spans), strict=True):
             moments += [span.start_s, span.end_s]
@@ -42,7 +43,8 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
 
 
 def _walk(memory: MemoryModel, layout: Layout, rank: int, spans: Sequence[Span]) -> Iterator[Held]:
-    """What a rank holds over its spans, beside what stands."""
+    """Yield the bytes that a rank holds over its spans, in addition to those that are there all the
+    time."""
     beside = memory.beside_bytes(layout, rank)
     ops = [Op.parse(span.op) for span in spans]
     return held(
@@ -53,7 +55,7 @@ def _walk(memory: MemoryModel, layout: Layout, rank: int, spans: Sequence[Span])
 
 
 def draw(pricer: Pricer, layout: Layout, path: str | Path) -> None:
-    """Writes the picture (.png or .svg). Raises InputError if it cannot be written."""
+    """Write the picture (.png or .svg). Raises InputError if it cannot be written."""
     check_picture(path)
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -88,7 +90,8 @@ def draw(pricer: Pricer, layout: Layout, path: str | Path) -> None:
 
 
 def drawn_ranks(peaks: list[float]) -> list[int]:
-    """All ranks, or where they are too many, some from the first to the last and the fullest."""
+    """Return all ranks, or, if there are too many, some from the first to the last and the
+    fullest."""
     last = len(peaks) - 1
     if last < MOST_DRAWN:
         return list(range(last + 1))
@@ -99,8 +102,8 @@ def drawn_ranks(peaks: list[float]) -> list[int]:
 def envelope(
     moments: list[float], amounts: list[float]
 ) -> tuple[list[float], list[float], list[float]]:
-    """(moments, least, most from each of them on), of about `COLUMNS` moments: what a picture
-    can show of many short peaks."""
+    """Return (moments, least, most from each of them on), of about `COLUMNS` moments, so that a
+    picture can show many short peaks."""
     if len(moments) <= COLUMNS:
         return moments, amounts, amounts
     width = moments[-1] / COLUMNS

@@ -8,9 +8,10 @@ from ptdmpi.plan.show.draw import fill
 
 
 def chrome_trace(timeline: Timeline, path: str | Path) -> None:
-    """Writes the timeline for Perfetto or chrome://tracing: a process per rank, microseconds.
+    """Write the timeline for Perfetto or chrome://tracing: a process per rank, times in
+    microseconds.
 
-    A unit that is no second is shown as a millisecond. Raises InputError if `path` cannot be
+    A time unit other than seconds is shown as a millisecond. Raises InputError if `path` cannot be
     written.
     """
     us_per_unit = 1e6 if timeline.time_unit == "s" else 1e3

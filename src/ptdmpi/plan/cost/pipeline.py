@@ -69,9 +69,9 @@ class StageTimes:
     def lower_bound_s(self, microbatches: int) -> float:
         """Return a lower bound in seconds for every order of work.
 
-        It is the maximum over ranks of three sums: the work before a rank's first forward, all its
-        own work, and the work after its last backward. After a split backward only the rank's own
-        work must follow, which other ranks do at the same time.
+        It is the maximum over ranks of the sum of three times: of the work before a rank's first
+        forward, of all its own work, and of the work after its last backward. After a split
+        backward only the rank's own work must follow, which other ranks do at the same time.
         """
         bound = before = after = 0.0
         way = 0.0 if self.overlap else 1.0

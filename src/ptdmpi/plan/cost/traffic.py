@@ -1,12 +1,12 @@
 """Bytes that a rank sends in a step, by closed forms that equal the trainer's counts to the byte.
 
 With S = s b h bytes of one microbatch's activation and m microbatches, a rank of the tensor axis
-sums activations, 2 S each per layer in the forwards and as much in the backwards (Shoeybi et al.
-2019, arXiv 1909.08053, section 3). With sequence parallelism a reduce-scatter and a gather replace
-each sum, and an input that a linear has not kept whole is gathered once more (Korthikanti et al.
-2022, arXiv 2205.05198, section 4.2.2). Between stages S travels for each microbatch and direction,
-or S/t (Narayanan et al. 2021, arXiv 2104.04473, section 4.1). Over the data axis the gradients, psi
-on a rank, are summed once in a step. `_data` has the closed forms of ZeRO's stages,
+sums 2 S per layer in the forwards, and as much in the backwards (Shoeybi et al. 2019, arXiv
+1909.08053, section 3). With sequence parallelism a reduce-scatter and a gather replace each sum,
+and an input that a linear has not kept whole is gathered once more (Korthikanti et al. 2022, arXiv
+2205.05198, section 4.2.2). Between stages S travels for each microbatch and direction, or S/t
+(Narayanan et al. 2021, arXiv 2104.04473, section 4.1). Over the data axis the gradients, psi on a
+rank, are summed once in a step. `_data` has the closed forms of ZeRO's stages,
 `ptdmpi.plan.layout.messages` those of communication-efficient methods.
 """
 

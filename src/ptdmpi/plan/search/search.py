@@ -41,7 +41,7 @@ from ptdmpi.plan.search.space import (
 )
 from ptdmpi.terminal.progress import SOON_S, progress
 
-MOST_LAYOUTS = 1_000_000  # to visit them takes a minute and half a gigabyte
+MOST_LAYOUTS = 1_000_000  # a visit to them all takes a minute and half a gigabyte
 
 
 class Best:

@@ -18,8 +18,8 @@ SPARSE, QUANTISED = 4096, 512
 # Elements that are encoded at once, unless a tile has more.
 MOST_ELEMENTS = 2**20
 # The most that one element takes while it is encoded or decoded: numbers, and 64-bit integers; and
-# how many more numbers for feedback that keeps more meanwhile. Feedback with servers is counted for
-# a single rank: several ranks each work on a part. Measured, and checked by a test
+# how many more numbers for feedback that keeps more meanwhile. Servers share the tiles, and each is
+# counted as if it did the work of all. Measured, and checked by a test
 # (`tests/engine/compress/test_scratch.py`).
 NUMBERS, INTEGERS = 7, 3
 MORE_NUMBERS = {"ef21": 2, "double_squeeze": 6, "neolithic": 9}

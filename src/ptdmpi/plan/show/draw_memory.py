@@ -14,7 +14,7 @@ from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.simulate import Span
 from ptdmpi.plan.show.draw import check_picture, save
 
-MOST_DRAWN = 8  # ranks; of more than these SOME_DRAWN are drawn
+MOST_DRAWN = 8  # ranks; a picture of more draws SOME_DRAWN
 SOME_DRAWN = 5
 COLUMNS = 400  # moments of a line
 

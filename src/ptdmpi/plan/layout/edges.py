@@ -12,12 +12,14 @@ FORM = 'legal: "0 1" (ranks from 0, both directions), or "0 1 0.25" with the wei
 
 
 def read_edges(path: str, size: int, names: str) -> Topology:
-    """The graph over `size` data ranks whose edges stand in a file, one a line: two ranks, and
-    perhaps the weight that each takes of the other, of all edges or of none. Without weights they
-    are those of Metropolis and Hastings. "#" begins a comment; columns are parted by blanks or a
-    comma. An edge may be named in both directions.
+    """Return the graph over `size` data ranks whose edges are in a file.
 
-    Raises InputError with the file, the line, and what would be legal; `names` would be, too.
+    Each line has an edge: two ranks, and optionally the weight that each takes of the other. All
+    edges have weights or none has; without weights they are Metropolis-Hastings weights. "#" begins
+    a comment; blanks or a comma separate columns. An edge may be given in both directions.
+
+    Raises InputError with the file, the line and the legal values. `names` are the legal names of
+    topologies, for the message.
     """
     where = f"data_parallel.topology = {path}"
     edges: dict[tuple[int, int], Fraction | None] = {}
@@ -50,8 +52,10 @@ def read_edges(path: str, size: int, names: str) -> Topology:
 
 
 def ranks_of(path: str, names: str) -> int:
-    """How many ranks the graph of a file is over. Raises InputError for a file that has no edges,
-    as `read_edges`."""
+    """Return the number of ranks in the graph of a file.
+
+    Raises InputError if the file cannot be read, as `read_edges`.
+    """
     greatest = 0
     for _, _, fields in _lines(path, names):
         greatest = max([greatest, *(int(field) for field in fields[:2] if field.isdecimal())])
@@ -59,15 +63,18 @@ def ranks_of(path: str, names: str) -> int:
 
 
 def sha256_of(path: str, names: str) -> str:
-    """Over the edges and weights of a file, whatever their order, and whatever else stands there.
-    Raises InputError as `read_edges`, but for what depends on the number of ranks."""
+    """Return the SHA-256 of the edges and weights in a file.
+
+    It does not depend on the order of the lines or on comments. Raises InputError as `read_edges`,
+    except for mistakes that depend on the number of ranks.
+    """
     found = {_edge(path, line, fields, 2**31) for _, line, fields in _lines(path, names)}
     text = "\n".join(sorted(f"{one} {other} {weight}" for (one, other), weight in found))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _lines(path: str, names: str) -> Iterator[tuple[int, str, list[str]]]:
-    """Number, text and columns of each line that has an edge."""
+    """Yield the number, the text and the columns of each line that has an edge."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -85,7 +92,7 @@ def _lines(path: str, names: str) -> Iterator[tuple[int, str, list[str]]]:
 def _edge(
     where: str, line: str, fields: list[str], size: int
 ) -> tuple[tuple[int, int], Fraction | None]:
-    """The two ranks of a line, ascending, and the weight."""
+    """Return the two ranks of a line, ascending, and the weight; None if it has none."""
     try:
         one, other = (int(field) for field in fields[:2])
         weight = Fraction(fields[2]) if len(fields) > 2 else None

@@ -1,9 +1,10 @@
-"""Graphs over data ranks with doubly stochastic weights, step after step: each kind a class.
+"""Graphs over data ranks with doubly stochastic weights for each step; each kind is a class.
 
-A topology over n ranks is a doubly stochastic matrix W for each step, of which w_ij is what rank i
-takes of rank j: x_i <- sum_j w_ij x_j. Rows and columns sum to 1, so that the average over the
-ranks stays what it is (exactly: weights are fractions here). Everything is a pure function of name,
-n, seed and step, so that all ranks and the planner know the same graph, and nobody sends it.
+A topology over n ranks is a doubly stochastic matrix W for each step. Its entry w_ij is the weight
+with which rank i takes the values of rank j: x_i <- sum_j w_ij x_j. Rows and columns sum to 1, so
+the average over the ranks does not change (exactly: weights are fractions here). Everything is a
+pure function of name, n, seed and step, so all ranks and the planner compute the same graph, and no
+rank sends it.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ Row = Mapping[int, Fraction]  # rank -> weight above 0, ascending in rank
 
 
 class Topology(ABC):
-    """A graph over `size` ranks for each step. It repeats after `period` steps; None: never."""
+    """A graph over `size` ranks for each step; it repeats after `period` steps (None: never)."""
 
     period: int | None = 1
 
@@ -25,19 +26,24 @@ class Topology(ABC):
 
     @abstractmethod
     def row(self, step: int, rank: int) -> Row:
-        """w_ij of step `step` (from 0) for i = `rank`: what it takes of itself and of those that
-        send to it."""
+        """Return w_ij of step `step` (from 0) for i = `rank`, by j.
+
+        These are the weights of the rank itself and of the ranks that send to it.
+        """
 
     @abstractmethod
     def column(self, step: int, rank: int) -> Row:
-        """w_ij of a step for j = `rank`: what itself and those it sends to take of it."""
+        """Return w_ij of step `step` (from 0) for j = `rank`, by i.
+
+        These are the weights that the rank itself and the ranks that it sends to give it.
+        """
 
     def sources(self, step: int, rank: int) -> tuple[int, ...]:
-        """The ranks that send to `rank`, ascending."""
+        """Return the ranks that send to `rank` in a step, ascending."""
         return tuple(peer for peer in self.row(step, rank) if peer != rank)
 
     def destinations(self, step: int, rank: int) -> tuple[int, ...]:
-        """The ranks that `rank` sends to, ascending."""
+        """Return the ranks that `rank` sends to in a step, ascending."""
         return tuple(peer for peer in self.column(step, rank) if peer != rank)
 
     @property
@@ -47,20 +53,23 @@ class Topology(ABC):
         return max(len(self.destinations(k, i)) for k in steps for i in range(self.size))
 
     def contraction(self) -> float:
-        """The factor by which a step, on average over a period, shrinks the distance of replicas
-        from their mean at least: ||W_(P-1) ... W_0 - 1 1^T / n||_2^(1/P)."""
-        import numpy as np  # what only asks for neighbours starts without it
+        """Return the factor by which a step shrinks the distance of replicas from their mean.
+
+        It is the worst case, on average over a period of P steps:
+        ||W_(P-1) ... W_0 - 1 1^T / n||_2^(1/P).
+        """
+        import numpy as np  # here, since code that asks only for neighbours does not need it
 
         product = np.eye(self.size)
         for step in range(self.period or 1):
             product = matrix(self, step) @ product
         norm = float(np.linalg.norm(product - 1 / self.size, 2)) if self.size > 1 else 0.0
-        # what rounding leaves of an exact average is no distance
+        # for an exact average the norm is only a rounding error
         return 0.0 if norm < 1e-12 else float(norm ** (1 / (self.period or 1)))
 
     @property
     def told(self) -> str:
-        """For people: the graph, and how quickly it averages."""
+        """A description for people: the graph, and its spectral gap."""
         again = "another graph in each step" if self.period is None else f"{self.period} graphs"
         turns = "" if self.period == 1 else f", {again}"
         most = self.most_neighbours
@@ -71,17 +80,19 @@ class Topology(ABC):
 
     @property
     def spectral_gap(self) -> float:
-        """1 - `contraction`: 1 where a period averages exactly, near 0 where news travel slowly."""
+        """1 - `contraction`: 1 if a period averages exactly, near 0 if averaging is slow."""
         return 1.0 - self.contraction()
 
 
 class Undirected(Topology):
-    """A graph with edges in both directions and Metropolis-Hastings weights, w_ij = 1 / (1 +
-    max(degrees of i and j)): symmetric, on any graph (Xiao, Boyd, Kim 2007, J. Parallel Distrib.
-    Comput. 67, eq. 6)."""
+    """A graph with edges in both directions and Metropolis-Hastings weights.
+
+    w_ij = 1 / (1 + max(degrees of i and j)): symmetric, on any graph (Xiao, Boyd, Kim 2007, J.
+    Parallel Distrib. Comput. 67, eq. 6).
+    """
 
     def __init__(self, name: str, size: int, near: Callable[[int], set[int]]) -> None:
-        """`near(i)`: the neighbours of i; may name i itself, which is none."""
+        """Build the graph; `near(i)` returns the neighbours of i and may include i itself."""
         super().__init__(name, size)
         self._near = lru_cache(maxsize=4096)(lambda rank: sorted(near(rank) - {rank}))
 
@@ -94,7 +105,7 @@ class Undirected(Topology):
 
 
 class Edges(Topology):
-    """A graph with given symmetric weights: `rows[i]` has those of the neighbours of i."""
+    """A graph with given symmetric weights: `rows[i]` has the weights of the neighbours of i."""
 
     def __init__(self, name: str, rows: Sequence[Row]) -> None:
         super().__init__(name, len(rows))
@@ -107,8 +118,10 @@ class Edges(Topology):
 
 
 class Circulant(Topology):
-    """In step k every rank i takes an equal part of itself and of ranks i - s, s in `offsets[k]`:
-    directed, and the same seen from each rank."""
+    """A directed graph that looks the same from each rank, with equal weights.
+
+    In step k every rank i averages its values with those of ranks i - s, s in `offsets[k]`.
+    """
 
     def __init__(self, name: str, size: int, offsets: Sequence[Sequence[int]]) -> None:
         super().__init__(name, size)
@@ -129,9 +142,11 @@ class Circulant(Topology):
 
 
 class RandomPairs(Topology):
-    """In each step the ranks are paired anew, by a permutation keyed by seed and step, and the two
-    of a pair average; of an odd number one stays alone (a matching, as in randomised gossip: Boyd,
-    Ghosh, Prabhakar, Shah 2006, IEEE Trans. Inf. Theory 52)."""
+    """A random matching in each step, as in randomised gossip; the two ranks of a pair average.
+
+    A permutation that depends on seed and step pairs the ranks. If their number is odd, one stays
+    alone (Boyd, Ghosh, Prabhakar, Shah 2006, IEEE Trans. Inf. Theory 52).
+    """
 
     period = None
 
@@ -148,16 +163,19 @@ class RandomPairs(Topology):
     column = row
 
     def contraction(self) -> float:
-        """In the mean square: sqrt(lambda_2(E[W^T W])) (Boyd et al. 2006, section II). A matching's
-        W is a projection, so this is lambda_2 of E[W], which is the same between all ranks."""
+        """Return the contraction in the mean square, sqrt(lambda_2(E[W^T W])).
+
+        The formula is from Boyd et al. 2006, section II. W of a matching is a projection, so W^T W
+        is W. E[W] has the same weight between any two ranks, so its lambda_2 has a closed form.
+        """
         if self.size < 2:
             return 0.0
-        paired = (self.size - self.size % 2) / self.size  # how likely it is that a rank is in one
+        paired = (self.size - self.size % 2) / self.size  # probability that a rank is in a pair
         return float((1 - paired / 2 * self.size / (self.size - 1)) ** 0.5)
 
 
 def _pairs(size: int, seed: int, step: int) -> list[int]:
-    """Whom each rank is paired with in a step; itself if it is left over."""
+    """Return the partner of each rank in a step; a rank without a partner has itself."""
 
     # a hash: the shuffles of Python and numpy may change between their versions
     def drawn(rank: int) -> bytes:
@@ -171,14 +189,14 @@ def _pairs(size: int, seed: int, step: int) -> list[int]:
 
 
 def _completed(rank: int, row: Row) -> Row:
-    """`row` with what is left to the rank itself, ascending."""
+    """Return `row` with the remaining weight for the rank itself, ascending in rank."""
     own = Fraction(1) - sum(row.values())
     whole = {**row, rank: own} if own else dict(row)
     return {peer: whole[peer] for peer in sorted(whole)}
 
 
 def matrix(found: Topology, step: int) -> list[list[float]]:
-    """W of a step, rounded once: [n][n]."""
+    """Return W of a step, [n][n], each weight rounded once."""
     return [list(_dense(found.row(step, rank), found.size)) for rank in range(found.size)]
 
 

@@ -1,8 +1,8 @@
-"""The process grid: which rank stands where on the named axes, and which ranks form a group.
+"""The process grid: the place of each rank on the named axes, and the groups of ranks.
 
-Pure arithmetic on any rank, so that a planner can ask about 3072 ranks and a communicator about
-its own. Axes are data: whoever splits communicators, watches ranks or deals out state asks a grid
-for its axes by name, so a new axis is a row of `AXES` and not one more field everywhere.
+It is pure arithmetic on any rank, so a planner can ask about 3072 ranks and a communicator about
+its own. Axes are data: code that splits communicators, watches ranks or distributes state asks a
+grid for its axes by name. So a new axis needs only a row in `AXES`.
 """
 
 import itertools
@@ -15,12 +15,12 @@ from ptdmpi.config import Config, InputError
 
 @dataclass(frozen=True)
 class Axis:
-    """What ranks at different places of an axis have that others on it do not.
+    """The differences between ranks at different places of an axis.
 
-    `cuts_state`: other parts of the training state, or of some parameters' state at least. On every
-    other axis the ranks hold the same. `other_parameters`: parameters of other names, so that
-    nobody knows the names of all of them. `reads_samples`: other samples. `cuts_sequence`: other
-    positions of the same samples.
+    `cuts_state`: they hold different parts of the training state, or at least of some parameters'
+    state; on every other axis the ranks hold the same state. `other_parameters`: they hold
+    parameters of different names, so no rank knows all names. `reads_samples`: they read different
+    samples. `cuts_sequence`: they have different positions of the same samples.
     """
 
     cuts_state: bool = False
@@ -30,27 +30,27 @@ class Axis:
 
     @property
     def sums_losses(self) -> bool:
-        """True if its ranks see other tokens: losses, their counts and gradients are summed."""
+        """True if its ranks see different tokens: losses, their counts and gradients are summed."""
         return self.reads_samples or self.cuts_sequence
 
 
 # The axes of this trainer, fastest first. Consecutive ranks share a node, so the axis that
-# communicates most stands first (Narayanan et al. 2021, arXiv 2104.04473, section 3.2,
-# takeaway 1), and the pipeline axis, with one message a microbatch, last. The d data ranks are two
-# axes: neighbours share out state (`zero`), and groups of them hold copies of it.
+# communicates most is first (Narayanan et al. 2021, arXiv 2104.04473, section 3.2, takeaway 1), and
+# the pipeline axis, with one message per microbatch, is last. The d data ranks form two axes:
+# neighbours shard the state (`zero`), and groups of them hold copies of it.
 AXES: Mapping[str, Axis] = {
     "tensor": Axis(cuts_state=True),
     "shard": Axis(cuts_state=True, reads_samples=True),
     "replicate": Axis(reads_samples=True),
     "pipeline": Axis(cuts_state=True, other_parameters=True),
 }
-# Groups that follow from the axes: all ranks; those that hold the same state; those that read
-# different samples for the same part of the model; those that see different tokens for it; those
-# that hold parameters of different names; and the first and the last of the pipeline axis, which
-# both hold a tied table.
+# Groups that are derived from the axes. WORLD: all ranks. REPLICAS: ranks that hold the same state.
+# DATA: ranks that read different samples for the same part of the model. LOSSES: ranks that see
+# different tokens for it. PARAMETERS: ranks that hold parameters of different names. ENDS: the
+# first and the last rank of the pipeline axis, which both hold a tied table.
 WORLD, REPLICAS, DATA, LOSSES = "world", "replicas", "data", "losses"
 PARAMETERS, ENDS = "parameters", "ends"
-# Groups that go along several axes: which these are.
+# Groups along several axes, each with the condition that selects its axes.
 ALONG: Mapping[str, Callable[[Axis], bool]] = {
     REPLICAS: lambda axis: not axis.cuts_state,
     DATA: lambda axis: axis.reads_samples,
@@ -63,7 +63,7 @@ Coordinates = Mapping[str, int]  # name of an axis -> place on it, counted from 
 
 @dataclass(frozen=True, init=False)
 class Grid:
-    """Axes by name with their sizes, the one that varies fastest first.
+    """A process grid: the names and sizes of its axes, the one that varies fastest first.
 
     `Grid({"tensor": 2, "replicate": 3})`: ranks 0 and 1 are neighbours on the tensor axis. Raises
     InputError unless each size is at least 1.
@@ -78,7 +78,7 @@ class Grid:
         object.__setattr__(self, "sizes", tuple(sizes.items()))
 
     def __getitem__(self, axis: str) -> int:
-        """Number of places on `axis`; raises KeyError for one that this grid does not have."""
+        """Return the number of places on `axis`; raise KeyError if the grid does not have it."""
         return dict(self.sizes)[axis]
 
     @property
@@ -92,11 +92,11 @@ class Grid:
         return math.prod(size for _, size in self.sizes)
 
     def resized(self, axis: str, size: int) -> "Grid":
-        """This grid with another number of places on one axis that it has."""
+        """Return this grid with `size` places on `axis`, which the grid must have."""
         return Grid({**dict(self.sizes), axis: size})
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Place of `rank` on each axis; raises ValueError for a rank outside the grid."""
+        """Return the place of `rank` on each axis; raise ValueError for a rank outside the grid."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is outside the grid: 0 to {self.size - 1}")
         places = {}
@@ -105,7 +105,10 @@ class Grid:
         return places
 
     def rank(self, coordinates: Coordinates) -> int:
-        """Rank at `coordinates`, of all axes; raises ValueError for a place outside the grid."""
+        """Return the rank at `coordinates`, which must have all axes.
+
+        Raises ValueError for a place outside the grid.
+        """
         inside = all(0 <= coordinates.get(axis, -1) < size for axis, size in self.sizes)
         if not inside or len(coordinates) != len(self.sizes):
             raise ValueError(f"{dict(coordinates)} is outside the grid {dict(self.sizes)}")
@@ -115,7 +118,7 @@ class Grid:
         return rank
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Ranks that differ from `rank` on `axes` at most, ascending; `rank` is one of them.
+        """Return the ranks that differ from `rank` only on `axes`, ascending, and `rank` itself.
 
         Raises ValueError for a name that is no axis of this grid.
         """
@@ -123,7 +126,7 @@ class Grid:
             if axis not in self.axes:
                 raise ValueError(f'"{axis}" is no axis: {", ".join(self.axes)}')
         here = self.coordinates(rank)
-        # ranks ascend when the fastest axis runs fastest: product() runs its last one so
+        # ranks ascend if the fastest axis varies fastest: in product() that is the last one
         free = [axis for axis in reversed(self.axes) if axis in axes]
         everywhere = itertools.product(*(range(self[axis]) for axis in free))
         return tuple(
@@ -132,13 +135,13 @@ class Grid:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Names of all groups that ranks communicate in: each axis, and what follows from them."""
+        """The names of all groups in which ranks communicate: the axes, and the derived groups."""
         return (*self.axes, *ALONG, ENDS, WORLD)
 
     def members(self, rank: int, group: str) -> tuple[int, ...]:
-        """The ranks of that one of the `groups` that `rank` is in, ascending.
+        """Return the ranks in the group of `rank` that has the name `group`, ascending.
 
-        Empty if it is in none: only the two ends of a pipeline axis of at least 2 are in `ends`.
+        Empty if `rank` is in none: "ends" has only the two ends of a pipeline of at least 2 ranks.
         """
         if group == WORLD:
             return tuple(range(self.size))
@@ -151,8 +154,11 @@ class Grid:
         return self.group(rank, group)
 
     def same_as(self, group: str) -> str:
-        """The axis, or the first group, that has the ranks of `group`, so that one communicator
-        serves both; `group` itself if there is none, and for an axis, the ends and the world."""
+        """Return the axis, or the first group, with the same ranks as `group`.
+
+        So one communicator can serve both. Returns `group` itself if there is none, and for an
+        axis, the ends and the world.
+        """
         axes = self.along(group)
         if not axes:
             return group
@@ -162,50 +168,53 @@ class Grid:
         return next(other for other in ALONG if self._long(other) == long)
 
     def _long(self, group: str) -> list[str]:
-        """The axes of a group that have several places."""
+        """Return the axes of a group that have several places."""
         return [axis for axis in self.along(group) if self[axis] > 1]
 
     def called(self, group: str) -> str:
-        """What people are told of a group: an axis that has all data ranks goes by the name of
-        these, whether they share out state or hold the same."""
+        """Return the name of a group in output for people.
+
+        An axis that has all data ranks is called "data", both if they shard state and if they
+        hold copies.
+        """
         return DATA if group == self.same_as(DATA) else group
 
     def along(self, group: str) -> tuple[str, ...]:
-        """The axes that a group of `ALONG` goes along; () for another group."""
+        """Return the axes of a group in `ALONG`; () for another group."""
         if group not in ALONG:
             return ()
         return tuple(axis for axis in self.axes if ALONG[group](axis_named(axis)))
 
     @property
     def data_size(self) -> int:
-        """d: ranks that hold the same part of the model and read different samples."""
+        """d, the number of ranks that read different samples for the same part of the model."""
         return math.prod(self[axis] for axis in self.along(DATA))
 
     def part(self, coordinates: Coordinates) -> tuple[int, ...]:
-        """Which part of the state is held there: equal wherever it is the same."""
+        """Return the part of the state that is held at `coordinates`."""
         return tuple(coordinates[axis] for axis in self.axes if axis_named(axis).cuts_state)
 
     def replica(self, coordinates: Coordinates) -> tuple[int, ...]:
-        """Which replica of the state a rank there belongs to: its places on the other axes."""
+        """Return the replica of the state at `coordinates`: the places on the other axes."""
         return tuple(coordinates[axis] for axis in self.along(REPLICAS))
 
     @property
     def parts(self) -> set[tuple[int, ...]]:
-        """All parts of the state, which together are the whole of it."""
+        """All parts of the state; together they are the whole state."""
         cuts = (range(size) for axis, size in self.sizes if axis_named(axis).cuts_state)
         return set(itertools.product(*cuts))
 
 
 def axis_named(name: str) -> Axis:
-    """What an axis does; one that is not in `AXES` holds replicas that see the same tokens."""
+    """Return the axis `name`; one that is not in `AXES` has replicas that see the same tokens."""
     return AXES.get(name, Axis())
 
 
 def training_grid(data: int = 1, shards: int = 1, **sizes: int) -> Grid:
-    """The grid of this trainer's axes, in their order; those that are not named have size 1. Of
-    `data` ranks `shards` neighbours share out state.
+    """Return the grid of this trainer's axes, in their order; axes that are not named have size 1.
 
-    Raises ValueError for a name that is not in `AXES`, and for shards that do not divide `data`.
+    Among the `data` ranks, groups of `shards` neighbours shard the state. Raises ValueError for a
+    name that is not in `AXES`, and for shards that do not divide `data`.
     """
     unknown = sizes.keys() - AXES.keys()
     if unknown:
@@ -217,7 +226,7 @@ def training_grid(data: int = 1, shards: int = 1, **sizes: int) -> Grid:
 
 
 def grid_of(config: Config) -> Grid:
-    """The grid that a configuration trains on."""
+    """Return the grid of a configuration."""
     parallel, layout = config.parallel, config.layout
     return training_grid(
         layout.data, layout.shards, tensor=parallel.tensor, pipeline=parallel.pipeline

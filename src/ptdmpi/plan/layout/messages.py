@@ -14,8 +14,8 @@ from ptdmpi.config.methods import DIFFERING, encodes
 from ptdmpi.plan.layout.topology import topology
 from ptdmpi.plan.shape.codes import scratch_bytes
 
-# The most elements in one message: of gradients between pairs, and in an exchange with neighbours,
-# of which two are under way if nothing overlaps.
+# The most elements in one message: of gradients between pairs (MESSAGE_ELEMENTS), and in an
+# exchange with neighbours (BUCKET_ELEMENTS), with two messages under way if nothing overlaps.
 MESSAGE_ELEMENTS = 1 << 24
 BUCKET_ELEMENTS = 1 << 22
 
@@ -84,11 +84,10 @@ class RunMethod:
         return 1 + self.measures(step) + own
 
     def room_bytes(self, n: int, elements: int, element_bytes: int, tile: int = 0) -> int:
-        """Return the bytes of room for received messages and for codes, on the one of n data ranks
-        that needs most.
+        """Return the bytes of buffers for received messages and codes, the most of n data ranks.
 
-        The room is needed after the backward passes, or with `overlap` after the update. `tile` is
-        the number of elements of the largest tile that is compressed (see `scratch_bytes`).
+        The buffers are needed after the backward passes, or with `overlap` after the update. `tile`
+        is the number of elements of the largest tile that is compressed (see `scratch_bytes`).
         """
         method = self.section.method
         mixed = elements * self.averaged_kinds
@@ -158,7 +157,7 @@ class RunMethod:
             sums += mixed
         if method == "all_reduce":
             sums.append(gradients)
-        for size in filter(None, sums):  # of a rank of which nothing trains
+        for size in filter(None, sums):  # 0 on a rank without trained parameters
             tally.add("all_reduce", size * element_bytes)
         if method == "ring":
             for chunk in pieces(gradients, max(1, n - 1) * MESSAGE_ELEMENTS):
@@ -179,8 +178,10 @@ class RunMethod:
 
 @cache
 def _most_neighbours(name: str, n: int, seed: int) -> int:
-    """Return the most neighbours of one of n ranks: all others, if a file of the topology is for
-    another number of ranks."""
+    """Return the most neighbours that any of n ranks has.
+
+    These are all n - 1 others if a file of the topology is for another number of ranks.
+    """
     with contextlib.suppress(InputError):
         return topology(name, n, seed).most_neighbours
     return n - 1

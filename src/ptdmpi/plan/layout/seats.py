@@ -1,19 +1,20 @@
-"""Who takes which place of the grid after ranks were lost. Pure, the same answer on every rank."""
+"""The rank at each place of the grid after ranks were lost: a pure function, equal on all ranks."""
 
 from collections.abc import Sequence
 
 from ptdmpi.plan.layout.grid import Coordinates, Grid
 
-# The axis that gives way when ranks are lost: fewer replicas train the same batch.
+# The axis that shrinks when ranks are lost: fewer replicas train the same batch.
 YIELDING = "replicate"
 
 
 def widest(grid: Grid, ranks: int, begun: Grid, sequences: int) -> Grid | None:
-    """The grid with most data ranks that `ranks` living ranks can fill, where `grid` stood; None if
-    they cannot hold the model once. `begun` is that of the undisturbed run; `sequences` as below.
+    """Return the grid with the most data ranks that `ranks` surviving ranks can fill.
 
-    Copies give way first. If that does not do, state is cut into fewer shards, and into as many as
-    before where they divide the data ranks that are left.
+    It replaces `grid`. `begun` is the grid of the undisturbed run; `sequences` is explained in
+    `widest_data_size`. The number of copies shrinks first. If that is not enough, state is cut into
+    at most as many shards as before, the largest number that divides the remaining data ranks.
+    Returns None if the ranks cannot hold the model once.
     """
     shards = grid["shard"]
     alone = grid.size // grid.data_size
@@ -28,23 +29,23 @@ def widest(grid: Grid, ranks: int, begun: Grid, sequences: int) -> Grid | None:
 
 
 def widest_data_size(ranks: int, model_ranks: int, most: int, sequences: int) -> int:
-    """The largest d that `ranks` living ranks can hold; 0 if they cannot hold the model once.
+    """Return the largest d that `ranks` surviving ranks can hold; 0 if they cannot hold the model.
 
-    `model_ranks`: the ranks of one replica, such as t p; `most`: d of the undisturbed run;
-    `sequences` = B / b, to be divided by d.
+    `model_ranks` is the number of ranks of one replica, such as t p. `most` is d of the undisturbed
+    run. `sequences` is B / b, which d must divide.
     """
     legal = (d for d in range(min(most, ranks // model_ranks), 0, -1) if sequences % d == 0)
     return next(legal, 0)
 
 
 def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) -> list[int]:
-    """For each rank of `grid` the survivor that takes it.
+    """Return for each rank of `grid` the survivor that takes its place.
 
-    `held[i]` is where survivor i stood before (None: it had no place), in a grid that differs from
-    `grid` in its size d at most; `nodes[i]` its node. The replicas of the model that lost least go
-    on as they are, so whoever can stay, stays: tensor groups keep to their nodes, and hardly any
-    state must travel. A hole is filled by a rank that holds what is needed, else by one of the same
-    node, else by the first.
+    `held[i]` is the former place of survivor i (None: it had none), in a grid that differs from
+    `grid` at most in its size d; `nodes[i]` is its node. The replicas that lost the fewest ranks
+    are kept, and their ranks keep their places. So tensor groups stay on their nodes, and little
+    state must travel. An empty place goes to a rank that holds the same state, else to one on the
+    same node, else to the first free one.
     """
     replicas: dict[int, dict[tuple[int, ...], int]] = {}
     free = []
@@ -59,7 +60,7 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
         free += replicas[data].values()
     rows = [replicas[data] for data in sorted(best[: grid[YIELDING]])]
     rows += [{} for _ in range(grid[YIELDING] - len(rows))]
-    # by node, and in a node by rank: what is filled from nothing is a grid as at the start
+    # by node, and in a node by rank: a replica without survivors is filled as at the start
     free.sort(key=lambda survivor: (nodes[survivor], survivor))
     result = []
     for rank in range(grid.size):
@@ -68,7 +69,7 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
         if seat not in row:
             mates = (_in_replica(grid, grid.coordinates(mate)) for mate in _fast(grid, rank))
             near = {nodes[row[mate]] for mate in mates if mate in row}
-            # False sorts first: who holds the state, then who shares a node: state is dearer
+            # False sorts first: the same state, then the same node; moving state costs more
             fit = [(not _holds(grid, held[one], here), nodes[one] not in near) for one in free]
             row[seat] = free.pop(fit.index(min(fit)))
         result.append(row[seat])
@@ -80,7 +81,7 @@ def _in_replica(grid: Grid, place: Coordinates) -> tuple[int, ...]:
 
 
 def _fast(grid: Grid, rank: int) -> tuple[int, ...]:
-    """The ranks that should share a node with `rank`: its group on the fastest axis."""
+    """Return the ranks that should share a node with `rank`: its group on the fastest axis."""
     return grid.group(rank, grid.axes[0])
 
 

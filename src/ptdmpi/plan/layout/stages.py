@@ -1,4 +1,4 @@
-"""How layers are dealt to stages: every layer once, and the slowest rank as fast as can be."""
+"""The assignment of layers to stages: each layer once, with the least work on the slowest rank."""
 
 import heapq
 import itertools
@@ -10,16 +10,16 @@ from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.plan.schedule.orders import Placement, placement
 from ptdmpi.plan.shape.flops import head_forward_flops, layer_forward_flops
 
-DECIMALS = 9  # of a work in layers: less is rounding
+DECIMALS = 9  # of work in layers; smaller differences are rounding errors
 
 
 def head_in_layers(model: ModelConfig, vocab_size: int) -> float:
-    """Work of the output head over that of one layer, in FLOPs."""
+    """Return the ratio of the output head's forward FLOPs to those of one layer."""
     return head_forward_flops(model, vocab_size) / layer_forward_flops(model)
 
 
 def placement_of(layout: Layout) -> Placement:
-    """Where the stages of a layout stand."""
+    """Return the placement of the stages of a layout."""
     return placement(layout.schedule, layout.pipeline, layout.virtual)
 
 
@@ -30,8 +30,11 @@ def split_model(
     balanced: bool = True,
     first: int | None = None,
 ) -> list[range]:
-    """The layers of each stage; `balanced`: the output head counts as layers. `first`: of the first
-    stage, None as is best."""
+    """Return the layers of each stage.
+
+    `balanced`: the output head counts as layers. `first` is the number of layers in the first
+    stage; None: the best number.
+    """
     head = head_in_layers(model, vocab_size) if balanced else 0.0
     return split_layers(model.layers, placed, head, first)
 
@@ -39,13 +42,13 @@ def split_model(
 def split_layers(
     layers: int, placed: Placement, head: float, first: int | None = None
 ) -> list[range]:
-    """The layers of each of p v stages, in order; `head` is the head's work in layers, `placed`
-    says which rank holds which stage: v of them each.
+    """Return the layers of each of p v stages, in order.
 
-    The last stage differs by the head's work, so it may hold fewer layers than the others, and the
-    first one holds `first` where that is said. Least is, in this order: the largest work of a rank,
-    the largest work of a stage, the distance from the even split. Every stage keeps at least one
-    layer.
+    `head` is the head's work in layers, `placed` has the rank of each stage, v stages per rank.
+    The last stage also has the head, so it may hold fewer layers than the others. The first stage
+    holds `first` layers unless that is None. The split minimises, in this order: the largest work
+    of a rank, the largest work of a stage, the distance from the even split. Every stage has at
+    least one layer.
     """
     return list(_split(layers, placed, head, first))
 
@@ -63,10 +66,10 @@ def _split(layers: int, placed: Placement, head: float, first: int | None) -> tu
         base, odd = divmod(layers - last, stages - 1)
         largest = max(base + (odd > 0), last + head)
         rank = _largest_rank(base, odd, sizes, last + head)
-        # rounded: of splits that differ by rounding alone the next reason decides
+        # rounded: if splits differ only by rounding errors, the next criterion decides
         return round(rank, DECIMALS), largest, abs(last - layers / stages), -last
 
-    # a last stage above the even split does better with one layer less, and another one with it
+    # a last stage above the even split is better with one layer less, which another stage takes
     last = min(range(1, -(-layers // stages) + 1), key=cost)
     return _ranges([*_spread(layers - last, placed, {placed.stages - 1: last + head}), last])
 
@@ -77,7 +80,7 @@ def _ranges(counts: list[int]) -> tuple[range, ...]:
 
 
 def _around(layers: int, placed: Placement, head: float, first: int) -> list[int]:
-    """The layers of each stage where those of the first one are given."""
+    """Return the number of layers of each stage if the first stage has `first` layers."""
     stages = placed.stages
     if stages == 2:
         return [first, layers - first]
@@ -93,15 +96,18 @@ def _around(layers: int, placed: Placement, head: float, first: int) -> list[int
         return round(max(ranks), DECIMALS), max(works), abs(last - layers / stages), -last
 
     most = layers - first - (stages - 2)
-    if placed.virtual == 1:  # its rank has nothing else
+    if placed.virtual == 1:  # the rank of the last stage has no other stage
         most = min(most, -(-(layers - first) // (stages - 1)))
     return dealt(min(range(1, most + 1), key=cost))
 
 
 def _largest_rank(base: int, odd: int, sizes: tuple[int, int], last_work: float) -> float:
-    """What `_spread` leaves the most loaded rank with: k odd layers each go to the ranks without
-    the last stage, the rest of them to the one with it, and k is as small as leaves that one with
-    no more than the others. `sizes` are p and v."""
+    """Return the work of the most loaded rank after `_spread`, in layers.
+
+    Of the odd layers, k go to each rank without the last stage and the rest to the rank with it. k
+    is the smallest number that leaves that rank with no more work than the others. `sizes` are p
+    and v.
+    """
     pipeline, virtual = sizes
     own, others = (virtual - 1) * base + odd + last_work, pipeline - 1
     if not others:
@@ -113,12 +119,14 @@ def _largest_rank(base: int, odd: int, sizes: tuple[int, int], last_work: float)
 
 
 def _spread(layers: int, placed: Placement, given: Mapping[int, float]) -> list[int]:
-    """`layers` over the stages that have no work `given`, in order; the odd ones go to the least
-    loaded ranks, each rank's first stages first."""
+    """Return the number of `layers` in each stage that has no work in `given`, in order.
+
+    The odd layers go to the least loaded ranks, and on a rank to its first stages.
+    """
     others = [stage for stage in range(placed.stages) if stage not in given]
     base, odd = divmod(layers, len(others))
     counts = dict.fromkeys(others, base)
-    free = []  # (load of a rank, the first of its stages that may take one more, the others)
+    free = []  # (load of a rank, its first stage that may take one more layer, its other stages)
     for rank in range(placed.pipeline):
         own = [stage for stage in placed.stages_of(rank) if stage not in given]
         load = sum(given.get(stage, float(base)) for stage in placed.stages_of(rank))

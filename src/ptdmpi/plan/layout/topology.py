@@ -1,4 +1,4 @@
-"""Who averages with whom: the graphs of decentralised data parallelism by name, and their check."""
+"""The topologies of decentralised data parallelism: the graphs by name, and their check."""
 
 from collections.abc import Callable, Sequence
 from math import isqrt
@@ -9,14 +9,16 @@ from ptdmpi.plan.layout.graphs import Circulant, RandomPairs, Topology, Undirect
 
 
 def sides(size: int) -> tuple[int, int]:
-    """The rows and columns, r <= c and r c = size, that are nearest to a square: of a prime a
-    line."""
+    """Return the rows r and columns c nearest to a square, r <= c and r c = `size`.
+
+    If `size` is a prime, the grid is a line.
+    """
     rows = next(k for k in range(isqrt(size), 0, -1) if size % k == 0)
     return rows, size // rows
 
 
 def _powers(size: int) -> list[int]:
-    """1, 2, 4, ... below `size`: log2 of it, rounded up, of them."""
+    """Return the powers of two below `size`, 1, 2, 4, ...: log2(`size`) of them, rounded up."""
     return [1 << k for k in range((size - 1).bit_length())]
 
 
@@ -47,9 +49,9 @@ def _torus(size: int, seed: int) -> Topology:
 
 
 def _hypercube(size: int, seed: int) -> Topology:
-    # of a size that is no power of two the corners beyond it are missing: clearing bits of a number
-    # makes it smaller, so every rank still has a way to rank 0 (Katseff 1988, IEEE Trans. Comput.
-    # 37: incomplete hypercubes)
+    # if the size is no power of two, the corners from `size` on are missing. Clearing bits makes a
+    # number smaller, so every rank still has a path to rank 0 (incomplete hypercubes: Katseff 1988,
+    # IEEE Trans. Comput. 37)
     bits = _powers(size)
     return Undirected("hypercube", size, lambda i: {i ^ bit for bit in bits if i ^ bit < size})
 
@@ -63,13 +65,13 @@ def _exponential(size: int, seed: int) -> Topology:
 
 
 def _one_peer(size: int, seed: int) -> Topology:
-    # Assran et al. 2019 (arXiv 1811.10792), Ying et al. 2021 (arXiv 2110.13363): in log2 n steps
-    # an exact average where n is a power of two, and doubly stochastic for every n
+    # Assran et al. 2019 (arXiv 1811.10792), Ying et al. 2021 (arXiv 2110.13363): an exact average
+    # in log2 n steps if n is a power of two, and doubly stochastic for every n
     offsets = [[power] for power in _powers(size)]
     return Circulant("one_peer_exponential", size, offsets or [[]])
 
 
-# By name; each takes the number of ranks and the run's seed, and is legal for every number.
+# The topologies by name. Each takes the number of ranks, which may be any, and the run's seed.
 TOPOLOGIES: dict[str, Callable[[int, int], Topology]] = {
     "ring": _ring,
     "grid": _grid,
@@ -83,8 +85,11 @@ TOPOLOGIES: dict[str, Callable[[int, int], Topology]] = {
 
 
 def topology(name: str, size: int, seed: int = 0) -> Topology:
-    """The topology `name` over `size` ranks: one of `TOPOLOGIES`, else the path of an edge list.
-    Raises InputError for a file that is none or does not fit."""
+    """Return the topology `name` over `size` ranks.
+
+    `name` is one of `TOPOLOGIES`, or else the path of an edge list. Raises InputError if the file
+    is no edge list or does not fit `size`.
+    """
     if size < 1:
         raise ValueError(f"a topology over {size} ranks")
     made = TOPOLOGIES.get(name)
@@ -96,24 +101,31 @@ def topology(name: str, size: int, seed: int = 0) -> Topology:
 
 
 def file_ranks(section: DataParallelConfig) -> int | None:
-    """Over how many data ranks the file is that a section names as its topology; None: it names
-    none. Raises InputError where there is no such file."""
+    """Return the number of data ranks in the topology's file; None if the section names no file.
+
+    Raises InputError if the file does not exist.
+    """
     if section.method != "decentralized" or section.topology in TOPOLOGIES:
         return None
     return ranks_of(section.topology, ", ".join(TOPOLOGIES))
 
 
 def file_sha256(section: DataParallelConfig) -> str | None:
-    """A checksum of the edges in the file that a section names as its topology; None: it names
-    none. Raises InputError where there is no such file."""
+    """Return a checksum of the edges in the topology's file; None if the section names no file.
+
+    Raises InputError if the file does not exist.
+    """
     if section.method != "decentralized" or section.topology in TOPOLOGIES:
         return None
     return sha256_of(section.topology, ", ".join(TOPOLOGIES))
 
 
 def topology_of(config: Config) -> Topology:
-    """The topology of a decentralised run. Raises InputError, also for a file where ranks may be
-    lost: what it names is a graph over all of them."""
+    """Return the topology of a decentralised run.
+
+    Raises InputError as `topology`. Also raises it for a file in a run that may go on with fewer
+    ranks, since the file describes a graph over all of them.
+    """
     name, size = config.data_parallel.topology, config.data_size
     if name not in TOPOLOGIES and config.run.on_failure == "shrink":
         raise InputError(
@@ -125,9 +137,12 @@ def topology_of(config: Config) -> Topology:
 
 
 def check(found: Topology, steps: int = 16) -> None:
-    """Raises InputError unless the weights of each step of a period (without one, of the first
-    `steps`) are above 0 and doubly stochastic, with the same messages for who sends and who
-    receives, and the graphs of a period connect all ranks."""
+    """Raise InputError unless the graphs average over all ranks.
+
+    In each step of a period (without a period, in each of the first `steps`) the weights must be
+    above 0 and doubly stochastic, and senders and receivers must expect the same messages. The
+    graphs of a period must connect all ranks.
+    """
     size, reached = found.size, _Groups(found.size)
     for step in range(found.period or steps):
         columns = [dict(found.column(step, rank)) for rank in range(size)]
@@ -149,7 +164,7 @@ def check(found: Topology, steps: int = 16) -> None:
 
 
 class _Groups:
-    """Ranks that have been joined, one by one, to groups."""
+    """Groups of connected ranks, merged one pair at a time (union-find)."""
 
     def __init__(self, size: int) -> None:
         self._above = list(range(size))
@@ -164,7 +179,7 @@ class _Groups:
         return rank
 
     def parts(self) -> list[list[int]]:
-        """The groups, each ascending, by their first rank."""
+        """Return the groups, each ascending, in order of their first rank."""
         found: dict[int, list[int]] = {}
         for rank in range(len(self._above)):
             found.setdefault(self._top(rank), []).append(rank)

@@ -1,8 +1,8 @@
-"""What a pipeline rank holds at once, in microbatches: the orders of a schedule, walked once for
-all models and layouts that share them.
+"""The microbatches that a pipeline rank holds at once, for all models and layouts with one order.
 
-`held` walks an order with one set of sizes. A search asks for thousands of sizes under few orders:
-here the few moments are found that can be the fullest whatever the sizes are.
+`held` walks an order with one set of sizes. A search asks for thousands of sizes under few orders.
+So this file walks each order once and finds the few moments at which the rank may hold the most
+memory, for any sizes.
 """
 
 from collections.abc import Iterable
@@ -13,25 +13,31 @@ from typing import NamedTuple
 from ptdmpi.plan.schedule.ops import OP_KINDS
 from ptdmpi.plan.schedule.orders import order, placement
 
-# In steady state within so many rounds of the pipeline; from there on ever the same, or, where all
-# microbatches are kept, one round more holds p more of each.
+# A schedule is in steady state after so many rounds of the pipeline. Later rounds hold the same
+# or, if all microbatches are kept, p more of each store per round.
 ROUNDS = 3
 NOTHING = ("", -1)
 KIND_AND_STAGE = itemgetter(0, 1)  # of an op
 
 
 class Moment(NamedTuple):
-    """While an op needs `working` (name and stage of its working memory; `NOTHING`: none does): how
-    many microbatches of each store the rank holds, those of the op among them unless it trades one
-    store for another."""
+    """A moment of an order: the number of microbatches in each store that a rank holds.
+
+    `working` is the name and the stage of the working memory of the op that runs; `NOTHING`: no op
+    needs any. `held` has one number per store of the `Flight`. It includes the microbatch of the
+    op, unless the op trades one store for another.
+    """
 
     working: tuple[str, int]
     held: tuple[int, ...]
 
 
 class Flight(NamedTuple):
-    """`stores`: (inventory, stage) of all that a rank keeps, by stage; `moments`: those at which it
-    may hold most, none of which has less of every store than another one."""
+    """The stores of a rank and the moments at which it may hold the most memory.
+
+    `stores` lists (inventory, stage) of everything that the rank keeps, in order of stages. No
+    moment in `moments` holds less than another moment in every store.
+    """
 
     stores: tuple[tuple[str, int], ...]
     moments: tuple[Moment, ...]
@@ -39,7 +45,10 @@ class Flight(NamedTuple):
 
 @lru_cache(maxsize=16384)
 def fullest(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int) -> Flight:
-    """The moments of a step of the schedule `kind` at which pipeline rank `rank` may hold most."""
+    """Return the moments of one step at which pipeline rank `rank` may hold the most memory.
+
+    The schedule is `kind`, for p = `pipeline`, v = `virtual` and m = `microbatches`.
+    """
     # the same remainder as m: interleaving pads the last round, so its moments depend on it
     shorter = ROUNDS * pipeline + microbatches % pipeline
     if microbatches <= shorter + pipeline:
@@ -48,7 +57,7 @@ def fullest(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
     if all(max(moment.held) < shorter for moment in first.moments):
         return first  # no stage keeps all microbatches
     second = _walked(kind, pipeline, virtual, shorter + pipeline, rank)
-    # GPipe and the like keep all m: what one round more adds, every further round adds
+    # schedules such as GPipe keep all m: every further round adds as much as one round
     rounds = (microbatches - shorter) // pipeline
     later = []
     for one, more in zip(first.moments, second.moments, strict=True):
@@ -61,8 +70,11 @@ def fullest(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
 def fullest_alike(
     kind: str, pipeline: int, virtual: int, microbatches: int, rank: int, alike: tuple[int, ...]
 ) -> Flight:
-    """`fullest` where some stages of the rank have the same sizes: `alike[i]` is the number of what
-    its i-th stage is like, and stands for the stage in the answer."""
+    """Return `fullest` for a rank some of whose stages have equal sizes.
+
+    `alike[i]` is the group of the rank's i-th stage: stages with equal sizes have the same number.
+    The result has these numbers in place of stages.
+    """
     flight = fullest(kind, pipeline, virtual, microbatches, rank)
     own = placement(kind, pipeline, virtual).stages_of(rank)
     like = {NOTHING[1]: NOTHING[1], **dict(zip(own, alike, strict=True))}
@@ -101,14 +113,14 @@ def _walked(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
     }
     now, grown = [0] * len(stores), 0
     seen: dict[tuple[str, int], set[tuple[int, ...]]] = {}
-    told: dict[tuple[str, int], int] = {}  # how much had come when a working was seen last
+    told: dict[tuple[str, int], int] = {}  # working -> value of `grown` when it was last recorded
     for working, keeps, frees, passing in map(steps.__getitem__, map(KIND_AND_STAGE, ops)):
         trades = keeps is not None and frees is not None  # one comes as the other goes
         if keeps is not None and not trades:
             now[keeps] += 1
             grown += 1
-        # a moment counts if something has come since the last one of its kind; one without
-        # working memory only if something goes next, or at the end
+        # record a moment if a store has grown since the last one with the same working memory;
+        # without working memory, only before a store shrinks and at the end
         if working != NOTHING and told.get(working) != grown and not trades:
             told[working] = told[NOTHING] = grown
             seen.setdefault(working, set()).add(tuple(now))
@@ -130,7 +142,11 @@ def _walked(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
 
 
 def _undominated(seen: dict[tuple[str, int], set[tuple[int, ...]]]) -> Iterable[Moment]:
-    """Moments that no other one with the same op, or with any if there is none, exceeds."""
+    """Yield the moments that no other moment dominates, that is, equals or exceeds in every store.
+
+    A moment with working memory is compared with those of the same working memory, a moment
+    without it with all moments.
+    """
     found = [Moment(w, held) for w in sorted(seen) if w != NOTHING for held in _largest(seen[w])]
     yield from found
     for held in _largest(seen.get(NOTHING, set())):

@@ -1,4 +1,4 @@
-"""What a rank holds while it goes through its order: the one walk that all memory rests on."""
+"""The memory that a rank holds during its order of ops: the one walk behind all memory figures."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from ptdmpi.plan.schedule.ops import OP_KINDS, Op
 
 
 class Held(NamedTuple):
-    """How much a rank holds while `op` runs, what the op needs beside included, and afterwards."""
+    """The memory that a rank holds during `op`, with the op's working memory, and after it."""
 
     op: Op
     during: float
@@ -19,12 +19,13 @@ def held(
     size: Callable[[str, int], float],
     beside: Callable[[str, int], float] = lambda works, stage: 0,
 ) -> Iterator[Held]:
-    """One rank's `order`, op by op, with what it holds, from nothing at its beginning.
+    """Yield the ops of one rank's `order` with the memory that the rank holds; it begins at 0.
 
-    `size(inventory, stage)` is what one microbatch keeps there, `beside(works, stage)` what an op
-    needs of that working memory while it runs, both in any one unit. What no op of the order frees
-    is let go at the end of the op that made it: a forward without gradients keeps nothing. Of an op
-    that both keeps and frees the working memory has what it trades.
+    `size(inventory, stage)` is the size of one microbatch's inventory in a stage, and
+    `beside(works, stage)` is the size of an op's working memory while it runs. Both are in the same
+    unit, which is that of the result. An inventory that no op of the order frees is released at the
+    end of the op that made it: a forward without gradients keeps nothing. If an op both keeps and
+    frees, its working memory includes the two inventories that it trades.
     """
     freed = {(op.row.frees, op.stage) for op in order}
     now: float = 0
@@ -51,5 +52,5 @@ def most_held(
     size: Callable[[str, int], float],
     beside: Callable[[str, int], float] = lambda works, stage: 0,
 ) -> float:
-    """The most that a rank holds at any moment of its `order`; see `held`. 0 for no ops."""
+    """Return the most memory that a rank holds during its `order`; 0 for no ops. See `held`."""
     return max((moment.during for moment in held(order, size, beside)), default=0)

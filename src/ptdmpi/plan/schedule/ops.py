@@ -1,8 +1,8 @@
-"""Op kinds as a table: all that the house knows of a kind of computation stands in its row.
+"""The table of op kinds: a row holds everything that is specific to one kind of computation.
 
-The ops' text, what an op waits for, the runner's call, spans, drawings, simulated costs and the
-memory that a rank holds all read `OP_KINDS`; nothing else tells one kind from another. A new kind
-is a row here, the method of `ptdmpi.model.stage.Stage` that it names, and a schedule that uses it.
+All code that depends on the kind of an op reads `OP_KINDS`: the ops' text, their dependencies, the
+runner's call, spans, drawings, simulated costs and the memory that a rank holds. A new kind needs a
+row here, the method of `ptdmpi.model.stage.Stage` that the row names, and a schedule that uses it.
 """
 
 import re
@@ -10,16 +10,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 FORWARD, BACKWARD = "F", "B"
-INPUT, WEIGHT = "I", "W"  # the two parts of a backward that is split
+INPUT, WEIGHT = "I", "W"  # the two parts of a split backward
 ACTIVATIONS = "activations"
-OPERANDS = "operands"  # of the weights' gradients that are put off
+OPERANDS = "operands"  # kept for weight gradients that are computed later
 _OP_TEXT = re.compile(r"([A-Z])(\d+)\.(\d+)", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Ink:
-    """How the ops of a kind are drawn: a colour's name, and its shades for the chunks of a rank,
-    first to last, for pictures and as backgrounds among the 256 colours of a terminal."""
+    """The colour in which the ops of a kind are drawn: its name, and a shade per chunk of a rank.
+
+    `shades` are for pictures, `ansi` are backgrounds among the 256 colours of a terminal. Both are
+    ordered from the first chunk to the last.
+    """
 
     name: str
     shades: tuple[str, str, str, str]
@@ -30,21 +33,19 @@ class Ink:
 class OpKind:
     """One row of the table.
 
-    `letter` begins the text of such an op, `span` is the kind of its spans in a timeline, `method`
-    the method of Stage that computes it: (microbatch, input or None) -> output or None.
+    `letter` begins the text of such an op, `span` is the kind of its spans in a timeline, and
+    `method` is the method of Stage that computes it: (microbatch, input or None) -> output or None.
 
-    What it needs: `neighbour`, the place of the stage whose op of the same kind and microbatch
-    hands its output over, counted from its own (-1: the stage before; 0: no input travels); and
-    `after`, the kinds of ops of its own stage and microbatch that must have ended, as far as the
-    schedule has such ops.
+    Dependencies: `neighbour` is the offset of the stage whose op of the same kind and microbatch
+    produces the input (-1: the stage before; 0: no input travels). `after` names the kinds of ops
+    that must have ended before, for the same stage and microbatch, if the schedule has such ops.
 
-    What it holds: from its start on its stage keeps the inventory `keeps` of its microbatch, and
-    at its end the inventory `frees` is let go. `works` names the working memory that it needs
-    beside. Where it both keeps and frees, one comes as the other goes, and both are part of that.
-    `gradients`: it adds to the gradients of its stage's weights.
+    Memory: the stage keeps the inventory `keeps` of the microbatch from the start of the op, and
+    frees the inventory `frees` at its end. `works` names the additional working memory of the op.
+    If the op both keeps and frees, it replaces one inventory by the other, and the working memory
+    includes both. `gradients`: the op adds to the gradients of its stage's weights.
 
-    What it takes: the field `cost` of the costs that are simulated, times `share`. `mark` and `ink`
-    draw it.
+    Time: the field `cost` of the simulated costs, times `share`. Drawings use `mark` and `ink`.
     """
 
     letter: str
@@ -92,7 +93,7 @@ OP_KINDS: dict[str, OpKind] = {
         method="input_microbatch",
         cost="input_s",
         mark="<",
-        # as a whole backward, in whose place it stands on the way back through the stages
+        # the colour of a whole backward, which it replaces on the way back through the stages
         ink=Ink("green", ("#2e7d4f", "#57a773", "#8fc9a3", "#bfe3cb"), (28, 35, 78, 157)),
         neighbour=+1,
         after=(FORWARD,),
@@ -116,12 +117,12 @@ OP_KINDS: dict[str, OpKind] = {
 
 
 def kind_of_span(span: str) -> OpKind | None:
-    """The row whose ops leave spans of kind `span`; None if no op does (a message, say)."""
+    """Return the row whose ops have spans of kind `span`; None if none has (such as a message)."""
     return next((kind for kind in OP_KINDS.values() if kind.span == span), None)
 
 
 class Op(NamedTuple):
-    """One computation: an op of `kind`, a letter of the table, on one microbatch in one stage."""
+    """A computation on one microbatch in one stage; `kind` is a letter of the table."""
 
     kind: str
     stage: int
@@ -132,12 +133,12 @@ class Op(NamedTuple):
 
     @property
     def row(self) -> OpKind:
-        """The row of its kind."""
+        """The row of the op's kind in the table."""
         return OP_KINDS[self.kind]
 
     @classmethod
     def parse(cls, text: str) -> "Op":
-        """The op that prints as `text`, such as "F2.0"; raises ValueError for other text."""
+        """Return the op that prints as `text`, such as "F2.0"; raise ValueError for other text."""
         match = _OP_TEXT.fullmatch(text)
         if match is None or match[1] not in OP_KINDS:
             raise ValueError(f'"{text}" is no op: F2.0 is the forward of stage 2, microbatch 0')

@@ -1,12 +1,12 @@
-"""Pipeline schedules as data: in which order each pipeline rank computes what, and where.
+"""Pipeline schedules as data: the order of ops on each pipeline rank, and the ranks of the stages.
 
-A schedule holds no times, idle slots or messages: those are derived from it (`simulate`,
-`program`). One generator yields the order of one rank; the table `KINDS` names them, each with
-its placement of the stages on the ranks. Nothing outside this file and `zero_bubble` knows warm-up,
-steady state or cool-down, and nothing else says which rank holds which stage.
+A schedule holds no times, idle slots or messages: `simulate` and `program` derive them. A
+generator yields the order of one rank. The table `KINDS` lists the generators, each with its
+placement of stages on ranks. Only this file and `zero_bubble` define warm-up, steady state and
+cool-down, and the rank of each stage.
 
 In every schedule each stage runs its forwards, and its backwards, in ascending order of the
-microbatches, so that gradients are summed in one order whatever the schedule and layout.
+microbatches. So gradients are summed in the same order in every schedule and layout.
 """
 
 import difflib
@@ -22,17 +22,17 @@ from ptdmpi.plan.schedule.zero_bubble import on_a_v, zb_h1, zb_v
 
 
 class DeadlockError(Exception):
-    """Every rank that has work left waits for another one; the message names what each waits at."""
+    """A deadlock: all unfinished ranks wait for each other; the message names their actions."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which pipeline rank holds which stage: `ranks[stage]`."""
+    """The pipeline rank of each stage: `ranks[stage]`."""
 
     ranks: tuple[int, ...]
 
     def __hash__(self) -> int:
-        return self._hash  # once: a search looks placements up ten thousands of times
+        return self._hash  # computed once: a search looks placements up tens of thousands of times
 
     @cached_property
     def _hash(self) -> int:
@@ -50,7 +50,7 @@ class Placement:
 
     @property
     def virtual(self) -> int:
-        """Stages per rank, v; every rank has as many."""
+        """Stages per rank, v; the same number on every rank."""
         return self.stages // self.pipeline
 
     @cached_property
@@ -61,11 +61,11 @@ class Placement:
         return tuple(map(tuple, own))
 
     def rank_of(self, stage: int) -> int:
-        """Pipeline rank that holds `stage`."""
+        """Return the pipeline rank that holds `stage`."""
         return self.ranks[stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that pipeline rank `rank` holds, ascending: its chunks of the model."""
+        """Return the stages that pipeline rank `rank` holds, ascending: its chunks of the model."""
         return self._of_rank[rank]
 
 
@@ -73,8 +73,8 @@ class Placement:
 class Schedule:
     """The order of computation of each pipeline rank: `orders[rank]` is a sequence of ops.
 
-    `pipeline`, `virtual` and `microbatches` are p, v and m; the model is cut into p v stages,
-    `placement` says which rank holds which.
+    `pipeline`, `virtual` and `microbatches` are p, v and m. The model is cut into p v stages;
+    `placement` has the rank of each.
     """
 
     kind: str
@@ -99,19 +99,19 @@ class Schedule:
 
     @cached_property
     def letters(self) -> frozenset[str]:
-        """The kinds of its ops."""
+        """The kinds of the schedule's ops."""
         return frozenset(op.kind for order in self.orders for op in order)
 
     def rank_of(self, stage: int) -> int:
-        """Pipeline rank that holds `stage`."""
+        """Return the pipeline rank that holds `stage`."""
         return self.placement.rank_of(stage)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that pipeline rank `rank` holds, ascending."""
+        """Return the stages that pipeline rank `rank` holds, ascending."""
         return self.placement.stages_of(rank)
 
     def source(self, op: Op) -> Op | None:
-        """The op whose output tensor is the input of `op`; None at either end of the model."""
+        """Return the op whose output is the input of `op`; None at either end of the model."""
         neighbour = op.row.neighbour
         stage = op.stage + neighbour
         if neighbour == 0 or not 0 <= stage < self.stages:
@@ -119,23 +119,26 @@ class Schedule:
         return Op(op.kind, stage, op.microbatch)
 
     def needs(self, op: Op) -> tuple[Op, ...]:
-        """All that must have ended before `op` starts: its source, and what its row names `after`,
-        as a backward its forward."""
+        """Return the ops that must have ended before `op` starts.
+
+        These are its source and the ops that its row names in `after`: a backward needs its
+        forward.
+        """
         source = self.source(op)
         own = (Op(kind, op.stage, op.microbatch) for kind in op.row.after if kind in self.letters)
         return (*own,) if source is None else (source, *own)
 
     def completes_gradients(self, op: Op) -> bool:
-        """Whether `op` is the last that adds its microbatch to the gradients of its stage."""
+        """Return True if `op` is the last op to add its microbatch to its stage's gradients."""
         adding = [kind for kind in self.letters if OP_KINDS[kind].gradients]
-        # of several kinds it is the one that waits for all the others
+        # if several kinds add gradients, the last one waits for all the others
         return op.row.gradients and all(kind in (op.kind, *op.row.after) for kind in adding)
 
     def peak_activations(self) -> tuple[int, ...]:
-        """Most forwards in flight on each rank, in chunks (one chunk: 1/(p v) of the model).
+        """Return the most forwards in flight on each rank, in chunks of 1/(p v) of the model.
 
-        A forward is in flight from its start to the end of its backward, or to its own end where
-        the schedule has no backward.
+        A forward is in flight from its start to the end of its backward, or to its own end if the
+        schedule has no backward.
         """
         return tuple(
             int(most_held(order, lambda inventory, stage: inventory == ACTIVATIONS))
@@ -143,11 +146,12 @@ class Schedule:
         )
 
     def bubble_closed_form(self, forward_s: float, input_s: float, weight_s: float) -> float:
-        """Idle over ideal time where nothing but filling and draining idles; the costs are those
-        of a chunk's forward and of both parts of its backward. `closed_form` has it as text.
+        """Return the idle time over the ideal time if ranks idle only in filling and draining.
 
-        Narayanan et al. 2021, sections 2.2.1 and 2.2.2: (p - 1) / (v m), exact for 1f1b, and for
-        interleaved where p divides m. Of the zero-bubble schedules see `zero_bubble`.
+        The arguments are the times of a chunk's forward and of both parts of its backward.
+        `closed_form` is the formula as text. For 1f1b, and for interleaved if p divides m,
+        (p - 1) / (v m) is exact (Narayanan et al. 2021, sections 2.2.1 and 2.2.2). For the
+        zero-bubble schedules see `zero_bubble`.
         """
         idle_s = KINDS[self.kind].bubble.idle_s(forward_s, input_s, weight_s)
         busy_s = self.virtual * self.microbatches * (forward_s + input_s + weight_s)
@@ -155,16 +159,16 @@ class Schedule:
 
     @property
     def closed_form(self) -> str:
-        """`bubble_closed_form` in words."""
+        """The formula of `bubble_closed_form` as text."""
         return KINDS[self.kind].bubble.text
 
 
 def gpipe(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> Iterator[Op]:
-    """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965).
+    """Yield all forwards, then all backwards (GPipe: Huang et al. 2019, arXiv 1811.06965).
 
-    With several chunks each one sees all microbatches before the next chunk starts (breadth
+    With several chunks each one runs all microbatches before the next chunk starts (breadth
     first: Lamy-Poirier 2023, arXiv 2211.05953). Backwards run in ascending order, not in GPipe's
-    descending one, for the sake of the order in which gradients are summed.
+    descending one, so that gradients are summed in the same order in every schedule.
     """
     yield from (Op(FORWARD, stage, i) for stage in chunks for i in range(microbatches))
     # the last chunk first: the others wait for its gradients
@@ -174,10 +178,10 @@ def gpipe(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) ->
 def one_forward_one_backward(
     rank: int, chunks: Sequence[int], pipeline: int, microbatches: int
 ) -> Iterator[Op]:
-    """PipeDream-Flush, 1F1B: Narayanan et al. 2021, section 2.2.1, Figure 4 (top).
+    """Yield the ops of 1F1B, PipeDream-Flush (Narayanan et al. 2021, section 2.2.1, Figure 4, top).
 
-    A rank starts with as many forwards as there are ranks behind it; from then on each forward is
-    followed by a backward, so that at most p - r activations are in flight. There is one chunk.
+    Rank r has one chunk and starts with p - r - 1 forwards, one for each rank after it. From then
+    on each forward is followed by a backward, so at most p - r activations are in flight.
     """
     (stage,) = chunks
     forwards = [Op(FORWARD, stage, i) for i in range(microbatches)]
@@ -186,17 +190,17 @@ def one_forward_one_backward(
 
 
 def interleaved(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> Iterator[Op]:
-    """Interleaved 1F1B: Narayanan et al. 2021, section 2.2.2, Figure 4 (bottom), for any m.
+    """Yield the ops of interleaved 1F1B for any m.
 
-    Microbatches travel in groups of p: a rank runs a group through one of its chunks, then the
-    same group through its next chunk. Warm-up is 2 (p - r - 1) + (v - 1) p forwards. One chunk
-    per rank is 1F1B.
+    The order is from Narayanan et al. 2021, section 2.2.2, Figure 4 (bottom). Microbatches travel
+    in groups of p: a rank runs a group through one of its chunks, then the same group through its
+    next chunk. Warm-up is 2 (p - r - 1) + (v - 1) p forwards. One chunk per rank is 1F1B.
 
-    That order needs p to divide m. Otherwise the order for m rounded up to a multiple of p is
-    built and the ops of the phantom microbatches are left out. An op needs only ops of its own
-    microbatch, so any execution of the full order is, with the phantoms skipped, an execution of
-    what remains: complete and free of deadlock. Every chain of waiting ops of what remains is
-    part of a chain of the full order, so the makespan is at most that of m rounded up.
+    The paper's order needs p to divide m. Otherwise the order for m rounded up to a multiple of p
+    is built, and the ops of the phantom microbatches are omitted. An op needs only ops of its own
+    microbatch. So any execution of the full order, with the phantoms skipped, executes the
+    remaining order completely and without deadlock. Every chain of waiting ops in the remaining
+    order is part of a chain in the full order, so the makespan is at most that of m rounded up.
     """
     if len(chunks) == 1:
         yield from one_forward_one_backward(rank, chunks, pipeline, microbatches)
@@ -211,17 +215,18 @@ def interleaved(rank: int, chunks: Sequence[int], pipeline: int, microbatches: i
 def forward_only(
     rank: int, chunks: Sequence[int], pipeline: int, microbatches: int
 ) -> Iterator[Op]:
-    """The forwards of the interleaved schedule alone, for validation.
+    """Yield only the forwards of the interleaved schedule, for validation.
 
-    They can be executed on any placement: group by group, and in a group chunk by chunk, is an
-    order in which every forward stands behind the one that it needs.
+    They can be executed on any placement: the order runs group by group, and in a group chunk by
+    chunk, so every forward comes after the one that it needs.
     """
     padded = interleaved(rank, chunks, pipeline, microbatches)
     yield from (op for op in padded if op.kind == FORWARD)
 
 
 def _alternate(forwards: Sequence[Op], backwards: Sequence[Op], warm_up: int) -> Iterator[Op]:
-    """`warm_up` forwards (or all, if fewer), then forward and backward in turn, then the rest."""
+    """Yield `warm_up` forwards (or all, if fewer), then a forward and a backward in turn, then the
+    remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     yield from forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
@@ -231,15 +236,18 @@ def _alternate(forwards: Sequence[Op], backwards: Sequence[Op], warm_up: int) ->
 
 
 def _warm_up(rank: int, pipeline: int, virtual: int) -> int:
-    """Forwards that 1F1B, plain or interleaved, begins with: one for each rank behind, or the way
-    down and up again, and a group for each chunk but the last (section 2.2.2)."""
+    """Return the number of forwards with which 1F1B, plain or interleaved, begins.
+
+    Plain 1F1B has one for each rank after this one. Interleaved 1F1B has two for each rank after
+    this one, and a group of p for each chunk except the last (section 2.2.2).
+    """
     if virtual == 1:
         return pipeline - rank - 1
     return 2 * (pipeline - rank - 1) + (virtual - 1) * pipeline
 
 
 def _ahead(rank: int, pipeline: int, virtual: int, microbatches: int) -> int:
-    """The warm-up and the forward before the first backward, without those of phantoms."""
+    """Return the number of forwards before the first backward, without those of phantoms."""
     count = _warm_up(rank, pipeline, virtual) + 1
     if virtual == 1:
         return min(count, microbatches)
@@ -250,14 +258,17 @@ def _ahead(rank: int, pipeline: int, virtual: int, microbatches: int) -> int:
 
 
 def in_turn(stage: int, pipeline: int, virtual: int) -> int:
-    """Stage s stands on rank s mod p: rank r holds the chunks r, p + r, 2 p + r, ..."""
+    """Return the rank of `stage`, s mod p: rank r holds the stages r, p + r, 2 p + r, ..."""
     return stage % pipeline
 
 
 @dataclass(frozen=True)
 class Bubble:
-    """What a schedule idles: per rank that a microbatch has to pass before the last one,
-    `idle_s(F, I, W)` of the costs of a chunk; `text` is the closed form that follows."""
+    """The idle time of a schedule.
+
+    A rank is idle for (p - 1) `idle_s(F, I, W)`, where F, I and W are the times of a chunk's ops.
+    `text` is the closed form of the bubble that follows.
+    """
 
     idle_s: Callable[[float, float, float], float]
     text: str
@@ -270,12 +281,15 @@ V_BUBBLE = Bubble(lambda f, i, w: f, "(p - 1) F / (v m (F + I + W))")
 
 @dataclass(frozen=True)
 class ScheduleKind:
-    """A way to order the work: `generate(rank, its stages, p, m)` yields one rank's order,
-    `place(stage, p, v)` is the rank that holds a stage. `earlier_holds_more`: at any moment of a
-    rank, the one before it has as many microbatches in flight of each of its chunks, at some time
-    and in an op of the same chunk. `splits`: its backwards are split into two ops.
-    `ahead(rank, p, v, m)`: at least so many forwards come before the first op that frees anything;
-    a search knows by it what cannot fit, and 0 is always true."""
+    """A kind of schedule.
+
+    `generate(rank, its stages, p, m)` yields one rank's order. `place(stage, p, v)` returns the
+    rank of a stage. `earlier_holds_more`: for any moment of a rank, the rank before it has a moment
+    in an op of the same chunk with at least as many microbatches of each chunk in flight. `splits`:
+    the backwards are split into two ops. `ahead(rank, p, v, m)` is a lower bound of the number of
+    forwards before the first op that frees memory; 0 is always valid. A search uses it to exclude
+    layouts that cannot fit.
+    """
 
     generate: Callable[[int, Sequence[int], int, int], Iterator[Op]]
     place: Callable[[int, int, int], int] = in_turn
@@ -297,25 +311,25 @@ KINDS: dict[str, ScheduleKind] = {
 
 @lru_cache(maxsize=16384)
 def placement(kind: str, pipeline: int, virtual: int) -> Placement:
-    """Where the schedule `kind` places the p v stages of a model."""
+    """Return the placement of the p v stages of a model in the schedule `kind`."""
     return _placement(KINDS[kind].place, pipeline, virtual)
 
 
 @lru_cache(maxsize=4096)
 def _placement(
     place: Callable[[int, int, int], int], pipeline: int, virtual: int
-) -> Placement:  # one object for all kinds that place alike
+) -> Placement:  # one object for all kinds with the same placement
     return Placement(tuple(place(s, pipeline, virtual) for s in range(pipeline * virtual)))
 
 
 def order(kind: str, placed: Placement, microbatches: int, rank: int) -> tuple[Op, ...]:
-    """What one rank computes, in the order of the schedule `kind`."""
+    """Return the ops of pipeline rank `rank` in the order of the schedule `kind`."""
     generate = KINDS[kind].generate
     return tuple(generate(rank, placed.stages_of(rank), placed.pipeline, microbatches))
 
 
 def forwards(schedule: Schedule, microbatches: int) -> Schedule:
-    """The forwards alone of `microbatches`, with the stages where `schedule` has them."""
+    """Return the schedule of only forwards of `microbatches`, placed as in `schedule`."""
     return _placed("forward", schedule.placement, microbatches)
 
 
@@ -326,7 +340,7 @@ def _placed(kind: str, placed: Placement, microbatches: int) -> Schedule:
 
 
 def build(kind: str, pipeline: int, virtual: int, microbatches: int) -> Schedule:
-    """The schedule `kind` for p = `pipeline`, v = `virtual`, m = `microbatches`.
+    """Return the schedule `kind` for p = `pipeline`, v = `virtual`, m = `microbatches`.
 
     Raises InputError for an unknown kind, a size below 1, or chunks that the kind does not have.
     """

@@ -1,8 +1,8 @@
-"""The places that an op passes in its stage, one after the other, and which are at hand there.
+"""The places of a stage that an op passes in order, and those whose weights are gathered there.
 
 A place is a part of a stage whose parameters are used together: the embedding, a layer, the head.
-Where weights are sharded (`zero` = 3) those of the place at hand and of the one ahead are gathered;
-the runtime (`ptdmpi.model.sharded`) and the planner's account of bytes both ask here.
+If weights are sharded (`zero` = 3), a rank gathers those of the current place and of the next one.
+The runtime (`ptdmpi.model.sharded`) and the planner's count of bytes both use this file.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,14 +11,14 @@ EMBEDDING, HEAD = "embedding", "head"
 
 
 def places_of(layers: range, model_layers: int) -> tuple[str, ...]:
-    """The places of a stage with these of the model's layers, in the order of its forward."""
+    """Return the places of a stage that holds `layers`, in the order of its forward."""
     first = (EMBEDDING,) if layers.start == 0 else ()
     last = (HEAD,) if layers.stop == model_layers else ()
     return (*first, *map(str, layers), *last)
 
 
 def place_of(name: str) -> str:
-    """The place of a parameter, by its logical name."""
+    """Return the place of the parameter with the logical name `name`."""
     first, _, rest = name.partition(".")
     if first == "layers":
         return rest.partition(".")[0]
@@ -26,7 +26,7 @@ def place_of(name: str) -> str:
 
 
 def at_hand(places: Sequence[str], place: str, step: int) -> tuple[str, ...]:
-    """`place` and the one ahead of it, for `step` +1, forward, or -1, backward."""
+    """Return `place` and the next one, if any; `step` is +1 in a forward, -1 in a backward."""
     here = places.index(place)
     ahead = here + step
     return (place, places[ahead]) if 0 <= ahead < len(places) else (place,)
@@ -35,10 +35,12 @@ def at_hand(places: Sequence[str], place: str, step: int) -> tuple[str, ...]:
 def gathers(
     passes: Iterable[tuple[Sequence[str], int]], uses: Mapping[str, Sequence[str]]
 ) -> Iterator[str]:
-    """The units, of those that each place `uses`, that a rank gathers in its ops, in their order:
-    those that were not at hand before. A pass has the places of an op, in the order of the forward,
-    and its step as above; a backward leaves out an embedding that is only looked up, for that needs
-    no weights then."""
+    """Yield the units that a rank gathers during its ops, in order.
+
+    A unit is gathered if it was not in memory before. `uses` has the units of each place. `passes`
+    has for each op its places, in the order of the forward, and its step (see `at_hand`). A
+    backward omits an embedding that is only looked up, since that needs no weights.
+    """
     there: set[str] = set()
     for places, step in passes:
         for place in places[::step]:

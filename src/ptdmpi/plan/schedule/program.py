@@ -1,4 +1,4 @@
-"""Schedule -> each rank's program: the same order of computation with its messages put in."""
+"""The program of each rank: its order in a schedule with the messages inserted."""
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from ptdmpi.plan.schedule.simulate import Costs, execute
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute `op`."""
+    """An action: compute `op`."""
 
     op: Op
 
@@ -21,7 +21,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send the output of `op` to pipeline rank `peer`."""
+    """An action: send the output of `op` to pipeline rank `peer`."""
 
     op: Op
     peer: int
@@ -32,7 +32,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Receive the output of `op` from pipeline rank `peer`."""
+    """An action: receive the output of `op` from pipeline rank `peer`."""
 
     op: Op
     peer: int
@@ -46,25 +46,25 @@ Program = tuple[Action, ...]
 
 
 class MismatchError(Exception):
-    """Programs that are wrong otherwise than by deadlock: a message or an op out of place."""
+    """An error in programs other than a deadlock: a message or an op out of place."""
 
 
 def programs(schedule: Schedule) -> tuple[Program, ...]:
-    """One program per pipeline rank; a tensor that stays on its rank makes no message.
+    """Return one program per pipeline rank; a tensor that stays on its rank has no message.
 
     Every op has an end time at unit costs (t_f = 1, t_b = 2, no transfer time). All ops of all
-    ranks, at their ends, and all messages, each at its producer's end and after the ops that end
-    then, are put into one total order; each rank executes its part of it. Durations are positive,
-    so a message stands behind its producer and before its consumer.
+    ranks, at their ends, are put into one total order, with all messages, each at its producer's
+    end and after the ops that end then. Each rank executes its part of this order. Durations are
+    positive, so a message comes after its producer and before its consumer.
 
-    This cannot deadlock, even if every message blocks both its ends and carries no tag: of all
-    that is not done yet take the first in the total order. Each rank that takes part in it has
-    done everything before it, so each is exactly there, and it proceeds. For the same reason
-    messages between two ranks match in order. That holds on devices, too, which work off what
-    they were handed in queues (`check_queues` in `queues.py`), and for collectives inside of an op
-    or begun at its end: replicas execute the same program, so that these have the place of their
-    op in one order of everything. Between an op and its Send no other compute stands: it is sent as
-    soon as it is computed. Raises DeadlockError if the schedule itself waits in a circle.
+    The programs cannot deadlock, even if every message blocks both its ends and carries no tag.
+    Take the first unfinished action in the total order. Each rank that takes part in it has done
+    everything before it, so each has reached it, and it proceeds. For the same reason messages
+    between two ranks match in order. The argument also holds on devices that execute queues
+    (`check_queues` in `queues.py`), and for collectives inside an op or started at its end:
+    replicas execute the same program, so these collectives have the place of their op in the total
+    order. No compute comes between an op and its Send: the output is sent as soon as it is
+    computed. Raises DeadlockError if the schedule itself waits in a circle.
     """
     # any positive costs give an order that cannot deadlock; these are near the real ones
     times = execute(schedule, Costs(forward_s=1.0, backward_s=2.0, transfer_s=0.0))
@@ -88,15 +88,15 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
 
 
 def post_early(program: Program) -> Program:
-    """Moves each Receive in front of the Compute that precedes it, past no other Receive.
+    """Return `program` with each Receive moved before the preceding Compute; they keep their order.
 
-    For wires whose receives return at once and match per direction (MPI): a receive is then
-    posted while the op before its consumer computes, and its message lands meanwhile. Only
-    nonblocking receives may be moved so: a blocking one would wait for what is computed after it,
-    and one in a queue of a device would hold up the messages behind it.
+    This is for wires whose receives return at once and match per direction (MPI). A receive is
+    then posted before the op that precedes its consumer, and its message arrives during that op.
+    Only nonblocking receives may be moved: a blocking one would wait for a result that is computed
+    after it, and one in a queue of a device would delay the messages after it.
     """
     early: list[Action] = []
-    since_compute: list[Action] = []  # the last Compute and the sends behind it
+    since_compute: list[Action] = []  # the last Compute and the sends after it
     for action in program:
         if isinstance(action, Compute):
             early.extend(since_compute)
@@ -109,16 +109,16 @@ def post_early(program: Program) -> Program:
 
 
 def check(programs: Sequence[Program], *, nonblocking_receives: bool = False) -> None:
-    """Executes the programs of all ranks on the strictest wire and reports what goes wrong.
+    """Execute the programs of all ranks on the strictest wire and raise an error if they fail.
 
-    Every Send and Receive blocks until its partner stands at the matching one. Messages carry no
+    Every Send and Receive blocks until its partner reaches the matching one. Messages carry no
     tag: between an ordered pair of ranks they match in order. With `nonblocking_receives` a
     Receive only posts, and the Compute that needs its message waits for it.
 
-    Raises DeadlockError, which names for each unfinished rank the action it stands at, and
+    Raises DeadlockError, which names the current action of each unfinished rank. Raises
     MismatchError if a Receive meets another message than its own, a message is never computed or
-    never used, a Compute runs without its inputs having been computed or asked for, or an op is
-    missing, computed twice, or on another rank than the rest of its stage.
+    never used, a Compute runs before its inputs are computed or requested, or an op is missing,
+    computed twice, or on another rank than the rest of its stage.
     """
     wire = _Rendezvous(programs, nonblocking_receives)
     wire.run()
@@ -126,7 +126,7 @@ def check(programs: Sequence[Program], *, nonblocking_receives: bool = False) ->
 
 
 class _Rendezvous:
-    """State of `check`: how far each rank got, and what has been posted and delivered."""
+    """The state of `check`: each rank's position, and the posted and delivered messages."""
 
     def __init__(self, programs: Sequence[Program], nonblocking_receives: bool) -> None:
         self.programs = programs
@@ -159,7 +159,7 @@ class _Rendezvous:
             raise DeadlockError(f"deadlock: {', '.join(stuck)}")
 
     def _step(self, rank: int, action: Action) -> bool:
-        """Executes `action`; False if it has to wait for another rank."""
+        """Execute `action`; return False if it has to wait for another rank."""
         if isinstance(action, Compute):
             return self._compute(rank, action.op)
         if not 0 <= action.peer < len(self.programs) or action.peer == rank:
@@ -214,9 +214,9 @@ class _Rendezvous:
 
 
 def structure_of(programs: Sequence[Program]) -> Schedule:
-    """The schedule whose dependencies the programs must keep, read off their own Computes.
+    """Return the schedule whose dependencies the programs must keep, derived from their Computes.
 
-    Raises MismatchError unless every op stands exactly once, each stage on one rank.
+    Raises MismatchError unless every op occurs exactly once and each stage is on one rank.
     """
     orders = tuple(tuple(a.op for a in program if isinstance(a, Compute)) for program in programs)
     home: dict[int, int] = {}

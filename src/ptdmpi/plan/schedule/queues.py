@@ -1,8 +1,8 @@
-"""Programs as devices execute them: queues that are worked off in order, behind the host's back.
+"""Programs as devices execute them: from queues, in order, asynchronously to the host.
 
-The host hands over a whole program without waiting. Computes stand in one queue of their rank,
-messages in queues of their own, and a message takes place when it is at the head of both its
-queues (rendezvous, as NCCL's: no buffer, no tag).
+The host enqueues a whole program without waiting. Each rank has one queue for computes and others
+for messages. A message takes place when it is at the head of both its queues (rendezvous, as in
+NCCL: no buffer, no tag).
 """
 
 from collections import defaultdict, deque
@@ -24,16 +24,16 @@ from ptdmpi.plan.schedule.program import (
 def check_queues(
     programs: Sequence[Program], *, per_pair: bool = True, pauses: bool = False
 ) -> None:
-    """Executes the programs of all ranks on such devices and reports what goes wrong.
+    """Execute the programs of all ranks on such devices and raise an error if they fail.
 
-    A message begins when the computes that stand before it in its program are done (its queue
-    waits for a mark of theirs), a compute when its inputs are there. `per_pair`: each rank has a
-    queue for each other rank that it sends to, and for each that it receives from; else all its
-    messages stand in one. `pauses`: each compute waits for all that was handed over before it, as
-    where a device is synchronised inside of it (memory is freed, a kernel is loaded).
+    A message begins when the computes before it in its program are done (its queue waits for their
+    event); a compute begins when its inputs have arrived. `per_pair`: each rank has one queue for
+    each rank that it sends to and one for each rank that it receives from; otherwise all its
+    messages are in one queue. `pauses`: each compute waits for everything that was enqueued before
+    it, as if the device were synchronised inside it (memory is freed, a kernel is loaded).
 
-    Raises DeadlockError, which names for each unfinished rank the oldest action that is not done,
-    and MismatchError if a send meets another receive than its own or an op is not where it belongs.
+    Raises DeadlockError, which names the oldest unfinished action of each unfinished rank, and
+    MismatchError if a send meets another receive than its own or an op is out of place.
     """
     devices = _Devices(programs, per_pair, pauses)
     while devices.advance():
@@ -42,7 +42,7 @@ def check_queues(
 
 
 class _Devices:
-    """What is done of each program, and what stands in the queues."""
+    """The state of `check_queues`: the finished actions of each program, and the queues."""
 
     def __init__(self, programs: Sequence[Program], per_pair: bool, pauses: bool) -> None:
         self.programs, self.per_pair, self.pauses = programs, per_pair, pauses
@@ -50,7 +50,7 @@ class _Devices:
         self.done = [[False] * len(program) for program in programs]
         # (rank, queue) -> places in the program of the rank, oldest first
         self.queues: dict[tuple[int, object], deque[int]] = defaultdict(deque)
-        # how many actions from the beginning are done, without a gap
+        # number of actions that are done from the beginning, without a gap
         self.complete = [0] * len(programs)
         self.computed: set[tuple[int, Op]] = set()
         self.arrived: set[tuple[int, Op]] = set()
@@ -66,7 +66,7 @@ class _Devices:
         return (rank, action.peer) if isinstance(action, Send) else (action.peer, rank)
 
     def advance(self) -> bool:
-        """Let the head of each queue take place if it can; False if none could."""
+        """Execute the head of each queue if it can proceed; return False if none could."""
         moved = False
         for (rank, _), queue in list(self.queues.items()):
             while queue and self._takes_place(rank, queue[0]):
@@ -88,7 +88,11 @@ class _Devices:
         return True
 
     def _message(self, rank: int, place: int, send: Send) -> bool:
-        """A send, and the receive at the head of its partner's queue, which ends with it."""
+        """Execute a send and its receive, at the head of the partner's queue, if they can proceed.
+
+        Returns True if the message took place. Raises MismatchError if the receive is another
+        send's or the op is not computed yet.
+        """
         peer, receive = send.peer, Receive(send.op, rank)
         waiting = self.queues[peer, self._queue(peer, receive)]
         if not waiting or not self._reached(rank, place) or not self._reached(peer, waiting[0]):
@@ -106,7 +110,7 @@ class _Devices:
         return True
 
     def _reached(self, rank: int, place: int) -> bool:
-        """Whether the computes that stand before `place` are done."""
+        """Return True if the computes before `place` in the rank's program are done."""
         computes = self.queues[rank, "compute"]
         return not computes or computes[0] > place
 
@@ -118,7 +122,7 @@ class _Devices:
             self.complete[rank] += 1
 
     def check_all_done(self) -> None:
-        """Raises DeadlockError unless every action of every rank is done."""
+        """Raise DeadlockError unless every action of every rank is done."""
         stuck = [
             f"rank {rank} at {program[place]}"
             for rank, (program, place) in enumerate(zip(self.programs, self.complete, strict=True))

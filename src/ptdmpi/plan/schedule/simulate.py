@@ -1,6 +1,6 @@
-"""Schedule and costs -> Timeline: when each rank computes what, and what it waits for.
+"""Simulation of a schedule with given costs: a timeline of each rank's ops and waits.
 
-A `Timeline` is also what a run measures, so that planned and measured are drawn by one function.
+A run measures a `Timeline` too, so one function draws planned and measured steps.
 """
 
 import json
@@ -15,7 +15,7 @@ from ptdmpi.config import InputError
 from ptdmpi.plan.schedule.ops import OP_KINDS, Op, kind_of_span
 from ptdmpi.plan.schedule.orders import DeadlockError, Schedule
 
-# What a rank does beside the ops of its schedule; the ops' own kinds stand in their table.
+# The kinds of spans that are no ops of a schedule; those of ops are in `OP_KINDS`.
 OTHER_SPANS = (
     "receive",  # waiting for the input of the next op
     "send",
@@ -30,10 +30,10 @@ _COLUMNS = ["rank", "kind", "op", "start_s", "end_s"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What one rank did between two moments.
+    """An activity of one rank from `start_s` to `end_s`.
 
-    `kind` is that of an op (`OpKind.span`) or one of OTHER_SPANS. `op` prints the op concerned
-    ("F2.0"; for receive and send the op whose output travels), or is empty.
+    `kind` is that of an op (`OpKind.span`) or one of OTHER_SPANS. `op` is the text of the op, such
+    as "F2.0", or empty; for "receive" and "send" it is the op whose output travels.
     """
 
     rank: int
@@ -44,16 +44,16 @@ class Span:
 
     @property
     def computes(self) -> bool:
-        """Whether it is an op of a schedule, not a message or what follows the pipeline."""
+        """True for an op of a schedule, False for a message or work outside the pipeline."""
         return kind_of_span(self.kind) is not None
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of one training step on all ranks, planned or measured, in any order.
+    """The spans of one training step on all ranks, planned or measured, in any order.
 
-    `time_unit` is "s", or another word where the times are not seconds but multiples of a cost.
-    `inside_s`: of each rank's ops, the seconds in collectives, by group ("tensor", "shard").
+    `time_unit` is "s", or another word if the times are multiples of a cost. `inside_s` has for
+    each rank the seconds that its ops spend in collectives, by group ("tensor", "shard").
     """
 
     spans: tuple[Span, ...]
@@ -63,12 +63,12 @@ class Timeline:
 
     @cached_property
     def start_s(self) -> float:
-        """When the first span starts; 0 without spans."""
+        """The start of the first span; 0 without spans."""
         return min((span.start_s for span in self.spans), default=0.0)
 
     @cached_property
     def makespan_s(self) -> float:
-        """From the start of the first span to the end of the last; 0 without spans."""
+        """The time from the start of the first span to the end of the last; 0 without spans."""
         return max((span.end_s for span in self.spans), default=0.0) - self.start_s
 
     @cached_property
@@ -85,14 +85,14 @@ class Timeline:
         return {rank: math.fsum(of_rank) for rank, of_rank in durations.items()}
 
     def busy_s(self, rank: int) -> float:
-        """Time that `rank` spends in ops."""
+        """Return the time that `rank` spends in ops."""
         return self._compute_s.get(rank, 0.0)
 
     def bubble_fraction(self) -> float:
-        """Idle over ideal time, (makespan - ideal) / ideal: Narayanan et al. 2021, section 2.2.1.
+        """Return the idle time over the ideal time, (makespan - ideal) / ideal.
 
-        Ideal is the mean over ranks of the time in ops. Raises ValueError
-        if no rank computes.
+        The ideal time is the mean over ranks of the time in ops (Narayanan et al. 2021, section
+        2.2.1). Raises ValueError if no rank computes.
         """
         if not self._compute_s:
             raise ValueError("no op in this timeline: its bubble is undefined")
@@ -101,7 +101,7 @@ class Timeline:
         return (self.makespan_s - ideal_s) / ideal_s
 
     def to_json(self) -> str:
-        """One JSON object: title, time unit, names of the columns, one row per span."""
+        """Return a JSON object with title, time unit, names of the columns, and a row per span."""
         rows = [[getattr(span, name) for name in _COLUMNS] for span in self.spans]
         head: dict[str, Any] = {
             "title": self.title,
@@ -113,7 +113,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, text: str) -> "Timeline":
-        """The timeline that `to_json` wrote; raises InputError for any other text."""
+        """Return the timeline that `to_json` wrote; raise InputError for any other text."""
         try:
             stored = json.loads(text)
             if stored["columns"] != _COLUMNS:
@@ -132,15 +132,15 @@ class Timeline:
         return timeline
 
 
-# What an op may cost: far from the ends of a float, so that sums and ratios of costs are numbers.
+# The legal costs of an op: far from the limits of a float, so that sums and ratios are finite.
 LEAST_COST, MOST_COST = 1e-12, 1e12
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What an op through one chunk costs, and a tensor's way to the next rank. A split backward
-    spends `weight_share` of its time on the weights' gradients.
+    """The times of the ops of one chunk, and of a transfer to the next rank.
 
+    A split backward spends the fraction `weight_share` of its time on the gradients of weights.
     Raises InputError unless the computing times are LEAST_COST to MOST_COST, the transfer time is 0
     to MOST_COST, and the share is 0.001 to 0.999.
     """
@@ -161,26 +161,26 @@ class Costs:
 
     @property
     def input_s(self) -> float:
-        """The part of a split backward that leads to the input's gradient."""
+        """The time of the part of a split backward that computes the gradient of the input."""
         return self.backward_s - self.weight_s
 
     @property
     def weight_s(self) -> float:
-        """The part of a split backward that leads to the weights' gradients."""
+        """The time of the part of a split backward that computes the gradients of weights."""
         return self.backward_s * self.weight_share
 
     def duration_s(self, op: Op) -> float:
-        """How long `op` computes; always positive."""
+        """Return the computing time of `op`, above 0."""
         cost_s: float = getattr(self, op.row.cost)
         return cost_s * op.row.share
 
     def travel_s(self, op: Op) -> float:
-        """From the end of the source of `op`, on another rank, to when `op` may start."""
+        """Return the time from the end of the source of `op`, on another rank, to its arrival."""
         return self.transfer_s
 
 
 class OpCosts(Protocol):
-    """What `execute` asks of costs; `Costs` is one, prices of a planned step are another."""
+    """The interface of the costs that `execute` needs; `Costs` and planned steps implement it."""
 
     def duration_s(self, op: Op) -> float: ...
 
@@ -188,25 +188,25 @@ class OpCosts(Protocol):
 
 
 class Interval(NamedTuple):
-    """When an op starts and ends."""
+    """The start and the end of an op."""
 
     start_s: float
     end_s: float
 
 
 def execute(schedule: Schedule, costs: OpCosts) -> dict[Op, Interval]:
-    """When each op runs if every rank starts its next op as soon as its needs have arrived.
+    """Return the interval of each op if every rank starts its next op as soon as its inputs arrive.
 
-    A tensor that changes ranks arrives `travel_s` after its producer's end, without occupying
-    either rank. Each op is visited once, and once more if it had to wait. Raises DeadlockError if
-    the orders of the ranks wait for each other in a circle.
+    A tensor that changes ranks arrives `travel_s` after its producer's end and occupies neither
+    rank. Each op is visited once, and once more if it had to wait. Raises DeadlockError if the
+    orders of the ranks wait for each other in a circle.
     """
     done: dict[Op, Interval] = {}
     position = [0] * schedule.pipeline
     clock_s = [0.0] * schedule.pipeline
     waiting: dict[Op, int] = {}  # missing op -> the rank that stopped for it
     runnable = list(range(schedule.pipeline))
-    # any order of the ranks gives the same times: an op's start depends on its needs alone
+    # any order of the ranks gives the same times: an op's start depends only on its inputs
     while runnable:
         rank = runnable.pop()
         order = schedule.orders[rank]
@@ -236,7 +236,7 @@ def execute(schedule: Schedule, costs: OpCosts) -> dict[Op, Interval]:
 
 
 def simulate(schedule: Schedule, costs: OpCosts) -> Timeline:
-    """The timeline of one step of `schedule` at these `costs`, starting at 0.
+    """Return the timeline of one step of `schedule` with these `costs`; it starts at 0.
 
     Raises DeadlockError if the orders of the ranks wait for each other in a circle.
     """
@@ -246,7 +246,7 @@ def simulate(schedule: Schedule, costs: OpCosts) -> Timeline:
         clock_s = 0.0
         for op in order:
             start_s, end_s = times[op]
-            if start_s > clock_s:  # only what comes from another rank can be waited for
+            if start_s > clock_s:  # a rank waits only for inputs from other ranks
                 spans.append(Span(rank, "receive", str(schedule.source(op)), clock_s, start_s))
             spans.append(Span(rank, op.row.span, str(op), start_s, end_s))
             clock_s = end_s

@@ -1,9 +1,9 @@
-"""Zero-bubble orders: the backward is split, and the weights' gradients, for which nobody waits,
-fill what would be idle (Qi et al. 2023, arXiv 2401.10241; Qi et al. 2024, arXiv 2405.15362).
+"""Zero-bubble orders: the backward is split, and the weight gradients fill the idle time.
 
-I is the part of a backward that leads to the gradient of the stage's input, W the part that leads
-to those of its weights. From the papers: what the orders must do. The end of the step is strict
-here: every rank's gradients are summed before any rank updates.
+No other rank waits for weight gradients (Qi et al. 2023, arXiv 2401.10241; Qi et al. 2024, arXiv
+2405.15362). I is the part of a backward that computes the gradient of the stage's input, W the part
+that computes those of its weights. The properties of the orders are from these papers. The end of
+the step is synchronous here: every rank's gradients are summed before any rank updates.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,11 @@ from ptdmpi.plan.schedule.ops import FORWARD, INPUT, WEIGHT, Op
 
 
 def zb_h1(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> Iterator[Op]:
-    """ZB-H1 (Qi et al. 2023, section 2.3, Figure 3 above): as 1F1B, with each W put off.
+    """Yield the ops of ZB-H1, 1F1B with delayed W (Qi et al. 2023, section 2.3, Figure 3, top).
 
-    Rank r starts with p - r - 1 forwards, as 1F1B does, and is r microbatches late with its W, so
-    that each rank holds at most p microbatches, in flight or waiting for their W: no more than
-    rank 0. Where W takes no longer than I, and p <= m, the bubble is (p - 1) (F + I - W).
+    Rank r starts with p - r - 1 forwards, as in 1F1B, and runs each W r microbatches later. So
+    every rank holds at most p microbatches, in flight or waiting for their W: no more than rank 0.
+    If W takes no longer than I, and p <= m, the bubble is (p - 1) (F + I - W).
     """
     (stage,) = chunks
     warm_up = min(pipeline - rank - 1, microbatches)
@@ -32,25 +32,28 @@ def zb_h1(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) ->
 
 
 def on_a_v(stage: int, pipeline: int, virtual: int) -> int:
-    """Down the ranks with the first p stages and up again with the next: rank r holds the stages r
-    and 2 p - 1 - r, rank 0 both ends of the model (Qi et al. 2024, section 3, "V-shape")."""
+    """Return the rank of `stage` on a V: down the ranks with p stages, up again with the next p.
+
+    Rank r holds the stages r and 2 p - 1 - r, so rank 0 holds both ends of the model (Qi et al.
+    2024, section 3, "V-shape").
+    """
     place = stage % (2 * pipeline)
     return min(place, 2 * pipeline - 1 - place)
 
 
 def zb_v(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> Iterator[Op]:
-    """ZB-V (Qi et al. 2023, section 6): two chunks per rank on a V, of which each rank holds at
-    most 2 p microbatches' halves, in flight or waiting for their W, as 1F1B's rank 0 does.
+    """Yield the ops of ZB-V (Qi et al. 2023, section 6), with two chunks per rank on a V.
 
-    Where F, I and W take the same time, a rank with p <= m is idle for little more than it takes
-    the first microbatch to come to the last rank: (p - 1) F.
+    Each rank holds at most 2 p chunks of microbatches, in flight or waiting for their W: as much
+    memory as rank 0 in 1F1B. If F, I and W take the same time and p <= m, a rank is idle for little
+    more than (p - 1) F, the time in which the first microbatch reaches the last rank.
     """
     yield from _on_the_v(pipeline, microbatches)[rank]
 
 
 @lru_cache(maxsize=64)
 def _on_the_v(pipeline: int, microbatches: int) -> tuple[tuple[Op, ...], ...]:
-    """All ranks' orders of `zb_v`: what comes of its rules where every op takes equally long."""
+    """Return the orders of `zb_v` for all ranks: its rules, applied with equal times of all ops."""
     ranks = [_Rank(r, pipeline, microbatches) for r in range(pipeline)]
     ended: set[Op] = set()
     while any(rank.left for rank in ranks):
@@ -62,7 +65,7 @@ def _on_the_v(pipeline: int, microbatches: int) -> tuple[tuple[Op, ...], ...]:
 
 
 class _Rank:
-    """One rank of ZB-V as its order grows: what it has done, and by which rules it goes on."""
+    """The state of one rank of ZB-V while its order is built, and the rule for its next op."""
 
     def __init__(self, rank: int, pipeline: int, microbatches: int) -> None:
         self.down, self.up = rank, 2 * pipeline - 1 - rank
@@ -74,10 +77,13 @@ class _Rank:
         self.next = {(k, s): 0 for k in (FORWARD, INPUT, WEIGHT) for s in (self.down, self.up)}
 
     def choose(self, ended: set[Op]) -> Op | None:
-        """The op to start when those that have `ended` are done, if any can. An I before all else,
-        since ranks wait for it and it leads to what frees memory; then a forward, on the way up
-        first, as that is nearer to the loss; a W where nothing else can be done."""
-        # one place is kept for a forward on its way up: without it none could come to its I
+        """Return the op to start once the ops in `ended` are done; None if none can start.
+
+        I comes first, since ranks wait for it and the W that frees memory needs it. Then come
+        forwards, those on the way up first, which are nearer to the loss. W runs only if nothing
+        else can.
+        """
+        # one slot is reserved for a forward on its way up: without it none could reach its I
         wanted = [(INPUT, self.down), (INPUT, self.up)]
         if self.held < self.most:
             wanted.append((FORWARD, self.up))
@@ -91,7 +97,7 @@ class _Rank:
         return None
 
     def _can_start(self, op: Op, ended: set[Op]) -> bool:
-        # `Schedule.needs`, for the schedule that does not exist before its orders do
+        # as `Schedule.needs`, which is not available before the orders are built
         needs = [Op(kind, op.stage, op.microbatch) for kind in op.row.after]
         source = op.stage + op.row.neighbour
         if op.row.neighbour and 0 <= source <= self.last:
@@ -99,9 +105,9 @@ class _Rank:
         return all(need in ended for need in needs)
 
     def take(self, op: Op) -> None:
-        """Put `op`, that `choose` gave, behind the others."""
+        """Append `op`, which `choose` returned, to the order."""
         self.order.append(op)
         self.left -= 1
         self.next[op.kind, op.stage] += 1
-        # held of a stage: from F to I the activations, from I to W the operands
+        # a stage holds the activations from F to I, and the operands from I to W
         self.held += (op.kind == FORWARD) - (op.kind == WEIGHT)

@@ -1,1 +1,2 @@
-"""What a run was trained on, whether it may go on with what it is given now, and its attempts."""
+"""Lineage of a run: the data it was trained on, whether it may resume with its present data and
+configuration, and its attempts."""

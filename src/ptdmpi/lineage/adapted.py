@@ -1,5 +1,5 @@
-"""Adapters and the frozen model beneath them: what a checkpoint says of both, and whether a run may
-go on with it."""
+"""Adapters and the frozen model beneath them: their entries in a checkpoint, and whether a run may
+resume from it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any
 from ptdmpi.config import AdaptConfig, InputError, TaskConfig
 from ptdmpi.config.section import OnResume
 
-# In a manifest: the table [adapt] of the run, and which checkpoint of whole weights is beneath.
+# In a manifest: the table [adapt] of the run, and the checkpoint of the frozen base.
 KEY = "adapt"
 # In that table: [task] of the run, where it had one.
 TASK = "task"
@@ -21,7 +21,7 @@ FREE = {key for key in AdaptConfig.model_fields if AdaptConfig.on_resume(key) is
 @dataclass(frozen=True)
 class Base:
     """The frozen model: the checkpoint, and the hash of its weights' names, shapes and checksums
-    as its manifest has them."""
+    from its manifest."""
 
     path: str
     sha256: str
@@ -29,8 +29,8 @@ class Base:
 
 @dataclass(frozen=True)
 class Adapted:
-    """What the manifest of a checkpoint of adapters says. `task`: what the head that they have
-    beside them is for, where they have one."""
+    """The adapters that the manifest of a checkpoint describes. `task`: the task of the head that
+    was trained with them, if there is one."""
 
     adapt: AdaptConfig
     base: Base
@@ -46,7 +46,7 @@ class Adapted:
 
     @property
     def has_head(self) -> bool:
-        """Whether a head for a task was trained with them."""
+        """Return True if a head for a task was trained with them."""
         return self.task.kind != "none"
 
     def require(self, path: Path, base: Base) -> None:
@@ -75,8 +75,8 @@ def adapted_of(path: Path, said: Mapping[str, Any]) -> Adapted | None:
 
 
 def require_kind(path: Path, said: Mapping[str, Any], whole: bool = True) -> None:
-    """Raise InputError where a `whole` model is wanted and the checkpoint at `path` holds
-    adapters, or the other way round."""
+    """Raise InputError unless the checkpoint at `path` holds a `whole` model, or adapters if
+    `whole` is False."""
     adapted = adapted_of(path, said)
     if adapted is None and not whole:
         raise InputError(
@@ -91,8 +91,8 @@ def require_kind(path: Path, said: Mapping[str, Any], whole: bool = True) -> Non
 
 
 def judge_adapted(path: Path, said: Mapping[str, Any], adapt: AdaptConfig, base: Base) -> None:
-    """Raise InputError unless a run with these adapters over `base` may take up the checkpoint at
-    `path`."""
+    """Raise InputError unless a run with these adapters over `base` may resume from the checkpoint
+    at `path`."""
     require_kind(path, said, whole=False)
     adapted = adapted_of(path, said)
     assert adapted is not None

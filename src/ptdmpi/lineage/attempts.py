@@ -1,7 +1,8 @@
-"""The attempts of a run: which command trained which steps, with what, and why it ended.
+"""The attempts of a run: the command that trained each of its steps, with which settings, and the
+reason of each end.
 
-`history.jsonl` in the run directory only grows: a line when an attempt begins to train, and one
-when it ends. An attempt that was killed has no end, and its last step is in `metrics.jsonl`.
+`history.jsonl` in the run directory only grows: by one line when an attempt begins to train, and
+one when it ends. An attempt that was killed has no end line; its last step is in `metrics.jsonl`.
 """
 
 import contextlib
@@ -18,9 +19,9 @@ HISTORY = "history.jsonl"
 
 @dataclass(frozen=True)
 class PastAttempt:
-    """Steps `first` + 1 to `last` of a run (the end of one that was killed is not known: None).
-    `config` is the complete configuration, `changed` what was other than in the steps before, and
-    `trained_on` a TrainedOn as JSON: reading it needs neither shards nor h5py."""
+    """Steps `first` + 1 to `last` of a run (`last` is None if the attempt was killed, because its
+    end is not known). `config` is the complete configuration, `changed` the differences from the
+    steps before, and `trained_on` a TrainedOn as JSON: reading it needs neither shards nor h5py."""
 
     number: int
     began: str
@@ -37,20 +38,20 @@ class PastAttempt:
 
 
 class History:
-    """Writes the history of a run directory, for one attempt. Raises OSError."""
+    """A writer of the history of a run directory, for one attempt. Its methods raise OSError."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / HISTORY
         self.number = 0  # of the attempt that is under way
 
     def begin(self, **values: Any) -> None:
-        """`values` are an Attempt's: `how`, `first`, `ranks`, `layout`, `changed`, `trained_on` (as
-        JSON), `config`."""
+        """Record the beginning of an attempt. `values` are an Attempt's: `how`, `first`, `ranks`,
+        `layout`, `changed`, `trained_on` (as JSON), `config`."""
         self.number = 1 + max((line["attempt"] for line in _lines(self.path)), default=0)
         self._append({"attempt": self.number, "event": "begin", "time": _now(), **values})
 
     def end(self, last: int, why: str) -> None:
-        """Say how the attempt ended, once; without one that has begun there is nothing to say."""
+        """Record how the attempt ended, once; do nothing if none has begun."""
         if self.number:
             line = {"attempt": self.number, "event": "end", "time": _now()}
             self._append({**line, "last": last, "why": why})
@@ -58,7 +59,7 @@ class History:
 
     def _append(self, values: Mapping[str, Any]) -> None:
         with open(self.path, "ab", buffering=0) as file:
-            # whatever a crash has torn stays a line of its own
+            # a line that a crash has torn stays a separate line
             torn = file.tell() and not _ends_line(self.path)
             file.write((b"\n" if torn else b"") + json.dumps(values).encode() + b"\n")
 
@@ -102,7 +103,7 @@ def that_trained(
     all_attempts: Sequence[PastAttempt], steps: Iterable[int]
 ) -> list[tuple[PastAttempt, int, int]]:
     """Return (attempt, first step, last step) of the attempts that trained the recorded `steps`, in
-    order of their steps. A step counts for the newest attempt that may have trained it."""
+    order of their steps. A step is attributed to the newest attempt that may have trained it."""
     owed: dict[int, list[int]] = {}
     for step in steps:
         mine = [

@@ -1,4 +1,5 @@
-"""The course of a run: what its next steps are trained on, and what checkpoints record of it."""
+"""The course of a run: the data of its next steps, and the entries that checkpoints record of
+it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,8 @@ from ptdmpi.lineage.trained_on import TrainedOn
 
 
 class Course:
-    """One run from where it stands. `now`: what a run of this configuration is trained on if it
-    begins; until `judge` says otherwise, this one does."""
+    """The course of one run from its present step. `now` is the data of a run that begins with this
+    configuration; it is used until `judge` returns another answer."""
 
     def __init__(self, config: Config, now: TrainedOn) -> None:
         self.config = config
@@ -21,33 +22,33 @@ class Course:
         self.settings = settings(config)  # as they are at the start: files may be edited meanwhile
         self.answer = Answer(now)
         self.base: Base | None = None  # beneath adapters
-        # by which kernels each kind of product is computed, once that is settled
+        # the kernels that compute each kind of product, once they are chosen
         self.kernels: Mapping[str, Sequence[str]] = {}
         self._order: SampleOrder | None = None
 
     def judge(
         self, kind: Literal["resume", "initial"], path: Path, manifest: Mapping[str, Any]
     ) -> None:
-        """Take up what the checkpoint at `path` was trained on. Raises InputError if this run may
-        not go on from it; the same on every rank."""
+        """Take over the data on which the checkpoint at `path` was trained. Raise InputError if
+        this run may not resume from it; the result is the same on every rank."""
         if self.base is not None:
             judge_adapted(path, manifest, self.config.adapt, self.base)
         if kind == "resume":
             kept = manifest.get("kernels", {})
-            # a checkpoint of before linears were chosen has a list: the ways of attention
+            # older checkpoints, without the kernels of linears, have a list: the attention kernels
             self.kernels = kept if isinstance(kept, Mapping) else {"attention": kept}
         self.go_on(judge(kind, Before.of(path, manifest), self.config, self.now))
 
     def go_on(self, answer: Answer) -> None:
-        """Go on with an answer that was given before."""
+        """Use an answer that was given before."""
         self.answer = answer
         self._order = None
 
     def stand_on(
         self, base: Base, path: Path, manifest: Mapping[str, Any], tokenizer_sha256: str | None
     ) -> None:
-        """Take the model at `path` as what is frozen beneath the adapters. Raises InputError if it
-        is none, or knows other tokens than the data."""
+        """Take the model at `path` as the frozen base of the adapters. Raise InputError if it is
+        not a whole model, or has another tokenizer than the data."""
         require_kind(path, manifest)
         before = Before.of(path, manifest)
         judge_base(before, self.config, self.now)
@@ -56,8 +57,8 @@ class Course:
         self.base = base
 
     def require_tokenizer(self, path: Path, sha256: str | None) -> None:
-        """Raises InputError if the weights at `path` know another tokenizer than the data has;
-        None: that is not known."""
+        """Raise InputError if the weights at `path` have another tokenizer than the data; `sha256`
+        None: the tokenizer of the weights is not known."""
         if sha256 not in (None, self.now.tokenizer_sha256):
             raise InputError(
                 f"{path} has a tokenizer of sha256 {sha256[:12]}, the shards were made with "
@@ -67,19 +68,19 @@ class Course:
 
     @property
     def trained_on(self) -> TrainedOn:
-        """What the next steps are trained on, and what was trained on before."""
+        """Return the data of the next steps and of the steps before."""
         return self.answer.trained_on
 
     @property
     def order(self) -> SampleOrder:
-        """The order of the samples from the next step on."""
+        """Return the order of the samples from the next step on."""
         if self._order is None:
             last = self.trained_on.last
             self._order = last.order([part.epochs for part in self.config.data.train])
         return self._order
 
     def check(self) -> None:
-        """Raise InputError if the run would exceed an `epochs`."""
+        """Raise InputError if the run would draw more of a dataset than its `epochs` allow."""
         self.order.check(self.samples(self.config.run.steps))
 
     def samples(self, step: int) -> int:
@@ -91,8 +92,8 @@ class Course:
         return self.trained_on.last.tokens_after(step)
 
     def drawn(self, step: int) -> dict[str, list[float]]:
-        """Return the samples and epochs that `step` steps drew of each dataset that the run has
-        seen."""
+        """Return the samples and epochs drawn of each dataset that the run has seen, after `step`
+        steps."""
         sources = self.trained_on.last.drawn(self.order, step)
         return {
             "samples_drawn": [source.drawn for source in sources],

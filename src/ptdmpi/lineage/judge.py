@@ -1,7 +1,9 @@
-"""May a run go on with what it is given now? One answer for every kind of start.
+"""The decision whether a run may continue with its present data and configuration: one answer for
+every kind of start.
 
-The same as before; or refused, in one line that says what, where, and what is legal; or changed by
-name (`data.change = "from here"`), and then said.
+The run is the same as before; or it is refused, with one line that says what differs, where, and
+what is allowed; or it was changed on purpose (`data.change = "from here"`), and the changes are
+logged.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -19,22 +21,22 @@ from ptdmpi.plan.layout.topology import file_sha256
 FREE_TO_CHANGE = {
     key for key in ModelConfig.model_fields if ModelConfig.on_resume(key) is not OnResume.BOUND
 }
-# without these the tensors of a checkpoint, whose shapes fit, are another function
+# with other values of these, the tensors of a checkpoint fit, but compute another function
 HEADS = ("heads", "kv_heads", "head_size")
-# beneath adapters besides: a name for other keys, what shapes say, and how long texts are
+# beneath adapters also: a name for other keys, sizes that shapes show, and the sequence length
 FREE_BENEATH = FREE_TO_CHANGE | {"kind", "vocab_size", "seq_length"}
-# what `Config.with_head` sets: a head for a task, which trains, stands in place of the base's own
+# keys that `Config.with_head` sets: a task's head, which trains, replaces the base's own
 NEW_HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}
 FROM_HERE = "from here"
-# Keys whose values a checkpoint records. Those that fix the order of samples are judged by the
-# stretches of `TrainedOn` instead, which know the data by their content.
+# Keys whose values a checkpoint records. Keys that fix the order of samples are compared by the
+# stretches of `TrainedOn` instead, which identify the data by their content.
 RECORDED = (OnResume.BOUND, OnResume.REPORTED)
 
 
 @dataclass(frozen=True)
 class Before:
-    """A checkpoint as its manifest has it. `trained_on` None: an older version wrote it, and what
-    it was trained on is not known beyond `samples` and `seed`."""
+    """A checkpoint as its manifest describes it. `trained_on` is None if an older version wrote it:
+    of its data only `samples` and `seed` are known."""
 
     path: Path
     step: int
@@ -46,8 +48,8 @@ class Before:
 
     @classmethod
     def of(cls, path: Path, manifest: Mapping[str, Any]) -> "Before":
-        """Return the checkpoint at `path` as its manifest has it. Raises InputError for values that
-        no version of this program writes."""
+        """Return the checkpoint at `path` as its manifest describes it. Raise InputError for values
+        that no version of this program writes."""
         progress = manifest["progress"]
         numbers = (progress["step"], progress["samples"], progress["seed"])
         try:
@@ -59,8 +61,8 @@ class Before:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a run goes on with. `changed` are the differences from before, data first, one text
-    each; `note` says what is not known."""
+    """The data with which a run continues. `changed` are the differences from before, data first,
+    one text each; `note` says what an older checkpoint does not record."""
 
     trained_on: TrainedOn
     changed: tuple[str, ...] = ()
@@ -68,9 +70,8 @@ class Answer:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Return what a checkpoint records of the configuration: `section.key` -> value as JSON, of
-    every key that is bound or reported on resume. Raises InputError where a file that is named
-    there is gone."""
+    """Return the configuration that a checkpoint records: `section.key` -> value as JSON, of every
+    key that is bound or reported on resume. Raise InputError if a file that it names is gone."""
     recorded: dict[str, Any] = {}
     for name, section in Config.sections().items():
         table = getattr(config, name).model_dump(mode="json")
@@ -78,7 +79,7 @@ def settings(config: Config) -> dict[str, Any]:
             if section.on_resume(key) in RECORDED:
                 recorded[f"{name}.{key}"] = value
     graph = file_sha256(config.data_parallel)
-    if graph is not None:  # a file is edited under the name that it has
+    if graph is not None:  # by its content: a file may be edited under the same name
         recorded["data_parallel.topology sha256"] = graph[:12]
     return recorded
 
@@ -86,11 +87,12 @@ def settings(config: Config) -> dict[str, Any]:
 def judge(
     kind: Literal["resume", "initial"], before: Before, config: Config, now: TrainedOn
 ) -> Answer:
-    """Judge if a run may resume from the checkpoint `before`, or begin with its weights, and return
-    what it goes on with.
+    """Return the data with which a run resumes from the checkpoint `before`, or begins with its
+    weights.
 
-    `config` is the configuration of this start, `now` what a run that begins would be trained on.
-    Raises InputError if the run may not go on."""
+    `config` is the configuration of this start, `now` the data of a run that begins. Raise
+    InputError if the run may not continue.
+    """
     _require_same_tokenizer(before, now)
     if kind == "resume":
         begin = ", or another run.dir with checkpoint.initial to begin from its weights"
@@ -119,7 +121,7 @@ def judge(
 
 def judge_base(before: Before, config: Config, now: TrainedOn) -> None:
     """Raise InputError if adapters that are trained on the data of `now` do not fit the weights of
-    `before`. `generate`, `evaluate` and `adapter merge` take the shape of the model from the base:
+    `before`. `generate`, `evaluate` and `adapter merge` read the shape of the model from the base:
     the adapters must be trained with the same function of its weights."""
     _require_same_tokenizer(before, now)
     free = FREE_BENEATH if config.task.kind == "none" else FREE_BENEATH | NEW_HEAD
@@ -146,10 +148,10 @@ def _require_same_model(
     before: Before, config: Config, keys: Iterable[str], otherwise: str = ""
 ) -> None:
     """Raise InputError if one of these keys of [model] differs: the shapes of tensors may fit, but
-    other heads or another activation compute another function. `otherwise` is added to the legal
-    values of all keys but the heads."""
+    other heads or another activation compute another function. `otherwise` is added to the allowed
+    values of all keys except the heads."""
     here = config.model.model_dump()
-    # a key that an older checkpoint lacks had the value that it has by default
+    # a key that an older checkpoint lacks had its default value
     known = ModelConfig.model_validate(before.model).model_dump() if before.model else {}
     for key in keys:
         stored = known.get(key, here[key])
@@ -162,7 +164,7 @@ def _require_same_model(
 
 def _require_same_settings(before: Before, config: Config) -> None:
     """Raise InputError if a bound key outside [model] has another value than in the checkpoint. A
-    checkpoint of an older version may not have recorded the key: then nothing is known of it."""
+    key that a checkpoint of an older version has not recorded is not compared."""
     now = settings(config)
     for name, section in Config.sections().items():
         for key in section.model_fields:
@@ -176,8 +178,8 @@ def _require_same_settings(before: Before, config: Config) -> None:
 
 
 def _changed_settings(before: Before, config: Config) -> Iterator[str]:
-    """Yield the recorded settings that have changed, one text each; of a checkpoint of an older
-    version, those of the model."""
+    """Yield the recorded settings that have changed, one text each; for a checkpoint of an older
+    version, the settings of the model."""
     old = {f"model.{key}": value for key, value in before.model.items()} | dict(before.settings)
     for key, value in settings(config).items():
         if key in old and old[key] != value:
@@ -192,7 +194,8 @@ def _unknown(before: Before) -> str:
 
 
 def _as_far_as_known(before: Before, now: TrainedOn) -> TrainedOn:
-    """Return the data of now, with the seed and the batch of a checkpoint that says no more."""
+    """Return the data of `now`, with the seed and the batch size of a checkpoint that records no
+    more."""
     size = before.samples // before.step if before.step else now.last.global_size
     return replace(now, stretches=(replace(now.last, seed=before.seed, global_size=size),))
 

@@ -1,8 +1,9 @@
-"""What a run was trained on: the identity of its tokenizer, its data, and the order of its samples.
+"""The data that a run was trained on: the identity of its tokenizer, its datasets, and the order of
+its samples.
 
-A run is a row of stretches, nearly always one. In each, samples come in one order; a new one begins
-where the data, the mixture, the seed or the batch was changed on purpose. Samples and tokens are
-counted through all of them.
+A run is a sequence of stretches, nearly always one. In each, samples come in one order; a new
+stretch begins where the data, the mixture, the seed or the batch was changed on purpose. Samples
+and tokens are counted through all of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +20,15 @@ class Samples(Protocol):
 
     @property
     def tokenizer(self) -> str:
-        """The name of its tokenizer."""
+        """Return the name of its tokenizer."""
 
     @property
     def tokenizer_sha256(self) -> str:
-        """The identity of the tokenizer: equal for equal tokenizers."""
+        """Return the identity of the tokenizer: equal for equal tokenizers."""
 
     @property
     def sha256(self) -> str:
-        """The identity of the content: another content has another hash."""
+        """Return the identity of the content: different content has a different hash."""
 
     def samples(self, length: int) -> int:
         """Return the number of samples of `length` tokens."""
@@ -35,10 +36,11 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """One training dataset. `sha256` is over the headers of its shards, `samples` how many it has.
+    """One training dataset. `sha256` is over the headers of its shards, `samples` is their number.
 
-    `key` is its number among all that the run has seen: it names the dataset's permutations and its
-    place in records. `drawn`: samples of it that were drawn before the stretch.
+    `key` is its number among all datasets that the run has seen: it identifies the dataset's
+    permutations and its place in records. `drawn`: samples of it that were drawn before the
+    stretch.
     """
 
     path: str
@@ -52,8 +54,9 @@ class Source:
 @dataclass(frozen=True)
 class Stretch:
     """Steps whose samples come in one order; `step` steps, `sample` samples and `tokens` tokens
-    were trained before it. `gone`: what was drawn of datasets that it no longer has. `ranks`: to
-    how many data ranks sources are dealt, each of which draws from its own; 1: all draw from all.
+    were trained before it. `gone`: datasets that it no longer has, with their drawn samples.
+    `ranks`: the number of data ranks to which sources are dealt, each of which draws from its own;
+    1: all draw from all.
     """
 
     step: int
@@ -99,7 +102,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """What a run was trained on so far, and is trained on next: its tokenizer and its stretches."""
+    """The data of a run, past and next: its tokenizer and its stretches."""
 
     tokenizer: str
     tokenizer_sha256: str
@@ -107,7 +110,7 @@ class TrainedOn:
 
     @property
     def last(self) -> Stretch:
-        """The stretch that is being trained."""
+        """Return the stretch that is being trained."""
         return self.stretches[-1]
 
     def as_json(self) -> dict[str, Any]:
@@ -116,8 +119,8 @@ class TrainedOn:
 
     @classmethod
     def from_json(cls, table: Any) -> Self | None:
-        """Return what `as_json` wrote; None for None, since older versions wrote nothing. Raises
-        ValueError for anything else."""
+        """Return the object that `as_json` wrote; None for None, since older versions wrote
+        nothing. Raise ValueError for anything else."""
         if table is None:
             return None
         try:
@@ -139,7 +142,7 @@ def _stretch(table: Mapping[str, Any]) -> Stretch:
 
 
 def begun(config: Config, train: Sequence[Samples]) -> TrainedOn:
-    """Return what a run of this configuration is trained on if it begins now."""
+    """Return the data of a run of this configuration that begins now."""
     length = config.model.text_length
     sources = tuple(
         Source(part.path, data.sha256, data.samples(length), str(part.weight), key)
@@ -163,9 +166,9 @@ def synthetic(config: Config, name: str = "synthetic") -> TrainedOn:
 def changed_at(before: TrainedOn, now: TrainedOn, step: int) -> TrainedOn:
     """Return `before` with a new stretch after step `step`: data, mixture, seed and batch of `now`.
 
-    Samples are numbered on. The mixture's table begins anew; a dataset that was there before (by
-    its hash) goes on behind its last draw, so that none of its samples is repeated or left out,
-    and a new one begins at its first.
+    The numbers of samples continue. The mixture's table begins anew. A dataset that was there
+    before (by its hash) continues after its last draw, so that none of its samples is repeated or
+    left out, and a new dataset begins at its first sample.
     """
     last = before.last
     fresh = now.last

@@ -16,15 +16,17 @@ ALIGNMENT_BYTES = 256  # of each tensor of a step in their common memory
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch: inputs and labels [s, b] of ids, weights [s, b] or None (all
-    1), and the global sample numbers [b].
+    """The tensors of one microbatch: inputs and labels [s, b] of token ids, weights [s, b] or None
+    (all 1), and the global sample numbers [b].
 
-    `documents` where a sequence holds more than one. Of a masked language model, labels and weights
-    [k, b] belong to the `masked` positions [k, b]; `types` [s, b] tell segments apart, and `order`
-    [b] is 0 where they stand in their order, 1 where swapped, -1 where there is one only.
+    `documents` is set if a sequence holds several documents. In a masked language model, labels and
+    weights [k, b] belong to the `masked` positions [k, b]; `types` [s, b] are the segment numbers,
+    and `order` [b] is 0 for segments in their order, 1 for swapped ones, and -1 for a single
+    segment.
 
-    `tokens` and `orders` are how many of them count (tokens by their weights); made on the host,
-    where a batch begins, for a device would have to be waited for.
+    `tokens` and `orders` are the numbers of tokens (by their weights) and of segment orders that
+    count. They are computed on the host when a batch is made, because reading them from a device
+    would wait for it.
     """
 
     inputs: Tensor
@@ -47,7 +49,7 @@ class Batch:
         object.__setattr__(self, "orders", int(orders))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        """The same microbatch with another tensor for each of its tensors; counts stay."""
+        """Return the same microbatch with `change` applied to each of its tensors; counts stay."""
         changed = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -59,14 +61,14 @@ class Batch:
 
 @dataclass(eq=False)
 class MicrobatchPass:
-    """One microbatch on its way through the stages of a rank: what ops are given, what they leave.
+    """One microbatch on its way through the stages of a rank: the input and the result of its ops.
 
-    `number`: its place in the schedule. `step`: that of training, from which dropout is drawn;
-    None: evaluation, nothing drops. `scale` multiplies the total loss before its gradient is taken:
-    1 over the valid tokens of the global batch, times fp16's factor. `weights`: what each named
-    loss besides the first counts in the total.
+    `number` is its place in the schedule. `step` is the training step, from which dropout is drawn;
+    None means evaluation, without dropout. `scale` multiplies the total loss before its gradient is
+    taken: 1 over the valid tokens of the global batch, times the loss scale of fp16. `weights` has
+    the weight of each named loss but the first in the total.
 
-    The last stage leaves the `losses`, summed over the microbatch, by name, and their `total`.
+    The last stage sets `losses`, by name, summed over the microbatch, and their `total`.
     """
 
     number: int
@@ -89,7 +91,8 @@ class MicrobatchPass:
 
 @dataclass
 class _Slot:
-    """Memory for the microbatches of one step, on both sides; `free`: what used it last is done."""
+    """Memory for the microbatches of one step, on host and device. After `free`, the device no
+    longer uses it."""
 
     host: Tensor
     there: Tensor
@@ -98,9 +101,10 @@ class _Slot:
 
 
 class Placing:
-    """Brings microbatches to a device, all of a step by one copy, in a ring of two: while the
-    device computes with one half, the host fills the other, and neither waits. What was placed may
-    be used by what is computed until the next call. On the host they are there already."""
+    """Copies of microbatches to a device: one copy for a whole step, in a ring of two slots. While
+    the device computes with one slot, the host fills the other, and neither waits. The placed
+    tensors may be used by kernels that are started before the next call. If the device is the host,
+    nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -108,7 +112,7 @@ class Placing:
         self._ring: list[_Slot] = []
 
     def place(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The microbatches on the device; what computes from now on may use them."""
+        """Return the microbatches on the device; kernels started from now on may use them."""
         if self.device.type == "cpu":
             return list(batches)
         if self._ring:  # all that was computed so far, with what was placed last
@@ -140,7 +144,7 @@ class Placing:
         ]
 
     def _next(self, size: int) -> _Slot:
-        """The slot whose turn it is, with room for `size` bytes."""
+        """Return the slot to be used next, with room for `size` bytes."""
         slot = self._ring.pop(0) if len(self._ring) == 2 else None
         if slot is not None:
             slot.copied.host_waits()  # two steps ago: it is done
@@ -154,5 +158,6 @@ class Placing:
 
 
 def _room(memory: Tensor, like: Tensor, stop: int) -> Tensor:
-    """The bytes of `memory` up to `stop` as a tensor like another."""
+    """Return the last `like.nbytes` bytes of `memory` before `stop` as a tensor of the shape and
+    type of `like`."""
     return memory[stop - like.nbytes : stop].view(like.dtype).view(like.shape)

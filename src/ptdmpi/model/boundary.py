@@ -1,5 +1,5 @@
-"""What passes between stages: the form of an activation on the wire, and the two ends of the graph
-that a stage makes of a microbatch."""
+"""The boundary between two stages: the form in which an activation is sent, and the two ends of the
+autograd graph that a stage builds for a microbatch."""
 
 from typing import Any
 
@@ -26,30 +26,31 @@ class Boundary:
         elements = torch.Size(shape).numel()
         self.shape = shape
         self.scattered = scatter_gather and axis.size > 1 and not axis.divides_sequence
-        # shares are of one length: a tensor that t does not divide travels whole
+        # all shares have one length: a tensor that t does not divide is sent whole
         self.scattered = self.scattered and elements % axis.size == 0
         self.wire_elements = elements // axis.size if self.scattered else elements
 
     def pack(self, x: Tensor) -> Tensor:
-        """What this rank sends of `x`: flat and contiguous."""
-        # a value travels, no graph: the next stage begins its own, and B brings the gradient back
+        """Return the part of `x` that this rank sends: flat and contiguous."""
+        # values are sent, not the graph: the next stage builds its own, and B returns the gradient
         return self.axis.share(x) if self.scattered else x.detach().contiguous().view(-1)
 
     def unpack(self, received: Tensor) -> Tensor:
-        """The activation again, from what arrived."""
+        """Return the activation [s, b, h] from the received tensor."""
         if self.scattered:
             received = self.axis.from_shares(received)
         return received.view(self.shape)
 
 
 class Arrival:
-    """A stage's input as its graph has it: nothing of the input, and in the end its gradient."""
+    """The input end of a stage's graph. It keeps no reference to the input, and receives its
+    gradient."""
 
     gradient: Tensor | None = None
 
     def begin(self, x: Tensor) -> Tensor:
-        """The input as a value of the stage's own graph. As a leaf it would stay until its gradient
-        is there, and so in vain where a first layer keeps but a share of it."""
+        """Return the input as a non-leaf value of the stage's own graph. A leaf would stay in
+        memory until its gradient is there, although a first layer may keep only a share of it."""
         arrived: Tensor = _Arrive.apply(x.new_empty(0, requires_grad=True), x, self)
         return arrived
 
@@ -67,8 +68,8 @@ class _Arrive(Function):
 
 
 class Departure:
-    """A stage's output as its graph has it: nothing of the output, which can go once it has been
-    passed on."""
+    """The output end of a stage's graph. It keeps no reference to the output, whose memory can be
+    freed once it has been sent."""
 
     gradient: Tensor | None = None
 
@@ -76,10 +77,11 @@ class Departure:
         self._end: GradientEdge | None = get_gradient_edge(_Depart.apply(y, self))
 
     def backward(self, dy: Tensor | None) -> None:
-        """Run the graph back from the output's gradient. As an argument of torch's own call it
-        would have SymPy imported, to compare two shapes: a second of every rank's start."""
+        """Run the graph backward from the output's gradient `dy`. Passed as an argument of torch's
+        own call, `dy` would make torch import SymPy to compare two shapes, which costs a second at
+        every rank's start."""
         assert self._end is not None, "a graph runs back once"
-        # the graph knows this object: knowing it in turn would keep both until someone collects
+        # the graph refers to this object: a reference back would keep both until garbage collection
         end = self._end
         self._end = None
         self.gradient = dy

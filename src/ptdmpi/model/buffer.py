@@ -1,8 +1,8 @@
-"""The flat buffers that a rank's parameters live in, whole or cut into shards.
+"""The flat buffers of a rank's parameters, whole or sharded.
 
-Weights in the compute type, master weights, gradients and moments in float32 (float64 under fp64).
-All parameters that train stand in one flat order; `zero` shards, of its tensors, 1 masters and
-moments, 2 gradients too, 3 weights too, and with them those that do not train.
+Weights have the compute type; master weights, gradients and moments are float32 (float64 under
+fp64). All parameters that train are in one flat order. `zero` = 1 shards masters and moments, 2
+gradients too, 3 weights too, including frozen weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,37 +19,39 @@ from ptdmpi.model.random import initial
 
 
 class Storage:
-    """Where the optimizer's state stands, masters apart from the weights and moments: here in the
-    memory of `device`. `apart`: they are not on the device that trains, and the update is done
-    where they are (`offload`)."""
+    """The memory of the optimizer's state (moments, and masters that are separate from the
+    weights): here the memory of `device`. `apart`: it is not on the device that trains, and the
+    update is computed where it is (`offload`)."""
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
         self.device = device
         self.apart = apart
 
     def zeros(self, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Tensors of these lengths, all zero, one behind the other. Raises OSError where there is
-        no room for them in a file."""
+        """Return consecutive tensors of these lengths, all zero. Raise OSError if a file has no
+        room for them."""
         flat = torch.zeros(sum(lengths), dtype=dtype, device=self.device)
         return list(flat.split(list(lengths)))
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
-        """Row by row of tensors that stand here, as tensors in memory to look at and to change;
-        once the next one is asked for a row may be stored."""
+        """Yield rows of stored tensors, one by one, as tensors in memory that may be read and
+        changed. A row may be stored once the next one is requested."""
         yield from rows
 
     def let_go(self) -> None:
-        """Nobody looks at these tensors now: memory that only mirrors them may be given back."""
+        """Allow the storage to free memory that only mirrors these tensors: nobody reads them
+        now."""
 
 
 class ParameterBuffer(FlatOrder):
-    """All parameters of one rank: their flat order and its tensors, all zero at first. `trains`
-    false: there are no gradients. `storage`: of masters, where that is not the device's memory.
+    """The parameters of one rank: their flat order and its tensors, all zero at first. `trains`
+    false: there are no gradients. `storage`: of masters that are not in the device's memory.
 
-    `masters` and `reduced` have a tensor for each of the units: of what this rank updates the
-    weights and the gradients. Of one type, masters are weights. `gradients` is all that gradients
-    are accumulated in, and `weights` those of all units, which `zero` = 3 does not have. Of frozen
-    weights there are `idle_parts`, one for each of their units, all of them `idle_weights`.
+    `masters` and `reduced` have one tensor for each unit: the weights and the gradients that this
+    rank updates. If master and compute types are equal, masters are the weights. `gradients` is the
+    flat tensor in which gradients accumulate, and `weights` that of the weights of all units, which
+    does not exist under `zero` = 3. Frozen weights are in `idle_parts`, one for each of their
+    units, and all of them in `idle_weights`.
     """
 
     def __init__(
@@ -104,11 +106,11 @@ class ParameterBuffer(FlatOrder):
             self.reduced = [self.own(unit, self.gradients) for unit in self.gradient_units]
 
     def own(self, unit: Unit, flat: Tensor) -> Tensor:
-        """This rank's part of a unit in a tensor of the flat order."""
+        """Return this rank's part of a unit in `flat`, a tensor of the flat order."""
         return flat[slice(*self.place(unit))]
 
     def _attach(self, name: str, parameter: Parameter, again: bool) -> None:
-        """Let a parameter stand on its part of the buffers; `again`: it is a tied one's copy."""
+        """Place a parameter on its part of the buffers; `again`: it is the copy of a tied one."""
         declaration = parameter.declaration
         trains = declaration.trains
         entry = (self.entries if trains else self.packed | self.frozen)[name]
@@ -129,13 +131,13 @@ class ParameterBuffer(FlatOrder):
             parameter.second = self.second[name]
         if not self.portion.shards_gradients:
             parameter.main_grad = (parameter.second or entry).view(self.gradients)
-        # Layers of ours add to main_grad themselves; this serves the others (the norms).
+        # Our own layers add to main_grad themselves; this hook is for the others (the norms).
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
     def initialise(self, seed: int, trained_alone: bool = False) -> None:
-        """Fill the master weights from (seed, name): the same logical tensors in every layout, of
-        which each rank has what it keeps, and never the whole. `trained_alone`: the frozen ones are
-        loaded, and nothing is drawn for them."""
+        """Fill the master weights from (seed, name). The logical tensors are the same in every
+        layout; each rank draws the part that it keeps, never the whole. `trained_alone`: the frozen
+        ones are loaded, and nothing is drawn for them."""
         place = (self.portion.tensor_rank, self.portion.tensor_size)
         frozen = () if trained_alone else (*self.frozen.values(), *self.packed.values())
         for entry in (*self.entries.values(), *frozen):
@@ -154,8 +156,8 @@ class ParameterBuffer(FlatOrder):
         self.refresh_weights()
 
     def refresh_weights(self, written: bool = False) -> None:
-        """Bring the weights up to date with the masters of all ranks of the shard group; all of
-        them call it. `written`: each rank's own part is up to date."""
+        """Update the weights from the masters of all ranks of the shard group. All of these ranks
+        must call it. `written`: each rank's own part is up to date."""
         for follow in self.followers:
             follow()
         if not (self.one_type or written):
@@ -172,7 +174,8 @@ class ParameterBuffer(FlatOrder):
 
 
 def _fill(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
-    """Put initial values into views of boxes of a logical tensor."""
+    """Write the initial values of a logical tensor into `parts`: boxes of it, each with its
+    view."""
     declaration = entry.declaration
     boxes = [box for box, _ in parts]
     drawn = initial(seed, entry.name, declaration.shape, declaration.init, boxes)
@@ -185,13 +188,13 @@ def _fill(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
 
 
 def absent(entry: Entry, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What stands for a weight that is not gathered: its shape, no memory, and NaN everywhere, so
-    that whoever uses it all the same is seen."""
+    """Return a placeholder for a weight that is not gathered: it has its shape, no memory, and NaN
+    everywhere, so that a use of it by mistake is seen."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(entry.shape)
 
 
 def _add_to_main_grad(parameter: Parameter) -> None:
-    # our own layers have added theirs already and hand autograd nothing
+    # our own layers have added theirs already and return no gradient to autograd
     if parameter.grad is not None:
         gradient = parameter.grad
         parameter.grad = None

@@ -1,5 +1,5 @@
-"""Modules from the one table of parameters (`plan.shape.parameters`): what the planner counts is
-what the model is built from."""
+"""Modules built from the one table of parameters (`plan.shape.parameters`), from which the planner
+counts too."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,8 @@ from ptdmpi.plan.shape import parameters
 
 
 def column_linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLinear:
-    """A linear whose outputs are divided, with its adapters; raises TypeError for another part, as
-    all do here."""
+    """Return a linear whose outputs are divided over the tensor axis, with its adapters. Raise
+    TypeError if the part is of another kind, as all functions here do."""
     linear = as_linear(parts[name], "columns")
     module = ColumnParallelLinear(
         axis, linear.inputs, linear.outputs, linear.bias, linear.init_std, linear.most
@@ -38,7 +38,7 @@ def column_linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLi
 
 
 def row_linear(parts: Parts, name: str, axis: TensorAxis) -> RowParallelLinear:
-    """A linear whose inputs are divided, with its adapters."""
+    """Return a linear whose inputs are divided over the tensor axis, with its adapters."""
     linear = as_linear(parts[name], "rows")
     outputs = sum(linear.outputs)
     module = RowParallelLinear(axis, linear.inputs, outputs, linear.bias, linear.init_std)
@@ -52,7 +52,8 @@ def _adapt(
     name: str,
     columns: Sequence[slice],
 ) -> None:
-    """Put beside a linear what the rows below its name say; `columns` are those of its outputs."""
+    """Attach the adapters that the rows below `name` describe to a linear; `columns` are those of
+    its outputs."""
     axis = module.axis
     pairs = list[LowRankAdapter]()
     scales = list[ScaleAdapter]()
@@ -69,25 +70,25 @@ def _adapt(
 
 
 def replicated_linear(part: Part) -> ReplicatedLinear:
-    """A linear that every tensor rank has whole."""
+    """Return a linear that every tensor rank holds whole."""
     linear = as_linear(part, None)
     return ReplicatedLinear(linear.inputs, sum(linear.outputs), linear.bias, linear.init_std)
 
 
 def table(part: Part) -> Table:
-    """A table that every tensor rank has whole."""
+    """Return a table that every tensor rank holds whole."""
     described = as_table(part, split=False)
     return Table(described.rows, described.hidden, described.init_std)
 
 
 def word_embedding(part: Part, axis: TensorAxis) -> VocabularyEmbedding:
-    """The vocabulary's table, its rows divided."""
+    """Return the vocabulary's table, its rows divided over the tensor axis."""
     described = as_table(part, split=True)
     return VocabularyEmbedding(axis, described.rows, described.hidden, described.init_std)
 
 
 def output_head(part: Part, axis: TensorAxis, softcap: float) -> VocabularyHead:
-    """The linear to the vocabulary's logits, capped where `softcap` is not 0."""
+    """Return the linear to the vocabulary's logits, capped if `softcap` is not 0."""
     linear = as_linear(part, "columns")
     (vocab_size,) = linear.outputs
     sizes = (vocab_size, linear.inputs, linear.init_std)
@@ -97,8 +98,8 @@ def output_head(part: Part, axis: TensorAxis, softcap: float) -> VocabularyHead:
 def declare_as_described(
     stage: nn.Module, model: ModelConfig, vocab_size: int, layers: range
 ) -> None:
-    """Declare of a stage's parameters what the table says besides their shapes: which do not train,
-    and which products take in few bits (the weights of the layers' linears)."""
+    """Copy from the table to the declarations of a stage's parameters which of them do not train,
+    and which (the weights of the layers' linears) are quantized in products."""
     for prefix, parts in _described(model, vocab_size, layers):
         for name, part in parts.items():
             if not part.trains:
@@ -114,7 +115,7 @@ def declare_as_described(
 
 
 def _described(model: ModelConfig, vocab_size: int, layers: range) -> Iterator[tuple[str, Parts]]:
-    """The tables of a stage with these layers, each with what the names in it begin with."""
+    """Yield the tables of a stage with these layers, each with the prefix of its names."""
     for number in layers:
         yield f"layers.{number}.", parameters.layer(model, number)
     if layers.start == 0:
@@ -124,7 +125,7 @@ def _described(model: ModelConfig, vocab_size: int, layers: range) -> Iterator[t
 
 
 def _declared(module: nn.Module) -> Iterator[Parameter]:
-    """The parameters of a module itself, the weight first."""
+    """Yield the parameters of the module itself, the weight first."""
     for name, weight in module.named_parameters(recurse=False):
         assert isinstance(weight, Parameter), f"{name} is not declared"
         yield weight

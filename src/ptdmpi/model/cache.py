@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, so that a new token costs one position, not all again."""
+"""A cache of the keys and values of earlier tokens, so that only new positions are computed."""
 
 from collections.abc import Iterable
 
@@ -9,11 +9,12 @@ from ptdmpi.model.kernels.attention import AttentionCore
 
 
 class KeyValueCache:
-    """For each of `layers`, keys and values [b, capacity, kv heads / t, head size] of b sequences.
+    """The keys and values [b, capacity, kv heads / t, head size] of b sequences, for each of
+    `layers`.
 
-    Sequences may be of different lengths: every token says where in its own sequence it stands
-    (`at`). A place that was filled by padding is overwritten by the token that belongs there before
-    anything looks at it, for nothing looks ahead.
+    Sequences may have different lengths: each token has its position in its own sequence (`at`). A
+    place that padding has filled is overwritten by its own token before any query sees it, because
+    no query sees later positions.
     """
 
     def __init__(
@@ -31,20 +32,20 @@ class KeyValueCache:
         self._places = torch.empty(0)
 
     def at(self, positions: Tensor) -> None:
-        """The tokens that come next stand at `positions` [s, b] of their sequences."""
+        """Set the positions [s, b] of the next tokens in their sequences."""
         self.positions = positions
-        # no further than the furthest token: what lies behind in the capacity is never read
+        # up to the furthest token: places after it are never read
         self._places = torch.arange(int(positions.max()) + 1, device=positions.device)
 
     def _seen(self, window: int) -> Tensor:
-        """[b, 1, s, places] bool: what each of the next tokens sees of all places."""
+        """Return a mask [b, 1, s, places], bool: the places that each of the next tokens sees."""
         here = self.positions.t()[:, None, :, None]
         seen = self._places <= here
         return seen & (self._places > here - window) if window else seen
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
-        """Attention of new tokens (q, k, v: [b, heads, s, head size]) to themselves and all that is
-        before them in their sequence, or in its window; keeps their keys and values."""
+        """Return the attention of new tokens (q, k, v: [b, heads, s, head size]) to themselves and
+        to the earlier tokens of their sequence, or of its window; keep their keys and values."""
         kept = self._kept[layer]
         for which, new in enumerate((k, v)):
             kept[which][self._rows, self.positions.t()] = new.transpose(1, 2)

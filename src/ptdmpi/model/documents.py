@@ -1,6 +1,7 @@
-"""Where the documents of a microbatch lie: attention and positions begin anew in each of them.
+"""The documents of a microbatch: attention and positions begin anew in each of them.
 
-A document is here what sees itself only: a text of a packed sample, or the padding behind it.
+A document here is a run of tokens that attend only to each other: a text of a packed sample, or the
+padding after it.
 """
 
 from collections.abc import Callable
@@ -13,11 +14,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents of b sequences of s tokens.
+    """The documents of b sequences of s tokens.
 
-    `numbers` [b, s] tells the documents of a row apart, `positions` [s, b] count from 0 in each;
-    `pieces` are (row, begin, end) of all of them, row by row, on the host, since they say which
-    kernels run. `offsets` int32 [documents + 1] are their places in the rows laid end to end.
+    `numbers` [b, s] identify the document of each token within its row, `positions` [s, b] count
+    from 0 in each document; `pieces` are (row, begin, end) of all documents, row by row, on the
+    host, because they select the kernels. `offsets` int32 [documents + 1] are their places in the
+    rows laid end to end.
     """
 
     numbers: Tensor
@@ -28,12 +30,13 @@ class Documents:
 
     @classmethod
     def of(cls, numbers: Tensor) -> "Documents":
-        """From the numbers [b, s], on the host; a document is a run of one number in a row."""
+        """Return the documents of the numbers [b, s], which are on the host; a document is a run of
+        one number in a row."""
         rows, length = numbers.shape
         begins = torch.ones_like(numbers, dtype=torch.bool)
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         indices = torch.arange(length).expand(rows, length)
-        # the greatest beginning so far is that of the document in which a token stands
+        # the greatest beginning so far is that of the document that a token is in
         positions = indices - torch.where(begins, indices, 0).cummax(1).values
         flat = [*begins.flatten().nonzero().flatten().tolist(), rows * length]
         pieces = tuple(
@@ -49,7 +52,7 @@ class Documents:
         )
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Documents":
-        """The same documents with another tensor for each of their tensors."""
+        """Return the same documents with `change` applied to each of their tensors."""
         return replace(
             self,
             numbers=change(self.numbers),
@@ -58,5 +61,5 @@ class Documents:
         )
 
     def others(self) -> Tensor:
-        """[b, 1, s, s] bool: where query and key are of two documents."""
+        """Return a mask [b, 1, s, s], bool: True if query and key are in different documents."""
         return self.numbers[:, None, :, None] != self.numbers[:, None, None, :]

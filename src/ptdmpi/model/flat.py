@@ -1,7 +1,7 @@
 """The one flat order of a rank's parameters, in units that are cut into equal shards.
 
-A unit is what is gathered or reduced as one. Of each a rank of the shard group owns an equal part
-of what `zero` shards (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+A unit is gathered or reduced in one operation. Each rank of the shard group owns an equal part of
+every unit that `zero` shards (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,13 +16,13 @@ from ptdmpi.model.parameters import Entry, HeldShare, Parameter
 from ptdmpi.plan.layer.parts import ALIGNMENT, aligned
 from ptdmpi.plan.shape.dealt import Slice, slices
 
-ALL = "all"  # the unit of those that need no unit of their own
+ALL = "all"  # the unit of parameters that need no unit of their own
 
 
 @dataclass(frozen=True)
 class Portion:
-    """What of the model and its state a rank holds: its place on the tensor axis, and in the group
-    that shares out what `zero` shards. Alone in that group it holds all."""
+    """A rank's part of the model and its state: its place on the tensor axis, and in the group that
+    shares the tensors that `zero` shards. A rank that is alone in that group holds all."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
@@ -31,39 +31,39 @@ class Portion:
 
     @property
     def sharing(self) -> Sharing:
-        """The stage of ZeRO and the number of ranks that share out what it covers."""
+        """Return the stage of ZeRO and the number of ranks that share the tensors it covers."""
         return Sharing(self.zero, self.group.size)
 
     @property
     def shards_state(self) -> bool:
-        """Whether this rank updates a part of the parameters, and not all of them."""
+        """Return True if this rank updates a part of the parameters, and not all of them."""
         return self.sharing.shards_state
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether this rank keeps a part of the gradients, and not all of them."""
+        """Return True if this rank keeps a part of the gradients, and not all of them."""
         return self.sharing.shards_gradients
 
     @property
     def shards_weights(self) -> bool:
-        """Whether this rank keeps a part of the weights, and not all of them."""
+        """Return True if this rank keeps a part of the weights, and not all of them."""
         return self.sharing.shards_weights
 
     @property
     def shards(self) -> int:
-        """The number of parts into which units are cut."""
+        """Return the number of parts into which units are cut."""
         return self.sharing.state_shards
 
     @property
     def frozen_shards(self) -> int:
-        """The number of parts into which units of weights that do not train are cut."""
+        """Return the number of parts into which units of frozen weights are cut."""
         return self.sharing.weight_shards
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Entries that stand together at [start, stop) of the flat order, those with weight decay
-    first. `apart`: the axes along which their gradients are not summed, as they declare."""
+    """A run of entries at [start, stop) of the flat order, those with weight decay first. `apart`:
+    the axes along which their gradients are not summed, as they declare."""
 
     name: str
     start: int
@@ -73,8 +73,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class OwnPart:
-    """The elements [begin, end) of an entry's local tensor, row by row, and where they stand: at
-    `offset` of this rank's part of unit number `unit`, of a frozen entry among frozen units."""
+    """The elements [begin, end) of an entry's local tensor, in row-major order, and their place: at
+    `offset` of this rank's part of unit number `unit`; a frozen entry's unit is counted among the
+    frozen units."""
 
     entry: Entry
     begin: int
@@ -84,16 +85,16 @@ class OwnPart:
 
     @property
     def length(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return self.end - self.begin
 
     def view(self, parts: Sequence[Tensor]) -> Tensor:
-        """Them, flat, in tensors that have this rank's part of each unit."""
+        """Return a flat view of these elements; `parts` has this rank's part of each unit."""
         return parts[self.unit][self.offset : self.offset + self.length]
 
     def boxes(self, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """The boxes of the local tensor that they are, each with its view in `flat`, their
-        values."""
+        """Yield the boxes of the local tensor that these elements form, each with its view in
+        `flat`, which has their values."""
         done = 0
         for box in runs(self.entry.shape, self.begin, self.end):
             yield box, flat[done : done + box.elements].view(box.size)
@@ -102,8 +103,8 @@ class OwnPart:
     def logical(
         self, flat: Tensor, tensor_rank: int, tensor_size: int
     ) -> Iterator[tuple[Box, Tensor, HeldShare]]:
-        """The boxes of the logical tensor that they are, each with its view in `flat`, and the
-        share that it is of; padding is of none."""
+        """Yield the boxes of the logical tensor that these elements form, each with its view in
+        `flat` and the share that it belongs to. Padding belongs to no box."""
         shares = list(self.entry.declaration.held(tensor_rank, tensor_size))
         for box, view in self.boxes(flat):
             for share in shares:
@@ -114,13 +115,13 @@ class OwnPart:
 
 
 class FlatOrder:
-    """Where the parameters of one rank stand in flat tensors, and which part of them is its own.
+    """The places of one rank's parameters in flat tensors, and the part of them that it owns.
 
     `named`: (logical name, parameter) of all stages of the rank. A name that occurs twice is a tied
-    weight: both occurrences share their storage, and the `second` keeps its gradient apart, so that
-    the two contributions can be reduced apart and then added. `unit_of` says which of the `units` a
-    name belongs to. Those that do not train are `frozen`, in units of an order of their own, or
-    `packed` in few bits.
+    weight: both occurrences share their storage, and the `second` has a gradient of its own, so
+    that the two contributions can be reduced separately and then added. `unit_of` maps a name to
+    its unit. Parameters that do not train are `frozen`, in units of an order of their own, or
+    `packed` (quantized).
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class FlatOrder:
         self.gradient_size = self.size + self._end(
             _place(twice, self.second, self.size) - self.size, portion.shards
         )
-        # reduced as a unit is, though it has no weights of its own
+        # reduced like a unit, although it has no weights of its own
         second = Unit("second", self.size, self.gradient_size)
         self.gradient_units = [*self.units, second] if twice else self.units
         idle = {name: p for name, p in self.first.items() if not p.declaration.trains}
@@ -170,7 +171,8 @@ class FlatOrder:
         unit_of: Callable[[str], str],
         shards: int,
     ) -> list[Unit]:
-        """Give each parameter its entry, unit by unit, in the order in which units occur."""
+        """Give each parameter its entry, unit by unit, in the order in which units occur; return
+        the units."""
         groups: dict[tuple[str, tuple[str, ...]], dict[str, Parameter]] = {}
         for name, parameter in parameters.items():
             key = (unit_of(name), parameter.declaration.apart)
@@ -189,12 +191,12 @@ class FlatOrder:
 
     @staticmethod
     def _end(length: int, shards: int) -> int:
-        """`length`, rounded up so that it can be cut into equal shards."""
+        """Return `length`, rounded up so that it can be cut into equal shards."""
         grain = ALIGNMENT * shards
         return -(-length // grain) * grain
 
     def place(self, unit: Unit) -> tuple[int, int]:
-        """Where this rank's part of a unit begins and ends in the flat order."""
+        """Return the beginning and the end of this rank's part of a unit in the flat order."""
         return self._share(unit, self.portion.shards)
 
     def _share(self, unit: Unit, shards: int) -> tuple[int, int]:
@@ -203,9 +205,9 @@ class FlatOrder:
         return first, first + share
 
     def own_part(self, entry: Entry) -> OwnPart | None:
-        """What of an entry this rank updates, and whose gradient it has once all are reduced; of
-        the second use of a tied table the gradient alone, of a frozen one what this rank keeps.
-        None: nothing."""
+        """Return the part of an entry that this rank updates, and whose gradient it has once all
+        are reduced. For the second use of a tied table this is the gradient only, for a frozen
+        entry the part that this rank keeps. Return None if there is no such part."""
         units = self.gradient_units
         shards = self.portion.shards
         if not entry.declaration.trains:
@@ -221,31 +223,32 @@ class FlatOrder:
         return OwnPart(entry, begin - entry.start, end - entry.start, number, begin - first)
 
     def slices(self, entry: Entry) -> list[Slice]:
-        """What each shard has of an entry that trains."""
+        """Return the slice of an entry that each shard has; the entry trains."""
         unit = self.units[unit_number(self.units, entry)]
         stop = entry.start + entry.elements
         return slices(entry.start, stop, unit.start, unit.stop, self.portion.shards)
 
     def own_parts(self, names: Collection[str] | None = None) -> Iterator[OwnPart]:
-        """`own_part` of all entries that train, or of some names of them."""
+        """Yield `own_part` of all entries that train, or of those with these names."""
         for name in self.entries if names is None else names:
             held = self.own_part(self.entries[name])
             if held is not None:
                 yield held
 
     def own_frozen(self) -> Iterator[OwnPart]:
-        """`own_part` of all frozen entries."""
+        """Return an iterator over `own_part` of all frozen entries."""
         parts = map(self.own_part, self.frozen.values())
         return (held for held in parts if held is not None)
 
 
 def unit_number(units: Sequence[Unit], entry: Entry) -> int:
-    """The number of the unit that an entry stands in."""
+    """Return the number of the unit that an entry is in."""
     return next(n for n, unit in enumerate(units) if entry.start < unit.stop)
 
 
 def _place(parameters: Mapping[str, Parameter], entries: dict[str, Entry], start: int) -> int:
-    """Give each parameter an entry, one behind the other from `start`; returns their end."""
+    """Give each parameter an entry, one after the other from `start`; return the end of the last
+    one."""
     for name, parameter in parameters.items():
         entries[name] = Entry(name, parameter.declaration, start, tuple(parameter.shape))
         start += aligned(parameter.numel())

@@ -1,8 +1,8 @@
 """Parameters by logical name.
 
-Each parameter of a layer is declared once with its logical (whole) shape and how the tensor axis
-divides it. Names and logical shapes are the same on every rank and in every layout; only the local
-slices differ. Where these stand is `ptdmpi.model.buffer`'s matter.
+Each parameter of a layer is declared once with its logical (whole) shape and its division over the
+tensor axis. Names and logical shapes are the same on every rank and in every layout; only the local
+slices differ. `ptdmpi.model.buffer` places these in memory.
 """
 
 import math
@@ -23,11 +23,12 @@ from ptdmpi.plan.layout.grid import axis_named
 
 @dataclass(frozen=True)
 class Split:
-    """How the tensor axis divides `dim`: each of `parts` (such as q, k, v) on its own.
+    """The division of `dim` over the tensor axis: each of `parts` (such as q, k, v) is divided
+    separately.
 
     A part that t does not divide is padded at its end; the padding belongs to no logical element.
-    `most`: into how many shares each part can be divided (a key head is never cut); where t is a
-    multiple of that, neighbouring ranks hold copies of one share. None: into t.
+    `most`: the greatest number of shares of each part (a key head is never cut); if t is a multiple
+    of that, neighbouring ranks hold copies of one share. None: t shares.
     """
 
     dim: int
@@ -35,22 +36,23 @@ class Split:
     most: tuple[int, ...] | None = None
 
     def shares(self, tensor_size: int) -> tuple[int, ...]:
-        """Into how many shares each part is divided."""
+        """Return the number of shares of each part."""
         if self.most is None:
             return (tensor_size,) * len(self.parts)
         return tuple(min(tensor_size, shares) for shares in self.most)
 
     def local_sizes(self, tensor_size: int) -> tuple[int, ...]:
-        """What a rank holds of each part, padding included."""
+        """Return the size of each part on one rank, padding included."""
         shares = self.shares(tensor_size)
         return tuple(-(-part // n) for part, n in zip(self.parts, shares, strict=True))
 
 
 @dataclass(frozen=True)
 class HeldShare:
-    """A piece of a parameter: its box in the logical tensor, and where that is in the local one.
+    """A piece of a parameter: its box in the logical tensor, and the place of that box in the local
+    one.
 
-    `copies` neighbouring ranks of the tensor axis hold it; on the first of them it `counts`.
+    `copies` neighbouring ranks of the tensor axis hold it; it `counts` on the first of them.
     """
 
     logical: Box
@@ -61,16 +63,16 @@ class HeldShare:
 
 @dataclass(frozen=True)
 class Declaration:
-    """What is known of a parameter besides its name.
+    """The properties of a parameter, without its name.
 
     `init` is a standard deviation of a normal distribution, or "zeros" or "ones".
     `apart`: the axes of the grid along which each rank holds other parameters in this one's place,
     such as other experts: no gradient is summed there. Each of them cuts the training state.
     `shared_gradient`: under sequence parallelism each tensor rank sees only its positions, so the
     gradient of this replicated parameter is a part to be summed over the tensor axis.
-    `partial_gradient`: it is one always, since each tensor rank sees only its heads. `trains`:
-    without it the parameter has no gradient, no master weight and no moments. `low_bit`: in how few
-    bits products take it; without training it stands in them.
+    `partial_gradient`: the gradient is always such a part, since each tensor rank sees only its
+    heads. `trains`: if False, the parameter has no gradient, no master weight and no moments.
+    `low_bit`: its quantization in products; if it does not train, it is stored in this form.
     """
 
     shape: tuple[int, ...]
@@ -90,19 +92,21 @@ class Declaration:
 
     @property
     def packed(self) -> bool:
-        """Whether it stands in few bits: nothing but products ever takes it, as its values."""
+        """Return True if it is stored quantized: only products use it, by its dequantized
+        values."""
         return self.low_bit is not None and not self.trains
 
     @property
     def cut_by(self) -> tuple[str, ...]:
-        """The axes along which ranks hold other parts of its state: other slices, or, along the
-        pipeline and those of `apart`, other parameters. On all others they hold the same."""
+        """Return the axes along which ranks hold other parts of its state: other slices, or, along
+        the pipeline and the axes of `apart`, other parameters. Along all other axes they hold the
+        same."""
         by_split = () if self.split is None else ("tensor",)
         return (*by_split, "shard", "pipeline", *self.apart)
 
     def partial_over(self, sequence_divided: bool) -> tuple[str, ...]:
-        """The axes besides those of the losses on which each rank has seen a part of its gradient.
-        `sequence_divided`: the tensor ranks each have their positions."""
+        """Return the axes, without those of the losses, along which each rank has only a part of
+        its gradient. `sequence_divided`: each tensor rank has its own positions."""
         if self.partial_gradient or (self.shared_gradient and sequence_divided):
             return ("tensor",)
         return ()
@@ -116,7 +120,7 @@ class Declaration:
         return tuple(shape)
 
     def held(self, tensor_rank: int, tensor_size: int) -> Iterator[HeldShare]:
-        """The pieces of the logical tensor that one tensor rank holds; empty ones are left out."""
+        """Yield the pieces of the logical tensor that one tensor rank holds, without empty ones."""
         whole = Box.whole(self.shape)
         if self.split is None:
             yield HeldShare(whole, whole)
@@ -142,12 +146,12 @@ class Declaration:
 
 
 class Parameter(nn.Parameter):
-    """A local slice of a logical tensor; `main_grad` is where its gradient accumulates.
+    """A local slice of a logical tensor; its gradient accumulates in `main_grad`.
 
-    While `later` is a list, what would be added goes into the list: the backward is split, and its
-    second part adds it. `entry`: where it stands in the flat order, and `second` where its gradient
-    stands, if that is kept apart from another use's of the same table. `packed`: what it is, where
-    that stands in few bits; then it has a shape and a type, and no values of its own.
+    While `later` is a list, contributions go into the list: the backward is split, and its second
+    part adds them. `entry`: its place in the flat order; `second`: the place of its gradient, if
+    another use of the same table has a separate one. `packed`: its quantized form; it then has a
+    shape and a type, and no values of its own.
     """
 
     declaration: Declaration
@@ -159,9 +163,10 @@ class Parameter(nn.Parameter):
 
     @property
     def operand(self) -> Tensor:
-        """What products take of it: itself, or what its few bits say of it, made for one product.
-        Gradients are of that, and go to a parameter that trains as they are (the straight-through
-        estimator: Bengio et al. 2013, arXiv 1308.3432, section 4)."""
+        """Return the tensor that products use: the parameter itself, or its dequantized values,
+        made for one product. Gradients are taken with respect to these values, and added unchanged
+        to a parameter that trains (the straight-through estimator: Bengio et al. 2013, arXiv
+        1308.3432, section 4)."""
         if self.packed is not None:
             return self.packed.values(self.dtype)
         form = self.declaration.low_bit
@@ -169,12 +174,12 @@ class Parameter(nn.Parameter):
 
     @property
     def puts_off(self) -> bool:
-        """Whether what `accumulate` is given is kept for later."""
+        """Return True if `accumulate` keeps its contributions for later."""
         return self.later is not None
 
     def accumulate(self, add: Callable[[Tensor], object]) -> None:
-        """Have `add` add a part of the gradient to `main_grad`, at once or later; it keeps what it
-        needs for that, and may talk to the tensor axis."""
+        """Add a part of the gradient to `main_grad` by calling `add`, at once or later. `add` keeps
+        the tensors that it needs, and may communicate over the tensor axis."""
         if self.later is None:
             add(self.main_grad)
         else:
@@ -182,14 +187,14 @@ class Parameter(nn.Parameter):
 
 
 def declare(tensor_size: int, shape: Sequence[int], init: float | str, **options: Any) -> Parameter:
-    """A parameter without storage yet. `options` are those of `Declaration`.
+    """Return a parameter that has no storage yet. `options` are those of `Declaration`.
 
     Weight decay applies to matrices only, as in GPT-3 and LLaMA's training.
     """
     options.setdefault("split", None)
     options.setdefault("decay", len(shape) > 1)
     declaration = Declaration(tuple(shape), init=init, **options)
-    # "meta" has a shape and no memory: all of a rank stand in one buffer, which is made later
+    # "meta" has a shape and no memory: a rank's parameters are in one buffer, which is made later
     local = torch.empty(declaration.local_shape(tensor_size), device="meta")
     parameter = Parameter(local)
     parameter.declaration = declaration
@@ -198,7 +203,7 @@ def declare(tensor_size: int, shape: Sequence[int], init: float | str, **options
 
 @dataclass(frozen=True)
 class Entry:
-    """One logical parameter of this rank: where its local slice stands in the flat buffers."""
+    """One logical parameter of this rank: the place of its local slice in the flat buffers."""
 
     name: str
     declaration: Declaration
@@ -207,7 +212,7 @@ class Entry:
 
     @property
     def elements(self) -> int:
-        """The number of elements of the local slice."""
+        """Return the number of elements of the local slice."""
         return math.prod(self.shape)
 
     def view(self, flat: Tensor) -> Tensor:

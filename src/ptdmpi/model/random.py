@@ -1,4 +1,4 @@
-"""Randomness that belongs to the model, not to the layout.
+"""Random numbers that depend on the model, not on the layout.
 
 Initial weights are a function of (seed, name). Dropout masks are a function of (seed, step, layer,
 place in the layer, sample, position, channel; for attention: head and both positions). Each element
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ptdmpi.base.box import Box
 
-# Elements that are drawn at once: few beside any large tensor, and a multiple of 16.
+# Elements that are drawn at once: few compared with a large tensor, and a multiple of 16.
 SLAB_ELEMENTS = 2**22
 
 
@@ -27,17 +27,17 @@ def initial(
     init: float | str,
     wanted: Sequence[Box] | None = None,
 ) -> Iterator[tuple[Box, Tensor]]:
-    """The logical tensor `name`, float32 on the CPU, in slabs of rows: those that have something
-    of the boxes that are `wanted`; None: all of it.
+    """Yield the initial values of the logical tensor `name`, float32 on the CPU, in slabs of rows:
+    (box, values) of those slabs that overlap a box in `wanted`, or of all slabs if it is None.
 
     `init` is "zeros", "ones", or the standard deviation of a normal distribution around zero. A
-    slab has the bits that it has in the whole tensor: torch draws one number after the other from
-    the generator, and makes sixteen normal ones of sixteen of them.
+    slab has the same bits as in the whole tensor: torch draws the numbers one after the other from
+    the generator, and makes sixteen normal ones from sixteen of them.
     """
     whole = Box.whole(shape)
     wanted = [whole] if wanted is None else wanted
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    # on the CPU whatever the device, so that all start alike; a seed has 63 bits
+    # always on the CPU, so that all devices start alike; a seed has 63 bits
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     last = max((box.stop[0] for box in wanted), default=0)
     for slab in whole.slabs(_slab_rows(shape)):
@@ -49,16 +49,17 @@ def initial(
                 yield slab, torch.full(slab.size, {"zeros": 0.0, "ones": 1.0}[init])
         elif here:
             yield slab, torch.empty(slab.size).normal_(0.0, init, generator=generator)
-        else:  # as many numbers, of which nothing is made: the generator goes on, at twice the pace
+        else:  # skip as many numbers: the generator advances, twice as fast as by drawing them
             torch.empty(slab.elements, dtype=torch.uint8).random_(generator=generator)
 
 
 def _slab_rows(shape: Sequence[int]) -> int:
-    """Rows whose elements are a multiple of 16, with at least 16 left for the last slab."""
+    """Return the number of rows of a slab: its elements are a multiple of 16, and the last slab has
+    at least 16."""
     row = math.prod(shape[1:])
     grain = 16 // math.gcd(16, row)
     rows = max(1, SLAB_ELEMENTS // (row * grain)) * grain
-    # the last sixteen numbers of a tensor that 16 does not divide are drawn anew, all together
+    # torch draws the last sixteen numbers again, together, if 16 does not divide the tensor
     while shape[0] > rows and 0 < (shape[0] % rows) * row < 16:
         rows += grain
     return rows
@@ -74,12 +75,13 @@ CHUNK_ELEMENTS = 2**18
 
 
 def shift_right(value: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64, in new memory; torch's own is arithmetic."""
+    """Return `value`, int64, shifted right logically, in new memory; torch's own shift is
+    arithmetic."""
     return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def mix(value: Tensor) -> Tensor:
-    """A bijection of int64 whose output bits each depend on all input bits."""
+    """Return a bijection of int64 in which each output bit depends on all input bits."""
     value = value.bitwise_xor(shift_right(value, 30)).mul_(_MIX_1)
     value.bitwise_xor_(shift_right(value, 27)).mul_(_MIX_2)
     return value.bitwise_xor_(shift_right(value, 31))
@@ -89,8 +91,8 @@ def mix(value: Tensor) -> Tensor:
 class RandomStream:
     """The random stream of one place in the model at one step.
 
-    `samples` [b] are the global sample numbers of the microbatch, `first_position` is where this
-    rank's positions begin (not 0 under sequence parallelism), `first_head` and `first_channel`
+    `samples` [b] are the global sample numbers of the microbatch. `first_position` is the first of
+    this rank's positions (not 0 under sequence parallelism); `first_head` and `first_channel`
     likewise.
     """
 
@@ -107,7 +109,7 @@ class RandomStream:
     def at(
         self, *place: int, first_position: int = 0, first_head: int = 0, first_channel: int = 0
     ) -> "RandomStream":
-        """The stream of a place such as (layer, 0)."""
+        """Return the stream of a place such as (layer, 0)."""
         return replace(
             self,
             key=fold(self.key, *place),
@@ -117,7 +119,7 @@ class RandomStream:
         )
 
     def hidden_mask(self, shape: Sequence[int], rate: float) -> Tensor:
-        """[s, b, h] bool: True where kept, with probability 1 - rate."""
+        """Return a mask [s, b, h], bool: True where kept, with probability 1 - rate."""
         s, _, h = shape
         device = self.samples.device
         positions = torch.arange(self.first_position, self.first_position + s, device=device)
@@ -126,7 +128,7 @@ class RandomStream:
         return _keep(rows[:, :, None], channels, rate)
 
     def attention_mask(self, shape: Sequence[int], rate: float) -> Tensor:
-        """[b, a, s, s] bool: True where kept, with probability 1 - rate."""
+        """Return a mask [b, a, s, s], bool: True where kept, with probability 1 - rate."""
         _, a, s, _ = shape
         device = self.samples.device
         heads = torch.arange(self.first_head, self.first_head + a, device=device)
@@ -137,15 +139,15 @@ class RandomStream:
 
 
 def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
-    """[..., columns] bool of the hashes rows [..., 1]."""
-    # the upper half of the hash, as an integer: exact on every device, a float would not be
+    """Return a mask [..., columns], bool, from the hashes `rows` [..., 1] and `columns`."""
+    # the upper half of the hash, as an integer: exact on every device, unlike a float
     threshold = round(rate * 2**32)
     columns = columns * GOLDEN
     shape = (*rows.shape[:-1], columns.numel())
     rows = rows.reshape(-1, 1)
     kept = torch.empty((rows.shape[0], columns.numel()), dtype=torch.bool, device=rows.device)
-    # A hash takes 8 bytes an element, a few times over: all at once would need more memory than
-    # what the mask is for, and on a CPU leave the cache.
+    # A hash takes 8 bytes an element, several times: hashing all elements at once would need more
+    # memory than the masked tensor, and would not fit a CPU's cache.
     elements = CHUNK_ELEMENTS if rows.device.type == "cpu" else 16 * CHUNK_ELEMENTS
     count = max(1, elements // columns.numel())
     for part, hashed in zip(kept.split(count), rows.split(count), strict=True):
@@ -154,7 +156,7 @@ def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
 
 
 def fold(key: int, *numbers: int) -> int:
-    """A key of 64 bits, signed, for `key` and a place such as (step, layer)."""
+    """Return a key of 64 bits, signed, for `key` and a place such as (step, layer)."""
     for number in numbers:
         digest = hashlib.blake2b(f"{key}/{number}".encode(), digest_size=8).digest()
         key = int.from_bytes(digest, "little", signed=True)
@@ -162,5 +164,5 @@ def fold(key: int, *numbers: int) -> int:
 
 
 def dropout(x: Tensor, keep: Tensor, rate: float) -> Tensor:
-    """Zero where not kept, and scale the rest so that the expectation stays."""
+    """Return `x` with zeros where not kept, and the rest scaled so that the expectation stays."""
     return x * keep * (1.0 / (1.0 - rate))

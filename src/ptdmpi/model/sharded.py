@@ -1,11 +1,11 @@
-"""What a stage does besides computing where gradients or weights are sharded (`zero` = 2, 3), or
-where sums of gradients are begun while it computes.
+"""Communication of a stage while it computes: of sharded gradients or weights (`zero` = 2, 3), and
+of sums of gradients that are begun early.
 
-A stage tells its `Walk` which place it is at: in forward, in backward, and in what is recomputed
-there. Weights, trained and frozen, are gathered one place ahead and dropped behind (3), those of
-frozen matrices in few bits excepted, which are whole; the gradient of a place is whole
-only while it is computed, and then reduced to each rank's part (2 and 3; Rajbhandari et al. 2020,
-arXiv 1910.02054, sections 5.2 and 5.3).
+A stage reports to its `Walk` the place that it is at: in forward, in backward, and in what is
+recomputed there. Under `zero` = 3, weights, trained and frozen, are gathered one place ahead and
+dropped after their place, except frozen quantized matrices, which are whole. Under 2 and 3, the
+gradient of a place is whole only while it is computed, and is then reduced to each rank's part
+(Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.2 and 5.3).
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from ptdmpi.plan.schedule.places import EMBEDDING, at_hand
 
 
 class Pool:
-    """Flat tensors for whole units, used again for others of their length."""
+    """Flat tensors for whole units, reused for other units of the same length."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -33,8 +33,9 @@ class Pool:
         self._spare: list[Tensor] = []
 
     def take(self, length: int) -> Tensor:
-        """One of `length` elements, whatever is in it. Others that are spare are let go: of the
-        units that are not layers there is one of each length, and it would stay for the step."""
+        """Return a flat tensor of `length` elements with arbitrary values. Spare tensors of other
+        lengths are freed: the units that are not layers have one of each length, which would stay
+        for the whole step."""
         fitting = [flat for flat in self._spare if len(flat) == length]
         self._spare = fitting[1:]
         if fitting:
@@ -42,17 +43,17 @@ class Pool:
         return torch.empty(length, dtype=self.dtype, device=self.device)
 
     def give(self, flat: Tensor) -> None:
-        """It is not used any more."""
+        """Return a tensor that is no longer used to the pool."""
         self._spare = [flat]
 
 
 class GatheredWeights:
-    """The whole weights of units that are at hand, of all stages of a rank. Units are numbered:
-    those that train, then the frozen ones."""
+    """The whole weights of the units that are gathered at present, of all stages of a rank. Units
+    are numbered: those that train, then the frozen ones."""
 
     def __init__(self, buffer: ParameterBuffer, parameters: Sequence[Parameter]) -> None:
         self.buffer = buffer
-        # a pool keeps one tensor, and a layer's adapters and what is frozen of it come in turn
+        # a pool keeps one tensor, and a layer's adapters and its frozen weights alternate
         self.pools = [Pool(buffer.precision.compute, buffer.device) for _ in range(2)]
         self._parts = [
             *zip(buffer.units, buffer.weight_parts, strict=True),
@@ -65,7 +66,7 @@ class GatheredWeights:
         self._there: dict[int, tuple[Tensor, Handle]] = {}
 
     def numbers(self, parameters: Iterable[Parameter]) -> list[int]:
-        """The units that these stand in, ascending."""
+        """Return the numbers of the units that contain these parameters, ascending."""
         buffer = self.buffer
         units = set[int]()
         for entry in (
@@ -78,11 +79,11 @@ class GatheredWeights:
         return sorted(units)
 
     def hold_all(self) -> None:
-        """Have all units there."""
+        """Gather all units."""
         self.hold(range(len(self.units)), ())
 
     def hold(self, now: Sequence[int], ahead: Sequence[int]) -> None:
-        """Have units `now` there, units `ahead` under way, and no others."""
+        """Gather units `now`, begin to gather units `ahead`, and drop all others."""
         for unit in self._there.keys() - {*now, *ahead}:
             self._drop(unit)
         for unit in (*now, *ahead):
@@ -92,7 +93,7 @@ class GatheredWeights:
             self._there[unit][1].wait()
 
     def drop(self) -> None:
-        """None are there: they have changed."""
+        """Drop all units, because the weights have changed."""
         for unit in list(self._there):
             self._drop(unit)
 
@@ -103,8 +104,8 @@ class GatheredWeights:
         flat.view(group.size, -1)[group.rank].copy_(part)
         self._there[number] = flat, group.all_gather_in_place(flat)
         for parameter in self.units[number]:
-            # A tensor of its own, with a version of its own: autograd, which keeps the parameter
-            # itself, would take what is gathered again for a change of what it has seen.
+            # A separate tensor with its own version counter: autograd keeps the parameter itself,
+            # and would take the next gathering for a change of a saved tensor.
             parameter.data = _placed(parameter.entry, flat, unit.start)
 
     def _drop(self, number: int) -> None:
@@ -119,29 +120,30 @@ class GatheredWeights:
 
 
 class PlacedGradients(Protocol):
-    """Who hears which units' gradients are being computed."""
+    """A receiver of the progress of backward: it is called with the units whose gradients are
+    computed."""
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """The gradients of these units are about to be computed, and those of no others."""
+        """Note that the gradients of these units, and of no others, are computed next."""
 
     def end(self) -> None:
-        """Those that were being computed are complete for this microbatch."""
+        """Note that the gradients begun last are complete for this microbatch."""
 
     def finish(self) -> None:
-        """The backward of this microbatch is over."""
+        """Note that the backward of this microbatch is over."""
 
     def forget(self) -> None:
-        """What is left is of a step that was broken off."""
+        """Discard what an interrupted step has left."""
 
     def looked_at(
         self, look: Callable[[Parameter], None]
     ) -> contextlib.AbstractContextManager[None]:
-        """As long as it lasts gradients stay this rank's own until somebody has looked at them: by
-        `look`, or, where they stay in the buffer, at the end of the op."""
+        """Return a context in which gradients stay this rank's own until they have been read: by
+        `look`, or, if they stay in the buffer, at the end of the op."""
 
 
 class ReducedGradients:
-    """The whole gradients of units that are being computed, and what becomes of them."""
+    """The whole gradients of units while they are computed, and their reduction."""
 
     def __init__(self, buffer: ParameterBuffer, parameters: Sequence[Parameter]) -> None:
         self.buffer = buffer
@@ -158,8 +160,8 @@ class ReducedGradients:
 
     @contextlib.contextmanager
     def looked_at(self, look: Callable[[Parameter], None]) -> Iterator[None]:
-        """`look` at each parameter while its `main_grad` has the whole gradient of a microbatch on
-        this rank, complete and not yet reduced."""
+        """Call `look` with each parameter while its `main_grad` has the whole gradient of a
+        microbatch on this rank, complete and not yet reduced."""
         self._look = look
         try:
             yield
@@ -167,7 +169,8 @@ class ReducedGradients:
             self._look = None
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """The gradients of these units are about to be computed, and those of no others."""
+        """Provide memory for the gradients of these units, which are computed next, and of no
+        others."""
         self.end()
         for number in numbers:
             unit = self.buffer.gradient_units[number]
@@ -176,7 +179,7 @@ class ReducedGradients:
                 parameter.main_grad = _placed(entry, flat, unit.start)
 
     def end(self) -> None:
-        """Those that were being computed are complete for this microbatch: reduce them."""
+        """Begin to reduce the gradients begun last, which are complete for this microbatch."""
         self._arrived()
         for number, flat in self._open.items():
             for parameter, _ in self.units[number]:
@@ -186,18 +189,18 @@ class ReducedGradients:
             handle = self.buffer.portion.group.reduce_scatter_in_place(flat)
             self._leaving.append((number, flat, handle))
         self._open = {}
-        # on a wire whose collectives are over when they were begun nothing is kept any longer
+        # if collectives are complete when they return, as on some transports, keep nothing longer
         if all(handle.done() for _, _, handle in self._leaving):
             self._arrived()
 
     def finish(self) -> None:
-        """All that was computed has been added to this rank's part."""
+        """Wait until all computed gradients have been added to this rank's part."""
         self.end()
         self._arrived()
 
     def forget(self) -> None:
-        """What was not reduced is of a step that was broken off. What was begun the group keeps
-        until it is over; its memory is not used again."""
+        """Discard the gradients of an interrupted step that were not reduced. The group keeps
+        reductions that are under way until they are over; their memory is not used again."""
         self._open = {}
         self._leaving = []
 
@@ -211,10 +214,10 @@ class ReducedGradients:
 
 
 class Walk:
-    """The places of one stage, in the order of its forward, and what is done at each.
+    """The places of one stage, in the order of its forward, and the communication at each.
 
-    `parameters` are those that a place uses; `weights` is None where they are whole (`zero` = 2),
-    `gradients` where nothing trains.
+    `parameters` are those that each place uses. `weights` is None if they are whole (`zero` = 2),
+    `gradients` is None if nothing trains.
     """
 
     def __init__(
@@ -231,15 +234,15 @@ class Walk:
             place: [parameter for parameter in some if parameter.declaration.trains]
             for place, some in parameters.items()
         }
-        # of tables that are looked up no backward needs the values, and none comes to places in
-        # front of all that trains
+        # no backward needs the values of tables that are looked up, and none reaches the places
+        # before the first one that trains
         tables = all(len(parameter.shape) > 1 for parameter in parameters.get(EMBEDDING, ()))
         idle = itertools.takewhile(
             lambda place: not trained[place] or (place == EMBEDDING and tables), self.places
         )
         self._backwards = self.places[len(list(idle)) :]
         units = buffer.gradient_units
-        # of what is whole, those that train: their weights may be on their way as well
+        # the whole parameters that train: their weights may be under way as well
         self._uses = {
             place: sorted({unit_number(units, parameter.entry) for parameter in trained[place]})
             if weights is None
@@ -255,16 +258,16 @@ class Walk:
 
     @property
     def units(self) -> list[int]:
-        """The units that this stage adds gradients to."""
+        """Return the units that this stage adds gradients to."""
         return sorted({unit for some in self._adds_to.values() for unit in some})
 
     def forward(self, place: str) -> None:
-        """The forward is at `place`."""
+        """Note that the forward is at `place`, and communicate for it."""
         self._hold(self.places, place, 1)
 
     def backward(self, place: str | None) -> None:
-        """The backward is at `place`, the one before in forward, and all behind are over; None:
-        all are."""
+        """Note that the backward is at `place`, and that all places after it in forward order are
+        over. None: all places are over."""
         assert self.gradients is not None, "nothing trains"
         if place is None:
             self.gradients.end()
@@ -274,24 +277,25 @@ class Walk:
         self.gradients.begin(self._adds_to[place])
 
     def finish(self) -> None:
-        """The backward is over."""
+        """Note that the backward is over."""
         if self.gradients is not None:
             self.gradients.finish()
 
     def begin_step(self) -> None:
-        """Forget what is left of a step that was broken off."""
+        """Discard what an interrupted step has left."""
         if self.gradients is not None:
             self.gradients.forget()
 
     def enter(self, place: str, x: Tensor) -> Tensor:
-        """`x` on its way into `place`, and its gradient on the way out of it."""
+        """Return `x` as the input of `place`, noting when forward enters the place and backward
+        leaves it."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             self.forward(place)
             return x
         return _Enter.apply(x, self, place)
 
     def before(self, place: str) -> str | None:
-        """The place in front of `place`; None for the first."""
+        """Return the place before `place`; None for the first."""
         here = self.places.index(place)
         return self.places[here - 1] if here else None
 
@@ -304,7 +308,8 @@ class Walk:
 
 
 class _Enter(Function):
-    """The identity: its forward runs before all of the place's, its backward after all of it."""
+    """An identity whose forward runs before all of the place's, and whose backward after all of
+    it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, walk: Walk, place: str) -> Tensor:
@@ -320,6 +325,6 @@ class _Enter(Function):
 
 
 def _placed(entry: Entry, flat: Tensor, start: int) -> Tensor:
-    """The view of an entry in a flat tensor that begins at `start` of the flat order."""
+    """Return the view of an entry in a flat tensor that begins at `start` of the flat order."""
     first = entry.start - start
     return flat[first : first + entry.elements].view(entry.shape)

@@ -1,7 +1,7 @@
 """A stage: the layers of one model chunk, and the activations of its microbatches in flight.
 
-The first stage has the embedding and the last one the output, so that the runner needs no such
-cases. The boundary of a stage has the form in which activations travel.
+The first stage has the embedding and the last one the output, so that the runner needs no special
+cases. Activations pass between stages in the form of the stage's boundary.
 """
 
 from collections.abc import Callable, Iterator
@@ -61,19 +61,20 @@ class Stage(nn.Module):
         declare_as_described(self, model, vocab_size, layers)
         shape = (model.seq_length, config.batch.micro_size, model.hidden)
         self.boundary = Boundary(shape, axis, config.parallel.scatter_gather)
-        # if weights or gradients are sharded: learns which part of the stage is computed
+        # if weights or gradients are sharded: is notified which part of the stage is computed
         self.walk: Walk | None = None
         self._idle = False
         self._in_flight: dict[int, tuple[Arrival | None, Departure]] = {}
         self._put_off: dict[int, list[Callable[[], object]]] = {}
 
     def named_logical_parameters(self) -> list[tuple[str, Parameter]]:
-        """(logical name, parameter); a tied head goes by the embedding's name."""
+        """Return (logical name, parameter) of all parameters; a tied head has the embedding's
+        name."""
         renamed = {"head.weight": TIED_NAME} if self.tied else {}
         return [(renamed.get(name, name), weight) for name, weight in self._weights()]
 
     def trained_parameters(self) -> list[tuple[str, Parameter]]:
-        """Those of `named_logical_parameters` that have gradients."""
+        """Return the parameters of `named_logical_parameters` that have gradients."""
         return [
             (name, weight)
             for name, weight in self.named_logical_parameters()
@@ -81,14 +82,15 @@ class Stage(nn.Module):
         ]
 
     def parameters_by_place(self) -> dict[str, list[Parameter]]:
-        """What each place of the stage uses, in the order of its forward."""
+        """Return the parameters that each place of the stage uses, in the order of its forward."""
         by_place: dict[str, list[Parameter]] = {place: [] for place in self.places}
         for name, weight in self._weights():
             by_place[place_of(name)].append(weight)
         return by_place
 
     def place_tables(self, model: ModelConfig, device: torch.device) -> None:
-        """Make what is computed once for all layers: the rotary angles, and what few bits mean."""
+        """Compute the tables that all layers share: the rotary angles, and the values of
+        quantization codes."""
         form = LowBit.of(model.quantize)
         if form is not None:
             codes.place_tables(form, device)
@@ -102,7 +104,7 @@ class Stage(nn.Module):
                 block.place_rotary(self.rotary)
 
     def begin_step(self) -> None:
-        """Forget what is left of a step that was broken off; the runner calls it before the ops."""
+        """Discard what an interrupted step has left; the runner calls it before the ops."""
         self._in_flight = {}
         self._put_off = {}
         if self.walk is not None:
@@ -112,23 +114,23 @@ class Stage(nn.Module):
 
     @property
     def in_flight(self) -> int:
-        """Microbatches whose activations are held."""
+        """Return the number of microbatches whose activations are held."""
         return len(self._in_flight)
 
     def logits(self, batch: Batch, x: Tensor | None, step: int | None) -> Tensor:
-        """This stage's output; on the last stage the logits of its part of the vocabulary, at all
-        positions [s, b, V/t] or at the masked ones [k, b, V/t]."""
+        """Return this stage's output. On the last stage these are the logits of its part of the
+        vocabulary, at all positions [s, b, V/t] or at the masked ones [k, b, V/t]."""
         x = self.hidden(batch, x, step)
         return self.output.logits(batch, x) if isinstance(self.output, TokenOutput) else x
 
     def hidden(self, batch: Batch, x: Tensor | None, step: int | None) -> Tensor:
-        """What this stage's layers make of the batch, or of the stage's input `x`."""
+        """Return the output of this stage's layers for the batch, or for the stage's input `x`."""
         return self.advance(batch.inputs, x, self._context(batch, step), batch.types)
 
     def advance(
         self, ids: Tensor, x: Tensor | None, context: Context, types: Tensor | None = None
     ) -> Tensor:
-        """What this stage's layers make of the ids, or of the stage's input `x`."""
+        """Return the output of this stage's layers for the ids, or for the stage's input `x`."""
         if self.embedding is not None:
             if self.walk is not None:
                 self.walk.forward(EMBEDDING)
@@ -155,15 +157,15 @@ class Stage(nn.Module):
         return Context(stream, batch.documents, rotary)
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What each head makes of the last stage's activations, without sequence parallelism: the
-        logits of this rank's part of the vocabulary at all positions [s, b, V/t], and those of a
-        sentence order [b, 2]."""
+        """Return the output of each head for the last stage's activations, without sequence
+        parallelism: the logits of this rank's part of the vocabulary at all positions [s, b, V/t],
+        and those of a sentence order [b, 2]."""
         assert isinstance(self.output, TokenOutput), "a last stage with logits of tokens"
         return self.output.of_all(x)
 
     def scores(self, batch: Batch, x: Tensor, step: int | None) -> Tensor:
-        """The scores [samples, n] of each class, or of each candidate, that the last stage's
-        activations give, in float32 at least."""
+        """Return the scores [samples, n] of each class, or of each candidate, from the last stage's
+        activations, in float32 at least."""
         assert isinstance(self.output, ClassOutput), "a last stage with scores of classes"
         return self.output.scores(batch, x, self._context(batch, step))
 
@@ -200,7 +202,7 @@ class Stage(nn.Module):
         arrival, departure = self._in_flight.pop(microbatch.number)
         if self.last:
             assert microbatch.total is not None, "its forward has left the loss"
-            # nobody hands the loss a gradient: it is its weight in the mean over the global batch
+            # nothing follows the loss: its gradient is its weight in the mean over the global batch
             dy = torch.full_like(microbatch.total, microbatch.scale)
         if self.walk is not None:
             self.walk.backward(self.places[-1])
@@ -218,7 +220,7 @@ class Stage(nn.Module):
     def input_microbatch(self, microbatch: MicrobatchPass, dy: Tensor | None) -> Tensor | None:
         """I: return the gradient of this stage's input, as B does; frees the activations.
 
-        What B would add to the gradients of weights is put off until W, for norms and biases too:
+        All weight gradients that B would add, those of norms and biases too, are deferred until W:
         so they are never ahead of the microbatch whose gradient W completes.
         """
         later: list[Callable[[], object]] = []
@@ -232,13 +234,14 @@ class Stage(nn.Module):
             self._put_off[microbatch.number] = later
 
     def weight_microbatch(self, microbatch: MicrobatchPass, nothing: Tensor | None) -> None:
-        """W: add what I has put off to each parameter's main_grad, in the order of B."""
+        """W: add the gradients that I has deferred to each parameter's main_grad, in the order of
+        B."""
         later = self._put_off.pop(microbatch.number)
         # pop() takes from the end: so the oldest first, in the order in which B would have added
         later.reverse()
         with torch.no_grad():
             while later:
-                later.pop()()  # and what it has kept is free again
+                later.pop()()  # this also frees the tensors that it has kept
 
     def _weights(self) -> Iterator[tuple[str, Parameter]]:
         for name, weight in self.named_parameters():

@@ -1,12 +1,12 @@
 """The training state of a rank: everything that an update changes, by kind and logical name.
 
-A kind is one number for each element of a parameter: the master `weights`, each moment that the
-optimizer names, and what the data-parallel method keeps; replicas hold the same of it or not, kind
-by kind. Beside them stand a few counters. Whoever stores or compares state (checkpoints, parity)
-walks over `State.pieces`: boxes of logical tensors with their values. So how a rank holds its part
-is known here alone, and may differ from entry to entry and from kind to kind: a kind has entries of
-its own, and a piece says which ranks hold the same. Only survivors of a lost rank hand over
-`State.flats` as they are, for whoever takes them holds the same part.
+A kind is one number for each element of a parameter: the master `weights`, each moment of the
+optimizer, and the values that the data-parallel method keeps. Replicas hold equal or different
+values, kind by kind. A few counters belong to the state too. Code that stores or compares state
+(checkpoints, parity) iterates over `State.pieces`: boxes of logical tensors with their values. So
+only this module knows how a rank holds its part, which may differ from entry to entry and from kind
+to kind: each kind has entries of its own, and a piece says which ranks hold the same. Only
+survivors of a lost rank send `State.flats` as they are, since the receivers hold the same part.
 """
 
 import contextlib
@@ -27,17 +27,17 @@ from ptdmpi.plan.layer.parts import aligned
 
 
 def key(kind: str, name: str, replica: int | None = None) -> str:
-    """What a tensor of the state is called in files: `weights/layers.0.mlp.up.weight`, or, of one
-    of several replicas that differ, `weights@3/layers.0.mlp.up.weight`."""
+    """Return the name of a tensor of the state in files: `weights/layers.0.mlp.up.weight`, or, if
+    replicas differ, that of one of them, `weights@3/layers.0.mlp.up.weight`."""
     return f"{kind}/{name}" if replica is None else f"{kind}@{replica}/{name}"
 
 
 @dataclass(frozen=True)
 class Kept:
-    """How a kind besides the weights is held. `differs`: the axes along which replicas hold other
-    values of it. `begins`: what it holds before the first step, and where a run goes on from a
-    checkpoint that has none of it; `needed`: it does not go on from such a one. `names`: of which
-    parameters it is, None: of all."""
+    """The properties of a kind other than the weights. `differs`: the axes along which replicas
+    hold other values of it. `begins`: its values before the first step, and also when a run resumes
+    from a checkpoint without this kind. `needed`: a run does not resume from such a checkpoint.
+    `names`: the parameters that have it; None: all."""
 
     differs: tuple[str, ...] = ()
     begins: Literal["zero", "weights"] = "zero"
@@ -47,8 +47,8 @@ class Kept:
 
 @dataclass
 class Counters:
-    """What the optimizer counts besides its tensors: updates made (skipped steps do not count), the
-    loss scale, and the steps since it was changed last. Equal on all ranks."""
+    """The counters of the optimizer: updates made (skipped steps do not count), the loss scale, and
+    the steps since it was changed last. Equal on all ranks."""
 
     updates: int = 0
     loss_scale: float = 1.0
@@ -59,10 +59,11 @@ class Counters:
 class Piece:
     """A box of a logical tensor of `shape`, and its values on this rank: a view of that size.
 
-    `cut_by`: the axes along which ranks hold other boxes; on all others they hold this one too.
-    `owned`: whether it is for this rank and those to write; else others do, which hold the same
-    though the axes do not tell: a tied table, a share that neighbours of the tensor axis copy.
-    `replica`: whose it is, of replicas that differ in it; None where they are equal.
+    `cut_by`: the axes along which ranks hold other boxes; along all others they hold this one too.
+    `owned`: True if this rank and those along these other axes write it; False if other ranks do,
+    which hold the same although the axes do not show it: a tied table, a share that neighbours of
+    the tensor axis copy. `replica`: the number of its replica if replicas differ in it; None if
+    they are equal.
     """
 
     kind: str
@@ -76,23 +77,23 @@ class Piece:
 
     @property
     def key(self) -> str:
-        """The name of this tensor in files, as `key` makes it."""
+        """Return the name of this tensor in files, as `key` makes it."""
         return key(self.kind, self.name, self.replica)
 
     def rows(self, first: int, last: int) -> "Piece":
-        """Rows [first, last) of dim 0, counted from the piece's own first."""
+        """Return rows [first, last) of dim 0, counted from the piece's own first."""
         return replace(self, box=self.box.rows(first, last), values=self.values[first:last])
 
     def copied(self) -> "Piece":
-        """With values of its own, on the host: as they are now, and no more than these where it is
-        sent."""
+        """Return the piece with a copy of its present values on the host, which holds no more than
+        these when it is sent."""
         return replace(self, values=self.values.to("cpu", copy=True))
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of the state: a flat tensor for this rank's part of each unit of the buffer, which
-    parameters stand where in them, and how replicas hold it."""
+    """One kind of the state: a flat tensor for this rank's part of each unit of the buffer, the
+    places of parameters in these tensors, and how replicas hold the kind."""
 
     parts: Sequence[Tensor]
     held: Mapping[str, OwnPart]
@@ -100,13 +101,14 @@ class Kind:
 
 
 class State:
-    """The state behind a parameter buffer. `kinds`: those besides the weights, by name.
+    """The training state that belongs to a parameter buffer. `kinds`: those other than the weights,
+    by name.
 
-    `borrowed`: names of parameters that this rank holds a second copy of, such as a tied table on
-    the last pipeline rank. `differs`: axes along which replicas hold other weights, as some methods
-    of data parallelism let them; `peers` are the replicas, this one among them. `scales_loss`: the
-    run's loss scale is kept, not the constant 1. Parameters that do not train are no part of it: no
-    update changes them.
+    `borrowed`: names of parameters of which this rank holds a second copy, such as a tied table on
+    the last pipeline rank. `differs`: axes along which replicas hold other weights, as some
+    data-parallel methods let them; `peers` are the replicas, this one among them. `scales_loss`:
+    the run's loss scale is kept, not the constant 1. Parameters that do not train are not part of
+    the state: no update changes them.
     """
 
     def __init__(
@@ -132,16 +134,16 @@ class State:
                 own, sizes = _gathered(held, kept.names, len(lengths))
             parts = buffer.storage.zeros(sizes, buffer.precision.master)
             self.kinds[name] = Kind(parts, own, kept)
-        # what is zero already must not be touched: in a file it would come into memory
+        # do not write to kinds that are zero already: in a file, they would be read into memory
         self.begin([name for name, kind in self.kinds.items() if kind.kept.begins != "zero"])
         self.counters = Counters()
-        # where whoever copies the state away is done with it: updates come behind it
+        # passed when a copy of the state is complete: updates wait for it
         self.read: Passed = copies_of(buffer.device).passed()
-        # finishes what is under way of a step, before anybody looks at pieces or their mean
+        # completes a step's operations that are under way, before pieces or their mean are read
         self.settle: Callable[[], None] = lambda: None
 
     def begin(self, kinds: Collection[str]) -> None:
-        """Let these kinds hold what they begin with, given the weights as they are."""
+        """Set these kinds to their initial values, given the present weights."""
         for name in kinds:
             kind = self.kinds[name]
             if name != WEIGHTS:
@@ -151,10 +153,10 @@ class State:
 
     @contextlib.contextmanager
     def averaged(self, kind: str) -> Iterator[None]:
-        """Inside it, `kind` holds the mean over replicas that differ in it, the same bits on all;
-        every one of them calls it. It takes the memory of the gradients, which are lost. Weights do
-        not follow their masters (`changed`), neither into the mean nor out of it.
-        """
+        """Let `kind` hold, inside this context, the mean over the replicas that differ in it, bit
+        for bit the same on all. All replicas must call it. It uses the memory of the gradients,
+        which are lost. Weights do not follow their masters (`changed`), neither to the mean nor
+        back."""
         self.settle()
         parts = self.kinds[kind].parts if self.kinds[kind].kept.differs else ()
         own = self.buffer.gradients.split([*map(len, parts), self._beside(parts)])
@@ -171,7 +173,8 @@ class State:
                 part.copy_(kept)
 
     def deviate(self) -> None:
-        """Put what this replica's weights are away from the mean of all into the gradients."""
+        """Write the difference of this replica's weights from the mean of all into the
+        gradients."""
         self.settle()
         parts = self.kinds[WEIGHTS].parts
         whole = self.buffer.gradients.zero_()
@@ -183,22 +186,23 @@ class State:
             torch.sub(part, room, out=room)
 
     def _beside(self, parts: Sequence[Tensor]) -> int:
-        """Elements of the gradients that are of no such part: of a table's second use."""
+        """Return the number of elements of the gradients outside `parts`: those of a table's second
+        use."""
         return len(self.buffer.gradients) - sum(map(len, parts))
 
     @property
     def flats(self) -> list[Tensor]:
-        """All tensors of the state, flat: equal on ranks that hold the same part of it."""
+        """Return all tensors of the state, flat: equal on ranks that hold the same part of it."""
         return [part for kind in self.kinds.values() for part in kind.parts]
 
     def view(self, kind: str, name: str) -> Tensor:
-        """What this rank holds of one kind of one parameter, flat, padding included."""
+        """Return this rank's part of one kind of one parameter, flat, padding included."""
         return self.kinds[kind].held[name].view(self.kinds[kind].parts)
 
     def pieces(self, mean: bool = False) -> Iterator[Piece]:
-        """Everything that this rank holds, parameter by parameter and then kind by kind. `mean`:
-        of replicas that differ not each one's, but what is the same on all while it is `averaged`.
-        """
+        """Yield all pieces that this rank holds, parameter by parameter and then kind by kind.
+        `mean`: if replicas differ, the pieces are those that are equal on all while the kind is
+        `averaged`, instead of each replica's own."""
         self.settle()
         for name in self.buffer.entries:
             for kind, all_held in self.kinds.items():
@@ -207,8 +211,8 @@ class State:
                     yield from self._pieces(kind, all_held.held[name], all_held.parts, differs)
 
     def frozen(self) -> Iterator[Piece]:
-        """The weights that do not train, as far as this rank keeps them, as pieces, and codes and
-        scales of those that stand in few bits; no part of the state."""
+        """Yield this rank's part of the frozen weights as pieces, and codes and scales of the
+        quantized ones. They are not part of the state."""
         for held in self.buffer.own_frozen():
             yield from self._pieces(WEIGHTS, held, self.buffer.idle_parts)
         place = (self.buffer.portion.tensor_rank, self.buffer.portion.tensor_size)
@@ -217,7 +221,7 @@ class State:
                 yield Piece(kind, name, shape, box, values, entry.declaration.cut_by)
 
     def gradients(self) -> Iterator[Piece]:
-        """The gradients as pieces of the same boxes; no part of the state."""
+        """Yield the gradients as pieces of the same boxes. They are not part of the state."""
         for held in self.buffer.own_parts():
             yield from self._pieces("gradients", held, self.buffer.reduced)
 
@@ -237,27 +241,28 @@ class State:
             )
 
     def restore(self, counters: Counters) -> None:
-        """Go on from what was counted before. Of another precision's loss scale nothing is kept."""
+        """Continue from stored counters. The loss scale of another precision is not kept."""
         self.counters.updates = counters.updates
         if self.scales_loss:
             self.counters.loss_scale = counters.loss_scale
             self.counters.good_steps = counters.good_steps
 
     def changed(self, written: bool = False) -> None:
-        """To be called when values were put into pieces: weights follow their masters. `written`:
-        this rank's have done so."""
+        """Update the weights from their masters, after values were written into pieces. `written`:
+        this rank's weights are already up to date."""
         self.buffer.refresh_weights(written)
 
     def let_go(self) -> None:
-        """To be called when pieces were looked at: what stands in a file need not be in memory."""
+        """Allow the storage to free memory, after pieces were read: a state in a file need not be
+        in memory."""
         self.buffer.storage.let_go()
 
 
 def _gathered(
     held: Mapping[str, OwnPart], names: Collection[str], units: int
 ) -> tuple[dict[str, OwnPart], list[int]]:
-    """Where some of the parameters stand in tensors that have no room for the others, in the same
-    order, and how long these tensors are, unit by unit."""
+    """Return the places of some parameters in tensors that have room for these only, in the same
+    order, and the lengths of these tensors, unit by unit."""
     own = dict[str, OwnPart]()
     lengths = [0] * units
     for name, part in held.items():
@@ -270,7 +275,8 @@ def _gathered(
 def pieces_of(
     kind: str, held: OwnPart, values: Tensor, tensor_rank: int, tensor_size: int
 ) -> Iterator[Piece]:
-    """What one tensor rank holds of a parameter, `values` being the elements of `held`."""
+    """Yield the pieces of a parameter that one tensor rank holds; `values` are the elements of
+    `held`."""
     declaration = held.entry.declaration
     name = held.entry.name
     for box, view, share in held.logical(values.detach(), tensor_rank, tensor_size):
@@ -278,10 +284,10 @@ def pieces_of(
 
 
 def assemble(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], list[str]]:
-    """Logical tensors by parameter from the pieces of all ranks, all of one kind; and the names of
-    those whose copies do not have the same bits. Both in order of the names.
+    """Return the logical tensors by parameter from the pieces of all ranks, all of one kind; and
+    the names of those whose copies do not have the same bits. Both are in the order of names.
 
-    An element that no rank holds is NaN, so that no comparison lets it pass.
+    An element that no rank holds is NaN, so that every comparison with it fails.
     """
     whole: dict[str, Tensor] = {}
     filled: dict[str, Tensor] = {}

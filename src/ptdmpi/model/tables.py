@@ -1,5 +1,5 @@
-"""Tables that are looked up: whole on every tensor rank, or, of a vocabulary, their rows divided
-over the tensor axis (Shoeybi et al. 2019, arXiv 1909.08053, section 3)."""
+"""Lookup tables: whole on every tensor rank, or, for a vocabulary, with rows divided over the
+tensor axis (Shoeybi et al. 2019, arXiv 1909.08053, section 3)."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ class Table(nn.Module):
         self.weight = declare(1, (rows, hidden), init_std, shared_gradient=True)
 
     def forward(self, rows: Tensor | slice) -> Tensor:
-        """Return the rows of `ids`."""
+        """Return the given rows, [..., h]."""
         if isinstance(rows, slice):
             return self.weight[rows]
         return _Look.apply(rows, self.weight)
@@ -76,7 +76,8 @@ class _Embed(Function):
 
 
 class VocabularyEmbedding(nn.Module):
-    """Token ids [s, b] -> [s, b, h], the rows of the table divided over the tensor axis."""
+    """An embedding of token ids: [s, b] -> [s, b, h], the rows of the table divided over the tensor
+    axis."""
 
     def __init__(self, axis: TensorAxis, vocab_size: int, hidden: int, init_std: float) -> None:
         super().__init__()
@@ -86,5 +87,5 @@ class VocabularyEmbedding(nn.Module):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of `ids`, of which each rank has its part."""
+        """Return the rows of `ids`; each rank holds a part of the table."""
         return _Embed.apply(ids, self.weight, self.axis)

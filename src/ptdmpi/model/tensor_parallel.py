@@ -12,8 +12,8 @@ activations between the blocks are divided along s:
     g   forward: all-gather          backward: reduce-scatter      (stands for f)
     g'  forward: reduce-scatter      backward: all-gather          (stands for g)
 
-Weight gradients are added to the parameter's float32 `main_grad` where they arise, or, of a split
-backward, in its second part (`Parameter.accumulate`).
+Weight gradients are added to the parameter's float32 `main_grad` where they are computed, or in the
+second part of a split backward (`Parameter.accumulate`).
 """
 
 from collections.abc import Sequence
@@ -53,40 +53,42 @@ class TensorAxis:
         return self.sequence_parallel and self.size > 1
 
     def gather(self, x: Tensor) -> Tensor:
-        """Into a block: whole sequences for everyone."""
+        """Return the input of a block: whole sequences on every rank."""
         whole, arrived = self.gather_begin(x)
         arrived.wait()
         return whole
 
     def gather_begin(self, x: Tensor) -> tuple[Tensor, Handle]:
-        """`gather`, whose sequences are there once the handle was waited for."""
+        """Begin `gather`; the sequences are complete once the handle has been waited for."""
         return self.comm.all_gather_begin(x.contiguous()) if self.divides_sequence else (x, DONE)
 
     def reduce(self, partial: Tensor) -> Tensor:
-        """Out of a block: the sum of the ranks' parts (this rank's positions of it)."""
+        """Return the output of a block: the sum of the ranks' parts, or this rank's positions of
+        it."""
         total, summed = self.reduce_begin(partial)
         summed.wait()
         return total
 
     def reduce_begin(self, partial: Tensor) -> tuple[Tensor, Handle]:
-        """`reduce`, of which the sum is there once the handle was waited for."""
+        """Begin `reduce`; the sum is complete once the handle has been waited for."""
         partial = partial.contiguous()
         if self.divides_sequence:
             return self.comm.reduce_scatter_begin(partial)
         return partial, self.comm.all_reduce_begin(partial)
 
     def share(self, x: Tensor) -> Tensor:
-        """This rank's 1/t of an `x` that all ranks hold and t divides, flat: a view of it."""
+        """Return this rank's 1/t of `x`, flat: a view of it. All ranks hold `x`, and t divides
+        it."""
         flat = x.detach().contiguous().view(-1)
         elements = len(flat) // self.size
         return flat.narrow(0, self.rank * elements, elements)
 
     def from_shares(self, share: Tensor) -> Tensor:
-        """Flat, the `x` of whose `share` each rank has one."""
+        """Return `x`, flat, from the `share` that each rank has of it."""
         return self.comm.all_gather(share)
 
     def local_positions(self, seq_length: int) -> slice:
-        """The positions whose activations this rank holds between blocks."""
+        """Return the positions whose activations this rank holds between blocks."""
         if not self.divides_sequence:
             return slice(0, seq_length)
         share = seq_length // self.size
@@ -94,16 +96,18 @@ class TensorAxis:
 
 
 def accumulate_bias_gradient(bias: Parameter | None, dy: Tensor) -> None:
-    """Add to the bias' `main_grad`; nothing without a bias, or if it does not train."""
+    """Add the gradient of a bias to its `main_grad`; do nothing if there is no bias or it does not
+    train."""
     if bias is not None and bias.requires_grad:
-        # in the gradient's type: a sum over all positions in a half type loses the small ones
+        # in the gradient's type: a sum over all positions in a half type loses small addends
         summed = dy.flatten(0, -2).sum(0, dtype=bias.main_grad.dtype)
         bias.accumulate(lambda total: total.add_(summed))
 
 
 class Gathered:
-    """All positions of an activation, for each gradient that needs them: gathered, of this rank's,
-    `early` from now on, or else when first asked for, of a split backward later."""
+    """An activation at all positions, for each gradient that needs it. It is gathered from the
+    ranks' positions: from now on if `early`, else on the first call, which a split backward makes
+    later."""
 
     def __init__(self, axis: TensorAxis, x: Tensor, early: bool = False) -> None:
         self._axis, self._x = axis, x
@@ -120,15 +124,15 @@ class Gathered:
 
 @dataclass(frozen=True)
 class AdaptersBeside:
-    """What is added to a linear's product in one forward pass: its adapters, and the stream of what
-    they drop."""
+    """The adapters that are added to a linear's product in one forward pass, and the random stream
+    of their dropout."""
 
     adapters: Sequence[LowRankAdapter] = ()
     stream: RandomStream | None = None
 
     @property
     def trained(self) -> Sequence[Parameter]:
-        """Their weights, for autograd to see."""
+        """Return the adapters' weights, for autograd to see."""
         return [weight for one in self.adapters for weight in (one.a, one.b)]
 
 
@@ -136,8 +140,8 @@ NOTHING = AdaptersBeside()
 
 
 class _ColumnLinear(Function):
-    """f, then x W^T + b, and what is beside it. Saves only this rank's positions, where a gradient
-    needs them, and gathers them again."""
+    """The operator f, then x W^T + b plus the adapters' products. It saves only this rank's
+    positions, if a gradient needs them, and gathers them again in backward."""
 
     @staticmethod
     def forward(
@@ -163,9 +167,9 @@ class _ColumnLinear(Function):
         x, *downs = ctx.saved_tensors
         whole = None
         if x is not None:
-            # gathered once more instead of kept whole (Korthikanti et al. 2022, section 4.2.2), and
-            # under way while the input's gradient is computed, where it gets on meanwhile: else it
-            # would only be there longer. x itself would keep the graph that made it
+            # gathered once more instead of kept whole (Korthikanti et al. 2022, section 4.2.2). It
+            # overlaps the computation of the input's gradient if communication can progress
+            # meanwhile; else it would only take memory for longer. x itself would keep its graph
             whole = Gathered(axis, x.detach(), axis.comm.overlaps and not weight.puts_off)
         ups = [one.up(dy) for one in beside.adapters]
         dx, summed = None, DONE
@@ -173,7 +177,7 @@ class _ColumnLinear(Function):
             dx = kernels.input_gradient(dy, weight)
             for one, up in zip(beside.adapters, ups, strict=True):
                 one.add_input_gradient(dx, up, beside.stream)
-            # and this one while the weights' gradients, which do not need it, are
+            # this reduction overlaps the weights' gradients, which do not need it
             dx, summed = axis.reduce_begin(dx)
         if whole is not None:
             if weight.requires_grad:
@@ -186,7 +190,7 @@ class _ColumnLinear(Function):
 
 
 class _RowLinear(Function):
-    """x W^T, and what is beside it, then g, then + b."""
+    """The product x W^T plus the adapters' products, then the operator g, then + b."""
 
     @staticmethod
     def forward(
@@ -206,20 +210,20 @@ class _RowLinear(Function):
         if axis.size == 1:
             return y
         y = axis.reduce(y)
-        # behind the sum: in front of it, every rank would add it (Shoeybi et al. 2019, section 3)
+        # after the sum: before it, every rank would add the bias (Shoeybi et al. 2019, section 3)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, bias, axis, kernels, beside = ctx.layer
         x, *downs = ctx.saved_tensors
-        # before the gather: of this rank's positions, a part that is summed after the step
+        # before the gather: a part, of this rank's positions, that is summed after the step
         accumulate_bias_gradient(bias, dy)
         whole = axis.gather(dy)
         ups = [one.up(whole) for one in beside.adapters]
         if x is not None:
             x = x.detach()
-            # of a split backward this rank's positions are kept, and gathered again
+            # a split backward keeps this rank's positions, and gathers them again
             later = weight.puts_off and axis.divides_sequence
             every = Gathered(axis, dy) if later else lambda: whole
             if weight.requires_grad:
@@ -236,10 +240,10 @@ class _RowLinear(Function):
 
 
 class ColumnParallelLinear(Computing):
-    """y = x W^T + b with the rows of W divided: [s, b, i] -> [s, b, o/t].
+    """A linear y = x W^T + b with the rows of W divided: [s, b, i] -> [s, b, o/t].
 
-    `parts` are the output sizes that are divided each on its own (q, k and v, say), into at most
-    `most` shares (see `Split`).
+    `parts` are the output sizes, such as those of q, k and v. Each is divided separately, into at
+    most `most` shares (see `Split`).
     """
 
     def __init__(
@@ -266,7 +270,7 @@ class ColumnParallelLinear(Computing):
 
 
 class RowParallelLinear(Computing):
-    """y = x W^T + b with the columns of W divided: [s, b, i/t] -> [s, b, o]."""
+    """A linear y = x W^T + b with the columns of W divided: [s, b, i/t] -> [s, b, o]."""
 
     def __init__(
         self, axis: TensorAxis, inputs: int, outputs: int, bias: bool, init_std: float
@@ -285,7 +289,7 @@ class RowParallelLinear(Computing):
 
 
 class _Linear(Function):
-    """x W^T + b with a weight that every rank holds whole."""
+    """The product x W^T + b with a weight that every rank holds whole."""
 
     @staticmethod
     def forward(
@@ -307,7 +311,8 @@ class _Linear(Function):
 
 
 class ReplicatedLinear(Computing):
-    """y = x W^T + b on every rank alike: [..., i] -> [..., o], for x that every rank holds."""
+    """A linear y = x W^T + b on every rank alike: [..., i] -> [..., o], for x that every rank
+    holds."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, init_std: float) -> None:
         super().__init__()
@@ -335,12 +340,14 @@ class _SelectPositions(Function):
 
 
 def select_positions(x: Tensor, positions: Tensor, axis: TensorAxis) -> Tensor:
-    """Activations [k, b, h] at some positions [k, b] of each sequence, whole on every rank."""
+    """Return the activations [k, b, h] at positions [k, b] of each sequence, whole on every
+    rank."""
     return _SelectPositions.apply(x, positions, axis)
 
 
 class _AddBias(Function):
-    """In place: a product with its bias would be a view, which the loss could not overwrite."""
+    """An addition in place: a product with its bias would be a view, which the loss could not
+    overwrite."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Parameter) -> Tensor:
@@ -355,8 +362,8 @@ class _AddBias(Function):
 
 
 class VocabularyHead(Computing):
-    """[s, b, h] -> this rank's logits [s, b, ceil(V/t)], capped where `softcap` is not 0; padded
-    columns give -inf."""
+    """The linear from [s, b, h] to this rank's logits [s, b, ceil(V/t)], capped if `softcap` is not
+    0; padded columns give -inf."""
 
     def __init__(
         self,

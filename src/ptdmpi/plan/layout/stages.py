@@ -104,9 +104,10 @@ def _around(layers: int, placed: Placement, head: float, first: int) -> list[int
 def _largest_rank(base: int, odd: int, sizes: tuple[int, int], last_work: float) -> float:
     """Return the work of the most loaded rank after `_spread`, in layers.
 
-    Of the odd layers, k go to each rank without the last stage and the rest to the rank with it. k
-    is the smallest number that leaves that rank with no more work than the others. `sizes` are p
-    and v.
+    Each rank without the last stage gets k odd layers, and the rank with it gets the rest. k is the
+    smallest number that leaves that rank with no more work than the others. `sizes` are p and v.
+    `base` and `odd` are the quotient and the remainder of the layers over the other stages, and
+    `last_work` is the work of the last stage.
     """
     pipeline, virtual = sizes
     own, others = (virtual - 1) * base + odd + last_work, pipeline - 1

@@ -1,16 +1,16 @@
-"""Numbers of data sheets, bounded so that a slip of units is caught."""
+"""Types of the numbers in data sheets, with bounds that detect wrong units."""
 
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-# not strict: TOML tells 2 from 2.0, and people who write a data sheet do not
+# not strict: TOML distinguishes 2 from 2.0, but authors of data sheets do not
 PositiveNumber = Annotated[float, Field(gt=0, strict=False)]
 NotNegative = Annotated[float, Field(ge=0, strict=False)]
 
 
-# The two slips that a data sheet invites, GB for bytes and microseconds for seconds, would pass any
-# other check and be a thousand times off.
+# Two mistakes are likely in a data sheet: GB instead of bytes, and microseconds instead of seconds.
+# They would pass any other check, with values that are wrong by orders of magnitude.
 def _amount(value: float) -> float:
     if value < 1e6:
         raise ValueError("too little; in bytes and FLOPs, such as 80e9, not in GB and TFLOPs")

@@ -1,7 +1,7 @@
-"""Clusters and models by name: data sheets as TOML, and which fraction of them is reached.
+"""Clusters and models by name: data sheets as TOML, and the fractions of them that are reached.
 
-A cluster file holds data sheet figures; `presets/efficiency.toml`, written by `make calibrate`,
-what real software makes of them.
+A cluster file holds the figures of data sheets. `presets/efficiency.toml`, which `make calibrate`
+writes, holds the fractions of them that real software reaches.
 """
 
 import difflib
@@ -27,11 +27,12 @@ SHORT_KEYS = {"l": "layers", "h": "hidden", "a": "heads", "s": "seq_length", "V"
 
 
 class Device(FrozenTable):
-    """One accelerator: dense peak in FLOP/s by type, memory, multiprocessors that share the peak.
+    """An accelerator: its dense peak in FLOP/s by type, its memory and its multiprocessors.
 
-    A multiprocessor moves `shared_bytes_per_clock` through its shared memory and takes so many
-    exponentials. `kernel_s`: kernels do not follow each other faster than this. `runtime_bytes`:
-    what a rank's memory holds before its first tensor.
+    The multiprocessors share the peak. In each clock cycle one of them moves
+    `shared_bytes_per_clock` through its shared memory and computes `exponentials_per_clock`.
+    `kernel_s` is the least time between the starts of two kernels. `runtime_bytes` is the memory in
+    use on a rank before its first tensor.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Device(FrozenTable):
     kernel_s: Delay
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s in numbers of type `dtype`; raises InputError for one that it does not have."""
+        """Return the peak for type `dtype` in FLOP/s; raise InputError if the device has none."""
         for known, flops in self.peak_flops.items():
             if known == dtype:
                 return flops
@@ -54,11 +55,12 @@ class Device(FrozenTable):
 
 
 class Node(FrozenTable):
-    """`devices` joined by links (one direction), and the adapters that they share outwards.
+    """A node: `devices` with links between them, and the network adapters that they share.
 
-    `tree_bytes_per_s`: what the ranks of a tree over several nodes reach at most;
-    `ll128_bytes_per_s`: and each ring over several nodes with NCCL's protocol LL128, in
-    all-gathers, reduce-scatters and all-reduces. `power_w`: what all of it draws under load.
+    The rates of links are for one direction. `tree_bytes_per_s` is the largest rate of the ranks in
+    a tree over several nodes. `ll128_bytes_per_s` are the largest rates of a ring over several
+    nodes with NCCL's protocol LL128, in all-gathers, reduce-scatters and all-reduces. `power_w` is
+    the power of the whole node under load, in watts.
     """
 
     devices: Positive
@@ -74,9 +76,11 @@ class Node(FrozenTable):
 
 
 class Host(FrozenTable):
-    """What a node has beside its devices: memory that they share, a link between it and each device
-    (one direction), a disk that they share. What is left out is not known, and nothing that needs
-    it is priced."""
+    """The host of a node: memory, a link to each device (one direction), and a disk.
+
+    The devices share the memory and the disk. A value of None is unknown, and layouts that need it
+    have no predicted time.
+    """
 
     memory_bytes: Amount | None = None
     memory_bytes_per_s: Amount | None = None
@@ -85,22 +89,23 @@ class Host(FrozenTable):
 
 
 class Software(FrozenTable):
-    """What the training program does on this cluster, where programs differ.
+    """The properties of the training program on this cluster that differ between programs.
 
     `attention`: "unfused" writes the scores to memory, "flash" keeps them on chip. `dropout`: the
-    program drops out whatever the model says, as all did in 2021. `gradient_bytes`
-    is the size of a gradient in the sum over the data axis. The overlaps say which messages
-    proceed while their rank computes. `balanced_stages` counts the output head as layers.
-    `zero_unit` is what ZeRO 3 gathers at once. `groups_per_adapter`: how many groups with some of a
-    node's ranks each choose the same adapter while others are idle. `keeps_outputs`: what a stage
-    sent on stays in its memory until its backward pass. `adds_in_place`: products add to the
-    gradients of weights, and embeddings row by row. `tied_gradients_apart`: where one rank has both
-    ends of the model, a tied table has a gradient for each of them. `wide_products`: half types are
-    multiplied in float32, on widened copies, as on a CPU without instructions for them.
-    `kept_block`: causal attention keeps its probabilities, of blocks of so many queries; 0: it
-    computes them again. `repeats_keys`: full attention of grouped queries, in types wider than
-    half, on a copy of the keys and values for each query head, as a GPU's kernels want it.
-    `launch_s`: the host's time for each kernel or message of a layer, which is no faster.
+    program applies dropout whatever the model says, as all did in 2021. `gradient_bytes` is the
+    size of a gradient in the sum over the data axis. `overlap_pipeline` and `overlap_tensor`: these
+    messages proceed while their rank computes. `balanced_stages` counts the output head as layers.
+    `zero_unit` is the unit that ZeRO 3 gathers at once. `groups_per_adapter` is the number of
+    groups, each with some of a node's ranks, that choose the same adapter while others are idle.
+    `keeps_outputs`: a stage keeps the outputs that it sent until its backward pass.
+    `adds_in_place`: products add to the gradients of weights in place, and embeddings row by row.
+    `tied_gradients_apart`: if one rank has both ends of the model, a tied table has a gradient for
+    each of them. `wide_products`: half types are multiplied in float32, on widened copies, as on a
+    CPU without instructions for them. `kept_block`: causal attention keeps its probabilities, in
+    blocks of so many queries; 0: it computes them again. `repeats_keys`: full attention of grouped
+    queries, in types wider than half, copies the keys and values for each query head, as the
+    kernels of GPUs require. `launch_s` is the host's time for each kernel or message of a layer; a
+    layer takes at least the sum of these.
     """
 
     attention: Literal["unfused", "flash"]
@@ -122,14 +127,17 @@ class Software(FrozenTable):
     @model_validator(mode="before")
     @classmethod
     def _of_older_files(cls, values: Any) -> Any:
-        """Files written before these keys stood there: "flash" was this trainer."""
+        """Return the values of a file with the keys that older files lack.
+
+        In older files the attention "flash" identifies this trainer.
+        """
         if not isinstance(values, Mapping):
             return values
         ours = values.get("attention") == "flash"
         return {"adds_in_place": ours, "tied_gradients_apart": ours, **values}
 
 
-# What this trainer does; the messages that proceed while it computes are measured by a probe.
+# The properties of this trainer; a probe measures which messages overlap with computation.
 TRAINER = Software(
     attention="flash",
     dropout=False,
@@ -144,11 +152,12 @@ TRAINER = Software(
 
 
 class Efficiency(FrozenTable):
-    """What software reaches of the data sheet; each value is calibrated or probed.
+    """The fractions of the data sheet that software reaches; each is calibrated or probed.
 
-    `gemm_fraction` of the peak in a product's inner loop, of that `attention_fraction` in those of
-    FlashAttention; `memory_fraction` of the memory's rate; `link_fraction` of a link, `link_step_s`
-    for one step of a ring, `collective_s` to start a collective.
+    `gemm_fraction` is the fraction of the peak in the inner loop of a matrix product.
+    `attention_fraction` is the fraction of that rate in the products of FlashAttention.
+    `memory_fraction` and `link_fraction` are the fractions of the rates of memory and of a link.
+    `link_step_s` is the time of one step of a ring, `collective_s` the time to start a collective.
     """
 
     gemm_fraction: PositiveNumber
@@ -160,7 +169,7 @@ class Efficiency(FrozenTable):
 
 
 class Cluster(FrozenTable):
-    """All that a prediction needs to know of a machine; `kernels`: how a run computes there."""
+    """The data of a cluster that a prediction needs; `kernels`: the implementations of kernels."""
 
     name: str
     device: Device
@@ -173,11 +182,11 @@ class Cluster(FrozenTable):
 
     @property
     def on_host(self) -> bool:
-        """Whether the host is the device, so that both have one memory."""
+        """True if the host is the device, so that both have the same memory."""
         return self.measured is not None and not self.measured.asynchronous
 
     def lacks(self, offload: str) -> list[str]:
-        """The keys of `[host]` without which a layout that offloads so has no price."""
+        """Return the missing keys of `[host]` that a prediction with `offload` needs."""
         needed: list[str] = []
         if offload != "none" and not self.on_host:
             needed += ["memory_bytes", "memory_bytes_per_s", "link_bytes_per_s"]
@@ -210,14 +219,16 @@ def _presets(*parts: str) -> Any:
 
 @cache
 def cluster_names() -> tuple[str, ...]:
-    """The clusters that come with the package."""
+    """Return the names of the clusters in the package."""
     entries = (entry.name for entry in _presets("clusters").iterdir())
     return tuple(sorted(name.removesuffix(".toml") for name in entries if name.endswith(".toml")))
 
 
 def load_cluster(name: str) -> Cluster:
-    """The preset `name`, or the cluster file of that path; raises InputError if there is
-    neither."""
+    """Return the preset cluster `name`, or the cluster in the file with that path.
+
+    Raises InputError if there is neither, or if the file is not valid.
+    """
     if name in cluster_names():
         path = _presets("clusters", f"{name}.toml")
     elif name.endswith(".toml"):
@@ -235,19 +246,22 @@ def load_cluster(name: str) -> Cluster:
 
 
 def load_model(text: str) -> Model:
-    """A preset by name, or sizes such as "l=96,h=12288,a=96,s=2048,V=51200", or a preset with sizes
-    of your own behind it, "llama-65b,s=8192".
+    """Return the model that `text` describes.
 
-    Sizes may also be named by their keys in [model] of a configuration, such as kv_heads=8. Left
-    out, s is 2048 and V 51200. Raises InputError for unknown names and illegal sizes.
+    `text` is the name of a preset, or sizes such as "l=96,h=12288,a=96,s=2048,V=51200", or a preset
+    followed by sizes that replace its own, such as "llama-65b,s=8192". Sizes may also be named by
+    their keys in [model] of a configuration, such as kv_heads=8. The defaults are 2048 for s and
+    51200 for V. Raises InputError for unknown names and illegal sizes.
     """
     name, keys = preset_and_keys(text)
     return model_of(text, {**model_presets()[name], **keys} if name else keys)
 
 
 def preset_and_keys(text: str) -> tuple[str | None, dict[str, Any]]:
-    """(the preset or None, the keys of [model] and vocab_size that are given) of a model's text.
-    Raises InputError for an unknown preset, and for what is no size."""
+    """Return the preset (or None) and the keys of [model] and vocab_size in a model's text.
+
+    Raises InputError for an unknown preset, and for a part that is no size.
+    """
     parts = [part.strip() for part in text.split(",")]
     name = None if "=" in parts[0] else parts.pop(0)
     if name is not None and name not in model_presets():
@@ -263,7 +277,7 @@ def preset_and_keys(text: str) -> tuple[str | None, dict[str, Any]]:
 
 
 def _value(text: str) -> Any:
-    """A whole number, true, false, or the text itself: the section says what is legal."""
+    """Return a whole number, True, False, or else the text itself; the section validates it."""
     try:
         return int(text)
     except ValueError:
@@ -271,7 +285,10 @@ def _value(text: str) -> Any:
 
 
 def model_of(name: str, keys: dict[str, Any]) -> Model:
-    """The model of a table of keys of [model], and vocab_size."""
+    """Return the model with the given keys of [model] and vocab_size, and defaults for others.
+
+    Raises InputError for illegal values.
+    """
     keys = {**DEFAULTS, **keys}
     vocab_size = keys.pop("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
@@ -294,7 +311,7 @@ def _validated(section: type[FrozenTable], tree: dict[str, Any], where: str) -> 
 
 
 def _explain(section: type[FrozenTable], mistake: Any) -> str:
-    """What is wrong at a key, and what would be legal."""
+    """Return the text of one mistake: its key, what is wrong, and the legal values."""
     *path, key = map(str, mistake["loc"]) if mistake["loc"] else ("",)
     name = ".".join([*path, key])
     if mistake["type"] == "missing":

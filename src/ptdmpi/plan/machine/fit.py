@@ -1,4 +1,4 @@
-"""Fitting the few numbers that are measured, for `make calibrate` and `ptdmpi probe`."""
+"""Fits of a few parameters to measurements, for `make calibrate` and `ptdmpi probe`."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def distance(pairs: Iterable[tuple[float, float]]) -> float:
-    """Root mean square of the relative errors of (predicted, measured), in logarithms."""
+    """Return the root mean square of log(predicted / measured) over `pairs`."""
     squares = [math.log(predicted / measured) ** 2 for predicted, measured in pairs]
     return math.sqrt(sum(squares) / len(squares))
 
@@ -15,8 +15,12 @@ def distance(pairs: Iterable[tuple[float, float]]) -> float:
 def descend(
     loss: Callable[[list[float]], float], start: Sequence[float], most: float = math.inf
 ) -> list[float]:
-    """Coordinate descent by factors that shrink; deterministic, and enough for a few numbers. No
-    number leaves its start by more than the factor `most`: what the data does not tell stays."""
+    """Return the numbers that minimise `loss`, by coordinate descent from `start`.
+
+    The descent multiplies and divides one number at a time by factors that shrink. It is
+    deterministic, and sufficient for a few numbers. No number differs from its start by more than
+    the factor `most`, so numbers that the data does not determine stay near their start.
+    """
     best, value, factor = list(start), loss(list(start)), 1.2
     while factor > 1.0005:
         improved = False
@@ -35,11 +39,12 @@ def descend(
 def fit_rings(
     ranks: Sequence[int], moved_bytes: Sequence[float], times_s: Sequence[float]
 ) -> tuple[float, float, float]:
-    """(start in s, step in s, rate in bytes/s) of all-reduces: T = start + 2 (n - 1) step + moved /
-    rate, by least squares of the relative errors.
+    """Return (start in s, step in s, rate in bytes/s), fitted to the times of all-reduces.
 
-    `moved_bytes` is 2 (n - 1) / n of the tensor. With one number of ranks start and step cannot be
-    told apart, and share the constant by the smallest norm.
+    The model is T = start + 2 (n - 1) step + moved / rate, fitted by least squares of the relative
+    errors. `ranks` has n of each all-reduce, `moved_bytes` 2 (n - 1) / n of its tensor. If all have
+    the same n, start and step cannot be separated; the solution of smallest norm divides the
+    constant between them.
     """
     times = np.asarray(times_s, dtype=float)
     steps = 2.0 * (np.asarray(ranks, dtype=float) - 1)

@@ -1,9 +1,10 @@
-"""How long a cluster takes for one kernel or one message: rooflines of data sheets.
+"""The time of one kernel or one message on a cluster: rooflines from data sheets.
 
-A product of matrices is cut into tiles that the multiprocessors take in waves (NVIDIA, "Matrix
-multiplication background": tile and wave quantization). A kernel that moves data takes as long as
-its bytes. A collective within a node is a ring (Thakur et al. 2005, section 4.4), over several
-nodes what NCCL makes of it (`nccl`); several rings of one node share its adapters.
+A matrix product is cut into tiles that the multiprocessors compute in waves (NVIDIA, "Matrix
+multiplication background": tile and wave quantization). The time of a kernel that moves data is its
+bytes over the memory's rate. A collective within a node is a ring (Thakur et al. 2005, section
+4.4); over several nodes it has NCCL's cost model (`nccl`). Several rings of one node share its
+adapters.
 """
 
 import math
@@ -16,32 +17,36 @@ from ptdmpi.plan.machine.cluster import Cluster
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 SPLITS = (1, 2, 4, 8)  # parts that the summed dimension may be cut into
-TILE_DEPTH = 32  # of the summed dimension that a tile takes at once (of NVIDIA's kernels: or 64)
-# Tensor cores want rows of 16 bytes (NVIDIA, "Matrix multiplication background", tensor core
-# requirements); without them 273 of 398 TFLOP/s are reached (stas00/ml-engineering,
-# training/performance, final recommendations: 4096 x 10922 on H100, and 10944, 2 % apart as the
-# multiples of 32 among its neighbours are from those of 64).
+TILE_DEPTH = 32  # part of the summed dimension per step of a tile (NVIDIA's kernels: 32 or 64)
+# Tensor cores need rows of 16 bytes (NVIDIA, "Matrix multiplication background", tensor core
+# requirements). Other rows reach 273 of 398 TFLOP/s (stas00/ml-engineering, training/performance,
+# final recommendations: 4096 x 10922 on H100, compared with 10944, a multiple of 64; its
+# neighbours that are multiples of 32 differ by 2 % from multiples of 64).
 ROW_BYTES, UNALIGNED = 16, 272.73 / 398.38
-FLASH_BLOCK = 128  # of queries (Dao 2023, arXiv 2307.08691, section 3.3)
+FLASH_BLOCK = 128  # queries per block (Dao 2023, arXiv 2307.08691, section 3.3)
 # Products of FlashAttention -> tensors of a head's size that it reads or writes: query, key, value
-# and output; backwards also their gradients
+# and output, and in the backward also their gradients
 FLASH_TENSORS = {2: 4, 5: 8}
 
 
 @dataclass(frozen=True)
 class Group:
-    """`ranks` that communicate, `per_node` of them on each node they touch."""
+    """A group of `ranks` that communicate, with `per_node` of them on each of its nodes."""
 
     ranks: int
     per_node: int
 
     @property
     def nodes(self) -> int:
+        """The number of nodes of the group."""
         return -(-self.ranks // self.per_node)
 
 
 class Machine:
-    """Times on one cluster, for one type of numbers; results are kept, for shapes recur."""
+    """The times of kernels and messages on one cluster, in seconds, for one type of numbers.
+
+    The times of matrix products are cached, since shapes recur.
+    """
 
     def __init__(self, cluster: Cluster, dtype: str, element_bytes: int) -> None:
         self.cluster, self.dtype, self.element_bytes = cluster, dtype, element_bytes
@@ -52,23 +57,26 @@ class Machine:
         self._gemms: dict[tuple[int, int, int, int], float] = {}
 
     def host_s(self, launches: int) -> float:
-        """What the host needs to launch so many kernels and messages of a layer."""
+        """Return the host's seconds for `launches` kernels and messages of a layer."""
         return launches * self.cluster.software.launch_s
 
     def stream_s(self, moved_bytes: float) -> float:
-        """One kernel that reads and writes so many bytes and computes next to nothing."""
+        """Return the seconds of a kernel that reads and writes `moved_bytes` in total.
+
+        Its computation takes no time.
+        """
         return max(self.cluster.device.kernel_s, moved_bytes / self.memory_rate)
 
     def update_s(self, elements: float, kernel_bytes: Sequence[float]) -> float:
-        """Kernels that each move so many bytes of every element: the optimizer."""
+        """Return the seconds of the optimizer: kernels that each move so many bytes per element."""
         return sum(self.stream_s(elements * size) for size in kernel_bytes)
 
     def gemm_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
-        """`batch` products of (m, k) and (k, n): the fastest tiling, or the memory if that is
-        slower.
+        """Return the seconds of `batch` matrix products of (m, k) and (k, n).
 
-        Waves of tiles over the multiprocessors are whole, and small tiles are bound by shared
-        memory: together they make the efficiency a function of the shape.
+        This is the time of the fastest tiling, or of the memory traffic if that is longer. Tiles
+        run in whole waves over the multiprocessors, and shared memory limits small tiles, so the
+        efficiency depends on the shape.
         """
         key = (m, n, k, batch)
         if key not in self._gemms:
@@ -84,27 +92,29 @@ class Machine:
         for rows, columns in TILES:
             tiles = -(-m // rows) * -(-n // columns) * batch
             for split in SPLITS:
-                # the last wave is as long as the others, however few tiles it has
+                # the last wave takes as long as the others, even with few tiles
                 waves = -(-tiles * split // processors)
                 depth = -(-k // (split * step)) * step
                 compute_s = waves * depth * self._step_s[rows, columns]
                 # float32 parts are written, read and summed
                 summed_s = (split > 1) * split * batch * m * n * 8 / self.memory_rate
                 best = min(best, compute_s + summed_s)
-                # enough for all: to cut the summed dimension would only add sums
+                # there are tiles for all multiprocessors: more splits would only add sums
                 if tiles >= processors:
                     break
         if self.element_bytes == 2 and any(side * 2 % ROW_BYTES for side in (m, n, k)):
             best /= UNALIGNED
-        # tiles are written when their last step is done
+        # tiles are written after their last step
         best += batch * m * n * self.element_bytes / self.memory_rate
         return max(self.cluster.device.kernel_s, best, moved_bytes / self.memory_rate)
 
     @cached_property
     def _step_s(self) -> dict[tuple[int, int], float]:
-        """Tile -> time of one step along the summed dimension: its FLOPs, or, for small tiles,
-        shared memory. A column and a row are written there and read by each of the warps that share
-        the tile, four or, for the largest, eight."""
+        """The seconds of one step along the summed dimension, by tile.
+
+        The FLOPs determine it, or for small tiles the shared memory. A column and a row are written
+        there and read by each of the warps that share the tile: four, or eight for the largest.
+        """
         device, steps = self.cluster.device, {}
         shared_rate = device.shared_bytes_per_clock * device.clock_hz
         for rows, columns in TILES:
@@ -117,22 +127,27 @@ class Machine:
         return steps
 
     def elementwise_s(self, kind: str, elements: float, *moved_bytes: float) -> float:
-        """What is done to each element, by kernels that move so many bytes: "gelu", "layernorm",
-        "loss" and the like, each also with "_backward"."""
+        """Return the seconds of an elementwise operation, by kernels that each move `moved_bytes`.
+
+        `kind` is "gelu", "layernorm", "loss" and the like, each also with "_backward".
+        """
         return sum(self.stream_s(amount) for amount in moved_bytes)
 
     @staticmethod
     def causal_scores(rows: int, columns: int) -> float:
-        """What is computed of rows x columns scores: blocks of queries, each on the keys up to its
-        end, so half of them and half a block more."""
+        """Return the number of computed scores of rows x columns, with a causal mask.
+
+        Each block of queries uses the keys up to its end, so this is half of the scores and half a
+        block more per row.
+        """
         return rows * (columns + min(FLASH_BLOCK, columns)) / 2
 
     def flash_s(self, rows: int, columns: int, head_size: int, products: int) -> float:
-        """`products` matrix products between scores that stay on chip, 2 forwards or 5 backwards,
-        and what is read and written beside, once.
+        """Return the seconds of FlashAttention, whose scores stay on chip.
 
-        Exponentials do not overlap with the products of the same tile (Shah et al. 2024, arXiv
-        2407.08608, section 3.1).
+        `products` is its number of matrix products: 2 in a forward, 5 in a backward. Its inputs and
+        outputs are read and written once. Exponentials do not overlap with the products of the same
+        tile (Shah et al. 2024, arXiv 2407.08608, section 3.1).
         """
         device = self.cluster.device
         scores = self.causal_scores(rows, columns)
@@ -147,27 +162,30 @@ class Machine:
 
     @cached_property
     def link_rate(self) -> float:
+        """The rate that a link within a node reaches, in bytes per second."""
         return self.cluster.node.link_bytes_per_s * self.cluster.efficiency.link_fraction
 
     @cached_property
     def network_step_s(self) -> float:
-        """One step of a ring over the network: as within a node, and the way through the fabric."""
+        """The seconds of a ring's step over the network: a step in a node, and the fabric."""
         node = self.cluster.node
         fabric_s = 2 * node.adapter_latency_s + node.switches * node.switch_latency_s
         return self.cluster.efficiency.link_step_s + fabric_s
 
     @property
     def adapter_share(self) -> float:
-        """Adapters per device."""
+        """The number of adapters per device."""
         return self.cluster.node.adapters / self.cluster.node.devices
 
     def ring_rate(self, group: Group) -> float:
-        """Bytes per second through each rank of a ring. The groups of one node run at once, each
-        with the adapters of its ranks."""
+        """Return the bytes per second through each rank of a ring.
+
+        All groups of one node communicate at once, each with the adapters of its ranks.
+        """
         if group.nodes == 1:
             return self.link_rate
         network = group.per_node * self.adapter_share * self.cluster.node.adapter_bytes_per_s
-        # groups that each have a part of a node's ranks may choose the same adapter (`Software`)
+        # groups with only some of a node's ranks may choose the same adapter (`Software`)
         if group.per_node < self.cluster.node.devices:
             network /= self.cluster.software.groups_per_adapter
         return network if group.per_node == 1 else min(network, self.link_rate)
@@ -187,17 +205,17 @@ class Machine:
         )
 
     def all_gather_s(self, gathered_bytes: float, group: Group) -> float:
-        """Each rank gives 1/n of the bytes and gets all of them: n - 1 steps."""
+        """Return the seconds of an all-gather: n - 1 steps, after which each rank has all bytes."""
         return self._half_s(gathered_bytes, group, nccl.all_gather_s)
 
     def reduce_scatter_s(self, summed_bytes: float, group: Group) -> float:
-        """The mirror image of all-gather."""
+        """Return the seconds of a reduce-scatter of `summed_bytes` on each rank: n - 1 steps."""
         return self._half_s(summed_bytes, group, nccl.reduce_scatter_s)
 
     def _half_s(
         self, size: float, group: Group, between_nodes: Callable[[float, nccl.Fabric], float]
     ) -> float:
-        """Half of an all-reduce."""
+        """Return the seconds of an all-gather or a reduce-scatter, half of an all-reduce."""
         if group.ranks == 1:
             return 0.0
         steps, reached = group.ranks - 1, self.cluster.efficiency
@@ -207,7 +225,10 @@ class Machine:
         return reached.collective_s + steps * reached.link_step_s + moved_s
 
     def all_reduce_s(self, summed_bytes: float, group: Group) -> float:
-        """A ring, 2 (n - 1) steps; over several nodes the fastest of what NCCL has."""
+        """Return the seconds of an all-reduce.
+
+        Within a node it is a ring of 2 (n - 1) steps, over several nodes NCCL's fastest algorithm.
+        """
         if group.ranks == 1:
             return 0.0
         reached, steps = self.cluster.efficiency, 2 * (group.ranks - 1)
@@ -217,9 +238,11 @@ class Machine:
         return reached.collective_s + steps * reached.link_step_s + moved_s
 
     def all_to_all_s(self, brought_bytes: float, group: Group) -> float:
-        """Seconds in which each rank gives every rank 1/n of the bytes that it brings, and gets as
-        much: a pairwise exchange (Thakur et al. 2005), n - 1 steps. What stays in the node and what
-        leaves it travel at once."""
+        """Return the seconds of an all-to-all: each rank sends 1/n of its bytes to every rank.
+
+        It is a pairwise exchange (Thakur et al. 2005) of n - 1 steps. Messages within the node and
+        messages between nodes travel at the same time.
+        """
         if group.ranks == 1:
             return 0.0
         reached = self.cluster.efficiency
@@ -229,7 +252,7 @@ class Machine:
         outside = group.ranks - 1 - inside
         if not outside:
             return reached.collective_s + inside_s
-        # every rank of a node sends at once: each has its share of the adapters
+        # all ranks of a node send at once, each with its share of the adapters
         rate = min(1.0, self.adapter_share) * self.cluster.node.adapter_bytes_per_s
         if group.per_node < self.cluster.node.devices:
             rate /= self.cluster.software.groups_per_adapter
@@ -237,7 +260,7 @@ class Machine:
         return reached.collective_s + max(inside_s, outside_s)
 
     def send_s(self, message_bytes: float, *, crosses_nodes: bool) -> float:
-        """One message to one rank, while all ranks of a node send at once."""
+        """Return the seconds of one message to one rank, while all ranks of a node send at once."""
         reached = self.cluster.efficiency
         if not crosses_nodes:
             return reached.collective_s + reached.link_step_s + message_bytes / self.link_rate

@@ -1,8 +1,8 @@
-"""Times on a machine that `ptdmpi probe` measured: tables of kernels and messages in place of data
-sheets.
+"""Times on a machine that `ptdmpi probe` measured: tables replace the data sheets.
 
-Between measured sizes times are interpolated, in logarithms; beyond them the rate stays. Groups of
-other sizes than the measured ones take as many more steps, and their bytes as long as in a ring.
+Between measured sizes, times of kernels and messages are interpolated in logarithms; beyond them
+the rate is constant. For groups of other sizes than the measured ones, times are scaled by the
+steps and the bytes of a ring.
 """
 
 import bisect
@@ -17,7 +17,10 @@ from ptdmpi.plan.machine.probed import Measured, Messages
 
 
 def between(x: float, places: Sequence[float]) -> tuple[int, float]:
-    """(i, w): x lies at places[i] (1 - w) + places[i + 1] w in logarithms, clamped to the ends."""
+    """Return (i, w) with log x = (1 - w) log places[i] + w log places[i + 1].
+
+    `places` ascend; x is clamped to their ends.
+    """
     if x <= places[0] or len(places) == 1:
         return 0, 0.0
     if x >= places[-1]:
@@ -27,7 +30,7 @@ def between(x: float, places: Sequence[float]) -> tuple[int, float]:
 
 
 def interpolate(x: float, places: Sequence[float], values: Sequence[float]) -> float:
-    """The value at x of positive `values` at ascending `places`, both in logarithms."""
+    """Return the value at x, interpolated in logarithms between `values` at ascending `places`."""
     i, weight = between(x, places)
     if weight == 0.0:
         return values[i]
@@ -35,8 +38,10 @@ def interpolate(x: float, places: Sequence[float], values: Sequence[float]) -> f
 
 
 class MeasuredMachine(Machine):
-    """A `Machine` whose kernels and messages were measured, as the ranks of a node ran them at
-    once."""
+    """A `Machine` with measured kernels and messages.
+
+    All ranks of a node ran them at the same time.
+    """
 
     def __init__(
         self, cluster: Cluster, measured: Measured, dtype: str, element_bytes: int
@@ -49,14 +54,17 @@ class MeasuredMachine(Machine):
             self._messages.setdefault((table.collective, table.nodes > 1), []).append(table)
 
     def _kernel_s(self, work_s: float) -> float:
-        """With its launch: behind the one before where the device computes by itself, else first
-        the one, then the other."""
+        """Return the seconds of a kernel with its launch.
+
+        On an asynchronous device the launch overlaps with the kernel before; otherwise launch and
+        kernel run one after the other.
+        """
         if self.measured.asynchronous:
             return max(self._overhead_s, work_s)
         return self._overhead_s + work_s
 
     def host_s(self, launches: int) -> float:
-        """Nothing: launches are part of each measured kernel."""
+        """Return 0: the measured kernels include their launches."""
         return 0.0
 
     def stream_s(self, moved_bytes: float) -> float:
@@ -76,8 +84,8 @@ class MeasuredMachine(Machine):
             between(size, places) for size, places in ((m, table.m), (n, table.n), (k, table.k))
         ]
         log_rate = 0.0
-        # between the eight corners of a cell of the table: bit i of `corner` says near or far on
-        # axis i
+        # interpolate between the eight corners of a cell of the table: bit i of `corner` selects
+        # the lower or the upper end on axis i
         for corner in range(8):
             weight, at = 1.0, []
             for axis, (i, w) in enumerate(sides):
@@ -95,8 +103,8 @@ class MeasuredMachine(Machine):
         times = table.backward_s_per_score if backward else table.forward_s_per_score
         (small, large), sizes = times, table.head_sizes
         share = (head_size - sizes[0]) / (sizes[1] - sizes[0])
-        # a line through both measured sizes; below the smaller one it could fall under 0, so no
-        # less than half of what is proportional
+        # a line through both measured sizes. Below the smaller one it could fall under 0, so the
+        # result is at least half of the time in proportion to the head size
         per_score_s = max(small * head_size / sizes[0] * 0.5, small + share * (large - small))
         return self._kernel_s(self.causal_scores(rows, columns) * per_score_s)
 
@@ -104,9 +112,11 @@ class MeasuredMachine(Machine):
         return self.measured.step_s + elements * self.measured.update_s_per_element
 
     def _message_s(self, collective: str, size: float, group: Group) -> float:
-        """Seconds of a collective of `size` bytes over a group. One that has several ranks on
-        several nodes goes over the network, with its part of what the ranks of a node sent there at
-        once, and then over the node."""
+        """Return the seconds of a collective of `size` bytes over a group.
+
+        A group with several ranks on each of several nodes communicates first over the network,
+        with `size` / `per_node` bytes per rank, and then within the node.
+        """
         if group.ranks == 1:
             return 0.0
         if group.nodes == 1:
@@ -117,7 +127,11 @@ class MeasuredMachine(Machine):
         return across_s + self._table_s(collective, False, size, group.per_node)
 
     def _table_s(self, collective: str, network: bool, size: float, ranks: int) -> float:
-        """Scaled from the group of most similar size."""
+        """Return the seconds of a collective, scaled from the measured group of nearest size.
+
+        `size` is in bytes; `network`: each rank is on its own node. Raises InputError if no group
+        was measured for the collective.
+        """
         tables = self._messages.get((collective, network), [])
         if not tables:
             known = f"on one node of {counted(self.cluster.node.devices, 'rank')}"
@@ -130,8 +144,8 @@ class MeasuredMachine(Machine):
         whole_s = interpolate(size, table.sizes_bytes, table.seconds)
         if size > table.sizes_bytes[-1]:
             whole_s *= size / table.sizes_bytes[-1]
-        # a ring's n - 1 steps cost their latency each, its bytes (n - 1) / n of the tensor: the
-        # least time of the table is taken for latency alone
+        # a ring has n - 1 latencies and moves (n - 1) / n of the tensor; the least time of the
+        # table is taken as pure latency
         steps = (ranks - 1) / (table.ranks - 1)
         share = (1 - 1 / ranks) / (1 - 1 / table.ranks)
         taken_s = steps * least_s + share * max(0.0, whole_s - least_s)
@@ -147,7 +161,8 @@ class MeasuredMachine(Machine):
         return self._message_s("all_reduce", summed_bytes, group)
 
     def all_to_all_s(self, brought_bytes: float, group: Group) -> float:
-        """n - 1 measured messages, each of 1/n of the bytes, one after the other."""
+        """Return the seconds of n - 1 measured messages, one after the other, each of 1/n of the
+        bytes."""
         part_bytes = brought_bytes / max(1, group.ranks)
         inside = min(group.ranks, group.per_node) - 1
         outside = group.ranks - 1 - inside
@@ -163,7 +178,10 @@ class MeasuredMachine(Machine):
 
 
 def machine_of(cluster: Cluster, dtype: str, element_bytes: int) -> Machine:
-    """The machine of a cluster file: by its data sheets, or as it was measured."""
+    """Return the machine of a cluster file: with measured times if it has any, else by data sheets.
+
+    `dtype` is the type of the numbers, `element_bytes` its size.
+    """
     if cluster.measured is None:
         return Machine(cluster, dtype, element_bytes)
     return MeasuredMachine(cluster, cluster.measured, dtype, element_bytes)

@@ -1,9 +1,10 @@
-"""Collectives over several nodes as NCCL's own cost model has them.
+"""Times of collectives over several nodes by NCCL's own cost model.
 
-NCCL chooses algorithm and protocol by a model of its makers' measurements: what a step over a link
-and over a network takes, which share of a rate a protocol reaches, what trees reach at most. Its
-constants (v2.9, src/graph/tuning.cc) are data sheets of the software, so they stand here as they
-are there. Steps within a node are calibrated (`link_step_s`) and agree with them: 2.0 and 1.9 us.
+NCCL chooses algorithm and protocol by a cost model that its authors measured: the time of a step
+over a link and over a network, the fraction of the rate that a protocol reaches, the largest rate
+of trees. Its constants (v2.9, src/graph/tuning.cc) are data sheets of the software, so this file
+has the same values. Steps within a node are calibrated (`link_step_s`) and agree with NCCL's
+constants: 2.0 and 1.9 us.
 """
 
 import math
@@ -12,7 +13,7 @@ from enum import IntEnum
 
 
 class Collective(IntEnum):
-    """What a ring can do, and in how many rounds."""
+    """The collectives of a ring, which index rates such as `Fabric.ll128_rates`."""
 
     ALL_GATHER = 0
     REDUCE_SCATTER = 1
@@ -21,19 +22,23 @@ class Collective(IntEnum):
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a ring or a tree moves its bytes: "LL", "LL128" or "Simple"."""
+    """A protocol by which a ring or a tree moves its bytes: "LL", "LL128" or "Simple"."""
 
-    link_steps: float  # a step over a link, in steps of a ring with LL128
-    hop_s: float  # a step over the network
-    share: float  # of the rate
-    lone_share: float  # of the rate, where a node has one rank of the group
-    most: float = math.inf  # bytes per second that it reaches, however many adapters there are
+    link_steps: float  # time of a step over a link, in steps of a ring with LL128
+    hop_s: float  # time of a step over the network
+    share: float  # fraction of the rate that it reaches
+    lone_share: float  # the same if a node has one rank of the group
+    most: float = math.inf  # largest rate in bytes per second, for any number of adapters
 
 
 @dataclass(frozen=True)
 class Fabric:
-    """What a group of `ranks` on `nodes` has: bytes per second through each rank, a step over a
-    link, the least step over the network, what its trees and its rings with LL128 reach at most."""
+    """The communication properties of a group of `ranks` on `nodes`.
+
+    `rate` is the bytes per second through each rank, `link_step_s` the time of a step over a link,
+    `network_step_s` the least time of a step over the network. `tree_rate` and `ll128_rates` are
+    the largest rates of trees and of rings with LL128, in bytes per second.
+    """
 
     ranks: int
     nodes: int
@@ -45,25 +50,30 @@ class Fabric:
 
     @property
     def per_node(self) -> float:
+        """The number of ranks per node."""
         return self.ranks / self.nodes
 
     def share(self, protocol: Protocol) -> float:
+        """Return the fraction of the rate that `protocol` reaches in this group."""
         return protocol.lone_share if self.per_node < 2 else protocol.share
 
     def hop_s(self, protocol: Protocol) -> float:
+        """Return the seconds of a step over the network with `protocol`."""
         return max(protocol.hop_s, self.network_step_s)
 
 
-# LL has a flag beside each 4 bytes: a quarter of the rate, and 19 GB/s where the hosts are AMD's,
-# the nodes more than two (of Intel 20.4); its steps over a link take 1.8 times those on one node.
+# LL has a flag next to each 4 bytes, so it reaches a quarter of the rate, and at most 19 GB/s on
+# more than two nodes with AMD hosts (Intel: 20.4). Its steps over a link take 1.8 times those on
+# one node.
 LL = Protocol(0.47 * 1.8 / 1.9, 2.7e-6, 0.25, 0.25, 19.0e9)
 RINGS = (Protocol(1.0, 4.0e-6, 0.92, 0.7), Protocol(1.8, 9.6e-6, 1.0, 1.0), LL)
 TREES = (Protocol(0.6, 8.5e-6, 0.915, 0.915), Protocol(15.0, 50e-6, 1.0, 1.0))
 TREE_SHARE = 0.9  # of the rate of a ring
-# A ring of Simple over several nodes waits longer where a rank's part fills its buffers. NCCL says
-# so of sums alone, whose rings compete with trees; a scatter and a gather are halves of one.
+# A ring with Simple over several nodes has longer latencies once a rank's part fills its buffers.
+# NCCL's model has this only for all-reduces, whose rings compete with trees. It is used here also
+# for a reduce-scatter and an all-gather, which are halves of an all-reduce.
 PLATEAU_BYTES_PER_RANK, PLATEAU = 65536 / 16, 1.9
-# Of the rate of trees, in tenths, by the logarithm of the size: 64 bytes, 128, ... 128 MiB.
+# Tenths of the rate that trees reach, by the logarithm of the size: 64 bytes, 128, ... 128 MiB.
 TREE_TENTHS = (
     (10, 10, 10, 10, 10, 9, 8, 8, 8, 7, 6, 6, 6, 5, 6, 6, 7, 7, 8, 9, 9, 10),
     (9, 9, 9, 9, 9, 9, 9, 8, 7, 6, 6, 5, 5, 5, 5, 5, 5, 6, 6, 7, 8, 9),
@@ -71,20 +81,23 @@ TREE_TENTHS = (
 
 
 def all_gather_s(gathered_bytes: float, fabric: Fabric) -> float:
-    """A ring: n - 1 steps, nodes - 1 of them over the network."""
+    """Return the seconds of an all-gather by a ring: n - 1 steps, nodes - 1 over the network."""
     kind = Collective.ALL_GATHER
     return min(_ring_s(gathered_bytes, fabric, protocol, kind) for protocol in RINGS)
 
 
 def reduce_scatter_s(summed_bytes: float, fabric: Fabric) -> float:
-    """As many steps, but a sum in each of them."""
+    """Return the seconds of a reduce-scatter by a ring: n - 1 steps, each with a sum."""
     kind = Collective.REDUCE_SCATTER
     return min(_ring_s(summed_bytes, fabric, protocol, kind) for protocol in RINGS)
 
 
 def all_reduce_s(summed_bytes: float, fabric: Fabric) -> float:
-    """The fastest of rings, 2 (n - 1) steps, and double binary trees (Sanders et al. 2009), whose
-    depth grows with the logarithm of the nodes."""
+    """Return the seconds of an all-reduce by the fastest ring or tree.
+
+    Rings have 2 (n - 1) steps. The depth of double binary trees (Sanders et al. 2009) grows with
+    the logarithm of the number of nodes.
+    """
     kind = Collective.ALL_REDUCE
     rings = [_ring_s(summed_bytes, fabric, protocol, kind) for protocol in RINGS]
     trees = [_tree_s(summed_bytes, fabric, kind) for kind in range(len(TREES))]
@@ -110,11 +123,11 @@ def _tree_s(size: float, fabric: Fabric, kind: int) -> float:
     protocol = TREES[kind]
     depth_s = (fabric.per_node - 1) * protocol.link_steps * fabric.link_step_s
     depth_s += math.log2(fabric.nodes) * fabric.hop_s(protocol)
-    # between the sizes of the table the rate is between theirs, so that more never takes less
+    # interpolated between the sizes of the table, so that more bytes never take less time
     power, tenths = math.log2(max(64.0, size) / 64), TREE_TENTHS[kind]
     below = min(int(power), len(tenths) - 1)
     above = tenths[below + 1] if below + 1 < len(tenths) else 10
     part = min(1.0, power - below)
     rate = min(fabric.rate * TREE_SHARE, fabric.tree_rate) * protocol.share
     rate *= (tenths[below] * (1 - part) + above * part) / 10
-    return 2 * depth_s + 2 * size / rate  # up to the root, and down again
+    return 2 * depth_s + 2 * size / rate  # up to the root and down again

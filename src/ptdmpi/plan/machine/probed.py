@@ -1,5 +1,7 @@
-"""What `ptdmpi probe` writes into a cluster file: times of kernels and messages, and which ways of
-computing them are the quickest there."""
+"""The tables that `ptdmpi probe` writes into a cluster file.
+
+They hold the times of kernels and messages, and the fastest implementations of kernels there.
+"""
 
 import itertools
 from typing import Annotated, Any, Literal, Self
@@ -23,8 +25,10 @@ Rates = Annotated[tuple[Numbers, ...], Field(min_length=1, strict=False)]
 
 
 class Gemm(FrozenTable):
-    """FLOP/s of products (m, k) x (k, n) at ascending sizes: `flops_per_s[i][j][l]` at m[i], n[j],
-    k[l]."""
+    """The rates of matrix products (m, k) x (k, n) in FLOP/s, at ascending sizes.
+
+    `flops_per_s[i][j][l]` is the rate at m[i], n[j], k[l].
+    """
 
     m: Ascending
     n: Ascending
@@ -41,7 +45,7 @@ class Gemm(FrozenTable):
 
 
 class Stream(FrozenTable):
-    """Rate of a kernel that moves so many bytes, those read and those written."""
+    """The rates of kernels that move `moved_bytes`, read and written, in bytes per second."""
 
     moved_bytes: Ascending
     bytes_per_s: Numbers
@@ -54,7 +58,7 @@ class Stream(FrozenTable):
 
 
 class AttentionTimes(FrozenTable):
-    """Seconds per score that is computed, at two sizes of a head."""
+    """The times of attention in seconds per computed score, at two sizes of a head."""
 
     head_sizes: Annotated[Pair, AfterValidator(_ascending)]
     forward_s_per_score: Pair
@@ -62,8 +66,11 @@ class AttentionTimes(FrozenTable):
 
 
 class Messages(FrozenTable):
-    """Seconds of a collective over `ranks`, which stand on `nodes` (1, or each on its own), by the
-    bytes of the whole tensor; "send": of one message, while one comes the other way."""
+    """The times of a collective over `ranks`, in seconds, by the bytes of the whole tensor.
+
+    The ranks are on `nodes` nodes: 1, or one per rank. "send" has the times of one message while
+    another one travels in the opposite direction.
+    """
 
     collective: Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
     ranks: Annotated[int, Field(ge=2)]
@@ -79,12 +86,12 @@ class Messages(FrozenTable):
 
 
 class Measured(FrozenTable):
-    """What `ptdmpi probe` measured, which then counts in place of the data sheets.
+    """The measurements of `ptdmpi probe`, which replace the data sheets.
 
-    `asynchronous`: the host is ahead of the device, so that launches are hidden behind kernels. A
-    step takes `step_s` beside its kernels and messages, and `update_s_per_element` for each
-    parameter of a rank: its gradient's norm, clipping, AdamW.
-    `seconds_per_element`: of an activation function ("gelu", "gelu_backward"), a norm, the loss.
+    `asynchronous`: the host is ahead of the device, so that launches overlap with kernels. A step
+    takes `step_s` in addition to its kernels and messages, and `update_s_per_element` for each
+    parameter of a rank: gradient norm, clipping, AdamW. `seconds_per_element` has the times of
+    activation functions ("gelu", "gelu_backward"), norms and the loss.
     """
 
     asynchronous: bool
@@ -98,9 +105,12 @@ class Measured(FrozenTable):
 
 
 class KernelWay(FrozenTable):
-    """How a processor computes one kind of kernel of one type, as in presets/kernels.toml, whose
-    entries come behind these. `capability`: of torch.cpu.get_capabilities(), "" is any; `cpu`: how
-    the processor's name begins; `measured`: in words."""
+    """The implementation of one kind of kernel for one type on a processor.
+
+    The entries have the form of presets/kernels.toml, and take precedence over that file.
+    `capability` is one of torch.cpu.get_capabilities(), "" is any. `cpu` is the beginning of the
+    processor's name. `measured` describes the measurement in words.
+    """
 
     capability: str
     cpu: str = ""
@@ -109,10 +119,13 @@ class KernelWay(FrozenTable):
 
 
 class AttentionWay(KernelWay):
-    """Causal attention by products over blocks of so many queries, which keep their probabilities
-    where memory holds them or not, or go back alone, after `library_forward`, with scores of
-    bfloat16 in oneDNN's `fpmath` mode or not; or by the library's kernel, in blocks of queries
-    below `whole_from` positions and at once from there."""
+    """The implementation of causal attention: matrix products, or the library's kernel.
+
+    "products" multiplies matrices in blocks of `block` queries. `keeps`: the forward keeps the
+    probabilities if memory suffices. `library_forward`: only the backward is by products, after the
+    library's forward. `fpmath`: scores of bfloat16 use oneDNN's fpmath mode. "library" runs in
+    blocks of queries below `whole_from` positions, and on all queries at once from there on.
+    """
 
     way: Literal["products", "library"]
     whole_from: Positive | None = None
@@ -133,26 +146,29 @@ class AttentionWay(KernelWay):
 
 
 class GeluWay(KernelWay):
-    """GELU's tanh form by a sigmoid, its derivative kept, or as the library has it."""
+    """The implementation of GELU in its tanh form: by a sigmoid, with the derivative kept, or the
+    library's."""
 
     way: Literal["sigmoid", "library"]
 
 
 class LinearWay(KernelWay):
-    """From how many products of two numbers on oneDNN's one call takes x W^T + b, and dy W; None:
-    never."""
+    """The sizes from which one call of oneDNN computes x W^T + b (`output`) and dy W.
+
+    They are counted in multiplications of two numbers; None: never.
+    """
 
     output: NotNegative | None = None
     input_gradient: NotNegative | None = None
 
 
 class KernelWays(FrozenTable):
-    """The first entry that fits a processor counts."""
+    """The implementations of kernels; the first entry that fits a processor is used."""
 
     attention: Annotated[tuple[AttentionWay, ...], Field(strict=False)] = ()
     linear: Annotated[tuple[LinearWay, ...], Field(strict=False)] = ()
     gelu: Annotated[tuple[GeluWay, ...], Field(strict=False)] = ()
 
     def entries(self) -> dict[str, list[dict[str, Any]]]:
-        """As presets/kernels.toml has them."""
+        """Return the entries in the form of presets/kernels.toml."""
         return self.model_dump(mode="json", exclude_none=True)

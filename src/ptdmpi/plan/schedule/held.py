@@ -1,4 +1,4 @@
-"""The memory that a rank holds during its order of ops: the one walk behind all memory figures."""
+"""The memory that a rank holds during its order of ops; all memory figures use this walk."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple

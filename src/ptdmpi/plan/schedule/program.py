@@ -142,6 +142,7 @@ class _Rendezvous:
         self.runnable = list(range(len(programs)))
 
     def run(self) -> None:
+        """Execute all programs; raise DeadlockError if a rank cannot finish."""
         while self.runnable:
             rank = self.runnable.pop()
             while self.position[rank] < len(self.programs[rank]):
@@ -206,6 +207,7 @@ class _Rendezvous:
         return self.nonblocking_receives
 
     def check_nothing_left(self) -> None:
+        """Raise MismatchError if a received message is unused or a receive has no message."""
         for rank, arrived in enumerate(self.arrived):
             if surplus := arrived - self.used[rank]:
                 raise MismatchError(f"rank {rank}: receives {min(surplus)} and never uses it")

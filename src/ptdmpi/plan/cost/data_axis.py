@@ -45,6 +45,24 @@ class Behind(NamedTuple):
     weights_s: float = 0.0
 
 
+class StagePlaces(NamedTuple):
+    """What the messages in the ops of a stage follow from, on a data axis with ZeRO 2 or 3.
+
+    `layers`, of which the first `idle` have no backward; `ends`: whether it is the first and the
+    last of the model. `stays`: places that are still gathered when an op begins. `gathers`: how
+    often DeepSpeed gathers a tensor in a microbatch.
+    """
+
+    gathers_weights: bool
+    tensor: int
+    group: Group
+    layers: int
+    ends: tuple[bool, bool]
+    idle: int
+    stays: int
+    gathers: int
+
+
 class DataAxis:
     """Seconds of a rank's messages over the data axis, of one model on one machine.
 
@@ -134,24 +152,22 @@ class DataAxis:
         of them `idle`, that is, as `ends` says, the first or the last of the model."""
         if not layout.shards_gradients:
             return InOps()
-        # only 1F1B's ops alternate on one chunk: where one ends the next one begins
-        stays = int(layout.schedule == "1f1b")
-        gathers = 3 if layout.recompute == "full" else 2
-        key = (layout.shards_weights, layout.tensor, self.shard_group(layout), layers, ends)
-        return self._in_ops(*key, idle, stays, gathers)
+        stage = StagePlaces(
+            gathers_weights=layout.shards_weights,
+            tensor=layout.tensor,
+            group=self.shard_group(layout),
+            layers=layers,
+            ends=ends,
+            idle=idle,
+            # only 1F1B's ops alternate on one chunk: where one ends the next one begins
+            stays=int(layout.schedule == "1f1b"),
+            gathers=3 if layout.recompute == "full" else 2,
+        )
+        return self._in_ops(stage)
 
-    def _counted_in_ops(
-        self,
-        gathers_weights: bool,
-        tensor: int,
-        group: Group,
-        layers: int,
-        ends: tuple[bool, bool],
-        *how: int,
-    ) -> InOps:
-        """`how`: layers without a backward, places that are still there when an op begins, and how
-        often DeepSpeed gathers."""
-        idle, stays, gathers = how
+    def _counted_in_ops(self, stage: StagePlaces) -> InOps:
+        """Price the messages of a stage, unit by unit or, as DeepSpeed, tensor by tensor."""
+        gathers_weights, tensor, group, layers, ends, idle, stays, gathers = stage
         if self.cluster.software.zero_unit == "tensor":
             gathered_s, summed_s = self._all_tensors_s(tensor, layers, any(ends), group)
             if not gathers_weights:

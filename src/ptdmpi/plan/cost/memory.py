@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from operator import mul
+from typing import NamedTuple
 
 from ptdmpi.config import Config, Layout, ModelConfig
 from ptdmpi.config.precision import FLOAT32, PRECISIONS
@@ -58,6 +59,21 @@ class Footprint:
     @property
     def total(self) -> float:
         return self.standing + self.activations + self.working
+
+
+class StateBytes(NamedTuple):
+    """Bytes of what a rank has all the time: weights, gradients and the optimizer's state on its
+    device, and what the host has of them."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    host: int
+
+    @property
+    def on_device(self) -> int:
+        """All of it but the host's."""
+        return self.weights + self.gradients + self.optimizer
 
 
 def _placed(offload: str, optimizer: int, rooms: int, on_host: bool) -> tuple[int, int]:
@@ -110,9 +126,7 @@ class MemoryModel(StageMemory):
         self._distinct = cache(lambda *key: _distinct_ranks(self.model, self._splits(key[0]), *key))
         self.likes = cache(lambda *key: _sorts(self.model, self._splits(key[0]), *key))
         self._standing = cache(self._counted_standing)
-        self._stands = cache(  # all the time, on each of some ranks
-            lambda *key, ranks: [sum(self._standing(*key[:2], r, key[2])[:3]) for r in ranks]
-        )
+        self._stands = cache(self._counted_stands)
         self._flights: dict[tuple[object, ...], tuple[int, int]] = {}
         self.least_flights: dict[tuple[object, ...], int] = {}
 
@@ -191,7 +205,7 @@ class MemoryModel(StageMemory):
         at the least, is asked first: most layouts of a large model fail there."""
         room = capacity_bytes - self.runtime_bytes
         ranks = self.distinct_ranks(layout)
-        standing = self._stands(Cut.of(layout), layout.tensor, _how(layout), ranks=ranks)
+        standing = self._stands(Cut.of(layout), layout.tensor, _how(layout), ranks)
         if max(standing) > room:
             return False
         least = (_least_held(self, layout, rank, microbatches) for rank in ranks)
@@ -204,16 +218,22 @@ class MemoryModel(StageMemory):
         )
 
     def host_bytes(self, layout: Layout, rank: int) -> int:
-        """What a pipeline rank has of its state in the host's memory."""
-        return self._state(layout, rank)[3]
+        """Return the bytes of a pipeline rank's state in the host's memory."""
+        return self._state(layout, rank).host
 
-    def _state(self, layout: Layout, rank: int) -> tuple[int, int, int, int]:
-        """Bytes of weights, gradients and optimizer, and of what the host has of them."""
+    def _state(self, layout: Layout, rank: int) -> "StateBytes":
+        """The bytes of a pipeline rank's state."""
         return self._standing(Cut.of(layout), layout.tensor, rank, _how(layout))
+
+    def _counted_stands(
+        self, cut: Cut, tensor: int, how: tuple[Sharing, str], ranks: tuple[int, ...]
+    ) -> list[int]:
+        """Bytes that each of some pipeline ranks has on its device all the time."""
+        return [self._standing(cut, tensor, rank, how).on_device for rank in ranks]
 
     def _counted_standing(
         self, cut: Cut, tensor: int, rank: int, how: tuple[Sharing, str]
-    ) -> tuple[int, int, int, int]:
+    ) -> "StateBytes":
         """`_state`, `how` it is sharded and offloaded. The buffers' alignment is left out. Where
         compute and master type agree there is one set of weights."""
         sharing, offload = how
@@ -233,7 +253,8 @@ class MemoryModel(StageMemory):
         # room on the host for gradients that are updated there, and weights that are the masters
         rooms = (1 + (self.compute_bytes >= FLOAT32.bytes)) * self.wide_bytes
         rooms *= 0 if self.on_host else -(-train // sharing.state_shards)
-        return weights, summed + widened, *_placed(offload, optimizer, rooms, self.on_host)
+        held, host = _placed(offload, optimizer, rooms, self.on_host)
+        return StateBytes(weights, summed + widened, held, host)
 
     @cached_property
     def _each_bytes(self) -> tuple[int, int, int, int]:

@@ -1,0 +1,165 @@
+"""A new sublayer takes three places: a row kind, its module, and the list of sublayers.
+
+The dummy is a gated causal convolution (Dauphin et al. 2017, arXiv 1612.08083) over the positions
+of each channel, between two linears.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ptdmpi.comm.world import World
+from ptdmpi.config import Layout
+from ptdmpi.model import operators as modules
+from ptdmpi.model.operators import add
+from ptdmpi.model.parameters import Split, declare
+from ptdmpi.plan.cost.layer import LayerTimes
+from ptdmpi.plan.cost.memory import MemoryModel
+from ptdmpi.plan.layer import describe
+from ptdmpi.plan.layer.account import Item, Kernel, MemoryPass
+from ptdmpi.plan.layer.operator import Operator
+from ptdmpi.plan.layer.parts import Linear, Part, Table
+from ptdmpi.plan.layer.sizes import Sizes
+from ptdmpi.plan.machine.cluster import load_cluster, load_model
+from ptdmpi.plan.machine.measured import machine_of
+from ptdmpi.plan.shape.parameters import layer_elements
+from tests._configs import layout
+from tests._engines import build, steps_of
+from tests._layers import tensor_axis
+from tests.model.test_rows import wrong
+from tests.parallel import parallel
+
+TAPS = 3
+WIDTH = 16
+
+
+# 1. The row: what it is called, its parts, and its account.
+@dataclass(frozen=True)
+class Convolve(Operator):
+    """[s, b, 2 w/t] -> [s, b, w/t]: a causal filter of one half, gated by the other."""
+
+    taps: Table
+
+    def parts(self) -> dict[str, Part]:
+        return {self.name: self.taps}
+
+    def _elements(self, sizes: Sizes) -> int:
+        return sizes.tokens * sizes.share(self.taps.rows)
+
+    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        yield MemoryPass(3 * self._elements(sizes) * sizes.compute_bytes)
+
+    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
+        yield MemoryPass(5 * self._elements(sizes) * sizes.compute_bytes)
+
+    def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
+        """Its input, which is padded, its gate and what it gates."""
+        size, c = self._elements(sizes), sizes.compute_bytes
+        yield Item(f"{self.name}.input", 2 * size, c)
+        yield Item(f"{self.name}.filtered", size, c)
+
+    def replaced_bytes(self, sizes: Sizes) -> int:
+        return 2 * self._elements(sizes) * sizes.compute_bytes
+
+    def backward_bytes(self, sizes: Sizes) -> int:
+        return 3 * self._elements(sizes) * sizes.compute_bytes
+
+
+# 2. The module that computes it, and its line in the table of makers.
+class Convolution(nn.Module):
+    def __init__(self, row: Convolve, tensor: int) -> None:
+        super().__init__()
+        split = Split(0, (row.taps.rows,))
+        shape = (row.taps.rows, row.taps.hidden)
+        self.weight = declare(tensor, shape, row.taps.init_std, split=split)
+
+    def forward(self, x: Tensor, context: object) -> Tensor:
+        gate, value = x.chunk(2, dim=-1)
+        total = torch.zeros_like(value)
+        for tap in range(TAPS):
+            past = value[: len(value) - tap]
+            total = total + F.pad(past, (0, 0, 0, 0, tap, 0)) * self.weight[:, tap]
+        return gate * total
+
+
+def make_convolution(owner: nn.Module, row: Operator, build: modules.Build) -> nn.Module:
+    assert isinstance(row, Convolve)
+    module = Convolution(row, build.axis.size)
+    add(owner, row.name, module)
+    return module
+
+
+# 3. The sublayer, in the list of a layer's sublayers.
+def convolution(build: describe.LayerBuild) -> describe.Sublayer:
+    model = build.model
+    up = Linear(model.hidden, (WIDTH, WIDTH), False, model.init_std, "columns")
+    down = Linear(WIDTH, (model.hidden,), False, build.residual_std, "rows")
+    taps = Table(WIDTH, TAPS, model.init_std, split=True)
+    return build.sublayer(
+        "convolution",
+        3,
+        build.product("convolution.up", up, "y", "y"),
+        Convolve("convolution.filter", ("y",), ("y",), taps),
+        build.product("convolution.down", down, "y", "y"),
+    )
+
+
+@contextmanager
+def with_convolution() -> Iterator[None]:
+    """Every layer has the sublayer between attention and MLP."""
+    attention, mlp = describe.SUBLAYERS
+    with ExitStack() as stack:
+        makers = {**modules.MAKERS, Convolve: make_convolution}
+        stack.enter_context(mock.patch.object(modules, "MAKERS", makers))
+        sublayers = (attention, convolution, mlp)
+        stack.enter_context(mock.patch.object(describe, "SUBLAYERS", sublayers))
+        yield
+
+
+def test_the_planner_counts_prices_and_holds_it():
+    model = load_model("l=4,h=512,a=8,s=128")
+    machine = machine_of(load_cluster("dgx-h100"), "bf16", 2)
+
+    def account() -> tuple[int, float, int]:
+        times = LayerTimes(machine, model, Layout(2, 1, 1))
+        kept = MemoryModel(model.config, model.vocab_size, "bf16").kept_bytes(Layout(2, 1, 1), 0)
+        return layer_elements(model.config), times.forward.compute, kept
+
+    without = account()
+    with with_convolution():
+        with_it = account()
+    norm, linears, taps = 2 * 512, 3 * WIDTH * 512, WIDTH * TAPS
+    assert with_it[0] - without[0] == norm + linears + taps
+    assert with_it[1] > without[1] and with_it[2] > without[2]
+
+
+@parallel(ranks=[1, 2])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_its_rows_do_what_they_say(comm, sequence_parallel):
+    """All rows but the dummy's own, whose filter is three kernels of PyTorch, are exact."""
+    with with_convolution():
+        mistakes = wrong("gpt", tensor_axis(comm, sequence_parallel))
+    assert [text for text in mistakes if not text.startswith("convolution.filter")] == []
+
+
+@parallel(ranks=[1, 2, 4])
+def test_it_trains_alike_in_every_layout(comm):
+    from mpi4py import MPI
+
+    layouts = {1: {}, 2: layout(t=2), 4: layout(t=2, p=2)}
+    changes = {"model.layers": 2, "precision.compute": "fp64", "batch.global_size": 4}
+    with with_convolution():
+        losses = losses_of(comm, changes | layouts[comm.size])
+        alone = losses_of(MPI.COMM_SELF, changes)
+    assert losses == pytest.approx(alone, rel=1e-12)
+    assert alone[0] > alone[-1]
+
+
+def losses_of(comm, changes) -> list[float]:
+    return [float(result.loss) for result in steps_of(build(World(comm), changes), 3)]

@@ -19,6 +19,7 @@ def test_bytes_by_the_convention():
         "broadcast": 1000,
         "send": 1030,
         "neighbours": 40,
+        "all_to_all": 0,
     }
     assert tally.messages["send"] == 4 and tally.messages["all_reduce"] == 1
     with pytest.raises(KeyError):

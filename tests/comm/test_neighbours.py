@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ptdmpi.comm import exchange as exchanges
 from ptdmpi.comm import pairs
 from ptdmpi.plan.layout.topology import topology
 from tests.comm._wires import connect
@@ -82,7 +83,7 @@ def test_all_tell_each_other_what_is_theirs(comm, wire):
 
     ranks, here = range(axis.size), axis.rank
     arriving = [torch.zeros_like(sent(peer, here)) for peer in ranks]
-    pairs.exchange(axis, [sent(here, peer) for peer in ranks], arriving)
+    exchanges.exchange(axis, [sent(here, peer) for peer in ranks], arriving)
     for peer in ranks:
         if peer == here:
             assert not arriving[peer].any()

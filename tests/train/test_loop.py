@@ -253,7 +253,7 @@ MISTAKES = {
     "short": (["model.seq_length=4096"], "one sequence"),
     "epochs": (['data.train=[{path="train", epochs=0.01}]'], "epochs"),
     "checkpoint": (["checkpoint.resume=nowhere"], "nowhere"),
-    "ids": (['data.train=[{path="ids"}]'], "outside the vocabulary"),
+    "ids": (['data.train=[{path="ids"}]', 'data.verify="off"'], "outside the vocabulary"),
 }
 
 

@@ -1,4 +1,5 @@
-"""The frozen model beneath adapters: its weights into a rank of any layout, and which they are."""
+"""The frozen model beneath adapters: loading its weights into a rank of any layout, and its
+identity."""
 
 import hashlib
 import json
@@ -23,9 +24,9 @@ from ptdmpi.plan.shape.parameters import frozen_layer, task_head
 
 def fingerprint(manifest: Manifest) -> str:
     """Return the SHA-256 over the manifest's entries of the weights: names, shapes, types, boxes
-    and their checksums; of quantized weights, those of codes and scales. Each box is compared with
-    its checksum when it is read, so this identifies the values, too, without reading them twice.
-    The same values in other boxes have another fingerprint."""
+    and their checksums; for quantized weights, those of codes and scales. Each box is compared with
+    its checksum when it is read, so the hash identifies the values, too, without reading them
+    twice. The same values in other boxes have another fingerprint."""
     described: list[Any] = []
     for name, tensor in sorted(manifest.tensors.items()):
         if name.partition("/")[0].partition("@")[0] in (WEIGHTS, KIND_OF_CODES, KIND_OF_SCALES):
@@ -37,8 +38,8 @@ def fingerprint(manifest: Manifest) -> str:
 
 
 def base_at(path: Path, form: LowBit | None = None) -> tuple[Path, Base]:
-    """Return the newest complete checkpoint that `path` names, and its identity. Raises InputError
-    if there is none, or its matrices are not of this `form` (None: any form)."""
+    """Return the newest complete checkpoint that `path` names, and its identity. Raise InputError
+    if there is no checkpoint, or its matrices are not of this `form` (None: any form)."""
     directory = newest(path)
     manifest = sound_manifest(directory)
     if form is not None and manifest.form != form:
@@ -55,8 +56,8 @@ def base_at(path: Path, form: LowBit | None = None) -> tuple[Path, Base]:
 
 
 def form_at(path: Path) -> LowBit | None:
-    """Return the quantized form of the matrices in the newest complete checkpoint of `path`;
-    None if they are stored in full. Raises InputError if there is no such checkpoint."""
+    """Return the quantized form of the matrices in the newest complete checkpoint of `path`; None
+    if they are stored in full. Raise InputError if there is no such checkpoint."""
     return sound_manifest(newest(path)).form
 
 
@@ -81,12 +82,13 @@ def _words(form: LowBit) -> str:
 def take_base(
     state: State, world: Communicator, course: Course, tokenizer_sha256: str | None
 ) -> list[str]:
-    """Load the frozen weights of the checkpoint `adapt.base`, and tell the course about it; load a
-    task's head, which trains, as far as the checkpoint has it. Return the names of the head's
+    """Load the frozen weights of the checkpoint `adapt.base`, and record it in the course; load the
+    head of a task, which trains, as far as the checkpoint has it. Return the names of the head's
     parameters that keep their initial values.
 
-    `tokenizer_sha256`: of the tokenizer that the weights know, if the checkpoint does not say so.
-    Raises InputError on every rank."""
+    `tokenizer_sha256` is the hash of the weights' tokenizer, used if the checkpoint does not record
+    it. Raise InputError on every rank.
+    """
     path = Path(course.config.adapt.base)
     form = LowBit.of(course.config.quantize)
     head = task_head(course.config.model)

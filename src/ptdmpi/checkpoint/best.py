@@ -1,4 +1,5 @@
-"""The checkpoints of the lowest validation losses: each manifest says its own, if it has one."""
+"""The checkpoints with the lowest validation losses. Each manifest has the loss of its checkpoint,
+if there is one."""
 
 import contextlib
 import math
@@ -37,8 +38,8 @@ def best(directory: Path, count: int, damaged: Collection[str] = ()) -> list[Pat
 
 
 def point(directory: Path, damaged: Collection[str] = ()) -> None:
-    """Let the file `best` name the best checkpoint, in one rename; remove the file if no checkpoint
-    was validated. Raises OSError."""
+    """Write the name of the best checkpoint to the file `best`, in one rename; remove the file if
+    no checkpoint was validated. Raise OSError."""
     lowest = best(directory, 1, damaged)
     if lowest:
         write_whole(directory / files.BEST, lowest[0].name + "\n")

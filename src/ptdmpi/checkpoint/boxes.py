@@ -1,9 +1,10 @@
 """The files of a checkpoint: logical tensors cut into boxes, written and read in one pass.
 
 Each file is a valid safetensors file (8 bytes of length, a JSON header, raw little-endian data), so
-any tool opens it. It is written here because the checksums must be taken while the data passes, not
-from a second reading, and straight from the memory of the parameters. Reading goes by the offsets
-in the manifest: exactly the bytes of a box, straight into their place.
+any tool opens it. This module writes the format itself, because the checksums must be computed
+while the data passes, not in a second reading, and the data come straight from the memory of the
+parameters. Reading uses the offsets in the manifest: it reads exactly the bytes of a box, straight
+into their destination.
 """
 
 import json
@@ -35,10 +36,10 @@ from ptdmpi.checkpoint.manifest import (
 from ptdmpi.config import InputError
 from ptdmpi.plan.layer.low_bit import LowBit
 
-# Checksum and write go over a chunk that stays in cache between the two.
+# Checksum and write process a chunk that stays in cache between the two.
 CHUNK_BYTES = 1 << 20
-# A rank wants every n-th run of bytes: gaps up to this size are read with them (a disk's block is
-# read anyway, and a call costs as much), greater ones are left out.
+# A rank needs every n-th run of bytes: gaps up to this size are read too (a disk's block is read
+# anyway, and a call costs as much), greater ones are skipped.
 GAP_BYTES = 4096
 
 
@@ -46,12 +47,13 @@ Array = NDArray[Any]
 
 
 class Damaged(Exception):
-    """Bytes of a checkpoint are missing or not those that were written."""
+    """An error: bytes of a checkpoint are missing or differ from those that were written."""
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A box of a logical tensor on its way into a file; `values` gives its bytes when asked."""
+    """A box of a logical tensor that is to be written to a file; `values` returns its values on
+    request."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -65,8 +67,8 @@ class Outgoing:
 
 
 def header(parts: Sequence[tuple[str, str, Sequence[int]]]) -> bytes:
-    """The head of a safetensors file of (key, dtype, shape) in this order, up to the first byte of
-    data, which stands at a multiple of 64."""
+    """Return the head of a safetensors file of (key, dtype, shape) in this order, up to the first
+    byte of data, whose offset is a multiple of 64."""
     table: dict[str, dict[str, Any]] = {}
     end = 0
     for key, dtype, shape in parts:
@@ -82,7 +84,7 @@ def header(parts: Sequence[tuple[str, str, Sequence[int]]]) -> bytes:
 
 
 def write(path: Path, parts: Sequence[Outgoing]) -> Written:
-    """Write and sync one file; returns what the manifest must know of it."""
+    """Write and sync one file. Return its size and its pieces for the manifest."""
     keys = [f"{part.tensor}#{number}" for number, part in enumerate(parts)]
     head = header([(k, p.dtype, p.box.size) for k, p in zip(keys, parts, strict=True)])
     offset = len(head)
@@ -95,7 +97,7 @@ def write(path: Path, parts: Sequence[Outgoing]) -> Written:
             tensors[part.tensor] = replace(known, pieces=(*known.pieces, piece))
             offset += part.nbytes
         file.flush()
-        # before the manifest names it: a rename may reach the disk ahead of the data
+        # before the manifest names it: a rename may reach the disk before the data
         os.fsync(file.fileno())
     return Written(path.name, offset, tensors)
 
@@ -113,11 +115,11 @@ def _write_block(file: BinaryIO, values: Array) -> int:
 
 
 class Reader:
-    """Reads boxes of logical tensors, whatever boxes they were written in.
+    """A reader of boxes of logical tensors, whatever boxes they were written in.
 
-    Pieces that are read whole are checked against their checksums on the way; `checked` tells which
-    (by number, in the order of `pieces`). `means`: as the manifest has them. Not for several
-    threads.
+    Pieces that are read whole are compared with their checksums on the way; `checked` says which
+    ones were (by number, in the order of `pieces`). `means`: as in the manifest. It must not be
+    shared by threads.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -147,7 +149,7 @@ class Reader:
             self._open = None
 
     def require(self, name: str, shape: Sequence[int]) -> None:
-        """Raises InputError if the checkpoint has no such tensor of this shape."""
+        """Raise InputError unless the checkpoint has such a tensor of this shape."""
         stored = self.manifest.find(name)
         if stored is None or stored.shape != tuple(shape):
             found = "is missing" if stored is None else f"has shape {list(stored.shape)}"
@@ -158,7 +160,7 @@ class Reader:
     def read(self, name: str, wanted: Box, target: Array) -> None:
         """Fill `target` with the box `wanted` of tensor `name`, converting its type.
 
-        Raises Damaged if a file is too short, or a checksum does not hold.
+        Raise Damaged if a file is too short, or a checksum does not match.
         """
         if name in self.means:
             self._read_mean(self.means[name], wanted, target)
@@ -183,7 +185,8 @@ class Reader:
                 place[...] = values
 
     def _read_mean(self, names: Sequence[str], wanted: Box, target: Array) -> None:
-        """As replicas take it of themselves: summed in their order, in their type, then divided."""
+        """Fill `target` with the mean of these tensors, computed as replicas compute it: summed in
+        their order, in their type, then divided."""
         total = np.zeros(wanted.size, self.tensors[names[0]].dtype)
         one = np.empty_like(total)
         for name in names:
@@ -192,8 +195,8 @@ class Reader:
         target[...] = total / total.dtype.type(len(names))
 
     def _read_few_bits(self, name: str, wanted: Box, target: Array) -> None:
-        """Levels times scales, and the least value where a block has one, in float32: of whole
-        blocks, of which what is wanted is taken."""
+        """Fill `target` with dequantized values, computed in float32: levels times scales, plus the
+        least value if a block has one. Whole blocks are read, and the wanted part is taken."""
         form = self.manifest.form
         assert form is not None, "the manifest says what its codes are"
         (top, left), (bottom, right) = wanted.start, wanted.stop
@@ -213,7 +216,7 @@ class Reader:
         target[...] = values.reshape(bottom - top, -1)[:, left - begin : right - begin]
 
     def check(self, number: int) -> None:
-        """Read piece `number` only to hold it against its checksum. Raises Damaged."""
+        """Read piece `number` only to compare it with its checksum. Raise Damaged if it differs."""
         name, piece = self.pieces[number]
         left = self.tensors[name].nbytes(piece)
         scratch = memoryview(bytearray(min(left, CHUNK_BYTES)))
@@ -237,9 +240,9 @@ class Reader:
             raise Damaged(f"{self.directory / piece.file}: {piece.key} is damaged")
 
     def _read_part(self, piece: StoredPiece, common: Box, values: Array) -> None:
-        """Some of a piece: run by run, or with the gaps between the runs where they are small."""
+        """Read some of a piece: run by run, or with the gaps between the runs if they are small."""
         sizes, inner = piece.box.size, common.relative(piece.box)
-        # dims behind the last one that is cut are whole: a run goes over all of them
+        # dims after the last one that is cut are whole: a run covers all of them
         cut = max(k for k, size in enumerate(inner.size) if size < sizes[k])
         row = math.prod(sizes[cut + 1 :]) * values.itemsize
         run = inner.size[cut] * row
@@ -263,7 +266,7 @@ class Reader:
                 self._open = file, os.open(self.directory / file, os.O_RDONLY)
             except OSError as error:
                 raise Damaged(f"{self.directory / file}: {error.strerror}") from None
-            # read ahead farther: the next chunk then comes while this one's checksum is taken
+            # read ahead farther: the next chunk is then read while this one's checksum is computed
             os.posix_fadvise(self._open[1], 0, 0, os.POSIX_FADV_SEQUENTIAL)
         descriptor, done = self._open[1], 0
         while done < len(target):
@@ -279,7 +282,7 @@ class Reader:
 
 @cache
 def _levels(form: LowBit) -> Array:
-    """[256, elements of a byte]: what each byte stands for, its low bits first."""
+    """Return the values of each byte's codes, its low bits first: [256, elements of a byte]."""
     one, codes = np.array(form.levels, np.float32), np.arange(256)
     if form.bits == 8:
         return one[codes, None]
@@ -287,7 +290,8 @@ def _levels(form: LowBit) -> Array:
 
 
 def _starts(inner: Box, dims: int, sizes: Sequence[int], itemsize: int) -> Iterator[int]:
-    """Byte offsets in a piece of this size of the places that the first dims of `inner` select."""
+    """Yield the byte offsets, in a piece of this size, of the places that the first dims of `inner`
+    select."""
     strides = [math.prod(sizes[k + 1 :]) * itemsize for k in range(dims)]
     for index in np.ndindex(*inner.size[:dims]):
         places = zip(inner.start, index, strides, strict=False)

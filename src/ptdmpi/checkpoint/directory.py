@@ -1,7 +1,7 @@
-"""The checkpoints of a run as directories: what is complete, which is newest, what may go.
+"""The checkpoints of a run as directories: which are complete, newest, or may be removed.
 
     checkpoints/step-00000100/rank-00000.safetensors ... manifest.json
-    checkpoints/latest                   the name of the newest one, for people and scripts
+    checkpoints/latest                   the name of the newest one, for users and scripts
     checkpoints/best                     that of the lowest validation loss (`checkpoint.keep_best`)
     checkpoints/step-00000200.tmp        being written, or left by a crash
     checkpoints/step-00000100.replaced   the same step was saved again; put back if a crash came
@@ -9,8 +9,8 @@
     checkpoints/step-00000100.abandoned  the run was begun anew, or from an earlier step
     checkpoints/branched_from            the checkpoint that `checkpoint.resume` named then
 
-A name `step-NNNNNNNN` appears by one rename, when everything in it is on the disk, and goes by one:
-no crash leaves an incomplete checkpoint under such a name.
+A name `step-NNNNNNNN` appears by one rename, when everything in it is on the disk, and disappears
+by one: no crash leaves an incomplete checkpoint under such a name.
 """
 
 import os
@@ -53,7 +53,8 @@ def checkpoints_in(directory: Path) -> list[Path]:
 
 def named(path: Path) -> Path:
     """Return the checkpoint that a user names by its path, or by the file `latest` or `best`; with
-    a run directory, RUN/best is RUN/checkpoints/best. Raises InputError if the file names none."""
+    a run directory, RUN/best is RUN/checkpoints/best. Raise InputError if the file names no
+    checkpoint."""
     if path.name in (LATEST, BEST) and not path.exists():
         inside = path.parent / "checkpoints" / path.name
         if (
@@ -80,10 +81,10 @@ def named(path: Path) -> Path:
 
 
 def prepare(directory: Path, step: int, needed_bytes: int) -> Path:
-    """Make an empty directory for the checkpoint of `step`, and return it. Leftovers of
-    crashes are removed first.
+    """Make an empty directory for the checkpoint of `step`, and return it. Leftovers of crashes are
+    removed first.
 
-    Raises InputError if the file system has not enough space.
+    Raise InputError if the file system has not enough space.
     """
     if not directory.parent.is_dir():
         raise InputError(f"{directory.parent} is gone")
@@ -95,8 +96,8 @@ def prepare(directory: Path, step: int, needed_bytes: int) -> Path:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what crashes and failed saves have left. Not to be called during a save."""
-    # first of all: they may be what fills the disk
+    """Remove the leftovers of crashes and failed saves. It must not be called during a save."""
+    # before all else: they may be filling the disk
     for leftover in directory.glob("step-*.tmp"):
         _remove(leftover)
 
@@ -114,16 +115,16 @@ def require_space(directory: Path, needed_bytes: int) -> None:
 def publish(temporary: Path, damaged: Collection[str]) -> Path:
     """Give a written checkpoint its name, then move `latest`; return its path.
 
-    One that has the name already makes room: it is removed after the rename, or kept aside if its
+    An older checkpoint of this name is removed after the rename, or kept under another name if its
     name is in `damaged`.
     """
     final = temporary.with_suffix("")
     replaced = final.with_name(final.name + ".replaced")
     if os.path.lexists(final):
         final.rename(_free_name(final, "damaged") if final.name in damaged else replaced)
-    # atomic (POSIX rename): before it there is no such checkpoint, after it a whole one
+    # atomic (POSIX rename): before it there is no such checkpoint, after it a complete one
     temporary.rename(final)
-    # a rename is an entry of the directory: only syncing that makes it outlive a power cut
+    # a rename changes the directory: it survives a power cut only if the directory is synced
     sync(final.parent)
     write_whole(final.with_name(LATEST), final.name + "\n")
     if os.path.lexists(replaced):
@@ -132,11 +133,12 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
 
 
 def branch(directory: Path, source: Path | None, named: Path | None = None) -> None:
-    """Set aside the checkpoints that the run does not come from. Remember its source, and the path
-    by which that was `named` (a run directory has another newest checkpoint later).
+    """Set aside the checkpoints that the run does not come from. Record its source, and the path by
+    which that was `named` (a run directory has another newest checkpoint later).
 
-    By their steps they would be the newest, and the next start would go on from them. If the source
-    is in this directory, those before it are kept. `source` is None if the run was begun anew.
+    By their steps they would be the newest, and the next start would resume from them. If the
+    source is in this directory, those before it are kept. `source` is None if the run was begun
+    anew.
     """
     last = _last_kept(directory, source)
     for path in checkpoints_in(directory):
@@ -156,7 +158,7 @@ def went_on_from(directory: Path, named: Path) -> bool:
     marker = directory / BRANCHED_FROM
     if not marker.is_file():
         return False
-    # a damaged marker says as little as none
+    # a damaged marker is treated like a missing one
     names = marker.read_text(encoding="utf-8", errors="replace").splitlines()
     if str(named.resolve()) not in names:
         return False

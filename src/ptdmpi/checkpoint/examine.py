@@ -1,4 +1,5 @@
-"""Examining checkpoints without a model, MPI or a GPU: are they sound, and are they equal."""
+"""Examination of checkpoints without a model, MPI or a GPU: whether they are sound, and whether
+they are equal."""
 
 import math
 from collections import Counter
@@ -23,13 +24,13 @@ from ptdmpi.checkpoint.manifest import (
 from ptdmpi.config import InputError
 from ptdmpi.terminal.progress import progress
 
-# So much of a tensor is compared at a time.
+# The bytes of a tensor that are compared at a time.
 SLAB_BYTES = 1 << 25
 
 
 def checkpoints(path: Path) -> list[Path]:
     """Return the checkpoints that `path` names, in ascending order of steps: the checkpoint at that
-    path, `latest`, or all of a run or of its `checkpoints/`. Raises InputError if no checkpoint is
+    path, `latest`, or all of a run or of its `checkpoints/`. Raise InputError if no checkpoint is
     there, or one may not be read."""
     try:
         return _checkpoints(path)
@@ -54,7 +55,7 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def newest(path: Path) -> Path:
-    """Return the newest sound checkpoint that `path` names. Raises InputError if none is sound."""
+    """Return the newest sound checkpoint that `path` names. Raise InputError if none is sound."""
     named = checkpoints(path)
     chosen = next((checkpoint for checkpoint in reversed(named) if is_sound(checkpoint)), named[-1])
     sound_manifest(chosen)  # raises, with the reason, if not even this one is sound
@@ -67,8 +68,8 @@ def newest(path: Path) -> Path:
 def problems(directory: Path) -> list[str]:
     """Read all of a checkpoint, and return its problems, one line each.
 
-    Checked are the manifest's own checksum, sizes, headers and checksums of the files, and that the
-    pieces of each tensor cover it without gap or overlap.
+    The checks are: the manifest's own checksum, sizes, headers and checksums of the files, and that
+    the pieces of each tensor cover it without gap or overlap.
     """
     try:
         manifest = read_manifest(directory)
@@ -93,7 +94,7 @@ def problems(directory: Path) -> list[str]:
 
 def _uncovered(tensor: StoredTensor) -> Iterator[str]:
     whole = Box.whole(tensor.shape)
-    # by their first row: a box overlaps no other that begins after its last one
+    # by their first row: a box overlaps no other box that begins after its last row
     boxes = sorted((piece.box for piece in tensor.pieces), key=lambda box: box.start[0])
     for number, box in enumerate(boxes):
         if box.overlap(whole) != box:
@@ -145,9 +146,9 @@ def _misfits(directory: Path, name: str, manifest: Manifest) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of one tensor, or of one value of the progress. `greatest_absolute` is
-    that of all elements, `greatest_relative` the same over the greatest magnitude in the first
-    checkpoint; None if values cannot be compared."""
+    """A difference of one tensor, or of one value of the progress. `greatest_absolute` is the
+    greatest absolute difference of all elements, `greatest_relative` the same over the greatest
+    magnitude in the first checkpoint; None if values cannot be compared."""
 
     name: str
     what: str
@@ -156,10 +157,10 @@ class Difference:
 
 
 def differences(first: Path, second: Path) -> list[Difference]:
-    """Return the differences of two checkpoints, whatever layouts wrote them; none if all bits are
-    equal.
+    """Return the differences of two checkpoints, whatever layouts wrote them; an empty list if all
+    bits are equal.
 
-    Raises InputError if one of them cannot be read.
+    Raise InputError if one of them cannot be read.
     """
     manifests = [sound_manifest(path) for path in (first, second)]
     progress = [asdict(manifest.progress) for manifest in manifests]
@@ -170,7 +171,7 @@ def differences(first: Path, second: Path) -> list[Difference]:
     ]
     with Reader(first, manifests[0]) as a, Reader(second, manifests[1]) as b:
         kinds = [Counter(_kind(name) for name in reader.tensors) for reader in (a, b)]
-        alone = kinds[0].keys() ^ kinds[1].keys()  # as the optimizer's, which a mere model has not
+        alone = kinds[0].keys() ^ kinds[1].keys()  # e.g. the optimizer's, which a bare model lacks
         for kind in sorted(alone):
             path, number = (first, kinds[0][kind]) if kinds[0][kind] else (second, kinds[1][kind])
             different.append(Difference(f"{kind}/* ({number:,})", f"only in {path}"))

@@ -1,4 +1,4 @@
-"""Loading a checkpoint into a rank of any layout, finding out on the way whether it is sound."""
+"""Loading a checkpoint into a rank of any layout, and checking on the way whether it is sound."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,8 @@ Judge = Callable[[Path, Manifest], None]
 
 
 def on_root(world: Communicator, work: Callable[[], T]) -> T:
-    """`work()` done by rank 0 for everyone; its failure is raised on every rank, as bad input."""
+    """Call `work` on rank 0 and return its result on every rank; its failure is raised on every
+    rank, as bad input."""
     result: tuple[T | None, str | None] = (None, None)
     if world.rank == 0:
         try:
@@ -39,12 +40,13 @@ def on_root(world: Communicator, work: Callable[[], T]) -> T:
 def load(
     state: State, world: Communicator, directory: Path, judge: Judge, mean: bool = False
 ) -> Manifest | str:
-    """Load a checkpoint, or say why it cannot be read; the same on every rank.
+    """Load a checkpoint and return its manifest, or the reason why it cannot be read; the same on
+    every rank.
 
-    Replicas that differ go on each from its own; all of them from the mean where it holds that, or
-    `mean` allows it and they are of another number. After damage the state is undefined: another
-    must be loaded. Raises SharedInputError if the checkpoint is sound but not of this model, or
-    `judge` refuses it.
+    Replicas that differ continue each from its own values. All of them continue from the mean if
+    the checkpoint holds the mean, or if `mean` allows it and their number has changed. After damage
+    the state is undefined: another checkpoint must be loaded. Raise SharedInputError if the
+    checkpoint is sound but not of this model, or `judge` refuses it.
     """
 
     def fitting(path: Path, manifest: Manifest) -> None:
@@ -86,15 +88,16 @@ def load_tensors(
     read: Callable[[Path], Manifest] = sound_manifest,
     head: Collection[str] = (),
 ) -> Manifest | str:
-    """Load the tensors of these kinds; returns the manifest, or why it cannot be read. `judge` may
-    refuse it, by an InputError on every rank, before a tensor is read; `read` says what is in it.
-    What a data-parallel method keeps and the checkpoint has not begins as at the first step.
-    `head`: parameters of a head for a task, which stay as they are where the checkpoint lacks them
-    (`drawn`); its sequences may be shorter, and have the first of the learned positions.
+    """Load the tensors of these kinds; return the manifest, or the reason why it cannot be read.
+    `judge` may refuse it, by an InputError on every rank, before a tensor is read; `read` reads the
+    manifest. A kind of the data-parallel method that the checkpoint lacks begins as at the first
+    step. `head`: parameters of a head for a task, which stay as they are if the checkpoint lacks
+    them (`drawn`). With a head, sequences may be shorter, and have the first of the learned
+    positions.
 
     Each rank reads its boxes and checks on the way those that were written in one piece. Pieces
-    that nobody has read whole, because they were written in another layout, are read once more and
-    checked by all ranks in turn. Raises as `load` does.
+    that no rank has read whole, because they were written in another layout, are read once more and
+    checked by all ranks in turn. Raise as `load` does.
     """
     try:
         manifest = on_root(world, lambda: read(directory))
@@ -126,7 +129,8 @@ def load_frozen(
     judge: Judge = lambda path, manifest: None,
     head: Collection[str] = (),
 ) -> Manifest | str:
-    """As `load_tensors`, of the weights that do not train, and of those of a `head` for a task."""
+    """Load the weights that do not train, and those of a `head` for a task, as `load_tensors`
+    does."""
     try:
         manifest = on_root(world, lambda: sound_manifest(directory))
     except InputError as error:
@@ -145,8 +149,9 @@ def load_frozen(
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be read of a checkpoint: these kinds, of a `whole` model or of adapters, and with
-    `shorter` texts than the model knows positions for. `judge` may refuse it."""
+    """A request for the tensors of a checkpoint: these kinds, of a `whole` model or of adapters.
+    `shorter`: sequences may be shorter than the stored positions. `judge` may refuse the
+    checkpoint."""
 
     kinds: Sequence[str]
     judge: Judge
@@ -157,7 +162,7 @@ class Wanted:
 def _filled(
     reader: Reader, state: State, world: Communicator, pieces: Sequence[Piece], wanted: Wanted
 ) -> str | None:
-    """Read the pieces; returns why they cannot be. Raises as `load` does."""
+    """Read the pieces; return None, or the reason why they cannot be read. Raise as `load` does."""
     directory, manifest, peers = reader.directory, reader.manifest, state.peers.size
     fit = partial(_require_fit, reader, pieces, wanted.kinds, peers, wanted.shorter)
     kind = partial(require_kind, directory, manifest.said, wanted.whole)
@@ -169,14 +174,14 @@ def _filled(
     damage = _first(world, Damaged, lambda: _read(reader, state, pieces))
     if damage:
         return damage
-    # what one rank has read whole, nobody needs to read again
+    # a piece that one rank has read whole need not be read again
     checked = world.all_reduce(torch.from_numpy(reader.checked), "max")
     left = torch.nonzero(checked == 0).flatten().tolist()[world.rank :: world.size]
     return _first(world, Damaged, lambda: _check(reader, left))
 
 
 def drawn(manifest: Manifest, head: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Those of a head's parameters (name -> shape) that a checkpoint does not have, or has of
+    """Return the names of a head's parameters (name -> shape) that a checkpoint lacks, or has with
     another number of classes."""
     stored = {name: manifest.find(key(WEIGHTS, name)) for name in head}
     return [name for name, tensor in stored.items() if tensor is None or tensor.shape != head[name]]
@@ -203,8 +208,9 @@ def _require_fit(
 
 
 def _stored(reader: Reader, piece: Piece, peers: int) -> str:
-    """Under which name the checkpoint has what a piece is to hold: this replica's own, or what all
-    of them had or are to have. Replicas of another number than `peers` are nobody's own."""
+    """Return the name in the checkpoint of the tensor for a piece: this replica's own, or the one
+    that all replicas share. If the number of stored replicas is not `peers`, no replica has its
+    own."""
     own = reader.manifest.replicas == peers and piece.key in reader.tensors
     return piece.key if own else key(piece.kind, piece.name)
 
@@ -212,7 +218,7 @@ def _stored(reader: Reader, piece: Piece, peers: int) -> str:
 def _read(reader: Reader, state: State, pieces: Sequence[Piece]) -> None:
     for piece in pieces:
         host = piece.values.cpu()  # the same memory on a CPU
-        if host.dtype == torch.bfloat16:  # of which numpy knows nothing
+        if host.dtype == torch.bfloat16:  # numpy has no such type
             host = host.float()
         reader.read(_stored(reader, piece, state.peers.size), piece.box, host.numpy())
         if host.data_ptr() != piece.values.data_ptr():
@@ -226,7 +232,8 @@ def _check(reader: Reader, numbers: Sequence[int]) -> None:
 
 
 def _first(world: Communicator, kind: type[Exception], work: Callable[[], Any]) -> str | None:
-    """Do it on every rank; the message of the first one where it failed in this way."""
+    """Call `work` on every rank; return the message of the first rank that failed with this kind of
+    exception, None if no rank failed."""
     text = None
     try:
         work()

@@ -1,15 +1,15 @@
-"""The manifest: which box of which logical tensor stands where in a checkpoint's files.
+"""The manifest: the place of each box of each logical tensor in a checkpoint's files.
 
-    {"format_version": 2, "progress": {...}, "model": {section [model]}, what else the run says,
+    {"format_version": 2, "progress": {...}, "model": {section [model]}, other entries of the run,
      "files": {name: {"bytes"}}, "tensors": {name: {"shape", "dtype", "pieces": [{"file", "key",
-     "start", "stop", "offset", "crc32"}]}}, "crc32": of all that stands before it}
+     "start", "stop", "offset", "crc32"}]}}, "crc32": of everything before it}
 
-Weights in few bits stand there as two tensors, `codes/NAME` and `scales/NAME`, and "quantization":
-{"codes", "block", ...} says what they are. Who reads `weights/NAME` has their values.
+Quantized weights are stored as two tensors, `codes/NAME` and `scales/NAME`, and "quantization":
+{"codes", "block", ...} has their format. Reading `weights/NAME` returns the dequantized values.
 
-Its checksum tells damage. What another program, or a faulty one, wrote with a checksum that holds
-is told by its form: keys, kinds, lengths. Whether the pieces cover their tensors is the matter of
-`examine`.
+The checksum detects damage. The checks of form (keys, kinds, lengths) detect a manifest with a
+valid checksum that another program, or a faulty one, wrote. `examine` checks that the pieces cover
+their tensors.
 """
 
 import json
@@ -33,15 +33,15 @@ FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 # The types that a checkpoint holds, and safetensors' names of them.
 TYPE_NAMES = {"float32": "F32", "float64": "F64", "uint8": "U8"}
-# What a weight in few bits stands as, in the place of WEIGHTS.
+# Prefixes of names: a quantized weight has CODES and SCALES instead of WEIGHTS.
 WEIGHTS, CODES, SCALES = (f"{k}/" for k in (KIND_OF_WEIGHTS, KIND_OF_CODES, KIND_OF_SCALES))
 QUANTIZATION = "quantization"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run, besides its tensors. `step` steps are done, `samples` consumed; the
-    others are the optimizer's counters, and the seed of the order of samples."""
+    """The progress of a run, without its tensors. `step` steps are done, `samples` consumed; the
+    other fields are the optimizer's counters, and the seed of the order of samples."""
 
     step: int
     samples: int
@@ -76,7 +76,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Written:
-    """One file as its rank wrote it: its size, and what it holds of each tensor."""
+    """One file as its rank wrote it: its size, and its pieces of each tensor."""
 
     file: str
     bytes: int
@@ -85,9 +85,9 @@ class Written:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint. `said`: how its tensors came to be, as JSON: progress, model
-    (the section [model] that they are weights of) and what else its run has added; `files`: bytes
-    of each; `tensors`: by their names in the state, such as `weights/NAME`."""
+    """The content of a checkpoint. `said`: the origin of its tensors, as JSON: progress, model (the
+    section [model] of the weights) and the other entries of its run. `files`: the bytes of each
+    file. `tensors`: by their names in the state, such as `weights/NAME`."""
 
     progress: Progress
     said: Mapping[str, Any]
@@ -100,9 +100,9 @@ class Manifest:
 
     @cached_property
     def means(self) -> dict[str, list[str]]:
-        """Tensors that stand there once for each of several replicas, `weights@0/NAME` and so on:
-        the name without the replica -> their names, in the order of the replicas. Who reads by the
-        name without it has their mean."""
+        """Return the tensors that are stored once for each of several replicas, `weights@0/NAME`
+        and so on: the name without the replica -> their names, in the order of the replicas.
+        Reading the name without the replica returns their mean."""
         replicas: dict[str, dict[int, str]] = {}
         for name in self.tensors:
             kind, _, rest = name.partition("/")
@@ -115,12 +115,12 @@ class Manifest:
 
     @property
     def replicas(self) -> int:
-        """The number of replicas that it holds each for itself; 0 if they do not differ."""
+        """Return the number of replicas that are stored separately; 0 if they do not differ."""
         return max(map(len, self.means.values()), default=0)
 
     def as_weights(self, kind: str) -> "Manifest":
-        """The same with the tensors of another kind, such as the weights' average, for its weights,
-        and nothing else. Raises InputError where it has none."""
+        """Return a manifest with the tensors of another kind, such as the weights' average, as its
+        weights, and no other tensors. Raise InputError if there are none of this kind."""
         renamed = {}
         for name, tensor in self.tensors.items():
             own, slash, rest = name.partition("/")
@@ -133,14 +133,14 @@ class Manifest:
 
     @property
     def form(self) -> LowBit | None:
-        """What its weights in few bits are; None where it has none."""
+        """Return the format of the quantized weights; None if there are none."""
         said = self.said.get(QUANTIZATION)
         return None if said is None else LowBit(said["codes"], said["block"])
 
     @cached_property
     def in_few_bits(self) -> dict[str, StoredTensor]:
-        """Weights in few bits as who reads them by their own name has them: float32 tensors of
-        their whole shape, of which no piece stands in a file."""
+        """Return the quantized weights under the names of their dequantized values: float32 tensors
+        of their whole shape, of which no piece is in a file."""
         if self.form is None:
             return {}
         per_byte = 8 // self.form.bits
@@ -154,16 +154,17 @@ class Manifest:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """By which names tensors can be read."""
+        """Return the names by which tensors can be read."""
         return (*self.tensors, *self.means, *self.in_few_bits)
 
     def find(self, name: str) -> StoredTensor | None:
-        """A tensor, or the first of the replicas whose mean is read by this name."""
+        """Return the tensor of this name, or the first of the replicas whose mean has this name;
+        None if there is no such tensor."""
         known = self.tensors.get(self.means.get(name, [name])[0])
         return known or self.in_few_bits.get(name)
 
     def __getitem__(self, name: str) -> StoredTensor:
-        """What `find` finds. Raises KeyError."""
+        """Return the tensor that `find` finds. Raise KeyError if there is none."""
         stored = self.find(name)
         if stored is None:
             raise KeyError(name)
@@ -180,10 +181,10 @@ def write_manifest(
     written: Sequence[Written],
     lineage: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write and sync the manifest over the files of all ranks; `model` is the section [model] that
-    they are weights of, `lineage` what else is said of how they came to be.
+    """Write and sync the manifest over the files of all ranks. `model` is the section [model] of
+    the weights, `lineage` has further entries about their origin.
 
-    Raises InputError where a file is not seen from here.
+    Raise InputError if a file is not visible from this host.
     """
     tensors: dict[str, dict[str, Any]] = {}
     for part in written:
@@ -204,7 +205,7 @@ def write_manifest(
         "files": {part.file: {"bytes": part.bytes} for part in written},
         "tensors": dict(sorted(tensors.items())),
     }
-    # taken over sorted keys, so that whoever writes the same in another order agrees
+    # computed over sorted keys, so that the order of writing does not matter
     text = json.dumps({**manifest, "crc32": checksum(manifest)}, indent=1)
     write_whole(directory / MANIFEST, text)
 
@@ -221,7 +222,7 @@ def _piece_as_json(piece: StoredPiece) -> dict[str, Any]:
 
 
 def checksum(manifest: Mapping[str, Any]) -> int:
-    """What stands under `crc32`, of a manifest as JSON without it."""
+    """Return the value of `crc32` for a manifest, as JSON without that key."""
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
@@ -229,7 +230,8 @@ def checksum(manifest: Mapping[str, Any]) -> int:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises InputError unless it is whole and of this version."""
+    """Return the manifest of a checkpoint. Raise InputError unless it is whole and of this
+    version."""
     path = directory / MANIFEST
     try:
         table = json.loads(path.read_bytes())
@@ -272,7 +274,8 @@ def _tensor_of_json(table: Mapping[str, Any]) -> StoredTensor:
 
 
 def sound_manifest(directory: Path) -> Manifest:
-    """The manifest, if all files that it names have the sizes that it names. Raises InputError."""
+    """Return the manifest, if all files that it names have the sizes that it names; else raise
+    InputError."""
     manifest = read_manifest(directory)
     for name, size in manifest.files.items():
         path = directory / name
@@ -284,7 +287,7 @@ def sound_manifest(directory: Path) -> Manifest:
 
 
 def is_sound(directory: Path) -> bool:
-    """Return True if `sound_manifest` raises nothing."""
+    """Return True if `sound_manifest` raises no error."""
     try:
         sound_manifest(directory)
     except InputError:
@@ -311,8 +314,8 @@ _PIECE: Kinds = {
 
 
 def _require_form(manifest: Mapping[str, Any]) -> None:
-    """Raises ValueError that says what is missing or of another kind; `progress` has exactly the
-    fields of that name."""
+    """Raise ValueError, naming the key, if one is missing or of the wrong kind; `progress` must
+    have exactly the fields of `Progress`."""
     for name in ("progress", "model", "files", "tensors"):
         _require(manifest, name, (dict,), "it")
     _require_all(manifest["progress"], _PROGRESS, "progress")

@@ -14,7 +14,7 @@ from ptdmpi.model.state import State
 
 
 class OutgoingState:
-    """A rank's part of the state on its way to the disk.
+    """A rank's part of the state that is to be written to the disk.
 
     `parts` are views of the state, the same in every save: boxes and owners do not change.
     """
@@ -32,13 +32,13 @@ class OutgoingState:
         self._host: Tensor | None = None
 
     def take(self) -> list[Outgoing]:
-        """Return the parts as the state is now.
+        """Return the parts with the present values of the state.
 
         The mean of replicas, and a state that training may change meanwhile, are copied into host
         memory that each save uses again; else the parts are the state itself. A device copies while
         it computes, and the next update waits for the copy (`State.read`).
         """
-        self.state.settle()  # the views are older than what is on its way into them
+        self.state.settle()  # operations that write to the views may be under way
         views = [part.values for part in self.parts]
         if self.copied or self.mean:
             views = self._copy()
@@ -71,10 +71,10 @@ class OutgoingState:
         return host
 
     def _on_host(self, values: Tensor) -> Array:
-        """Return a part as an array. Parts are asked for one by one, as each is written: those
-        before need no memory any more. A device copies into memory that cannot be paged out."""
+        """Return a part as an array. Parts are requested one by one, as each is written: the
+        earlier ones need no memory any more. A device copies into page-locked memory."""
         self.state.let_go()
-        if values.device.type == "cpu":  # it waits for nothing, least for what is computed now
+        if values.device.type == "cpu":  # no waiting, not even for the present computation
             return values.numpy()
         with self._copies.behind(self._copies.computed()):
             host = on_its_way(values)

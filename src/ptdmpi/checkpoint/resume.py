@@ -18,9 +18,9 @@ from ptdmpi.plan.shape import parameters
 class Resumption:
     """The start of a run from a checkpoint; every rank calls every method.
 
-    `followed` is the checkpoint that `checkpoint.resume` names, if an earlier start has gone on
-    from it and this one goes on from the run's own newest. `mean_of` is the number of replicas that
-    a checkpoint had each for itself, if the run goes on from their mean; else 0.
+    `followed` is the checkpoint that `checkpoint.resume` names, if an earlier start has resumed
+    from it and this one resumes from the run's own newest. `mean_of` is the number of replicas that
+    the checkpoint stores separately, if the run continues from their mean; else 0.
     """
 
     def __init__(
@@ -36,17 +36,17 @@ class Resumption:
         self.mean_of = 0
 
     def resume(self, wanted: str, lost: bool = False) -> tuple[Progress | None, list[str]]:
-        """Load what `checkpoint.resume = wanted` names; return its progress (None: the run begins
-        at step 0), and a line for each damaged checkpoint that was passed over.
+        """Load the checkpoint that `checkpoint.resume = wanted` names. Return its progress (None:
+        the run begins at step 0), and a line for each damaged checkpoint that was passed over.
 
-        "auto" is the newest complete checkpoint, if there is one; "never" is none; else `wanted` is
-        the path of a checkpoint, or of a run directory, whose newest one is loaded. If an earlier
-        start has gone on from that path, it is the run's own newest. `lost`: ranks were lost, and
-        replicas that are left may begin from the mean of all.
+        "auto" is the newest complete checkpoint, if there is one; "never" is no checkpoint; else
+        `wanted` is the path of a checkpoint, or of a run directory, whose newest one is loaded. If
+        an earlier start has resumed from that path, it is the run's own newest. `lost`: ranks were
+        lost, and the remaining replicas may begin from the mean of all.
 
-        Raises InputError if a named checkpoint cannot be used, if one is of another model or was
-        trained on something else (`Course.judge`), or if all are damaged: a new beginning would
-        bury what can perhaps be repaired.
+        Raise InputError if a named checkpoint cannot be used, if a checkpoint is of another model
+        or was trained on other data (`Course.judge`), or if all are damaged: a new run would
+        replace files that can perhaps be repaired.
         """
         if wanted == "never":
             self.retention.branch_from(None)
@@ -82,10 +82,10 @@ class Resumption:
     ) -> tuple[Path, list[str]]:
         """Load the weights of the newest complete checkpoint that `path` names, and nothing else of
         it. Return its path, and the names of a task head's parameters that keep their initial
-        values: with adapters, only those among `fresh`, for the base may have the rest.
+        values: with adapters, only those among `fresh`, since the base may have the rest.
 
-        `tokenizer_sha256`: of the tokenizer that the weights know, if the checkpoint does not say
-        so. Raises InputError on every rank.
+        `tokenizer_sha256` is the hash of the weights' tokenizer, used if the checkpoint does not
+        record it. Raise InputError on every rank.
         """
         directory = on_root(self.world, lambda: newest(path))
 
@@ -112,13 +112,14 @@ class Resumption:
         return wanted != "auto" and Path(wanted).resolve() in (here, here.parent)
 
     def _went_on_from(self, wanted: str) -> bool:
-        """Return True if the run has gone on from `wanted` and saved. The command of a batch job
-        stays the same when it is started again: then the run goes on."""
+        """Return True if the run has resumed from `wanted` and saved since. The command of a batch
+        job stays the same when it is started again: then the run continues from its own newest
+        checkpoint."""
         return files.went_on_from(self.directory, files.named(Path(wanted)))
 
     def _candidates(self, wanted: str) -> list[Path]:
-        """Return the checkpoints to try, the newest first. Raises InputError if a named path has
-        none."""
+        """Return the checkpoints to try, the newest first. Raise InputError if a named path has no
+        checkpoint."""
         if wanted != "auto":
             try:
                 return checkpoints(Path(wanted))[::-1]

@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints as saves change it: rank 0 alone does what is here."""
+"""The checkpoint directory of a run as saves change it. Only rank 0 uses this module."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ from ptdmpi.config import CheckpointConfig
 
 
 class Retention:
-    """The checkpoints of a run directory: what is set aside, kept and removed.
+    """The retention of checkpoints in a run directory: it sets aside, keeps and removes them.
 
     `damaged` has the names of checkpoints that could not be read. They are neither counted nor
     removed.
@@ -20,22 +20,23 @@ class Retention:
         self.directory = directory
         self.config = config
         self.damaged: list[str] = []
-        # what the first save has to do with checkpoints that the run does not come from
+        # called by the first save: sets aside checkpoints that the run does not come from
         self._branch: Callable[[], None] | None = None
 
     @property
     def branches(self) -> bool:
-        """True if the run has not gone on from its own newest checkpoint."""
+        """Return True if the run has not resumed from its own newest checkpoint."""
         return self._branch is not None
 
     def branch_from(self, source: Path | None, named: Path | None = None) -> None:
         """Let the next save set aside the checkpoints that the run does not come from: those after
-        `source`, which was `named` so; all of them if it is None."""
+        `source`, or all if it is None. `named` is the path by which the user named `source`."""
         self._branch = partial(files.branch, self.directory, source, named)
 
     def prepare(self, step: int, needed_bytes: int) -> Path:
         """Return the empty directory to write `step` into. Checkpoints are set aside only now: a
-        start that saves nothing leaves a run as it was. Raises InputError without space."""
+        start that saves nothing leaves a run as it was. Raise InputError if there is not enough
+        space."""
         temporary = files.prepare(self.directory, step, needed_bytes)
         if self._branch is not None:
             self._branch()
@@ -45,14 +46,15 @@ class Retention:
         return temporary
 
     def publish(self, temporary: Path) -> None:
-        """Give a written checkpoint its name, and let `latest` and `best` point to what they name.
-        Raises OSError."""
+        """Give a written checkpoint its name, and update the files `latest` and `best`. Raise
+        OSError."""
         files.publish(temporary, self.damaged)
         if self.config.keep_best:
             best.point(self.directory, self.damaged)
 
     def remove_old(self) -> str | None:
-        """Remove the checkpoints that need not be kept; return why that failed, None if not."""
+        """Remove the checkpoints that need not be kept; return the reason if that failed, else
+        None."""
         keep = self.config.keep
         try:
             spared: list[Path] = []

@@ -1,14 +1,15 @@
-"""Checkpoints of logical tensors: any layout reads what any layout wrote.
+"""Checkpoints of logical tensors: any layout reads the checkpoints of any other.
 
 A checkpoint is a directory `step-00000100/` with one safetensors file per rank that had something
-to write, and `manifest.json`, which says for every logical tensor (`weights/NAME`, `exp_avg/NAME`,
-`exp_avg_sq/NAME`; float32 masters) its shape, its type, and in which file which box of it stands.
-Everything is written and synced under a temporary name; the manifest comes last, then the directory
-is renamed, then `latest` is moved. Ranks that hold equal tensors share the writing by bytes.
+to write, and `manifest.json`. The manifest lists for every logical tensor (`weights/NAME`,
+`exp_avg/NAME`, `exp_avg_sq/NAME`; float32 masters) its shape, its type, and the file and place of
+each of its boxes. All files are written and synced under a temporary name; the manifest comes last,
+then the directory is renamed, then `latest` is moved. Ranks that hold equal tensors share the
+writing by bytes.
 
-A thread of each rank writes its file, and one of rank 0 the rest. All agreements of ranks go
-over the world communicator, on the main thread, between two steps: MPI need not bear threads, and
-the messages of a step meet no others.
+A thread of each rank writes its file, and a thread of rank 0 does the rest. All agreements of ranks
+use the world communicator, on the main thread, between two steps: MPI need not support threads, and
+the messages are not mixed with those of a step.
 """
 
 import contextlib
@@ -37,13 +38,15 @@ T = TypeVar("T")
 
 
 class SaveFailed(SharedInputError):
-    """A checkpoint could not be written; every rank knows, and those before it stay."""
+    """An error: a checkpoint could not be written. It is raised on every rank, and earlier
+    checkpoints stay."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is complete on the disk. `stall_s`: how long the training waited for it,
-    `write_s`: from the first byte to the moved `latest`. `warning`: why older ones did not go."""
+    """A checkpoint that is complete on the disk. `stall_s`: seconds for which training waited for
+    it; `write_s`: seconds from the first byte to the moved `latest`. `warning`: the reason why
+    older ones were not removed."""
 
     path: Path
     step: int
@@ -69,14 +72,14 @@ class _Flight:
 
 
 class Checkpoints:
-    """The checkpoints of one run directory; every rank calls every method but `close`.
+    """The checkpoints of one run directory; every rank calls every method except `close`.
 
-    It writes them. `retention` keeps and removes them, `resumption` finds and judges the one that
-    a run goes on from. `validated` is the last validation: its step and loss.
+    This class writes them. `retention` keeps and removes them, `resumption` finds and judges the
+    one that a run resumes from. `validated` is the last validation: its step and loss.
     """
 
     def __init__(self, directory: Path, state: State, axes: Axes, course: Course) -> None:
-        """`course`: of the run whose state it is, and whose section [checkpoint] counts."""
+        """`course`: that of the run of this state; its section [checkpoint] is used."""
         self.directory = directory
         self.state = state
         self.course = course
@@ -88,33 +91,34 @@ class Checkpoints:
         mean = course.config.data_parallel.checkpoint == "average"
         self.outgoing = OutgoingState(state, axes, mean=mean, copied=self.config.asynchronous)
         self._flight: _Flight | None = None
-        # one: on rank 0 publishing comes after the writing of its own file
+        # one thread: rank 0 publishes after it has written its own file
         self._threads = ThreadPoolExecutor(
             1, "checkpoint", initializer=belong_to, initargs=(state.buffer.device,)
         )
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the tensors of a checkpoint, on all ranks."""
+        """Return the bytes of the tensors of a checkpoint, on all ranks."""
         return self.outgoing.total_bytes
 
     @property
     def branches(self) -> bool:
-        """True if the run has not gone on from its own newest checkpoint."""
+        """Return True if the run has not resumed from its own newest checkpoint."""
         return self.retention.branches
 
     @property
     def followed(self) -> Path | None:
-        """The checkpoint that an earlier start has gone on from; see `Resumption`."""
+        """Return the checkpoint that an earlier start has resumed from; see `Resumption`."""
         return self.resumption.followed
 
     @property
     def mean_of(self) -> int:
-        """The number of replicas whose mean the run goes on from, or 0; see `Resumption`."""
+        """Return the number of replicas whose mean the run continues from, or 0; see
+        `Resumption`."""
         return self.resumption.mean_of
 
     def resume(self, wanted: str, lost: bool = False) -> tuple[Progress | None, list[str]]:
-        """Load what `checkpoint.resume = wanted` names; see `Resumption.resume`."""
+        """Load the checkpoint that `checkpoint.resume = wanted` names; see `Resumption.resume`."""
         return self.resumption.resume(wanted, lost)
 
     def begin_from(
@@ -127,8 +131,8 @@ class Checkpoints:
         """Write the state after `step` steps; return the saves that are complete.
 
         With `checkpoint.asynchronous` the state is copied and a thread does the rest: an earlier
-        save that was still under way is waited for and returned, and `poll` completes this one.
-        Raises SaveFailed if a rank could not write; its files are then removed.
+        save that is still under way is waited for and returned, and `poll` completes this one.
+        Raise SaveFailed if a rank could not write; its files are then removed.
         """
         done = self.finish()
         begin = time.perf_counter()
@@ -150,20 +154,19 @@ class Checkpoints:
         return [*done, *self.finish()]
 
     def poll(self) -> list[Saved]:
-        """Bring a save under way forward without waiting for the disk; return it when it is
-        complete.
+        """Advance a save under way without waiting for the disk; return it when it is complete.
 
-        To be called between steps. Raises SaveFailed.
+        It is called between steps. Raise SaveFailed if a rank could not write.
         """
         return self._advance(wait=False)
 
     def finish(self) -> list[Saved]:
-        """Wait for a save under way and return it. Raises SaveFailed."""
+        """Wait for a save under way and return it. Raise SaveFailed if a rank could not write."""
         return self._advance(wait=True)
 
     def close(self) -> None:
-        """Wait for this rank's thread, and no other rank. A save under way stays a leftover, which
-        the next save removes."""
+        """Wait for this rank's thread, and for no other rank. A save under way stays a leftover,
+        which the next save removes."""
         self._threads.shutdown(wait=True)
         self._flight = None
 
@@ -215,8 +218,9 @@ class Checkpoints:
         return True
 
     def _publish(self, flight: _Flight, written: list[Written]) -> tuple[float, str | None]:
-        """Write the manifest, give the checkpoint its name and remove older ones; rank 0 does.
-        Return the seconds since the save began, and why older ones could not be removed."""
+        """Write the manifest, give the checkpoint its name and remove older ones, on rank 0 only.
+        Return the seconds since the save began, and the reason why older ones could not be
+        removed."""
         model = self.course.config.model.model_dump()
         lineage = {**self.course.in_manifest(), **best.in_manifest(flight.validation_loss)}
         write_manifest(flight.temporary, flight.progress, model, written, lineage)
@@ -238,7 +242,7 @@ class Checkpoints:
         if error is None:
             return
         self._flight = None
-        # what cannot be removed now, the next save removes; the first error is the one to tell
+        # the next save removes files that cannot be removed now; the first error is reported
         with contextlib.suppress(SharedInputError):
             on_root(self.world, lambda: files.remove_leftovers(self.directory))
         raise self._failure(flight.progress.step, error)
@@ -255,8 +259,8 @@ def _write(read: Passed, path: Path, parts: Sequence[Outgoing]) -> Written:
 
 
 def _result(future: Future[T]) -> tuple[T, None] | tuple[None, str]:
-    """Wait for a result; return (result, None), or (None, the error) if the disk or its user caused
-    one."""
+    """Wait for a result; return (result, None), or (None, the error) if the disk or bad input
+    caused one."""
     try:
         return future.result(), None
     except (OSError, InputError) as error:

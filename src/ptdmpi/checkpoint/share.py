@@ -1,4 +1,5 @@
-"""A rank's part of what is written: even shares over the ranks that hold the same state."""
+"""The part of a checkpoint that each rank writes: even shares over the ranks that hold the same
+state."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ WHOLE_BYTES = 1 << 16
 
 def share(state: State, axes: Axes, mean: bool = False) -> Iterator[Piece]:
     """Yield the parts that this rank writes, so that every element of every tensor is written once.
-    `mean`: of replicas that differ, their mean is written, under one name; else each of them."""
+    `mean`: if replicas differ, their mean is written, under one name; else each of them."""
     grid, rank = axes.grid, axes.world.rank
     owned = [piece for piece in state.pieces(mean) if piece.owned]
     # those that the fewest ranks hold come first
@@ -29,10 +30,11 @@ def share(state: State, axes: Axes, mean: bool = False) -> Iterator[Piece]:
 def divide(
     shapes: Sequence[tuple[int, ...]], element_bytes: int, holders: int, place: int
 ) -> Iterator[tuple[int, slice]]:
-    """What the rank at `place` of `holders` writes of boxes that all of them hold: (number, rows).
+    """Yield the part of `shapes`, boxes that all `holders` hold, that the rank at `place` writes:
+    (number, rows).
 
-    The boxes stand one after the other on a line of bytes that is cut into equal lengths; a row of
-    dim 0, or a whole small box, goes to the rank in whose length it begins.
+    The boxes lie one after the other on a line of bytes that is cut into equal lengths; a row of
+    dim 0, or a whole small box, belongs to the rank in whose length it begins.
     """
     total = sum(math.prod(shape) for shape in shapes) * element_bytes
     begin, end = (total * k // holders for k in (place, place + 1))

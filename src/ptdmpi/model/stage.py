@@ -172,7 +172,7 @@ class Stage(nn.Module):
     def forward_microbatch(self, microbatch: MicrobatchPass, x: Tensor | None) -> Tensor | None:
         """F: return the output to pass on, or None on the last stage, which leaves the losses.
 
-        While gradients are enabled, what the backward pass needs is held until then.
+        While gradients are enabled, the tensors for the backward pass are held until then.
         """
         batch = microbatch.batch
         training = torch.is_grad_enabled()

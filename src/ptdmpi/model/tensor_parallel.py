@@ -9,8 +9,8 @@ contiguous memory. The conjugate operators of the paper's Figure 3:
 and with sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2), where
 activations between the blocks are divided along s:
 
-    g   forward: all-gather          backward: reduce-scatter      (stands for f)
-    g'  forward: reduce-scatter      backward: all-gather          (stands for g)
+    g   forward: all-gather          backward: reduce-scatter      (replaces f)
+    g'  forward: reduce-scatter      backward: all-gather          (replaces g)
 
 Weight gradients are added to the parameter's float32 `main_grad` where they are computed, or in the
 second part of a split backward (`Parameter.accumulate`).

@@ -2,9 +2,10 @@
 
     y = x W^T + b + scale (drop(x) A^T) B^T
 
-By columns B is divided as W is, and A whole on every rank; each rank's gradient of A is a part, to
-be summed over the tensor axis once in a step. By rows A is divided as W is, and B whole: the rank's
-part of the product is added before the sum of W's parts, so that no further message is sent.
+In a column-parallel linear B is divided as W is, and A is whole on every rank; each rank's gradient
+of A is a part, to be summed over the tensor axis once in a step. In a row-parallel linear A is
+divided as W is, and B is whole: the rank's part of the product is added before the sum of W's
+parts, so that no further message is sent.
 """
 
 from collections.abc import Callable
@@ -18,8 +19,8 @@ from ptdmpi.plan.layer.parts import LowRankPair
 
 
 class LowRankAdapter(Computing):
-    """B A, added to the outputs `columns` of a linear on this tensor rank. It is not called by
-    itself: forward and backward of the linear ask it for its parts."""
+    """The product B A, added to the outputs `columns` of a linear on this tensor rank. It is not
+    called by itself: forward and backward of the linear call its methods."""
 
     def __init__(self, part: LowRankPair, tensor: tuple[int, int], columns: slice) -> None:
         """`tensor`: (rank, size) of the tensor axis."""
@@ -38,20 +39,21 @@ class LowRankAdapter(Computing):
         self.first_channel = rank * part.local(size)[0] if rows else 0
 
     def drop(self, x: Tensor, stream: RandomStream | None) -> Tensor:
-        """Dropout of the input, and of its gradient: drawn again, not kept."""
+        """Apply dropout to the input, or to its gradient; the mask is drawn again, not kept."""
         if stream is None or self.part.dropout == 0.0:
             return x
         at = stream.at(self.part.number, first_channel=self.first_channel)
         return dropout(x, at.hidden_mask(x.shape, self.part.dropout), self.part.dropout)
 
     def add_to(self, y: Tensor, x: Tensor, stream: RandomStream | None) -> Tensor:
-        """Add scale drop(x) A^T B^T to `y` [s, b, o], in place; returns drop(x) A^T [s, b, r]."""
+        """Add scale drop(x) A^T B^T to `y` [s, b, o], in place; return drop(x) A^T [s, b, r]."""
         down = self.kernels.linear(self.drop(x, stream), self.a)
         y[..., self.columns].add_(self.kernels.linear(down, self.b), alpha=self.part.scale)
         return down
 
     def up(self, dy: Tensor) -> Tensor:
-        """scale dy B [s, b, r]: the gradient of drop(x) A^T, of column-parallel B a part."""
+        """Return scale dy B [s, b, r], the gradient of drop(x) A^T; with column-parallel B it is a
+        part of it."""
         return self.kernels.input_gradient(dy[..., self.columns], self.b) * self.part.scale
 
     def add_input_gradient(self, dx: Tensor, up: Tensor, stream: RandomStream | None) -> None:
@@ -65,7 +67,8 @@ class LowRankAdapter(Computing):
         up: Tensor,
         stream: RandomStream | None,
     ) -> None:
-        """Add to the gradients of A and B, at once or later; `operands` give x and dy then."""
+        """Add to the gradients of A and B, at once or later; `operands` return x and dy at that
+        time."""
         x, dy = operands
         if self.a.requires_grad:
             self.a.accumulate(

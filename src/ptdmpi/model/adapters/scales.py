@@ -22,7 +22,7 @@ class ScaleAdapter(nn.Module):
 
 
 def rescaled(x: Tensor, adapters: Sequence[ScaleAdapter]) -> Tensor:
-    """x [s, b, c] with the channels of each adapter multiplied by its factors."""
+    """Return x [s, b, c] with the channels of each adapter multiplied by its factors."""
     if not adapters:
         return x
     scales = [(one.columns, one.weight) for one in adapters]
@@ -38,7 +38,7 @@ class _Rescale(Function):
         kept = []
         for columns, weight in scales:
             y[..., columns].mul_(weight)
-            # all of x where all is scaled: a copy of a part would be kept beside it
+            # all of x if all is scaled: a copy of a part would be kept in addition to it
             part = x[..., columns]
             kept.append(x if part.shape == x.shape else part.clone())
         ctx.save_for_backward(*kept)

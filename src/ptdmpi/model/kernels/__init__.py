@@ -1,15 +1,15 @@
 """The kernels of a layer: they are fast on their device, and keep little for the backward pass.
 
-`Kernels` is the choice of one run, and computes its products of matrices by it. The modules of a
-stage hold it (`Computing`); whoever settles on another choice hands it to them by `compute_by`.
+`Kernels` is the choice of one run, and computes its products of matrices accordingly. The modules
+of a stage hold it (`Computing`); `compute_by` gives them another choice.
 
 A CPU without bfloat16 or float16 instructions falls back to scalar code for products of those types
-(measured on an AVX2 machine: 0.3 to 8 GFLOP/s where float32 reaches 40). There the operands are
-widened to float32 first and the result is rounded once: the values that hardware with float32
-accumulators gives.
+(measured on an AVX2 machine: 0.3 to 8 GFLOP/s, while float32 reaches 40). There the operands are
+widened to float32 first and the result is rounded once: the values are those of hardware with
+float32 accumulators.
 
 On a CPU PyTorch composes some operations of several others, each of which keeps tensors for its own
-backward pass. Here such an operation is one Function, which keeps its input alone.
+backward pass. Here such an operation is one Function, which keeps only its input.
 """
 
 from typing import Literal
@@ -27,10 +27,10 @@ from ptdmpi.model.parameters import Parameter, dtype_of
 
 
 class Kernels:
-    """The kernels that a run computes with, and its products of matrices by them; it never changes.
+    """The kernels of a run, and products of matrices computed with them. An object never changes.
 
-    `choice` is the one that the run has settled on for its host; None: the usual one of this
-    machine for the type at hand. The products follow the recipe of `precision`; None: operands are
+    `choice` is the one that the run has agreed on for its host; None: the usual one of this machine
+    for the type of the operands. The products follow the recipe of `precision`; None: operands are
     multiplied in their own type.
     """
 
@@ -38,7 +38,7 @@ class Kernels:
         self, choice: HostChoice | None = None, precision: Precision | None = None
     ) -> None:
         self.choice, self.precision = choice, precision
-        # the type whose products are taken in a wider one, by the recipe
+        # the type whose products are computed in a wider one, by the recipe
         self._narrow: torch.dtype | None = None
         if precision is None or precision.product.operands == precision.compute:
             return
@@ -51,11 +51,11 @@ class Kernels:
         return Kernels(choice, self.precision)
 
     def chosen(self, device_type: str, dtype: torch.dtype) -> HostChoice:
-        """Return the choice that counts for operands of a type on a device."""
+        """Return the choice that is used for operands of a type on a device."""
         return self.choice or choices.usual_choice(device_type, dtype)
 
     def widens(self, device_type: str, dtype: torch.dtype) -> bool:
-        """Return whether products of this type are computed in float32 on this device.
+        """Return True if products of this type are computed in float32 on this device.
 
         They are if the recipe of the precision says so, if the device does not multiply the type,
         or if the run began on a device that does not.
@@ -73,7 +73,7 @@ class Kernels:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x W^T + b: x [..., i], weight [o, i], bias [o] -> [..., o]."""
         weight = operand(weight)
-        # without a bias a half type's product is oneDNN's anyhow
+        # without a bias, oneDNN computes a half type's product anyway
         gains = bias is not None or x.dtype == torch.float32
         if gains and self._fuses(x, weight, "output"):
             return linear_by_onednn(x, weight, bias)
@@ -90,10 +90,10 @@ class Kernels:
         return (self.widened(dy) @ self.widened(weight)).to(dy.dtype)
 
     def _fuses(self, x: Tensor, weight: Tensor, which: Literal["output", "input_gradient"]) -> bool:
-        """Return whether oneDNN's one call takes the product of x [..., i] and a matrix."""
+        """Return True if oneDNN's fused call is used for the product of x [..., i] and a matrix."""
         if x.device.type != "cpu" or x.dtype not in FUSED_TYPES or not x.numel():
             return False
-        # in a graph that call is for constant weights alone (Inductor asserts it)
+        # in a graph that call is for constant weights only (Inductor asserts it)
         if self.widens("cpu", x.dtype) or torch.compiler.is_compiling():
             return False
         linear = self.chosen("cpu", x.dtype).linear
@@ -105,13 +105,13 @@ class Kernels:
         in float32 at least."""
         dy = self.widened(dy.reshape(-1, dy.shape[-1]))
         x = self.widened(x.reshape(-1, x.shape[-1]))
-        # product and sum in one kernel, where the types allow it
+        # product and sum in one kernel, if the types allow it
         if total.dtype == dy.dtype:
             total.addmm_(dy.t(), x)
         elif host.adds_wide(dy.device.type):
-            # its accumulator in float32 is added as it is; else it is rounded, stored, and read
-            # again
-            if torch.compiler.is_compiling():  # whose compiler has no such addmm (pytorch #163880)
+            # its float32 accumulator is added unrounded; else it would be rounded, stored, and
+            # read again
+            if torch.compiler.is_compiling():  # the compiler has no such addmm (pytorch #163880)
                 total += torch.mm(dy.t(), x, out_dtype=total.dtype)
             else:
                 torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)
@@ -128,33 +128,34 @@ class Kernels:
         return products.to(torch.promote_types(products.dtype, torch.float32))
 
 
-USUAL = Kernels()  # of whatever computes outside a run
+USUAL = Kernels()  # for computations outside a run
 
 
 class Computing(nn.Module):
-    """A module that computes by `kernels`: the usual ones, until `compute_by` sets others."""
+    """A module that computes with `kernels`: the usual ones, until `compute_by` sets others."""
 
     kernels = USUAL
 
     def take(self, kernels: Kernels) -> None:
-        """Compute by these kernels from now on."""
+        """Use these kernels from now on."""
         self.kernels = kernels
 
 
 def compute_by(module: nn.Module, kernels: Kernels) -> None:
-    """Let a module, and all that are in it, compute by these kernels from now on."""
+    """Make a module, and all modules in it, use these kernels from now on."""
     for part in module.modules():
         if isinstance(part, Computing):
             part.take(kernels)
 
 
 def operand(weight: Tensor) -> Tensor:
-    """Return what a product takes of a weight: of one in few bits its values, made for it alone."""
+    """Return the operand of a product for a weight: for a quantized weight its values, made for
+    this product only."""
     return weight.operand if isinstance(weight, Parameter) else weight
 
 
 def linear_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + b, the bias added where the product is: torch's own call copies it to all rows
-    of the result first. It has no gradient of its own: for what a Function computes."""
+    """Return x W^T + b, with the bias added in the same kernel: torch's own call first copies it to
+    all rows of the result. It has no gradient of its own, and is called inside Functions."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result

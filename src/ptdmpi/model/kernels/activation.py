@@ -1,11 +1,12 @@
-"""GELU and gated units: what stands between the two linears of an MLP.
+"""GELU and gated units: the part of an MLP between its two linears.
 
-GELU's tanh form has two ways. The library's keeps the input, and takes a tanh there and another one
-back, which costs as much as the exponentials of four sigmoids. The other, for hosts where it
-measures faster (`choice.HostChoice`): gelu(x) = x S(z) with the logistic function S and
-z = 2 sqrt(2 / pi) (x + 0.044715 x^3), its derivative S(z) + x S(z) S(-z) dz/dx worked out beside it
-and kept in place of the input, so that the way back is one multiplication. Compute is in float32 at
-least, some rows at a time, which caches hold; each result is rounded once.
+GELU's tanh form has two implementations. The library's keeps the input, and computes one tanh in
+forward and another in backward, which costs as much as the exponentials of four sigmoids. The
+other, for hosts on which it measures faster (`choice.HostChoice`), is gelu(x) = x S(z) with the
+logistic function S and z = 2 sqrt(2 / pi) (x + 0.044715 x^3). Its derivative S(z) + x S(z) S(-z)
+dz/dx is computed at the same time and kept instead of the input, so that backward is one
+multiplication. Computation is in float32 at least, some rows at a time, which fit caches; each
+result is rounded once.
 """
 
 import math
@@ -24,18 +25,17 @@ from ptdmpi.model.kernels.host import HALF_TYPES
 CUBE = 0.044715  # Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 CHUNK_ELEMENTS = 1 << 17  # four of them in float32 are 2 MiB
-# Smaller tensors are the library's: ten launches for one would eat the gain, and with so many the
-# room for a chunk is no more than the gradient that the backward pass has anyway.
+# The library computes smaller tensors: ten launches instead of one would cancel the gain. From
+# this size on, the room for a chunk is no larger than the gradient, which backward needs anyway.
 LEAST_ELEMENTS = 8 * CHUNK_ELEMENTS
-# GELU's derivative reaches 1.13, and half types have half as many numbers between 1 and 2 as below
-# 1 to round to: so they keep it multiplied by this.
+# GELU's derivative reaches 1.13, and half types are half as precise between 1 and 2 as just
+# below 1: so they keep it multiplied by this.
 SHRUNK = 0.875
 
 
 def gelu(x: Tensor, activation: str, kernels: Kernels = USUAL) -> Tensor:
     """Return GELU of x: its tanh form, as in GPT-2, or ("gelu_exact") that of the error function,
-    as in BERT
-    (Hendrycks and Gimpel 2016, arXiv 1606.08415): [..., f] -> [..., f]."""
+    as in BERT (Hendrycks and Gimpel 2016, arXiv 1606.08415): [..., f] -> [..., f]."""
     if activation == "gelu_exact":
         return F.gelu(x)
     if not _by_sigmoid(x, kernels):
@@ -93,8 +93,8 @@ def _write_with_slope(x: Tensor, y: Tensor, slope: Tensor, shrunk: float = 1.0) 
 def _rounded(
     function: Callable[..., Tensor], given: tuple[Tensor, ...], result: Tensor, room: Tensor
 ) -> None:
-    """Write function(given) into `result`, by way of `room` if `result` is of a narrower type: a
-    tensor that torch makes for it would be new memory."""
+    """Write function(given) into `result`, by way of `room` if `result` is of a narrower type:
+    torch would allocate new memory for it."""
     if result.dtype == room.dtype:
         function(*given, out=result)
     else:
@@ -117,8 +117,8 @@ def _chunks(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, list[Tensor],
 
 
 def _sigmoid(x: Tensor, room: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x as it is multiplied, z and S(z), each in its part of the room; the third part is
-    free."""
+    """Return x in the type of computation, z and S(z), each in its part of the room; the third part
+    is free."""
     z, sigmoid, square, copy = room
     wide = x if x.dtype == z.dtype else copy.copy_(x)
     torch.mul(wide, wide, out=square)
@@ -127,7 +127,7 @@ def _sigmoid(x: Tensor, room: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Gelu(Function):
-    """Keeps its derivative, which is as large as the input."""
+    """GELU's tanh form by a sigmoid. It keeps its derivative, which is as large as the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -147,7 +147,8 @@ class _Gelu(Function):
 
 
 class _GatedBySlopes(Function):
-    """GELU's gate; keeps the derivatives by gate and by value, which are as large as the input."""
+    """GELU's gate. It keeps the derivatives by gate and by value, which are as large as the
+    input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -182,7 +183,7 @@ class _Gated(Function):
             dvalue = dy * _opened(gate, ctx.activation)
             return torch.cat((_gate_gradient(dy * value, gate, ctx.activation), dvalue), -1), None
         dx = torch.empty_like(x)
-        # both halves are written where they belong: joining them would be one more copy
+        # both halves are written to their places: joining them would be one more copy
         dgate, dvalue = dx.chunk(2, dim=-1)
         torch.mul(dy, _opened(gate, ctx.activation), out=dvalue)
         if ctx.activation == "swiglu":

@@ -30,13 +30,13 @@ FILE = "kernels.json"  # in the run directory
 # backend of attention, as the table has it -> of torch.nn.attention.SDPBackend; FlashAttention 3
 # takes 2's place
 BACKENDS = {"fa3": "FLASH_ATTENTION", "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
-# what none of these takes, such as float32
+# for inputs that none of these takes, such as float32
 REST = ("EFFICIENT_ATTENTION", "MATH")
 
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """The backends of attention that a device tries, in their order; none: as torch chooses."""
+    """The attention backends that a device tries, in their order; none: torch chooses."""
 
     attention: tuple[str, ...] = ()
 
@@ -45,15 +45,15 @@ Choice = HostChoice | DeviceChoice
 
 
 class Abilities(NamedTuple):
-    """The abilities of one rank's host: whether it has oneDNN's one call for linears (`fuses`), and
-    whether it multiplies numbers of the run's type as they are."""
+    """The abilities of one rank's host: whether it has oneDNN's fused call for linears (`fuses`),
+    and whether it multiplies numbers of the run's type without widening."""
 
     fuses: bool
     multiplies: bool
 
 
 class Agreed(NamedTuple):
-    """The kernels that a run keeps, in their stored form, and those that it takes now."""
+    """The kernels that a run keeps, in their stored form, and those that it uses now."""
 
     kept: dict[str, list[str]]
     taken: Choice
@@ -67,8 +67,8 @@ def stored(choice: Choice) -> dict[str, list[str]]:
 
 
 def offered(device: torch.device) -> tuple[str, ...]:
-    """Return the backends of the table's first entry for a device, fastest first, as far as they
-    are here; none for a device that it does not know, such as the host."""
+    """Return the available backends of the table's first entry for a device, fastest first; none
+    for a device that is not in the table, such as the host."""
     vendor = "rocm" if device.type == "cuda" and torch.version.hip else device.type
     for entry in table()["device_attention"]:
         if entry["device"] == vendor and entry["capability"] in ("", _capability(device)):
@@ -77,13 +77,13 @@ def offered(device: torch.device) -> tuple[str, ...]:
 
 
 def _capability(device: torch.device) -> str:
-    """Return the capability of a device of CUDA, such as "9.0" for an H100."""
+    """Return the capability of a CUDA device, such as "9.0" for an H100."""
     numbers = torch.get_device_module(device).get_device_capability(device)
     return ".".join(map(str, numbers))
 
 
 def _has_fa3() -> bool:
-    """Return whether torch can use FlashAttention 3, which has its own package."""
+    """Return True if torch can use FlashAttention 3, which has its own package."""
     if importlib.util.find_spec("flash_attn_interface") is None:
         return False
     attention: Any = importlib.import_module("torch.nn.attention")
@@ -110,10 +110,10 @@ def agreed(
 ) -> Choice:
     """Return the kernels of this run on all its ranks, which all call it.
 
-    The run directory `folder` may have kept them, or else the checkpoint `before` it; a kernel is
-    used again only if every rank has it. Otherwise, and always if `before` is None, the fastest by
-    measurement are chosen. The run directory keeps them from now on, and `say` reports them in one
-    line, with the reasons.
+    They are those that the run directory `folder` has kept, or else the checkpoint `before`; a
+    kernel is used again only if every rank has it. Otherwise, and always if `before` is None, the
+    fastest by measurement are chosen. The run directory keeps them from now on, and `say` reports
+    them in one line, with the reasons.
     """
     found = world.on_root(lambda: _kept(folder))
     known: Stored = {} if before is None else found or before
@@ -127,8 +127,8 @@ def agreed(
 
 
 def _on_hosts(world: "World", place: RunPlace, known: Stored, say: Callable[[str], None]) -> Agreed:
-    """Settle on how the first rank would compute, or on how the run has so far; but every rank has
-    the library's kernels, and can widen half types."""
+    """Agree on the choice of the first rank, or on that which the run has used so far, limited to
+    what every rank has; every rank has the library's kernels, and can widen half types."""
     dtype = place.dtype
     mine = Abilities(host.has_fused(), host.multiplies("cpu", dtype))
     able = [Abilities(*each) for each in world.control.allgather(tuple(mine))]
@@ -147,9 +147,9 @@ def _on_hosts(world: "World", place: RunPlace, known: Stored, say: Callable[[str
 def _as_before(
     fastest: HostChoice, kept: Mapping[str, Any], able: list[Abilities], dtype: torch.dtype
 ) -> tuple[HostChoice, list[str], bool]:
-    """Return the choice that `kept` has, or else the fastest, limited to what all hosts are `able`
-    to compute; the report on each kind; and whether any kind stays as it was though another one is
-    faster."""
+    """Return the choice that `kept` has, or else the fastest, limited to kernels that all hosts are
+    `able` to compute; the report on each kind; and True if any kind stays as it was although
+    another one is faster."""
     taken: dict[str, Any] = {}
     lines, changed = [], False
     for kind in KINDS:
@@ -178,13 +178,13 @@ def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
         return fresh
     if kind in kept:
         return kept[kind]
-    # a run of before there was a choice keeps to the library, so that its bits repeat; its half
-    # types were as the processor had them
+    # a run from before there was a choice keeps the library's kernels, so that its bits repeat;
+    # its half types were computed as the processor does
     return fresh if kind == "half" else getattr(BY_LIBRARY, kind)
 
 
 def _can(kind: str, wanted: Any, able: list[Abilities]) -> bool:
-    """Return whether every rank's host can compute so."""
+    """Return True if every rank's host can compute the wanted kernel."""
     if kind == "linear" and wanted != OneDnnLinears():
         return all(each.fuses for each in able)
     if kind == "half" and wanted == "native":
@@ -193,14 +193,14 @@ def _can(kind: str, wanted: Any, able: list[Abilities]) -> bool:
 
 
 def _instead(kind: str) -> Any:
-    """Return the choice that every host can compute by."""
+    """Return the choice that every host can compute."""
     return "widened" if kind == "half" else getattr(BY_LIBRARY, kind)
 
 
 def _on_devices(
     world: "World", device: torch.device, known: Stored, say: Callable[[str], None]
 ) -> Agreed:
-    """Settle on the backends that every rank has, in the order that the run has had."""
+    """Agree on the backends that every rank has, in the order that the run has used."""
     here = world.control.allgather(offered(device))
     shared = [name for name in here[0] if all(name in other for other in here)]
     kept = [name for name in known.get("attention", ()) if name in BACKENDS]
@@ -231,8 +231,8 @@ def _kept(folder: Path) -> Stored | None:
 
 @contextlib.contextmanager
 def trying(backends: tuple[str, ...]) -> Iterator[None]:
-    """Have torch try these backends of attention, in their order; none: as it chooses. The order is
-    torch's own and process-wide, for as long as it lasts."""
+    """Make torch try these attention backends, in their order; none: torch chooses. The order is
+    torch's own and process-wide, while the context lasts."""
     if not backends:
         yield
         return
@@ -252,8 +252,8 @@ def trying(backends: tuple[str, ...]) -> Iterator[None]:
 
 
 def _first_attention() -> None:
-    """PyTorch sets an order of its own at a process's first attention on a GPU, in place of one
-    that was asked for before."""
+    """Run attention once: PyTorch sets an order of its own at a process's first attention on a GPU,
+    in place of one that was requested before."""
     if torch.cuda.is_available():
         some = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device="cuda")
         F.scaled_dot_product_attention(some, some, some)

@@ -1,4 +1,4 @@
-"""softmax(q k^T) v: which keys a query sees, and the kernel that the device has for it.
+"""softmax(q k^T) v: the keys that a query sees, and the kernels that compute it on each device.
 
 A layer has an `AttentionCore`: its scores, and the implementations that may compute them, of which
 the first that takes an input computes it.
@@ -12,9 +12,9 @@ the first that takes an input computes it.
     types, and in a compiled graph.
 `BlockedKernel`: the library's kernel in blocks of queries. It takes windows, documents and long
     causal attention on a CPU.
-`WholeKernel`: PyTorch's kernel at once. It takes all else.
+`WholeKernel`: PyTorch's kernel at once. It takes all other inputs.
 
-None keeps scores for the backward pass, but `ProductKernel` can keep probabilities.
+No kernel keeps scores for the backward pass, but `ProductKernel` can keep probabilities.
 """
 
 import importlib.util
@@ -36,8 +36,9 @@ from ptdmpi.model.kernels.norm import soft_cap
 
 
 class Input(NamedTuple):
-    """Queries [b, heads, s, head size]; keys and values, of as many heads or a divisor of them
-    (grouped queries); and the documents, None where each sequence is one."""
+    """The input of attention: queries [b, heads, s, head size]; keys and values, of as many heads
+    or a divisor of that number (grouped queries); and the documents, None if each sequence is one
+    document."""
 
     q: Tensor
     k: Tensor
@@ -49,7 +50,7 @@ class AttentionResult(NamedTuple):
     """The result of attention, [b, heads, s, head size], and the logarithm of each query's sum of
     exponentials of scores, [b, heads, s].
 
-    The logarithms are in float32 at least and have no gradient; None if they were not asked for or
+    The logarithms are in float32 at least and have no gradient; None if they were not requested or
     the implementation does not have them.
     """
 
@@ -58,18 +59,18 @@ class AttentionResult(NamedTuple):
 
 
 class Implementation(Protocol):
-    """One way of computing attention."""
+    """An implementation of attention."""
 
     def takes(self, given: Input) -> bool:
-        """Return whether it computes this input; those before it in the list did not."""
+        """Return True if it computes this input; those before it in the list did not."""
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
-        """Compute attention, and the logarithms of sums if they are asked for and it can."""
+        """Compute attention, and the logarithms of sums if they are requested and it has them."""
 
 
 class AttentionCore:
-    """softmax(scores) v of one layer: `implementations` are those that may compute it, in the order
-    in which they are asked."""
+    """The function softmax(scores) v of one layer: the first of `implementations` that takes an
+    input computes it."""
 
     def __init__(self, scores: Scores, kernels: Kernels = USUAL) -> None:
         self.scores, self.kernels = scores, kernels
@@ -84,8 +85,8 @@ class AttentionCore:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None
     ) -> Tensor:
-        """Return softmax(scores) v, each position seeing its own document only; the arguments as of
-        `Input`."""
+        """Return softmax(scores) v, where each position sees only its own document; the arguments
+        are those of `Input`."""
         return self.forward(q, k, v, documents).out
 
     def forward(
@@ -97,8 +98,8 @@ class AttentionCore:
         *,
         with_logsumexp: bool = False,
     ) -> AttentionResult:
-        """Return what `__call__` does, and where `with_logsumexp` asks for it and the kernel has
-        it, the logarithms of sums of exponentials."""
+        """Return the result of `__call__`, and, if `with_logsumexp` and the kernel has them, the
+        logarithms of sums of exponentials."""
         given = Input(q, k, v, documents)
         for implementation in self.implementations:
             if implementation.takes(given):
@@ -107,10 +108,10 @@ class AttentionCore:
 
     def under_mask(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         """Return attention of each query to the keys that `seen` (bool [b, 1, queries, keys]) lets
-        it see, as generation with a cache needs it."""
+        it see, for generation with a cache."""
         kernels, scores = self.kernels, self.scores
         if not scores.softcap:
-            # the queries of a group as those of one head: under a mask no fused kernel of a GPU
+            # the queries of a group become those of one head: with a mask no fused kernel of a GPU
             # takes fewer key heads than query heads
             out = F.scaled_dot_product_attention(
                 kernels.widened(by_key_head(q, k)),
@@ -128,20 +129,21 @@ class AttentionCore:
 
 
 class ProductKernel:
-    """ProductKernel of matrices over blocks of queries (`by_products`)."""
+    """Attention by products of matrices over blocks of queries (`by_products`)."""
 
     def __init__(self, scores: Scores, kernels: Kernels) -> None:
         self.scores, self.kernels = scores, kernels
 
     def _chosen(self, given: Input) -> AttentionByProducts | None:
-        # a graph has no blocks, and is not asked
+        # a compiled graph has no blocks, and uses no choice
         if not self.scores.causal or not _is_long_on_cpu(given.q):
             return None
         chosen = self.kernels.chosen(given.q.device.type, given.q.dtype).attention
         return chosen if isinstance(chosen, AttentionByProducts) else None
 
     def takes(self, given: Input) -> bool:
-        """Soft caps, and long causal attention on a CPU where it is chosen."""
+        """Return True for soft caps, and for long causal attention on a CPU if products are chosen
+        for it."""
         return self.scores.softcap > 0 or self._chosen(given) is not None
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
@@ -159,11 +161,12 @@ class PackedKernel:
         self.scores = scores
 
     def takes(self, given: Input) -> bool:
-        """Windows and documents, not in blocks, of types and sizes that FlashAttention has."""
+        """Return True for windows and documents, not in blocks, of types and sizes that
+        FlashAttention has."""
         q = given.q
         if not _is_limited(self.scores, given) or _in_blocks(q) or q.device.type == "cpu":
             return False
-        # called by its name, nothing fills up heads of other sizes for it (flash_api.cpp)
+        # called by its name, it does not pad heads of other sizes (flash_api.cpp)
         fits = _has_flash(q) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
         return fits and _packed_attention() is not None
 
@@ -195,14 +198,14 @@ class PackedKernel:
 
 
 class MaskedKernel:
-    """PyTorch's kernel under a mask, under which no fused kernel shares keys. On a GPU it gives no
+    """PyTorch's kernel with a mask; with one, no fused kernel shares keys. On a GPU it returns no
     logarithms of sums."""
 
     def __init__(self, scores: Scores) -> None:
         self.scores = scores
 
     def takes(self, given: Input) -> bool:
-        """Windows and documents that are not taken in blocks."""
+        """Return True for windows and documents that are not computed in blocks."""
         return _is_limited(self.scores, given) and not _in_blocks(given.q)
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
@@ -225,8 +228,8 @@ class BlockedKernel:
         self.scores, self.kernels = scores, kernels
 
     def takes(self, given: Input) -> bool:
-        """Windows and documents; and long causal attention on a CPU of keys that are not shared,
-        below the length from which it is chosen to be taken at once."""
+        """Return True for windows and documents, and for long causal attention on a CPU, of keys
+        that are not shared, below the length from which it is chosen to be computed at once."""
         if _is_limited(self.scores, given):
             return True
         q = given.q
@@ -243,13 +246,13 @@ class BlockedKernel:
 
 
 class WholeKernel:
-    """PyTorch's kernel of full attention. On a GPU it gives no logarithms of sums."""
+    """PyTorch's kernel of full attention. On a GPU it returns no logarithms of sums."""
 
     def __init__(self, scores: Scores, kernels: Kernels) -> None:
         self.scores, self.kernels = scores, kernels
 
     def takes(self, given: Input) -> bool:
-        """Every input that is neither limited nor capped."""
+        """Return True: it takes every input that is neither limited nor capped."""
         return True
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
@@ -274,15 +277,15 @@ def _is_grouped(given: Input) -> bool:
 
 
 def _is_limited(scores: Scores, given: Input) -> bool:
-    """Return whether windows or documents limit the keys that a query sees."""
+    """Return True if windows or documents limit the keys that a query sees."""
     return given.documents is not None or scores.window > 0
 
 
 def _shares_keys(q: Tensor) -> bool:
-    """Return whether the kernel of full attention takes one key for several query heads.
+    """Return True if the kernel of full attention takes one key for several query heads.
 
-    That of a CPU does, and FlashAttention. Of the other kernels of a GPU only the one does that
-    writes all scores to memory.
+    The CPU kernel and FlashAttention do. The only other GPU kernel that does writes all scores to
+    memory.
     """
     return q.device.type == "cpu" or _has_flash(q)
 
@@ -300,7 +303,7 @@ def _for_each_head(q: Tensor, *parts: Tensor) -> Sequence[Tensor]:
 
 
 def _in_blocks(q: Tensor) -> bool:
-    """Return whether queries are computed in blocks: on a CPU, and not in a compiled graph, which
+    """Return True if queries are computed in blocks: on a CPU, and not in a compiled graph, which
     would contain every block."""
     return q.device.type == "cpu" and not torch.compiler.is_compiling()
 
@@ -318,13 +321,13 @@ def _fused_on_cpu(
     causal: bool = False,
     mask: Tensor | None = None,
 ) -> AttentionResult:
-    """Call PyTorch's attention on a CPU by its kernel's name, which gives the logarithms too."""
+    """Call PyTorch's CPU attention by its kernel's name, which returns the logarithms too."""
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return AttentionResult(*fused(q, k, v, 0.0, causal, attn_mask=mask, scale=scale))
 
 
 def _added(hidden: Tensor, q: Tensor) -> Tensor:
-    """A mask of what is hidden, to be added to scores: [..., s, s] in the type of q."""
+    """Return a mask of hidden keys, to be added to scores: [..., s, s] in the type of q."""
     zeros = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
     return zeros.masked_fill(hidden, -torch.inf)
 
@@ -332,7 +335,8 @@ def _added(hidden: Tensor, q: Tensor) -> Tensor:
 def hidden_keys(
     length: int, scores: Scores, documents: Documents | None, device: torch.device
 ) -> Tensor | None:
-    """Return the keys that a query does not see, bool [s, s] or [b, 1, s, s]; None: it sees all."""
+    """Return the keys that a query does not see, bool [s, s] or [b, 1, s, s]; None if it sees
+    all."""
     hidden = None
     if scores.causal:
         every = torch.ones(length, length, dtype=torch.bool, device=device)
@@ -347,8 +351,8 @@ def hidden_keys(
 
 @cache
 def _packed_attention() -> Callable[..., Any] | None:
-    """PyTorch's attention of sequences laid end to end; None before it had grouped queries. It
-    returns a tensor where, as here, nothing more is asked for."""
+    """Return PyTorch's attention of sequences laid end to end; None for versions without grouped
+    queries. It returns a tensor if, as here, no other result is requested."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return None
     from torch.nn.attention.varlen import varlen_attn

@@ -1,6 +1,5 @@
 """Attention on a CPU in blocks of queries, each with the keys that it sees, by the library's
-kernel: PyTorch's skips what lies above the diagonal only in steps of 512 keys.
-"""
+kernel: PyTorch's kernel skips keys above the diagonal only in steps of 512 keys."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ Region = tuple[slice, slice, slice]  # rows, heads, positions
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of attention: how products of queries and keys are scaled, and which keys count.
+    """The scores of attention: the scaling of products of queries and keys, and the visible keys.
 
     They are multiplied by `scale` and, unless `softcap` is 0, become softcap tanh(. / softcap).
     `causal`: a query sees itself and what is before it; of that the last `window` keys, unless 0.
@@ -56,7 +55,7 @@ def blocks(
         if not scores.causal:
             yield (rows, every, slice(begin, end)), (rows, every, slice(begin, end)), None
             continue
-        # the same lower right corner serves every block: only distances count in it
+        # every block uses the same lower right corner: it depends only on distances
         band = _band(block, q.shape[2], scores.window, q.dtype, q.device)
         for first in range(begin, end, block):
             last = min(first + block, end)
@@ -91,7 +90,7 @@ def joined(
     *,
     block: int = QUERY_BLOCK,
 ) -> Tensor:
-    """Return [b, heads, s] of the numbers that the blocks of queries have, one for each query."""
+    """Return the blocks' numbers, one for each query, joined to [b, heads, s]."""
     whole: Tensor | None = None
     for (queries, _, _), part in zip(blocks(q, scores, documents, block), sums, strict=True):
         if whole is None:
@@ -102,10 +101,9 @@ def joined(
 
 
 class BlockedAttention(Function):
-    """Attention on a CPU in blocks of queries; keeps its inputs, its result and a number for each
-    row, as the unblocked kernel does. The second result are these numbers, where they are asked
-    for: the logarithm of each query's sum of exponentials [b, heads, s]; else nothing.
-    """
+    """Attention on a CPU in blocks of queries. It keeps its inputs, its result and a number for
+    each row, as the unblocked kernel does. If requested, the second result is these numbers, the
+    logarithm of each query's sum of exponentials [b, heads, s]; else None."""
 
     @staticmethod
     def forward(

@@ -1,6 +1,5 @@
-"""Attention on a CPU by matrix products over blocks of queries: softmax, caps and their derivatives
-are written out here.
-"""
+"""Attention on a CPU by matrix products over blocks of queries, with explicit softmax, caps and
+derivatives."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,13 +15,14 @@ from ptdmpi.model.kernels import Kernels
 from ptdmpi.model.kernels.blocks import Region, Scores, blocks, by_library, joined
 from ptdmpi.model.kernels.choice import AttentionByProducts
 
-# So many scores at once where they are tensors of ours: 4 MiB in float32, which caches hold.
+# The number of scores that are computed at once: 4 MiB in float32, which fit caches.
 BLOCK_SCORES = 1 << 20
 
 
 @dataclass(frozen=True)
 class ProductWork:
-    """A piece of attention to compute: its scores, its documents, and the products that do it."""
+    """A piece of attention to compute: its scores, its documents, and the choice of products for
+    it."""
 
     scores: Scores
     documents: Documents | None
@@ -31,8 +31,8 @@ class ProductWork:
 
 
 class Tile(NamedTuple):
-    """A block of queries of some heads, the keys that they see, and the mask, to be added; None
-    where they see all of them."""
+    """A block of queries of some heads, the keys that they see, and the mask, to be added; None if
+    they see all of them."""
 
     queries: Region
     keys: Region
@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 
 class WeightedTile(NamedTuple):
     """The probabilities of a tile, [b, key heads, group queries, keys], and the tangents of its
-    capped scores; None without a cap."""
+    capped scores; None if there is no cap."""
 
     queries: Region
     keys: Region
@@ -53,15 +53,15 @@ class ProductAttention(Function):
     """Attention by matrix products over blocks of queries.
 
     Their probabilities are computed again in the backward pass (Dao et al. 2022, arXiv 2205.14135,
-    algorithm 4, with a cap's derivative 1 - tanh^2), so that queries, keys and values alone are
-    kept. Or they are kept too, to the same bits, if `how.keeps` says so and no cap wants
+    algorithm 4, with a cap's derivative 1 - tanh^2), so that only queries, keys and values are
+    kept. Or they are kept too, to the same bits, if `how.keeps` says so and no cap needs
     its tangents. Or the library's kernel computes the forward pass, if `how.library_forward` says
     so and there is no cap.
 
-    Scores are products in float32, of half types too: rounded to these, they would make gradients
-    less exact than a fused kernel's. All else is multiplied in the type that it has. The second
-    result is the logarithm of each query's sum of exponentials [b, heads, s], in float32 at least,
-    where it is asked for; else nothing.
+    Scores are products in float32, also for half types: rounded to these, they would make gradients
+    less exact than a fused kernel's. All other products are in the type of their operands. If
+    requested, the second result is the logarithm of each query's sum of exponentials
+    [b, heads, s], in float32 at least; else None.
     """
 
     @staticmethod
@@ -146,11 +146,11 @@ def _tiles(q: Tensor, k: Tensor, work: ProductWork) -> Iterator[Tile]:
 def _weighted(
     q: Tensor, k: Tensor, work: ProductWork, logsumexp: Tensor | None = None
 ) -> Iterator[WeightedTile]:
-    """Yield the tiles, with what each key counts in the type of q; write the logarithms of sums of
-    exponentials into `logsumexp` [b, heads, s], if that is given."""
+    """Yield the tiles with their probabilities in the type of q. If `logsumexp` [b, heads, s] is
+    given, write the logarithms of sums of exponentials into it."""
     scores = work.scores
     wide = torch.promote_types(q.dtype, torch.float32)
-    # once for all blocks, and laid out as products want it
+    # once for all blocks, and in the layout that is fast in products
     wide_q, wide_k = (x.to(wide, memory_format=torch.contiguous_format) for x in (q, k))
     narrow = work.how.fpmath and q.dtype == torch.bfloat16
     if not narrow:
@@ -191,9 +191,9 @@ def _products(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor
 def _rounding_operands() -> Iterator[None]:
     """Set oneDNN's fpmath mode "bf16", which torch has since 2.9.
 
-    float32 products are then oneDNN's, and it may round their operands for units that multiply
-    bfloat16. That changes nothing where they are numbers of that type. The mode is process-wide for
-    as long as it lasts.
+    oneDNN then computes float32 products, and may round their operands for units that multiply
+    bfloat16. That changes nothing if they are bfloat16 numbers. The mode is process-wide while the
+    context lasts.
     """
     settings: Any = getattr(torch.backends.mkldnn, "matmul", None)
     if settings is None:

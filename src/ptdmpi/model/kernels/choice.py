@@ -1,5 +1,6 @@
-"""The choice of kernels on a host: for each kind of work in a layer, which implementation computes
-it. By the measurements of presets/kernels.toml, or as a run has settled it (`agreement`)."""
+"""The choice of kernels on a host: for each kind of work in a layer, the implementation that
+computes it, by the measurements of presets/kernels.toml or as a run has agreed on it
+(`agreement`)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,8 @@ from ptdmpi.model.kernels import host
 from ptdmpi.model.kernels.host import asked_once
 from ptdmpi.model.kernels.table import table
 
-# PyTorch's CPU kernel skips what lies above the diagonal only in steps of 512 keys. Taken in blocks
-# of so many queries, each on the keys up to its end, s = 512 costs five eighths.
+# PyTorch's CPU kernel skips keys above the diagonal only in steps of 512 keys. In blocks of this
+# number of queries, each with the keys up to its end, s = 512 costs five eighths.
 QUERY_BLOCK = 128
 
 Entries = Mapping[str, Sequence[Mapping[str, Any]]]  # as the table's: kind -> entries
@@ -21,8 +22,8 @@ Entries = Mapping[str, Sequence[Mapping[str, Any]]]  # as the table's: kind -> e
 
 @dataclass(frozen=True)
 class AttentionByLibrary:
-    """Causal attention by the library's kernel: in blocks of queries, and from `whole_from`
-    positions on at once."""
+    """Causal attention by the library's kernel: in blocks of queries, or at once from `whole_from`
+    positions on."""
 
     whole_from: float = math.inf
 
@@ -43,7 +44,7 @@ class AttentionByProducts:
 
     @property
     def kept_block(self) -> int:
-        """The queries of a block whose probabilities are kept; 0 where none are."""
+        """Return the queries of a block whose probabilities are kept; 0 if they are not kept."""
         return self.block if self.keeps else 0
 
 
@@ -52,9 +53,9 @@ HostAttention = AttentionByLibrary | AttentionByProducts
 
 @dataclass(frozen=True)
 class OneDnnLinears:
-    """From how many products of two numbers (positions x inputs x outputs) on oneDNN's one call
-    takes x W^T + b (`output`) and dy W (`input_gradient`). Infinity: never; then the library's
-    product takes them, and adds the bias."""
+    """The least number of multiplications (positions x inputs x outputs) for which oneDNN's fused
+    call computes x W^T + b (`output`) and dy W (`input_gradient`). Infinity: never; then the
+    library computes the product, and adds the bias."""
 
     output: float = math.inf
     input_gradient: float = math.inf
@@ -78,7 +79,7 @@ BY_LIBRARY = HostChoice()
 def measured_choice(dtype: torch.dtype, own: Entries) -> HostChoice:
     """Return the fastest kernels of this host for operands of a type.
 
-    Of each kind the first entry that fits the host counts: of `own`, then of the table. If none
+    For each kind the first entry that fits the host is used: of `own`, then of the table. If none
     fits, the library computes it.
     """
     attention, linear, gelu = (_entry(kind, dtype, own) for kind in ("attention", "linear", "gelu"))
@@ -119,5 +120,5 @@ def _entry(kind: str, dtype: torch.dtype, own: Entries) -> Mapping[str, Any]:
 
 @asked_once
 def usual_choice(device_type: str, dtype: torch.dtype) -> HostChoice:
-    """Return what is taken without a run that has settled on its kernels."""
+    """Return the choice that is used outside a run, which would have agreed on one."""
     return measured_choice(dtype, {}) if device_type == "cpu" else BY_LIBRARY

@@ -1,4 +1,4 @@
-"""torch.compile of layers: by which backend, and what that needs of a machine."""
+"""The use of torch.compile for layers: its backend, and its requirements on a machine."""
 
 import importlib.util
 import os
@@ -11,8 +11,8 @@ BACKEND = "inductor"
 
 
 def missing(device_type: str) -> str:
-    """Return what this rank lacks to compile for a device, such as "triton"; empty if it lacks
-    nothing. Loads no package."""
+    """Return the name of the tool that this rank lacks to compile for a device, such as "triton";
+    empty if it lacks nothing. It loads no package."""
     if BACKEND != "inductor":
         return ""
     if device_type == "cpu":
@@ -29,6 +29,7 @@ def missing(device_type: str) -> str:
 
 
 def settle(constant: Callable[[Callable[..., object]], object]) -> None:
-    """Tell a compiler, by `constant`, which functions always return the same on a machine."""
+    """Declare to a compiler, by `constant`, the functions that always return the same on a
+    machine."""
     for answer in (host.multiplies, host.adds_wide, host.has_flash, choice.usual_choice):
         constant(answer)

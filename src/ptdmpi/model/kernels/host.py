@@ -10,7 +10,7 @@ import torch
 from ptdmpi.model.kernels.table import table
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
-FUSED_TYPES = (torch.float32, torch.bfloat16)  # that oneDNN's one call for a linear takes
+FUSED_TYPES = (torch.float32, torch.bfloat16)  # of oneDNN's fused call for a linear
 NATIVE = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16"),
     torch.float16: ("avx512_fp16", "amx_fp16"),
@@ -21,8 +21,8 @@ R = TypeVar("R")
 
 
 def asked_once(ask: Callable[P, R]) -> Callable[P, R]:
-    """Return `ask` with a memory. It is a plain function: a compiler looks through `cache` itself,
-    and warns of that."""
+    """Return `ask` with a memory. It is a plain function, because a compiler traces through `cache`
+    itself, and warns about it."""
     known: Any = cache(ask)
 
     @wraps(ask)
@@ -35,7 +35,7 @@ def asked_once(ask: Callable[P, R]) -> Callable[P, R]:
 
 @asked_once
 def multiplies(device_type: str, dtype: torch.dtype) -> bool:
-    """Return whether this device multiplies numbers of a type as they are."""
+    """Return True if this device multiplies numbers of a type without widening them."""
     if device_type != "cpu" or dtype not in HALF_TYPES:
         return True
     capabilities = torch.cpu.get_capabilities()
@@ -43,13 +43,13 @@ def multiplies(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def has_fused() -> bool:
-    """Return whether torch has oneDNN's one call for a linear and its bias."""
+    """Return True if torch has oneDNN's fused call for a linear and its bias."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 @asked_once
 def adds_wide(device_type: str) -> bool:
-    """Return whether one kernel of this device adds a product of half types to a float32 sum."""
+    """Return True if one kernel of this device adds a product of half types to a float32 sum."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     vendor = "rocm" if torch.version.hip else device_type
     for entry in table()["weight_gradient"]:
@@ -60,8 +60,8 @@ def adds_wide(device_type: str) -> bool:
 
 @asked_once
 def has_flash(device_type: str) -> bool:
-    """Return whether FlashAttention runs on the devices of this kind that this rank has: of
-    NVIDIA's those from Ampere on."""
+    """Return True if FlashAttention runs on this rank's devices of this kind: for NVIDIA, those
+    from Ampere on."""
     if device_type != "cuda" or torch.version.hip:
         return True
     return bool(torch.cuda.get_device_capability() >= (8, 0))

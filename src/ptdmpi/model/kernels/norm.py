@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 
 class _RmsNorm(Function):
-    """Keeps its input and a number for each row."""
+    """RMSNorm. It keeps its input and a number for each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -41,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _Cap(Function):
-    """Keeps the tangent alone: the loss overwrites the result, and may."""
+    """The soft cap. It keeps only the tangent: the loss may overwrite the result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:

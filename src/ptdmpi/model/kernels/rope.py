@@ -1,4 +1,4 @@
-"""RoPE: positions turned by their angles, in few kernels that keep nothing."""
+"""RoPE: rotation by the angles of positions, in few kernels that keep nothing."""
 
 from typing import Any
 
@@ -35,5 +35,5 @@ class _Turn(Function):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return x [s, b, a, head size] rotated by the angles of its positions: x cos + (-second half,
-    first half) sin. `cos` and `sin` are of a type no wider than that of x."""
+    first half) sin. The type of `cos` and `sin` is no wider than that of x."""
     return _Turn.apply(x, cos, sin)

@@ -1,17 +1,17 @@
 """The form in which a run keeps its choice of kernels: in kernels.json of its directory and in the
 manifest of a checkpoint, as {kind: [text, ...]}.
 
-On a host each kind has one text, a name and perhaps sizes and words behind colons:
+On a host each kind has one text, a name and perhaps sizes and words after colons:
 
     attention   "library", "library:1024" (at once from 1024 positions on), "products" (over blocks
                 of 128 queries), "products:256:kept" (of 256, probabilities kept); see WORDS
-    linear      "library", "onednn:OUTPUT:INPUT_GRADIENT"; "onednn" alone, of before sizes were
-                kept: at all sizes
+    linear      "library", "onednn:OUTPUT:INPUT_GRADIENT"; "onednn" alone, from versions that kept
+                no sizes: at all sizes
     gelu        "library", "sigmoid"
     half        "native", "widened"
 
-On other devices attention has the backends that are tried, in their order. Unknown texts are left
-out: they were written for another kind of device, or by another version.
+On other devices attention has the backends that are tried, in their order. Unknown texts are
+skipped: they were written for another kind of device, or by another version.
 """
 
 import math
@@ -40,13 +40,13 @@ def written(choice: HostChoice) -> dict[str, list[str]]:
 
 
 def text_of(kind: str, chosen: Any) -> str:
-    """Return the text of what was chosen for one kind."""
+    """Return the text of the choice for one kind."""
     return KINDS[kind].write(chosen)
 
 
 def read(stored: Stored) -> dict[str, Any]:
-    """Return what was chosen for each kind that `stored` has something known of, the first of it:
-    values for attributes of `HostChoice`."""
+    """Return the choice for each kind, the first known text in `stored`: values for attributes of
+    `HostChoice`. Kinds without a known text are left out."""
     chosen: dict[str, Any] = {}
     for kind, form in KINDS.items():
         values = [form.read(text.split(":")) for text in stored.get(kind, ())]
@@ -98,8 +98,8 @@ def _one_of(*names: str) -> Callable[[Sequence[str]], str | None]:
 
 @dataclass(frozen=True)
 class Form:
-    """The stored form of one kind: how it is written, and read again; `read` returns None for an
-    unknown text."""
+    """The stored form of one kind: a function that writes it, and one that reads it; `read` returns
+    None for an unknown text."""
 
     write: Callable[[Any], str]
     read: Callable[[Sequence[str]], Any]

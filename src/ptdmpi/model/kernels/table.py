@@ -8,6 +8,6 @@ from typing import Any
 
 @cache
 def table() -> dict[str, Any]:
-    """Return the table: kind of kernel -> entries, of which the first that fits counts."""
+    """Return the table: kind of kernel -> entries, of which the first that fits is used."""
     text = files("ptdmpi").joinpath("presets", "kernels.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)

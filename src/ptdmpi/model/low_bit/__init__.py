@@ -1,1 +1,1 @@
-"""Weights in few bits: codes and scales of blocks, packed bytes, and what products take of them."""
+"""Quantized weights: codes and scales of blocks, packed bytes, and the values that products use."""

@@ -1,7 +1,9 @@
-"""Codes and scales of matrices, and back: the arithmetic of `plan.layer.low_bit.LowBit`.
+"""Codes and scales of matrices, and the values of codes: the arithmetic of
+`plan.layer.low_bit.LowBit`.
 
-All in float32 (float64 where a matrix is), so that values are the same numbers whoever computes
-them: from a file, from packed memory, or rounded on the way into a product.
+All arithmetic is in float32 (float64 for a matrix of that type), so that values are the same
+numbers wherever they are computed: from a file, from packed memory, or rounded on the way into a
+product.
 """
 
 from dataclasses import dataclass
@@ -16,8 +18,8 @@ from ptdmpi.plan.layer.low_bit import LowBit, chunk_elements
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix [o, i] in few bits: bytes of its codes [o, i bits / 8], uint8, and the scales
-    [o, i / block numbers], float32: a block's `numbers` (`LowBit`) side by side."""
+    """A quantized matrix [o, i]: bytes of its codes [o, i bits / 8], uint8, and the scales [o, i /
+    block numbers], float32. The `numbers` of a block (`LowBit`) are next to each other."""
 
     codes: Tensor
     scales: Tensor
@@ -28,7 +30,7 @@ class Packed:
         return self.codes.nbytes + self.scales.nbytes
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [o, i], its float32 numbers rounded to `dtype`."""
+        """Return the matrix [o, i], its float32 numbers rounded to `dtype`."""
         found = torch.empty(self._shape, dtype=dtype, device=self.codes.device)
         step = _rows_at_once(self.codes, self._shape[1])
         for first in range(0, len(found), step):
@@ -47,7 +49,7 @@ def _rows_at_once(x: Tensor, columns: int) -> int:
 
 @cache
 def _levels(form: LowBit, device: torch.device) -> Tensor:
-    """[256, elements of a byte]: what each byte stands for, its low bits first."""
+    """Return the values of each byte's codes, its low bits first: [256, elements of a byte]."""
     levels = _level(form, torch.device("cpu"))
     if form.bits == 4:
         high, low = torch.meshgrid(levels, levels, indexing="ij")
@@ -66,7 +68,7 @@ def _middles(form: LowBit, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def place_tables(form: LowBit, device: torch.device) -> None:
-    """Bring to a device what is looked up there: once, for a step would wait for it."""
+    """Copy the lookup tables to a device, once, because a copy in a step would make it wait."""
     for table in (_levels, _level):
         table(form, device)
     for wide in (torch.float32, torch.float64):
@@ -74,9 +76,10 @@ def place_tables(form: LowBit, device: torch.device) -> None:
 
 
 def scales_of(x: Tensor, form: LowBit) -> Tensor:
-    """[o, i] -> [o, i / block numbers], float32: by each block's greatest magnitude; of uint4, from
-    its least value to its greatest. That of int4 has a sign: there are eight levels on one side of
-    zero and seven on the other, and the value of the greatest magnitude is on the side of eight."""
+    """Return the scales of a matrix: [o, i] -> [o, i / block numbers], float32. They follow from
+    each block's greatest magnitude; for uint4, from its least and its greatest value. The scale of
+    int4 has a sign: there are eight levels on one side of zero and seven on the other, and the
+    value of the greatest magnitude is on the side of eight."""
     wide = torch.promote_types(x.dtype, torch.float32)  # a half type would round the quotient, too
     least, greatest = (ends.to(wide) for ends in x.unflatten(-1, (-1, form.block)).aminmax(dim=-1))
     if form.codes == "uint4":
@@ -88,8 +91,8 @@ def scales_of(x: Tensor, form: LowBit) -> Tensor:
 
 
 def codes_of(x: Tensor, scales: Tensor, form: LowBit) -> Tensor:
-    """The codes of [..., i], of which `scales` is [..., i / block numbers]: those of the nearest
-    levels, int64 [..., i]. A block of equal values has scale 0; its codes are those of level 0."""
+    """Return the codes of the nearest levels, int64 [..., i], for x [..., i] and `scales` [..., i /
+    block numbers]. A block of equal values has scale 0; its codes are those of level 0."""
     wide = torch.promote_types(x.dtype, torch.float32)
     blocks, numbers = x.to(wide).unflatten(-1, (-1, form.block)), _by_block(scales.to(wide), form)
     scale = numbers[..., :1]
@@ -108,12 +111,13 @@ def values_of(codes: Tensor, scales: Tensor, form: LowBit) -> Tensor:
 
 
 def _by_block(scales: Tensor, form: LowBit) -> Tensor:
-    """[..., i / block numbers] -> [..., i / block, numbers]."""
+    """Return scales by block: [..., i / block numbers] -> [..., i / block, numbers]."""
     return scales.unflatten(-1, (-1, form.numbers))
 
 
 def _scaled(levels: Tensor, scales: Tensor, form: LowBit) -> Tensor:
-    """Levels [..., i], float32, times their scales, from their least values on."""
+    """Return levels [..., i], float32, times their scales, plus the least value of a block if it
+    has one."""
     numbers = _by_block(scales, form)
     values = levels.unflatten(-1, (-1, form.block)) * numbers[..., :1]
     if form.numbers == 2:
@@ -122,13 +126,13 @@ def _scaled(levels: Tensor, scales: Tensor, form: LowBit) -> Tensor:
 
 
 def decoded(codes: Tensor, scales: Tensor, form: LowBit) -> Tensor:
-    """[o, i] float32 of packed codes and their scales."""
+    """Return the float32 values [o, i] of packed codes and their scales."""
     levels = _levels(form, codes.device).index_select(0, codes.reshape(-1).int())
     return _scaled(levels.view(codes.shape[0], -1), scales, form)
 
 
 def packed(x: Tensor, form: LowBit, scales: Tensor | None = None) -> Packed:
-    """A matrix [o, i] in few bits; `scales` None: its own."""
+    """Return a matrix [o, i] in quantized form; `scales` None: computed from the matrix."""
     scales = scales_of(x, form) if scales is None else scales
     rows, columns = x.shape
     code = torch.empty(form.code_shape(rows, columns), dtype=torch.uint8, device=x.device)
@@ -141,7 +145,8 @@ def packed(x: Tensor, form: LowBit, scales: Tensor | None = None) -> Packed:
 
 
 def rounded(x: Tensor, form: LowBit) -> Tensor:
-    """[o, i] -> the values that `packed` keeps of it, in the type of x (fake quantization)."""
+    """Return the values that `packed` keeps of a matrix [o, i], in the type of x (fake
+    quantization)."""
     found = torch.empty_like(x)
     step = _rows_at_once(x, x.shape[1])
     for first in range(0, len(x), step):

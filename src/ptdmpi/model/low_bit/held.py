@@ -1,5 +1,5 @@
-"""Frozen weights in few bits, as a rank holds them in memory and where (the base of QLoRA, Dettmers
-et al. 2023, arXiv 2305.14314, section 3)."""
+"""Frozen quantized weights in a rank's memory, and their places (the base of QLoRA, Dettmers et al.
+2023, arXiv 2305.14314, section 3)."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,10 +15,11 @@ Narrow = Callable[[int, int], tuple[int, int]]  # (row, column) of a matrix -> t
 
 
 class InFewBits:
-    """The codes of a rank's frozen matrices, uint8, one after the other, and their scales,
-    float32; zero at first.
+    """The codes of a rank's frozen matrices, uint8, one after the other, and their scales, float32;
+    zero at first.
 
-    `of`: each by its logical name. A tensor rank has its rows, or its columns in whole blocks.
+    `of`: each matrix by its logical name. A tensor rank has its rows, or its columns in whole
+    blocks.
     """
 
     def __init__(self, entries: Sequence[Entry], device: torch.device) -> None:
@@ -42,7 +43,7 @@ class InFewBits:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Return the bytes of all codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
     def put(self, entry: Entry, values: Tensor) -> None:
@@ -55,8 +56,9 @@ class InFewBits:
     def boxes(
         self, entry: Entry, tensor_rank: int, tensor_size: int
     ) -> Iterator[tuple[str, tuple[int, ...], Box, Tensor]]:
-        """(kind, shape, box, values) of what this tensor rank has of the codes and of the scales of
-        a matrix: `shape` is that of the logical tensor, of which `values` are the box."""
+        """Yield (kind, shape, box, values) of this tensor rank's part of the codes and of the
+        scales of a matrix: `shape` is that of the logical tensor, and `values` are those of the
+        box."""
         held = self.of[entry.name]
         rows, columns = entry.declaration.shape
         for share in entry.declaration.held(tensor_rank, tensor_size):
@@ -69,6 +71,6 @@ class InFewBits:
 
 
 def _narrowed(box: Box, narrow: Narrow) -> Box:
-    """Return the places of the codes, or the scales, of a box of whole blocks."""
+    """Return the box of the codes, or of the scales, for a box of whole blocks of a matrix."""
     (top, left), (bottom, right) = box.start, box.stop
     return Box(narrow(top, left), narrow(bottom, right))

@@ -11,10 +11,10 @@ def packed_bytes(count: int, bits: int) -> int:
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """[n] int64 in [0, 2^bits) -> [packed_bytes] uint8.
+    """Pack numbers into bytes: [n] int64 in [0, 2^bits) -> [packed_bytes] uint8.
 
-    The low bytes of all numbers come first, byte by byte. Of the `bits % 8` bits that are left,
-    eight numbers make so many bytes, the first number lowest.
+    The low bytes of all numbers come first, byte by byte. The remaining `bits % 8` bits of eight
+    numbers make `bits % 8` bytes, the first number lowest.
     """
     planes = []
     for _ in range(bits // 8):
@@ -33,7 +33,7 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack(code: Tensor, count: int, bits: int) -> Tensor:
-    """The `count` numbers, int64, of which `pack` has made `code`."""
+    """Return the `count` numbers, int64, from which `pack` has made `code`."""
     values = torch.zeros(count, dtype=torch.int64, device=code.device)
     for plane in range(bits // 8):
         values += code[plane * count : (plane + 1) * count].to(torch.int64) << (8 * plane)

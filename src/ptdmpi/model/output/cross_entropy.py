@@ -1,5 +1,5 @@
-"""Cross-entropy of logits whose columns are divided over the tensor axis: three numbers per token
-cross it, the logits never do (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+"""Cross-entropy of logits whose columns are divided over the tensor axis. Three numbers per token
+are sent over the axis, never the logits (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 
 Logits of half types are widened to float32 some positions at a time, in the forward and once more
 in the backward pass: those of a microbatch are the largest tensor of a step, and never held twice.
@@ -19,8 +19,9 @@ from ptdmpi.plan.layer.chunks import loss_rows
 def token_log_probabilities(
     logits: Tensor, labels: Tensor, axis: TensorAxis
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(logits)[label] of each token [s, b], in float32 at least, and whether no other
-    label is more probable. Logits as in `cross_entropy`, and not overwritten."""
+    """Return log softmax(logits)[label] of each token [s, b], in float32 at least, and True for
+    each token [s, b] of which no other label is more probable. Logits are as in `cross_entropy`,
+    but are not overwritten."""
     flat = logits.reshape(-1, logits.shape[-1])
     local, here = _columns(labels, flat.shape[-1], axis)
     top, target = _greatest(flat, local, here, axis)
@@ -33,14 +34,15 @@ def token_log_probabilities(
 
 
 def _columns(labels: Tensor, columns: int, axis: TensorAxis) -> tuple[Tensor, Tensor]:
-    """The column [s b, 1] of each label [s, b], and whether [s b] this rank has it."""
+    """Return the column [s b, 1] of each label [s, b], and a mask [s b]: True if this rank has the
+    column."""
     local = labels.reshape(-1) - axis.rank * columns
     here = (local >= 0) & (local < columns)
     return local.clamp(0, columns - 1)[:, None], here
 
 
 def _chunks(flat: Tensor) -> Iterator[slice]:
-    """Rows of [s b, V/t] that are widened at once."""
+    """Yield slices of the rows of [s b, V/t] that are widened at once."""
     step = loss_rows(flat.shape[-1], flat.device.type == "cpu")
     for first in range(0, len(flat), step):
         yield slice(first, first + step)
@@ -51,38 +53,40 @@ def _widens(flat: Tensor) -> bool:
 
 
 def _wide(chunk: Tensor) -> Tensor:
-    """In float32 at least: itself, or a copy."""
+    """Return the chunk in float32 at least: itself, or a copy."""
     return chunk.float() if _widens(chunk) else chunk
 
 
 def _greatest(flat: Tensor, local: Tensor, here: Tensor, axis: TensorAxis) -> tuple[Tensor, Tensor]:
-    """The greatest logit of each row of [s b, V/t], over all ranks' columns, with which no
-    exponential overflows and which cancels in the loss; and the label's, 0 where it is not here."""
-    # of a half type the same numbers as of all of them widened
+    """Return the greatest logit of each row of [s b, V/t], over all ranks' columns, and the label's
+    logit, 0 if this rank does not have it. Subtracting the greatest logit keeps exponentials from
+    overflowing; it cancels in the loss."""
+    # in a half type the same numbers as if all logits were widened
     top = _wide(flat.amax(-1))
     target = _wide(flat.gather(-1, local)[:, 0])
     return axis.comm.all_reduce(top, "max"), target.masked_fill_(~here, 0.0)
 
 
 class _CrossEntropy(Function):
-    """Never gathers the logits: three numbers per token cross the tensor axis.
+    """The cross-entropy without gathering the logits: three numbers per token are sent over the
+    tensor axis.
 
-    One buffer holds the logits and then their gradient; of the wide types, which need no copy,
-    exponentials in between.
+    One buffer holds the logits and then their gradient. Logits of wide types need no copy: in
+    between the buffer holds their exponentials.
     """
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, weights: Tensor | None, axis: TensorAxis
     ) -> Tensor:
-        # detached: a view of its own would be refused once it is written to
+        # detached: autograd would refuse writing to a view of its own
         flat = logits.detach().contiguous().view(-1, logits.shape[-1])
         local, here = _columns(labels, flat.shape[-1], axis)
         top, target = _greatest(flat, local, here, axis)
         sums = torch.empty_like(top)
         for rows in _chunks(flat):
             torch.sum(_exponentials(flat[rows], top[rows]), -1, out=sums[rows])
-        # one message for both: of a few bytes per token it is the latency that costs
+        # one message for both: with a few bytes per token, latency dominates
         totals = axis.comm.all_reduce(torch.stack((sums, target)))
         losses = totals[0].log() + top - totals[1]
         weights = None if weights is None else weights.reshape(-1).to(losses.dtype)
@@ -97,29 +101,30 @@ class _CrossEntropy(Function):
         labels = -(factors * here)[:, None]
         for rows in _chunks(flat):
             chunk = flat[rows]
-            # of wide types the exponentials stand there since the forward pass
+            # for wide types the exponentials are there since the forward pass
             wide = _exponentials(chunk, top[rows]) if _widens(flat) else chunk
             wide.div_(totals[rows, None]).mul_(factors[rows, None])
             # softmax - 1 at the label, on the rank that has its column; elsewhere it adds 0
             wide.scatter_add_(-1, local[rows], labels[rows])
             if wide is not chunk:
                 chunk.copy_(wide)
-            del wide  # or it would be there beside the next one
+            del wide  # or it would stay in memory together with the next one
         return flat.view(ctx.shape), None, None, None
 
 
 def _exponentials(chunk: Tensor, top: Tensor) -> Tensor:
-    """exp(chunk - top), in the chunk's place where it is wide."""
+    """Return exp(chunk - top), in place if the chunk is of a wide type."""
     return _wide(chunk).sub_(top[:, None]).exp_()
 
 
 def cross_entropy(
     logits: Tensor, labels: Tensor, weights: Tensor | None, axis: TensorAxis
 ) -> Tensor:
-    """Sum over tokens of weight * -log softmax(logits)[label], in nats, float32 at least.
+    """Return the sum over tokens of weight * -log softmax(logits)[label], in nats, float32 at
+    least.
 
-    Overwrites the logits, and its backward pass can run only once.
-    logits [s, b, V/t] are this rank's columns, labels [s, b] are ids of the whole vocabulary,
-    weights [s, b] (None: 1 each). Shoeybi et al. 2019, section 3.
+    It overwrites the logits, and its backward pass can run only once. logits [s, b, V/t] are this
+    rank's columns, labels [s, b] are ids of the whole vocabulary, weights [s, b] (None: 1 each).
+    Shoeybi et al. 2019, section 3.
     """
     return _CrossEntropy.apply(logits, labels, weights, axis)

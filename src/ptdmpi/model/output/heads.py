@@ -1,4 +1,4 @@
-"""The outputs of a model: what its last stage makes of the activations of the last layer.
+"""The outputs of a model: logits, scores and losses from the activations of the last layer.
 
 Each output has modules, whose names are those of the stage's parameters, and turns activations into
 losses by name. A rank of the tensor axis has its part of the vocabulary.
@@ -23,7 +23,8 @@ from ptdmpi.plan.shape import parameters
 
 
 class Output(ABC):
-    """What follows the last layer. `modules` are registered by the stage under their names."""
+    """The part of a model after the last layer. `modules` are registered by the stage under their
+    names."""
 
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         self.axis = axis
@@ -38,12 +39,12 @@ class Output(ABC):
 
     @abstractmethod
     def losses(self, batch: Batch, x: Tensor, context: Context) -> dict[str, Tensor]:
-        """Return the losses of a microbatch, each summed, of the normalized activations; the first
-        is the task's."""
+        """Return the losses of a microbatch, each summed, from the normalized activations; the
+        first is the task's."""
 
 
 class TokenOutput(Output):
-    """The logits of tokens: of the next one at each position."""
+    """The logits of tokens: at each position, those of the next token."""
 
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__(model, parts, axis)
@@ -52,14 +53,14 @@ class TokenOutput(Output):
         self.modules["head"] = self.head
 
     def _add_transform(self, model: ModelConfig, parts: Parts) -> None:
-        """Register what comes before the head."""
+        """Register the modules before the head."""
 
     def _head_axis(self) -> TensorAxis:
-        """The axis as the head sees it."""
+        """Return the tensor axis of the head."""
         return self.axis
 
     def transformed(self, x: Tensor) -> Tensor:
-        """Return what the head takes."""
+        """Return the input of the head."""
         return x
 
     def token_logits(self, x: Tensor) -> Tensor:
@@ -71,17 +72,18 @@ class TokenOutput(Output):
         return self.token_logits(x)
 
     def of_all(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return what each head makes of activations [s, b, h], without sequence parallelism."""
+        """Return the output of each head for activations [s, b, h], without sequence
+        parallelism."""
         return (self.token_logits(x),)
 
     def losses(self, batch: Batch, x: Tensor, context: Context) -> dict[str, Tensor]:
-        """The loss of all tokens."""
+        """Return the loss of all tokens."""
         logits = self.token_logits(x)
         return {TASK: cross_entropy(logits, batch.labels, batch.weights, self.axis)}
 
 
 class MaskedOutput(TokenOutput):
-    """The logits of masked tokens, and of the order of two segments, if the model judges it."""
+    """The logits of masked tokens, and of the order of two segments, if the model predicts it."""
 
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__(model, parts, axis)
@@ -97,26 +99,26 @@ class MaskedOutput(TokenOutput):
             self.modules["mlm"] = self.mlm
 
     def _head_axis(self) -> TensorAxis:
-        # masked positions are few: each rank of the tensor axis takes all of them
+        # masked positions are few: each rank of the tensor axis computes all of them
         return TensorAxis(self.axis.comm)
 
     def transformed(self, x: Tensor) -> Tensor:
-        """BERT's linear, GELU and norm."""
+        """Return the activations after BERT's linear, GELU and norm."""
         return x if self.mlm is None else self.mlm(x)
 
     def logits(self, batch: Batch, x: Tensor) -> Tensor:
-        """The logits [k, b, V/t] at the masked positions."""
+        """Return the logits [k, b, V/t] at the masked positions."""
         if batch.masked is None:
             return self.token_logits(x)
         return self.token_logits(select_positions(x, batch.masked, self.axis))
 
     def of_all(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The logits at all positions, and those of a sentence order [b, 2]."""
+        """Return the logits at all positions, and those of a sentence order [b, 2]."""
         tokens = self.token_logits(x)
         return (tokens,) if self.sentence is None else (tokens, self.sentence(x[0]))
 
     def losses(self, batch: Batch, x: Tensor, context: Context) -> dict[str, Tensor]:
-        """The loss of the masked tokens, and that of the sentence orders."""
+        """Return the loss of the masked tokens, and that of the sentence orders."""
         if batch.masked is None:
             return super().losses(batch, x, context)
         first = torch.zeros_like(batch.masked[:1])
@@ -149,7 +151,7 @@ class ClassOutput(Output):
         return scores if scores.dtype == torch.float64 else scores.float()
 
     def losses(self, batch: Batch, x: Tensor, context: Context) -> dict[str, Tensor]:
-        """The loss of the samples, and how many of them were classified right."""
+        """Return the loss of the samples, and the number of correctly classified ones."""
         scores = self.scores(batch, x, context)
         labels = batch.labels[0]
         losses = F.cross_entropy(scores, labels, reduction="none")
@@ -162,7 +164,7 @@ class ClassOutput(Output):
 
 
 def output_of(model: ModelConfig, vocab_size: int, axis: TensorAxis) -> Output:
-    """Return the output of a model, its modules by the table of parameters."""
+    """Return the output of a model, its modules according to the table of parameters."""
     parts = parameters.head(model, vocab_size)
     if model.classifies:
         return ClassOutput(model, parts, axis)

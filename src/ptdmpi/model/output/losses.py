@@ -17,29 +17,30 @@ RIGHT = "right"
 
 @dataclass(frozen=True)
 class SummedLoss:
-    """A loss of a global batch, or of many: its sum in nats, and over how many."""
+    """A loss of a global batch, or of many: its sum in nats, and the number of its terms."""
 
     sum: float = 0.0
     count: float = 0
 
     @property
     def mean(self) -> float:
-        """Nats per token, sample or whatever else is counted; of none it is an error."""
+        """Return the mean in nats per token, sample or other counted term. Without terms it is an
+        error."""
         return self.sum / self.count
 
     def plus(self, other: "SummedLoss") -> "SummedLoss":
-        """Both together."""
+        """Return the sum of both losses."""
         return SummedLoss(self.sum + other.sum, self.count + other.count)
 
 
 @dataclass(frozen=True)
 class LossKind:
-    """What is known of a loss besides its name.
+    """The properties of a loss, without its name.
 
-    `used_by`: whether a model has it. `count`: over how many of a microbatch it is a sum. `key`:
-    what its mean is called in the records of steps, and behind "validation_" in those of
-    validations; "" if it has no key of its own. `trains`: its mean is added to the task's, and the
-    gradient is that of their sum; without it it is only measured.
+    `used_by` returns True for a model that has the loss. `count` returns the number of its terms in
+    a microbatch. `key` is the name of its mean in the records of steps, and after "validation_" in
+    those of validations; "" if it is not recorded. `trains`: its mean is added to the task's, and
+    the gradient is that of their sum; if False, it is only measured.
     """
 
     used_by: Callable[[ModelConfig], bool]
@@ -48,8 +49,8 @@ class LossKind:
     trains: bool = True
 
 
-# The task's loss comes first: per token, or per sample that is classified. `right` is no loss: it
-# counts the samples that were classified right.
+# The task's loss comes first: per token, or per classified sample. `right` is not a loss: it counts
+# the samples that were classified correctly.
 LOSS_KINDS: Mapping[str, LossKind] = {
     TASK: LossKind(lambda model: True, lambda batch: batch.tokens),
     ORDER: LossKind(
@@ -65,8 +66,8 @@ def kinds_of(model: ModelConfig) -> dict[str, LossKind]:
 
 
 def weights(counts: Mapping[str, float]) -> dict[str, float]:
-    """Return what each loss besides the task's is multiplied by, given how many of each the global
-    batch has: the loss of a step is the sum of their means, in units of the task's count."""
+    """Return the factor of each loss except the task's, given the number of terms of each in the
+    global batch: the loss of a step is the sum of their means, in units of the task's count."""
     task_count = counts[TASK] or 1.0
     found: dict[str, float] = {}
     for name, count in counts.items():
@@ -76,7 +77,8 @@ def weights(counts: Mapping[str, float]) -> dict[str, float]:
 
 
 def recorded(losses: Mapping[str, SummedLoss]) -> dict[str, float]:
-    """Return the means of the losses that have a key of their own, by key; of none nothing."""
+    """Return the means of the losses that have a key of their own, by key; losses without terms are
+    left out."""
     return {
         LOSS_KINDS[name].key: loss.mean
         for name, loss in losses.items()

@@ -75,7 +75,7 @@ def base_told(config: Config) -> Iterator[str]:
 
 
 def _words(form: LowBit) -> str:
-    """ "nf4, blocks of 64"."""
+    """Return the form in words, such as "nf4, blocks of 64"."""
     return f"{form.codes}, blocks of {form.block}"
 
 

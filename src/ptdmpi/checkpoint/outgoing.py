@@ -20,8 +20,8 @@ class OutgoingState:
     """
 
     def __init__(self, state: State, axes: Axes, *, mean: bool, copied: bool) -> None:
-        """`mean`: of replicas that differ, their mean is written. `copied`: the state is copied, so
-        that training may change it before it is written."""
+        """Prepare the parts. `mean`: if replicas differ, their mean is written. `copied`: the state
+        is copied, so that training may change it before it is written."""
         self.state = state
         self.mean = mean
         self.copied = copied

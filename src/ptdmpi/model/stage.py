@@ -170,7 +170,7 @@ class Stage(nn.Module):
         return self.output.scores(batch, x, self._context(batch, step))
 
     def forward_microbatch(self, microbatch: MicrobatchPass, x: Tensor | None) -> Tensor | None:
-        """F: return the output to pass on, or None on the last stage, which leaves the losses.
+        """Run F: return the output to send, or None on the last stage, which sets the losses.
 
         While gradients are enabled, the tensors for the backward pass are held until then.
         """
@@ -190,12 +190,12 @@ class Stage(nn.Module):
         return None if self.last else y.detach()
 
     def backward_microbatch(self, microbatch: MicrobatchPass, dy: Tensor | None) -> Tensor | None:
-        """B: return the gradient of this stage's input, None on the first stage; frees the
+        """Run B: return the gradient of this stage's input, None on the first stage; free the
         activations.
 
         Weight gradients are added to each parameter's main_grad. If nothing before a stage trains,
-        its input's gradient is zeros, which are sent all the same, since the schedule is one for
-        all models; if nothing of the stage trains either, there is nothing to do.
+        its input's gradient is zeros, which are sent all the same, since the schedule is the same
+        for all models; if nothing of the stage trains either, there is nothing to do.
         """
         if self._idle:
             return self._no_gradient()
@@ -218,7 +218,7 @@ class Stage(nn.Module):
         return torch.zeros(self.boundary.shape, dtype=like.dtype, device=like.device)
 
     def input_microbatch(self, microbatch: MicrobatchPass, dy: Tensor | None) -> Tensor | None:
-        """I: return the gradient of this stage's input, as B does; frees the activations.
+        """Run I: return the gradient of this stage's input, as B does; free the activations.
 
         All weight gradients that B would add, those of norms and biases too, are deferred until W:
         so they are never ahead of the microbatch whose gradient W completes.
@@ -234,8 +234,8 @@ class Stage(nn.Module):
             self._put_off[microbatch.number] = later
 
     def weight_microbatch(self, microbatch: MicrobatchPass, nothing: Tensor | None) -> None:
-        """W: add the gradients that I has deferred to each parameter's main_grad, in the order of
-        B."""
+        """Run W: add the gradients that I has deferred to each parameter's main_grad, in the order
+        of B."""
         later = self._put_off.pop(microbatch.number)
         # pop() takes from the end: so the oldest first, in the order in which B would have added
         later.reverse()

@@ -147,7 +147,7 @@ class ProductKernel:
         return self.scores.softcap > 0 or self._chosen(given) is not None
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
-        """As of `Implementation`."""
+        """Compute attention; see `Implementation.forward`."""
         how = self._chosen(given) or AttentionByProducts()
         work = ProductWork(self.scores, given.documents, how, self.kernels)
         return AttentionResult(*ProductAttention.apply(*given[:3], work, with_logsumexp))
@@ -171,7 +171,7 @@ class PackedKernel:
         return fits and _packed_attention() is not None
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
-        """As of `Implementation`."""
+        """Compute attention; see `Implementation.forward`."""
         q, k, v, documents = given
         packed_attention = _packed_attention()
         assert packed_attention is not None, "asked by `takes`"
@@ -209,7 +209,7 @@ class MaskedKernel:
         return _is_limited(self.scores, given) and not _in_blocks(given.q)
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
-        """As of `Implementation`."""
+        """Compute attention; see `Implementation.forward`."""
         q, scale = given.q, self.scores.scale
         hidden = hidden_keys(q.shape[2], self.scores, given.documents, q.device)
         keys, values = _for_each_head(q, given.k, given.v)
@@ -239,7 +239,7 @@ class BlockedKernel:
         return not (isinstance(chosen, AttentionByLibrary) and q.shape[2] >= chosen.whole_from)
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
-        """As of `Implementation`."""
+        """Compute attention; see `Implementation.forward`."""
         wide = (self.kernels.widened(part) for part in given[:3])
         out, sums = BlockedAttention.apply(*wide, self.scores, given.documents, with_logsumexp)
         return AttentionResult(out.to(given.q.dtype), sums)
@@ -256,7 +256,7 @@ class WholeKernel:
         return True
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
-        """As of `Implementation`."""
+        """Compute attention; see `Implementation.forward`."""
         q, k, v = (self.kernels.widened(part) for part in given[:3])
         grouped = _is_grouped(given)
         if grouped and not _shares_keys(given.q):

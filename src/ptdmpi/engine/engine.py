@@ -45,20 +45,21 @@ from ptdmpi.plan.schedule.program import Program, post_early, programs
 from ptdmpi.plan.schedule.simulate import Span
 from ptdmpi.watch.stopwatch import Place, Stopwatch
 
-TOTAL = "total"  # what trains: the weighted sum of all losses
+TOTAL = "total"  # the weighted sum of all losses, which is minimized
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What came of a step; `loss` and `grad_norm` are equal on all ranks.
+    """The results of a step; `loss` and `grad_norm` are equal on all ranks.
 
     `loss`: in nats per valid token of the global batch, the sum of the means of all losses that
-    train; `losses`: each of them by name. `grad_norm`: before clipping. `skipped`: the loss or the
-    gradient is not finite, so nothing was updated; `overflow`: that is fp16's, and a smaller loss
-    scale may mend it. `watch` has this rank's timeline; `compute_s` of it went into its own ops,
-    without the collectives in them (`inside_s`, by group). `traffic`: what this rank has sent.
+    train; `losses`: each of them by name. `grad_norm`: before clipping. `skipped`: True if the loss
+    or the gradient is not finite, so that nothing was updated; `overflow`: True if fp16 is the
+    likely cause, and a smaller loss scale may help. `watch` has this rank's timeline; `compute_s`
+    are the seconds in this rank's own ops, without the collectives in them (`inside_s`, by group).
+    `traffic`: the messages that this rank has sent.
 
-    In steps that measure them: `consensus`, how far apart replicas that differ were before they
+    In steps that measure them: `consensus`, the distance between replicas that differ, before they
     were mixed (`Replicas.consensus`), and `noise`, that of the data ranks' gradients.
     `bits_per_element`: of this rank's codes, if gradients are compressed.
     """
@@ -80,12 +81,12 @@ class StepResult:
 
     @property
     def spans(self) -> list[Span]:
-        """This rank's timeline, once its device is done with the step."""
+        """Return this rank's timeline; call it once the device has finished the step."""
         return [] if self.watch is None else self.watch.spans
 
 
 class Engine:
-    """Everything of a rank that a training step touches, save data, logs and checkpoints."""
+    """All objects of a rank that a training step uses, except data, logs and checkpoints."""
 
     def __init__(
         self,
@@ -95,8 +96,9 @@ class Engine:
         device: torch.device | str = "cpu",
         place: Place | None = None,
     ) -> None:
-        """`place` says where the rank is for whoever watches it. Raises SharedInputError, on all
-        ranks, where the configuration asks for what this layout or machine cannot do."""
+        """Build the model of this rank. `place` is the rank's place that observers see. Raise
+        SharedInputError, on all ranks, if this layout or machine cannot do what the configuration
+        asks for."""
         self.config = config
         self.axes = axes
         self.vocab_size = vocab_size
@@ -133,12 +135,12 @@ class Engine:
         require_groups(config.optimizer, pipeline, self.buffer)
         self.optimizer = Optimizer(config.optimizer, self.state, tensor)
         self.loss_scale = LossScale(config.precision, self.state.counters)
-        # how many steps the state has behind it; None while it is being changed
+        # the number of steps that the state has had; None while it is being changed
         self.steps_done: int | None = 0
         self.compute_by(None)
 
     def compute_by(self, choice: HostChoice | None) -> None:
-        """Compute by the kernels that a run has settled on; None: by the usual ones."""
+        """Compute with the kernels that a run has chosen; None: with the usual ones."""
         self.kernels = Kernels(choice, PRECISIONS[self.config.precision.compute])
         for stage in self.stages.values():
             hand(stage, self.kernels)
@@ -146,16 +148,17 @@ class Engine:
 
     @property
     def policy(self) -> DataParallel:
-        """The data-parallel method: the first step of the reduction."""
+        """Return the data-parallel method, a step of the reduction."""
         return self.reduction.policy
 
     @property
     def replicas(self) -> Replicas:
-        """This rank's replica of the model among the others."""
+        """Return this rank's view of the replicas of the model."""
         return Replicas(self.config, self.axes["data"], self.state, self.reduction)
 
     def step(self, step: int, batches: Sequence[Batch]) -> StepResult:
-        """One optimizer step (0-based `step`) on this data rank's microbatches."""
+        """Do one optimizer step (0-based `step`) on this data rank's microbatches; return its
+        results."""
         watch = self.stopwatch()
         before = self.axes.traffic()
         scale = self.loss_scale.value
@@ -168,8 +171,8 @@ class Engine:
             # the norm, and so clipping, is of the gradients without fp16's loss scale
             self.optimizer.expect(scale)
             arriving = self._arriving(passes, *own, self.reduction.global_norm())
-            # The one place of a step where the host waits for the device: what it decides now
-            # needs loss and norm. Before the update, which must not run on what an abort has left.
+            # The only place in a step where the host waits for the device: it decides by loss and
+            # norm. Before the update, which must not run on the remains of an aborted message.
             self.axes.settle()
             inside_s = self.runner.inside_s
             compute_s = watch.compute_s - sum(inside_s.values())
@@ -181,8 +184,8 @@ class Engine:
             # every rank sees the same loss and norm, so every rank skips the same steps
             skipped = not (math.isfinite(loss) and math.isfinite(agreed_norm))
             overflow = skipped and self.loss_scale.can_fall
-            # from here on equal replicas send nothing: a rank updates as a whole or not at all,
-            # and what survives the loss of another one is never half a step
+            # from here on equal replicas send nothing: a rank updates completely or not at all,
+            # so no state that survives the loss of a rank has had half a step
             self.steps_done = None
             if not skipped:
                 self.optimizer.step(rate, norm)
@@ -190,7 +193,7 @@ class Engine:
             self.policy.after_update(step, skipped)
             self.loss_scale.update(skipped)
             self.steps_done = step + 1
-            # after it: weights follow from masters, whoever goes on with these
+            # after `steps_done`: a survivor that continues can make the weights from the masters
             self.state.changed(self.optimizer.writes_weights and not self.policy.differs)
         noise = None
         if mine is not None and not skipped:
@@ -213,20 +216,20 @@ class Engine:
         )
 
     def stopwatch(self) -> Stopwatch:
-        """A new one for what this rank does, by the clock of its device."""
+        """Return a new stopwatch for this rank, with the clock of its device."""
         return Stopwatch(self.axes["pipeline"].rank, self.place, self.axes.clock)
 
     def accumulate(
         self, step: int, batches: Sequence[Batch], watch: Stopwatch
     ) -> tuple[dict[str, float], list[MicrobatchPass]]:
-        """Forward and backward of all microbatches; this rank's sums are left in the buffer.
+        """Run forward and backward of all microbatches; this rank's sums are left in the buffer.
 
-        Returns how many of the global batch each loss counts, by name, and the microbatches, with
-        their losses where this rank has the last stage.
+        Return how many of the global batch each loss counts, by name, and the microbatches, with
+        their losses if this rank has the last stage.
         """
-        # counted before anything runs: gradients are weighted by 1 / valid as they arise, so that
-        # microbatches with unequal numbers of tokens need no weights of their own in any sum
-        # (a batch without any: its loss is 0, not 0 / 0)
+        # Count before anything runs: gradients are weighted by 1 / valid as they are computed, so
+        # that microbatches with unequal numbers of tokens need no weights of their own in any sum.
+        # (The loss of a batch without valid tokens is 0, not 0 / 0.)
         counts = self._counts(batches)
         scale = self.loss_scale.value / (counts[TASK] or 1.0)
         by_name = weights(counts)
@@ -240,8 +243,9 @@ class Engine:
         return counts, passes
 
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, SummedLoss]:
-        """The losses of all data ranks' `batches` by name, without training; equal on all ranks.
-        The task's is that of tokens alone, so that the exponential of its mean is a perplexity."""
+        """Return the losses of all data ranks' `batches` by name, without training; equal on all
+        ranks. The task's loss is over tokens alone, so that the exponential of its mean is a
+        perplexity."""
         schedule = schedules.forwards(self.schedule, len(batches))
         program = _program(self.axes["pipeline"], schedule)
         passes = [MicrobatchPass(number, batch) for number, batch in enumerate(batches)]
@@ -253,7 +257,8 @@ class Engine:
         return _named(sums, self._counts(batches))
 
     def _counts(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """How many of the global batch each loss is a sum over, by name; equal on all ranks."""
+        """Return the number of terms of each loss in the global batch, by name; equal on all
+        ranks."""
         mine = {
             name: sum(kind.count(batch) for batch in batches) for name, kind in self.losses.items()
         }
@@ -261,8 +266,9 @@ class Engine:
         return {name: sum(counts[name] for counts in every) for name in self.losses}
 
     def _arriving(self, passes: Sequence[MicrobatchPass], *more: Tensor) -> Tensor:
-        """The total losses of this rank's microbatches in their order, then those by name, and
-        `more`: on their way to the host by one copy."""
+        """Begin to copy the losses of this rank's microbatches, and `more`, to the host, in one
+        copy. Return the tensor on the host: the total losses in the order of microbatches, then the
+        losses by name, then `more`."""
         values = [*self._values(passes), *more]
         return on_its_way(torch.stack(values)) if values else torch.empty(0)
 
@@ -277,8 +283,8 @@ class Engine:
                 yield microbatch.losses[name]
 
     def _summed(self, values: Sequence[float]) -> dict[str, float]:
-        """The total loss and those by name, added up in order of the global batch's microbatches;
-        `values` are those of `_values`."""
+        """Return the total loss and those by name, each summed in the order of the global batch's
+        microbatches; `values` are those of `_values`."""
         last_stage = self.schedule.stages - 1
         sums: dict[str, float] = {}
         if last_stage in self.stages:
@@ -292,7 +298,7 @@ class Engine:
 
 
 def _named(sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, SummedLoss]:
-    """The losses of which there are any, by name; the task's always."""
+    """Return the losses with a count, by name, and always the task's."""
     return {
         name: SummedLoss(sums[name], count)
         for name, count in counts.items()
@@ -312,8 +318,8 @@ def _require_exact(config: Config, axes: Axes) -> None:
 def _stages(
     config: Config, axes: Axes, vocab_size: int, schedule: schedules.Schedule
 ) -> dict[int, Stage]:
-    """The stages of this rank by number, as the schedule places them, so that no two places say
-    which rank holds what."""
+    """Return the stages of this rank by number. Their placement is the schedule's, so that it is
+    decided in one place only."""
     axis = TensorAxis(axes["tensor"], config.parallel.sequence_parallel)
     layers = split_model(
         config.model, vocab_size, schedule.placement, first=config.layout.first_layers
@@ -325,25 +331,25 @@ def _stages(
 
 
 def _sums_early(config: Config, axes: Axes) -> bool:
-    """Whether sums of gradients are begun place by place: the sum of all alone, for other methods
-    have their state as one."""
+    """Return True if sums of gradients begin place by place. Only `all_reduce` does so; the other
+    methods have their state in one piece."""
     if config.data_parallel.method != "all_reduce" or not axes[LOSSES].overlaps:
         return False
-    # one rank may be what is left of several: it takes their state as it stands
+    # one rank may be the last of several: it takes over their state as it is
     return axes[LOSSES].size > 1 or config.run.on_failure == "shrink"
 
 
 def _borrowed(stages: Mapping[int, Stage]) -> list[str]:
-    """The names of this rank's parameters that another rank counts: a tied table on two ranks is
-    one parameter, the first stage's."""
+    """Return the names of this rank's parameters that another rank counts: a tied table on two
+    ranks is one parameter, and the first stage counts it."""
     tied = any(stage.tied for stage in stages.values())
     first = any(stage.first for stage in stages.values())
     return [TIED_NAME] if tied and not first else []
 
 
 def _method(replica: Replica) -> DataParallel:
-    """Return the data-parallel method of a run. Raises SharedInputError, on all ranks, where it
-    would sum gradients over the wrong ranks."""
+    """Return the data-parallel method of a run. Raise SharedInputError, on all ranks, if it would
+    sum gradients over the wrong ranks."""
     policy = data_parallel(replica)
     axes = replica.axes
     apart = any(unit.apart for unit in replica.buffer.units)
@@ -357,7 +363,7 @@ def _method(replica: Replica) -> DataParallel:
 
 
 def _program(pipeline: Communicator, schedule: schedules.Schedule) -> Program:
-    """This rank's part of a schedule, with its messages."""
+    """Return this rank's part of a schedule, with its messages."""
     program = programs(schedule)[pipeline.rank]
     return post_early(program) if pipeline.posts_early else program
 
@@ -370,9 +376,10 @@ def _buffer(
     *,
     overlaps: bool,
 ) -> ParameterBuffer:
-    """The parameters of a rank's stages, and what these do where some of it is sharded; `overlaps`:
-    sums over the data axis are begun place by place. Raises OSError where a file has no room."""
-    # first stages first: of a tied table the embedding's use comes before the head's
+    """Return the buffer of the parameters of a rank's stages, and set the stages' walks if
+    gradients are sharded. With `overlaps` sums over the data axis begin place by place. Raise
+    OSError if a file has no room."""
+    # first stages first: a tied table's use as embedding comes before its use as head
     named = [weight for stage in stages.values() for weight in stage.named_logical_parameters()]
     tied = any(stage.tied for stage in stages.values())
 
@@ -399,8 +406,8 @@ def _buffer(
 def _compile(
     config: Config, stages: Mapping[int, Stage], world: Communicator, device: torch.device
 ) -> None:
-    """Have layers compiled when they are used first, where `run.compile` asks for it. Raises
-    SharedInputError on all ranks where one of them cannot."""
+    """Have layers compiled at their first use if `run.compile` is set. Raise SharedInputError on
+    all ranks if one of them cannot compile."""
     if not config.run.compile:
         return
     for rank, wanted in enumerate(world.all_gather_object(compiler.missing(device.type))):
@@ -416,7 +423,8 @@ def _compile(
 def _state(
     config: Config, buffer: ParameterBuffer, borrowed: Sequence[str], policy: DataParallel
 ) -> State:
-    """The state behind the parameters of a rank. Raises OSError where a file has no room for it."""
+    """Return the state of a rank: its weights, and the kinds of state that optimizer and method
+    keep of them. Raise OSError if a file has no room for it."""
     names = names_of_kinds(config.optimizer, buffer)
     moments = {
         name: Kept(policy.differs, needed=True, names=names.get(name))
@@ -430,8 +438,8 @@ def _state(
 
 
 def _added(every: Iterable[Mapping[str, Sequence[float]]], name: str) -> float:
-    """The sum of all ranks' losses of one name, one after the other, in the same order on every
-    layout."""
+    """Return the sum of all ranks' losses of one name, one after the other, in the same order in
+    every layout."""
     total = 0.0
     for of_rank in every:
         for loss in of_rank[name]:

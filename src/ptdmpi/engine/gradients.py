@@ -1,8 +1,8 @@
-"""From each rank's sums of gradients to those that it updates with, and their norm.
+"""From each rank's sums of gradients to the gradients for the update, and their norm.
 
-The reduction is a list of steps, each over one group of ranks: what the data-parallel method does
-over the data axis, the sums over the tensor axis of what each of its ranks, or of some neighbours
-there, saw a part of, and the two uses of a tied table over the ends of the pipeline.
+The reduction is a list of steps, each over one group of ranks: the data-parallel method over the
+data axis; the sums over the tensor axis, or over some neighbours there, of gradients of which each
+rank has a part; and the sum of the two uses of a tied table over the ends of the pipeline.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,14 +23,14 @@ from ptdmpi.plan.layout.grid import ENDS, PARAMETERS
 
 
 class GradientStep(Protocol):
-    """One step between the last backward op and the optimizer; every rank of its group runs it."""
+    """A step between the last backward op and the optimizer; every rank of its group runs it."""
 
     def reduce(self) -> None:
         """Change the gradients in the buffer."""
 
 
 class PartialSum:
-    """Sums over a group of those gradients of which each of its ranks has seen a part."""
+    """The sum over a group of the gradients of which each of its ranks has a part."""
 
     def __init__(
         self, group: Communicator, buffer: ParameterBuffer, entries: Sequence[Entry]
@@ -39,13 +39,13 @@ class PartialSum:
         self.views = _own_views(buffer, entries)
 
     def reduce(self) -> None:
-        """All in one message: they are many and small (norms and biases)."""
+        """Sum all of them in one message: they are many and small (norms and biases)."""
         _sum_packed(self.group, self.views)
 
 
 class CopiedShares:
-    """Sums what neighbours on the tensor axis hold copies of (a key head that serves several ranks'
-    queries): each saw its own queries' part of the gradient.
+    """The sum of gradients that neighbours on the tensor axis hold copies of (a key head that
+    serves several ranks' queries): each rank has the part of its own queries.
 
     `copied`: the pieces of each such parameter on this rank.
     """
@@ -61,14 +61,14 @@ class CopiedShares:
         self.copied = copied
 
     def reduce(self) -> None:
-        """One all-reduce over the tensor axis of all t / c shares, each rank with zeros where
-        others stand. That moves t / c times what a group for each share would, once in a step, and
-        needs no further communicators."""
+        """Sum the copies by one all-reduce over the tensor axis of all t / c shares; each rank
+        sends zeros for the shares of others. This moves t / c times the bytes of a group for each
+        share, once in a step, but needs no further communicators."""
         tensor = self.tensor
         for held in self.buffer.own_parts(self.copied):
             for share in self.copied[held.entry.name]:
                 views = [view for view in _parts_of(self.buffer, held, share) if share.copies > 1]
-                if not views:  # nor has any rank of the tensor axis: all cut units alike
+                if not views:  # then no rank of the tensor axis has any: all cut units alike
                     continue
                 local = torch.cat([view.flatten() for view in views])
                 every = local.new_zeros((tensor.size // share.copies, local.numel()))
@@ -79,10 +79,10 @@ class CopiedShares:
 
 
 class TiedTable:
-    """Adds the gradients of a table's two uses, as embedding and as head.
+    """The sum of the gradients of a table's two uses, as embedding and as head.
 
-    `ends` are the ranks that hold one use each; None where both stand on this rank. They were
-    accumulated apart and are added in this order in every layout, so that their bits are equal.
+    `ends` are the ranks that hold one use each; None if both are on this rank. The two are
+    accumulated separately and added in this order in every layout, so that their bits are equal.
     """
 
     def __init__(self, buffer: ParameterBuffer, ends: Communicator | None) -> None:
@@ -90,7 +90,8 @@ class TiedTable:
         self.ends = ends
 
     def reduce(self) -> None:
-        """Afterwards both uses have the sum."""
+        """Add the two gradients; both uses have the sum afterwards, or the first one if both are
+        here."""
         buffer = self.buffer
         first = _own_views(buffer, [buffer.entries[TIED_NAME]])
         if self.ends is not None:
@@ -103,10 +104,10 @@ class TiedTable:
 
 
 class GradientReduction:
-    """Everything between the last backward op of a step and the optimizer.
+    """All work between the last backward op of a step and the optimizer.
 
-    `steps` are run in their order. `counted` are the names of the parameters whose norm this rank
-    counts: all of its own but a second copy of a tied table, which is the first stage's.
+    `steps` run in their order. `counted` are the names of the parameters whose norm this rank
+    counts: all of its own except a second copy of a tied table, which the first stage counts.
     """
 
     def __init__(
@@ -117,7 +118,8 @@ class GradientReduction:
         policy: DataParallel,
         borrowed: Collection[str] = (),
     ) -> None:
-        """`borrowed`: names that another rank of the pipeline counts, as a state has them."""
+        """Build the steps. `borrowed`: names that another rank of the pipeline counts, as in a
+        state."""
         self.axes = axes
         self.buffer = buffer
         self.policy = policy
@@ -131,22 +133,23 @@ class GradientReduction:
         elif tied and TIED_NAME in buffer.entries:
             self.steps.append(TiedTable(buffer, axes[ENDS]))
         self._own_norm_every = policy.replica.config.log.gradient_noise_every_steps
-        # sums may be taken in either order; a method that does more needs to see the sums, and so
-        # does whoever asks for the norm of this replica's own gradient
+        # Sums may be taken in either order. A method that does more needs the sums of the other
+        # steps, and so does the norm of this replica's own gradient.
         self.steps.insert(
             0 if policy.linear and not self._own_norm_every else len(self.steps), policy
         )
-        # sorted: what a rank sends of its norms is told apart by its place alone
+        # sorted: a rank sends its norms without names, so their order identifies them
         self.counted = sorted(name for name in buffer.entries if name not in borrowed)
-        # which of them every tensor rank has whole; once, for it comes from the host
+        # the parameters that every tensor rank has whole; made once, as it is copied from the host
         cuts = [buffer.entries[name].declaration.cut_by for name in self.counted]
         whole = ["tensor" not in axes for axes in cuts]
         self._whole = torch.tensor(whole, device=buffer.device)
         self.all_names: list[list[str]] = axes[PARAMETERS].all_gather_object(self.counted)
 
     def reduce(self, step: int | None = None) -> list[Tensor]:
-        """Run all steps; afterwards the buffer has the gradients to update with. Where the norm of
-        this data rank's own is asked for in training step `step` (from 0), it returns that."""
+        """Run all steps; afterwards the buffer has the gradients for the update. Return the norm of
+        this data rank's own gradient, if it is measured in training step `step` (from 0), else [].
+        """
         *others, last = self.steps
         for gradient_step in others:
             gradient_step.reduce()
@@ -157,14 +160,14 @@ class GradientReduction:
         return own_norm
 
     def global_norm(self) -> Tensor:
-        """The 2-norm of the whole model's gradient, the same bits on every rank.
+        """Return the 2-norm of the whole model's gradient, the same bits on every rank.
 
         It is the norm of the vector of per-parameter norms in alphabetical order of names, as in
-        torch.nn.utils.clip_grad_norm_, and each of these the norm of its rows' norms. Replicas and
-        the tied table count once.
+        torch.nn.utils.clip_grad_norm_, and each of these is the norm of its rows' norms. Replicas
+        and the tied table count once.
         """
         norms = self._counted_norms()
-        # ranks hold unequally many: padded, so that one gather of equal parts serves
+        # ranks hold unequal numbers of norms: pad them for one gather of equal parts
         longest = max(len(names) for names in self.all_names)
         padded = norms.new_zeros(longest)
         padded[: len(norms)] = norms
@@ -177,7 +180,7 @@ class GradientReduction:
         return torch.linalg.vector_norm(torch.stack([by_name[name] for name in sorted(by_name)]))
 
     def _counted_norms(self) -> Tensor:
-        """The norm of each counted parameter of this rank, over its whole logical tensor."""
+        """Return the norm of each counted parameter of this rank, over its whole logical tensor."""
         rows = self._row_norms()
         if not self.counted:  # nothing trains on this rank, or on any of its tensor group
             return self.buffer.gradients.new_zeros(0)
@@ -186,14 +189,15 @@ class GradientReduction:
         norms = torch.stack(torch._foreach_norm(parts))
         if self.axes["tensor"].size == 1:
             return norms
-        # a part on each rank: squares add up; the whole on each rank: it counts once
-        # all of them travel, also those that are not used: one message of one length on all ranks
+        # If each rank has a part, squares add up; if each has the whole, it counts once. All
+        # squares are sent, also unused ones: one message of the same length on all ranks.
         squares = self.axes["tensor"].all_reduce(norms.square())
         return torch.where(self._whole, norms, squares.sqrt())
 
     def _row_norms(self) -> Tensor:
-        """The norm of each ALIGNMENT elements of the flat order, in which every parameter begins a
-        row: no sum depends on what else a rank holds, or on who holds it."""
+        """Return the norm of each row of ALIGNMENT elements of the flat order, in which every
+        parameter begins a row: no sum depends on the other parameters of a rank, or on the rank
+        that holds it."""
         buffer = self.buffer
         parts = [
             torch.linalg.vector_norm(part.view(-1, ALIGNMENT), dim=1)
@@ -220,18 +224,19 @@ class GradientReduction:
 
 
 def _own_views(buffer: ParameterBuffer, entries: Sequence[Entry]) -> list[Tensor]:
-    """The gradients of some entries, flat, as far as this rank updates with them."""
+    """Return the gradients of some entries, flat, but only the parts that this rank updates."""
     held = [buffer.own_part(entry) for entry in entries]
     return [part.view(buffer.reduced) for part in held if part is not None]
 
 
 def _parts_of(buffer: ParameterBuffer, held: OwnPart, share: HeldShare) -> list[Tensor]:
-    """The gradient of a share, as far as this rank updates with it."""
+    """Return the gradient of a share, but only the parts that this rank updates."""
     return _views_of(held.view(buffer.reduced), held, share)
 
 
 def _views_of(flat: Tensor, held: OwnPart, share: HeldShare) -> list[Tensor]:
-    """What of `flat`, the elements of `held`, is of a share."""
+    """Return the views of those elements in `flat`, the elements of `held`, that belong to a
+    share."""
     views = []
     for box, view in held.boxes(flat):
         common = box.overlap(share.local)
@@ -256,21 +261,23 @@ def _unpack(packed: Tensor, views: Sequence[Tensor]) -> None:
 def _partial_sums(
     axes: Axes, buffer: ParameterBuffer, stages: Mapping[int, Stage]
 ) -> list[PartialSum]:
-    """The steps for whole parameters of which each tensor rank sees its heads only, or, under
-    sequence parallelism, its positions (Korthikanti et al. 2022, section 4.2)."""
+    """Return the steps for whole parameters of which each tensor rank has only the gradient of its
+    heads or, under sequence parallelism, of its positions (Korthikanti et al. 2022, section 4.2).
+    """
     divided = any(stage.axis.divides_sequence for stage in stages.values())
     shared = [
         entry
         for entry in buffer.entries.values()
         if "tensor" in entry.declaration.partial_over(divided)
     ]
-    # alone a rank has seen everything
+    # a single rank has the whole gradient
     alone = axes["tensor"].size == 1
     return [] if alone or not shared else [PartialSum(axes["tensor"], buffer, shared)]
 
 
 def _copied(tensor: Communicator, buffer: ParameterBuffer) -> dict[str, list[HeldShare]]:
-    """The pieces of those parameters of which ranks of the tensor axis hold copies of a part."""
+    """Return the pieces of the parameters of which several ranks of the tensor axis hold the same
+    part."""
     if tensor.size == 1:
         return {}
     pieces = {

@@ -1,13 +1,14 @@
-"""Muon: the layers' matrices are updated by their momentum, made orthogonal (Jordan et al. 2024,
-kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982); the rest is AdamW's.
+"""Muon: it updates the layers' matrices by their momentum, made orthogonal (Jordan et al. 2024,
+kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982); AdamW updates the rest.
 
-A matrix is made orthogonal as a whole, so its slices are gathered from the tensor axis first. Where
-data ranks share out the state, one of those that hold parts of a slice has the others' sent before
-that, and sends them their parts of the update.
+A matrix is made orthogonal as a whole, so its slices are gathered from the tensor axis first. If
+data ranks share the state, one of the ranks that hold parts of a slice first gets the parts of the
+others, and sends them their parts of the update.
 
-What one product computes at once is several matrices, if the model's equation has several: query,
-key and value, and a gate beside what it gates. Each is orthogonal by itself, as where a file has
-them apart, and its update does not depend on how heads are dealt to ranks.
+A parameter of one product contains several matrices if the model's equation has several: query, key
+and value, or a gate and the values that it multiplies. Each is made orthogonal by itself, as in
+files that have them as separate tensors, and its update does not depend on the assignment of heads
+to ranks.
 """
 
 import math
@@ -28,19 +29,19 @@ from ptdmpi.model.kernels import USUAL, Kernels
 from ptdmpi.model.parameters import Declaration, Entry
 from ptdmpi.plan.shape.matrices import STEPS, effort
 
-# Newton and Schulz's iteration: x <- a x + b (x x^T) x + c (x x^T)^2 x. Chosen so that it is
-# steepest at 0: singular values come to between 0.7 and 1.2 in 5 steps (Jordan et al. 2024).
+# Newton-Schulz iteration: x <- a x + b (x x^T) x + c (x x^T)^2 x. The coefficients make it
+# steepest at 0: singular values are between 0.7 and 1.2 after 5 steps (Jordan et al. 2024).
 A = 3.4445
 B = -4.7750
 C = 2.0315
-LEAST_NORM = 1e-7  # that a matrix is divided by
+LEAST_NORM = 1e-7  # the least number by which a matrix is divided
 RMS = 0.2  # of AdamW's updates, typically (Liu et al. 2025, section 2.2)
 
 
 class Matrix(NamedTuple):
-    """A parameter that is updated as a whole, as far as this rank holds it: all tensors are of its
-    `own` elements, flat. `moments`: the momentum, and the weights' moving average where there is
-    one; by which weight decay, and by what share of the learning rate."""
+    """A parameter that is updated as a whole, as far as this rank holds it: all tensors have its
+    `own` elements, flat. `moments`: the momentum, and the weights' moving average if there is one.
+    `decay`: the weight decay. `share`: the factor of the learning rate."""
 
     own: OwnPart
     master: Tensor
@@ -51,13 +52,13 @@ class Matrix(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The logical name of the parameter."""
+        """Return the logical name of the parameter."""
         return self.own.entry.name
 
 
 def is_matrix(config: OptimizerConfig, entry: Entry) -> bool:
-    """Whether a parameter is updated as a whole: the matrices of the layers, neither tables nor the
-    head (Jordan et al. 2024)."""
+    """Return True if a parameter is updated as a whole: the matrices of the layers are, tables and
+    the head are not (Jordan et al. 2024)."""
     return (
         config.has_matrices
         and entry.name.startswith("layers.")
@@ -66,7 +67,8 @@ def is_matrix(config: OptimizerConfig, entry: Entry) -> bool:
 
 
 def names_of_kinds(config: OptimizerConfig, buffer: ParameterBuffer) -> dict[str, frozenset[str]]:
-    """The kinds of state that some of a rank's parameters have, each with these."""
+    """Return the kinds of state that only some of a rank's parameters have, each with the names of
+    these parameters."""
     if not config.has_matrices:
         return {}
     matrices = frozenset(n for n, entry in buffer.entries.items() if is_matrix(config, entry))
@@ -75,8 +77,8 @@ def names_of_kinds(config: OptimizerConfig, buffer: ParameterBuffer) -> dict[str
 
 
 class Muon:
-    """The update of matrices, slices of which stand on the ranks of `tensor`, and parts of slices
-    on those of the buffer's shard group; all of these call it."""
+    """The update of matrices whose slices are on the ranks of `tensor`, and the parts of slices on
+    the ranks of the buffer's shard group. All of these ranks call it."""
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class Muon:
         buffer: ParameterBuffer,
         tensor: Communicator,
     ) -> None:
-        """`matrices`: those that this rank holds a part of."""
+        """Prepare the exchanges; `matrices` are those of which this rank holds a part."""
         self.config = config
         self.matrices = matrices
         self.tensor = tensor
@@ -98,7 +100,8 @@ class Muon:
 
     def step(self, rate: float) -> None:
         """Change masters and moments; `rate` is the learning rate of the step. The arithmetic is
-        that of torch.optim.Muon, to the bit, with float64 in place of bfloat16 for float64."""
+        that of torch.optim.Muon, bit by bit, but float64 matrices are iterated in float64, not in
+        bfloat16."""
         config = self.config
         parcels = self.parcels
         with torch.no_grad():
@@ -112,7 +115,7 @@ class Muon:
             for matrix in self.matrices:
                 if matrix.name not in parcels.away:
                     self._move(matrix, arriving, rate * matrix.share)
-            # updates take the places of the momentum that they were made of
+            # updates overwrite the momentum from which they were computed
             parcels.travel(arriving, leaving)
             for matrix in self.matrices:
                 if matrix.name in parcels.away:
@@ -123,19 +126,19 @@ class Muon:
                     average.lerp_(matrix.master, 1 - config.ema_decay)
 
     def _move(self, matrix: Matrix, arrived: Sequence[Tensor], rate: float) -> None:
-        """Take the orthogonal update from this rank's part, and put those of others in the places
-        of their parts."""
+        """Apply the orthogonal update to this rank's part, and write the parts of other ranks over
+        the momentum in `arrived`."""
         declaration = matrix.own.entry.declaration
         whole = gathered(self._slice(matrix, arrived), declaration, self.tensor)
         for box in matrices_of(declaration):
-            # handed over at once: beside the next one's iterates it would take room
+            # dealt at once, so that it takes no memory during the next matrix' iteration
             self._deal(matrix, box, orthogonal(whole[box.index], self.kernels), arrived, rate)
 
     def _deal(
         self, matrix: Matrix, box: Box, update: Tensor, arrived: Sequence[Tensor], rate: float
     ) -> None:
-        """Take what is this rank's of the update of the matrix at `box`, and put what is others' in
-        its place."""
+        """Apply this rank's part of the update of the matrix at `box`, and write the other ranks'
+        parts to their places in `arrived`."""
         length = rate * scale(self.config, *box.size)
         for place, own in self._in(box, matrix.own, matrix.master):
             own.add_(update[place.index], alpha=-length)
@@ -144,7 +147,7 @@ class Muon:
                 theirs.copy_(update[place.index])
 
     def _follow(self, matrix: Matrix, update: Tensor, rate: float) -> None:
-        """Take the update of this rank's part from it, as its owner has sent that."""
+        """Apply the update of this rank's part, which the owner of the matrix has sent."""
         for box in matrices_of(matrix.own.entry.declaration):
             length = rate * scale(self.config, *box.size)
             parts = (self._in(box, matrix.own, flat) for flat in (matrix.master, update))
@@ -152,14 +155,15 @@ class Muon:
                 own.add_(change, alpha=-length)
 
     def _in(self, box: Box, part: OwnPart, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """What of a matrix at `box` stands in `part`: where in it, and its view in `flat`."""
+        """Yield the pieces of the matrix at `box` that `part` has: the place in the matrix, and its
+        view in `flat`."""
         for at, view, _ in part.logical(flat, self.tensor.rank, self.tensor.size):
             common = at.overlap(box)
             if common is not None:
                 yield common.relative(box), view[common.relative(at).index]
 
     def _slice(self, matrix: Matrix, arrived: Sequence[Tensor]) -> Tensor:
-        """This tensor rank's slice of what is to be made orthogonal, [rows, columns]."""
+        """Return this tensor rank's slice of the matrix to be made orthogonal, [rows, columns]."""
         own = matrix.own
         entry = matrix.own.entry
         if own.length == entry.elements:
@@ -171,7 +175,8 @@ class Muon:
         return slice_.view(entry.shape)
 
     def _wanted(self, matrix: Matrix) -> Tensor:
-        """This rank's part of what is to be made orthogonal, flat, in the type of the iteration."""
+        """Return this rank's part of the matrix to be made orthogonal, flat, in the type of the
+        iteration."""
         momentum = matrix.moments[0]
         if self.config.nesterov:
             momentum = matrix.gradient.lerp(momentum, self.config.momentum)
@@ -179,15 +184,16 @@ class Muon:
 
 
 def scale(config: OptimizerConfig, rows: int, columns: int) -> float:
-    """By how much an orthogonal update is longer than the learning rate: as one of AdamW, whose
-    rate and decay then fit (Liu et al. 2025, equation 4), or as in Jordan et al. 2024."""
+    """Return the factor from the learning rate to the length of an orthogonal update: as for AdamW,
+    whose rate and decay then fit (Liu et al. 2025, equation 4), or as in Jordan et al. 2024."""
     if config.muon_scale == "original":
         return math.sqrt(max(1, rows / columns))
     return RMS * math.sqrt(max(rows, columns))
 
 
 def matrices_of(declaration: Declaration) -> Iterator[Box]:
-    """The matrices of a parameter, as boxes of it: what the tensor axis divides each on its own."""
+    """Yield the matrices of a parameter, as boxes of it: each part that the tensor axis divides
+    separately is one."""
     whole = Box.whole(declaration.shape)
     split = declaration.split
     begin = 0
@@ -200,7 +206,8 @@ def matrices_of(declaration: Declaration) -> Iterator[Box]:
 
 
 def gathered(slice_: Tensor, declaration: Declaration, tensor: Communicator) -> Tensor:
-    """A logical tensor from the slices of all ranks of the tensor axis, its padding left out."""
+    """Return a logical tensor, without its padding, from the slices of all ranks of the tensor
+    axis."""
     if tensor.size == 1 or declaration.split is None:
         return slice_
     every = tensor.all_gather(slice_[None])  # [t, rows, columns]
@@ -213,7 +220,7 @@ def gathered(slice_: Tensor, declaration: Declaration, tensor: Communicator) -> 
 
 
 def orthogonal(matrix: Tensor, kernels: Kernels = USUAL) -> Tensor:
-    """U S V^T -> about U V^T, [rows, columns], in the matrix' own type; zero stays zero."""
+    """Return about U V^T of a matrix U S V^T, [rows, columns], in its own type; zero stays zero."""
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=LEAST_NORM)
     for _ in range(STEPS):
@@ -224,10 +231,10 @@ def orthogonal(matrix: Tensor, kernels: Kernels = USUAL) -> Tensor:
 
 
 def _sum(a: Tensor, b: Tensor, beta: float, alpha: float, *, kernels: Kernels) -> Tensor:
-    """beta b + alpha a b, rounded once to the type of both."""
+    """Return beta b + alpha a b, rounded once to the type of both."""
     if not kernels.widens(b.device.type, b.dtype):
         return torch.addmm(b, a, b, beta=beta, alpha=alpha)
     wide = b.float()
     total = torch.addmm(wide, wide if a is b else a.float(), wide, beta=beta, alpha=alpha)
-    del wide  # it needs no room beside the result's two types
+    del wide  # free it: only the result in its two types takes memory
     return total.to(b.dtype)

@@ -1,9 +1,9 @@
 """The optimizer's state off the device: in the host's memory, or in a file of the rank.
 
-The update is done on the host, chunk by chunk: gradients are copied to it, weights back (Ren et al.
-2021, arXiv 2101.06840, section 4), by copies that nobody waits for beside the step itself. Chunks
-are whole multiples of ALIGNMENT, so that no bit depends on them. Of a file the next chunk is read
-and the last one written while one is updated (Rajbhandari et al. 2021, arXiv 2104.07857, section
+The host does the update, chunk by chunk: gradients are copied to it, and weights back (Ren et al.
+2021, arXiv 2101.06840, section 4), by copies with no wait but the step's own. Chunks are whole
+multiples of ALIGNMENT, so that no bit depends on them. With a file, the next chunk is read and the
+last one written during the update of one (Rajbhandari et al. 2021, arXiv 2104.07857, section
 5.2.2).
 """
 
@@ -30,9 +30,9 @@ HOST = torch.device("cpu")
 
 
 class Alike(NamedTuple):
-    """Flat tensors whose elements are updated alike: the masters and the weights that follow them
-    (none where masters are the weights), their gradients, and what the optimizer keeps of them; by
-    which weight decay, and by what share of the learning rate."""
+    """Flat tensors whose elements are updated alike: the masters, the weights that are updated from
+    them (none if masters are the weights), their gradients, and the optimizer's moments; `decay` is
+    the weight decay, and `share` the factor of the learning rate."""
 
     masters: list[Tensor]
     weights: list[Tensor]
@@ -42,9 +42,9 @@ class Alike(NamedTuple):
     share: float = 1.0
 
     def chunks(self) -> Iterator["Alike"]:
-        """The same, in order, in chunks of one tensor each."""
+        """Yield the same tensors, in order, in chunks of one tensor each."""
         for number, masters in enumerate(self.masters):
-            # of state: a number of each kind for every element
+            # bytes of state: one number of each kind for every element
             each_bytes = masters.element_size() * (1 + len(self.moments))
             length = max(1, CHUNK_BYTES // each_bytes // ALIGNMENT) * ALIGNMENT
             for start in range(0, len(masters), length):
@@ -60,12 +60,13 @@ class Alike(NamedTuple):
 
 
 class HostUpdate:
-    """The parts of an update whose state stands in a `storage` apart from the device.
+    """The parts of an update whose state is in a `storage` apart from the device.
 
-    Of a device there is locked memory for every gradient of this rank's part, and for every master
-    that is a weight there: so the copies of a step are begun before the host waits for loss and
-    norm, and no other wait is needed. New weights of a half type leave by the room of their
-    gradient, rounded here, for they have half its bytes on the link.
+    If gradients are on a device, the host has locked memory for every gradient of this rank's part,
+    and for every master that is a weight on the device. So the copies of a step begin before the
+    host waits for loss and norm, and no other wait is needed. New weights of a half type leave
+    through the memory of their gradient and are rounded here, because they then take half the bytes
+    on the link.
     """
 
     def __init__(self, storage: Storage, groups: Sequence[Alike]) -> None:
@@ -75,22 +76,24 @@ class HostUpdate:
             [*(chunk.masters if chunk.weights else ()), *(kind[0] for kind in chunk.moments)]
             for chunk in self.chunks
         ]
-        # of each chunk, for its gradient and for masters that stand on the device
+        # locked memory of each chunk, for its gradient and for masters that are on the device
         self._rooms = [
             (room_for(chunk.gradients[0]), None if chunk.weights else room_for(chunk.masters[0]))
             for chunk in self.chunks
         ]
 
     def expect(self) -> None:
-        """Begin to copy what the update takes from the device: there once its clock has settled."""
+        """Begin to copy the update's inputs from the device: complete once its clock has
+        settled."""
         for chunk, rooms in zip(self.chunks, self._rooms, strict=True):
             for kept, room in zip((*chunk.gradients, *chunk.masters), rooms, strict=True):
                 if room is not None:
                     room.copy_(kept, non_blocking=True)
 
     def parts(self, factor: float) -> Iterator[Alike]:
-        """Each chunk as tensors on the host, its gradient times `factor`, to be updated before the
-        next one is asked for; then weights are on their way, and what was changed is stored."""
+        """Yield each chunk as tensors on the host, its gradient times `factor`. The caller updates
+        it before it takes the next one; then its weights are sent, and its changed state is stored.
+        """
         for number, row in enumerate(self.storage.ahead(self._rows)):
             chunk = self.chunks[number]
             (arrived, room) = self._rooms[number]
@@ -107,7 +110,7 @@ class HostUpdate:
                 if arrived is None:
                     weights.copy_(master)
                 else:
-                    # the next gradient comes into it behind them, in the order of the device
+                    # the device copies the next gradient into this memory only after them
                     leaving = arrived.view(weights.dtype)[: len(weights)].copy_(master)
                     weights.copy_(leaving, non_blocking=True)
             if room is not None:
@@ -115,42 +118,44 @@ class HostUpdate:
 
 
 def room_for(tensor: Tensor) -> Tensor | None:
-    """Locked memory of the host for a tensor of a device; none for what stands on the host. Raises
-    MemoryError where the system does not let it."""
+    """Return locked memory of the host for a tensor of a device, or None for a tensor on the host.
+    Raise MemoryError if the system does not grant it."""
     if tensor.device.type == "cpu":
         return None
     return queues.locked(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
 
 class FileStorage(Storage):
-    """In one file without a name in `directory`, whose room is taken when tensors are made.
+    """Storage in one file without a name in `directory`, whose room is allocated when tensors are
+    made.
 
-    The tensors are a mapping of the file: whoever walks over pieces (checkpoints, survivors) finds
-    values as everywhere, and `let_go` gives back what that brought into memory. The update reads
+    The tensors are a mapping of the file: code that goes through pieces (checkpoints, survivors)
+    reads values as anywhere else, and `let_go` frees the memory that this takes. The update reads
     and writes the file itself, so that an error of the disk is an exception, not a signal.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Raises OSError."""
+        """Make the file. Raise OSError if that fails."""
         super().__init__(HOST, apart=True)
         directory.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=directory)
-        # nothing is left of a run that is killed, and no other process finds it
+        # a killed run leaves no file, and no other process finds it
         os.unlink(name)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
         self._mappings: list[tuple[int, int, mmap.mmap]] = []  # address, place in the file
         self._rooms: list[Tensor] = []
-        # one: what it is given it does in order
+        # one thread, which does its tasks in order
         self._thread = ThreadPoolExecutor(1, "offload")
 
     def zeros(self, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """The file grows by them. Raises OSError."""
+        """Return zeros of these lengths, and make the file longer by them. Raise OSError if that
+        fails."""
         size = sum(lengths) * dtype.itemsize
         if size == 0:
             return super().zeros(lengths, dtype)
         descriptor = self._file.fileno()
         place = os.fstat(self._file.fileno()).st_size
-        # at once: a disk that is full says so before the run begins
+        # allocate at once: if the disk is full, the error comes before the run begins
         os.posix_fallocate(descriptor, place, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
         mapping = mmap.mmap(descriptor, size, offset=place)
         flat = torch.frombuffer(mapping, dtype=dtype)
@@ -158,17 +163,19 @@ class FileStorage(Storage):
         return list(flat.split(list(lengths)))
 
     def let_go(self) -> None:
-        """A mapping that is shared with a file loses its memory by this, and no change of it."""
+        """Free the memory of the mappings; a mapping that is shared with a file loses no change by
+        this."""
         for _, _, mapping in self._mappings:
             mapping.madvise(mmap.MADV_DONTNEED)
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
-        """Raises OSError where the disk fails; what stands in the file is then undefined."""
+        """Yield each row's tensors in memory, read ahead, and write them to the file afterwards.
+        Raise OSError if the disk fails; the contents of the file are then undefined."""
         self.let_go()
         stored: list[Future[None]] = []
         coming = [self._coming(rows, 0)] if rows else []
         for number, row in enumerate(rows):
-            if number + 1 < len(rows):  # behind the writing of what stood in the same room
+            if number + 1 < len(rows):  # after the previous chunk in the same memory is written
                 coming.append(self._coming(rows, number + 1))
             here = coming.pop(0).result()
             yield here
@@ -198,7 +205,7 @@ class FileStorage(Storage):
     def _pass(
         self, call: Callable[[int, list[memoryview], int], int], kept: Tensor, memory: Tensor
     ) -> None:
-        """Read or write all bytes of `kept`, which is known by where it is mapped."""
+        """Read or write all bytes of `kept`, whose place in the file follows from its address."""
         begin, place, _ = max(
             mapping for mapping in self._mappings if mapping[0] <= kept.data_ptr()
         )
@@ -213,7 +220,8 @@ class FileStorage(Storage):
 
 
 def storage_of(config: Config, device: torch.device) -> Storage:
-    """Where `parallel.offload` wants the optimizer's state. Raises OSError."""
+    """Return the storage of the optimizer's state that `parallel.offload` names. Raise OSError if
+    its file cannot be made."""
     if config.parallel.offload == "disk":
         return FileStorage(Path(config.run.dir))
     apart = config.parallel.offload != "none"
@@ -221,7 +229,8 @@ def storage_of(config: Config, device: torch.device) -> Storage:
 
 
 def with_room(world: Communicator, config: Config, work: Callable[[], T]) -> T:
-    """`work()`, on every rank; where a file of one of them has no room, SharedInputError on all."""
+    """Return `work()`, on every rank; if a file of one rank has no room, raise SharedInputError on
+    all."""
     if config.parallel.offload != "disk":
         return work()
     made: list[T] = []

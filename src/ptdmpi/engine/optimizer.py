@@ -26,12 +26,13 @@ from ptdmpi.plan.layer.parts import aligned
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
-    """The rate of step `step` (0-based) of `steps`: linear warm-up, then decay to the minimum.
+    """Return the rate of step `step` (0-based) of `steps`: linear warm-up, then decay to the
+    minimum.
 
-    Step w - 1 of a warm-up of w steps is the first at the full rate. The cosine is written as in
-    PyTorch's CosineAnnealingLR (its closed form), so that the two agree to the bit. "wsd" (warm-up,
-    stable, decay: Hu et al. 2024, arXiv 2404.06395, section 4.1) stays at the peak until its last
-    steps and then falls linearly (Haegele et al. 2024, arXiv 2405.18392).
+    Step w - 1 of a warm-up of w steps is the first at the full rate. The cosine is the closed form
+    of PyTorch's CosineAnnealingLR, so that the two agree bit by bit. "wsd" (warm-up, stable, decay:
+    Hu et al. 2024, arXiv 2404.06395, section 4.1) stays at the peak until its last steps and then
+    falls linearly (Haegele et al. 2024, arXiv 2405.18392).
     """
     peak = optimizer.learning_rate
     low = optimizer.min_learning_rate
@@ -52,8 +53,8 @@ def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
 
 class LossScale:
     """fp16's dynamic loss scale (Micikevicius et al. 2018): halved when a gradient overflows,
-    doubled after `window` steps without. 1 and constant for other types. What it counts stands in
-    the state's `counters`."""
+    doubled after `window` steps without overflow. It is 1 and constant for other types. Its counts
+    are in the state's `counters`."""
 
     def __init__(self, precision: PrecisionConfig, counters: Counters) -> None:
         self.dynamic = precision.scales_loss
@@ -63,7 +64,7 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """The factor of the loss."""
+        """Return the factor of the loss."""
         return self.counters.loss_scale
 
     @property
@@ -85,17 +86,17 @@ class LossScale:
 
 
 class Optimizer:
-    """The update that the configuration names, on flat tensors: of each unit of the buffer this
-    rank's part, those together that decay alike and have the same share of the learning rate.
+    """The update that the configuration names, on flat tensors: this rank's part of each unit of
+    the buffer, in groups with the same weight decay and the same share of the learning rate.
 
-    The masters, the moments and the count of updates are those of `state`. Where these do not stand
-    on the device the update is done on the host, and `writes_weights`.
+    The masters, the moments and the count of updates are those of `state`. If these are not on the
+    device, the host does the update, and `writes_weights` is True.
     """
 
     def __init__(
         self, config: OptimizerConfig, state: State, tensor: Communicator | None = None
     ) -> None:
-        """`tensor`: the axis that divides matrices."""
+        """Prepare the update of `state`; `tensor` is the axis that divides matrices."""
         self.config = config
         self.state = state
         buffer = state.buffer
@@ -108,17 +109,17 @@ class Optimizer:
         self._muon = Muon(config, _matrices(config, state), buffer, tensor or OneRank())
 
     def compute_by(self, kernels: Kernels) -> None:
-        """Multiply matrices by these kernels from now on."""
+        """Multiply matrices with these kernels from now on."""
         self._muon.kernels = kernels
 
     @property
     def writes_weights(self) -> bool:
-        """Whether the weights of this rank's part follow with the update itself."""
+        """Return True if the update itself also writes the weights of this rank's part."""
         return self._host is not None
 
     def expect(self, scale: float) -> None:
-        """Take fp16's loss scale out of the gradients, and have the device send what an update on
-        the host takes: before the step's one wait."""
+        """Divide the gradients by fp16's loss scale, and begin to copy the inputs of an update on
+        the host from the device, before the step's one wait."""
         if scale != 1.0:
             for gradient in self.gradients:
                 gradient.mul_(1.0 / scale)
@@ -126,22 +127,22 @@ class Optimizer:
             self._host.expect()
 
     def step(self, rate: float, norm: float) -> None:
-        """Clip by `norm`, the global norm of the gradients, and update the masters; the weights do
-        not follow yet (`State.changed`), or not those of other ranks. Raises OSError where the disk
-        fails that has the state.
+        """Clip by `norm`, the global norm of the gradients, and update the masters. The weights are
+        not updated yet (`State.changed`), or not those of other ranks. Raise OSError if the disk
+        with the state fails.
 
         The arithmetic of clipping is that of torch.nn.utils.clip_grad_norm_.
         """
         factor = 1.0
         if self.config.clip_norm > 0.0 and self.gradients:
-            # in the gradients' type, as on their device, where no number has to be looked up
+            # in the gradients' type, as on their device, but here the host needs no wait
             known = torch.tensor(norm, dtype=self.gradients[0].dtype)
             factor = torch.clamp(self.config.clip_norm / (known + 1e-6), max=1.0).item()
             if factor != 1.0 and self._host is None:
                 torch._foreach_mul_(self.gradients, factor)
         counters = self.state.counters
         self.state.read.computing_waits()
-        # Adam corrects its moments by its count: ours, which skips and checkpoints know
+        # Adam corrects its moments by its count: use ours, which skips and checkpoints respect
         self._updates.fill_(counters.updates)
         for group in self._groups if self._host is None else self._host.parts(factor):
             update(self.config, group, rate, self._updates)
@@ -150,8 +151,8 @@ class Optimizer:
 
 
 def _alike(config: OptimizerConfig, state: State) -> list[Alike]:
-    """This rank's part of the state, in groups that are updated alike; without matrices that are
-    updated each as a whole."""
+    """Return this rank's part of the state in groups that are updated alike, without the matrices
+    that are each updated as a whole."""
     buffer = state.buffer
     by_rates = dict[tuple[float, float], list[_Range]]()
     for alike, some in _ranges(config, buffer):
@@ -178,14 +179,15 @@ def _alike(config: OptimizerConfig, state: State) -> list[Alike]:
 
 
 class _Range(NamedTuple):
-    """Elements of this rank's part of unit number `unit`; `name`: of their first parameter."""
+    """Elements of this rank's part of unit number `unit`; `name` is that of their first
+    parameter."""
 
     unit: int
     some: slice
     name: str
 
     def of(self, kind: Kind) -> Tensor:
-        """Them in a kind of state, whichever parameters it has."""
+        """Return these elements in a kind of state, whichever parameters it has."""
         begin = self.some.start
         if kind.kept.names is not None:
             begin = kind.held[self.name].offset
@@ -195,9 +197,9 @@ class _Range(NamedTuple):
 def _ranges(
     config: OptimizerConfig, buffer: ParameterBuffer
 ) -> Iterator[tuple[tuple[float, float], _Range]]:
-    """This rank's part of the units in ranges that are updated alike: by which weight decay and
-    what share of the learning rate, and where. Parameters that stand one behind the other are in
-    one, with the padding of each."""
+    """Yield this rank's part of the units in ranges that are updated alike: (weight decay, share of
+    the learning rate) and the range. Neighbouring parameters are in one range, with their padding.
+    """
 
     def alike(own: OwnPart) -> tuple[int, tuple[float, float] | None]:
         matrix = is_matrix(config, own.entry)
@@ -212,14 +214,14 @@ def _ranges(
 
 
 def _rates(config: OptimizerConfig, entry: Entry) -> tuple[float, float]:
-    """The weight decay of a parameter, and its share of the learning rate."""
+    """Return the weight decay of a parameter, and its share of the learning rate."""
     group = group_of(config, entry.name)
     decay = config.weight_decay * group.weight_decay_factor * entry.declaration.decay
     return decay, group.learning_rate_factor
 
 
 def _matrices(config: OptimizerConfig, state: State) -> list[Matrix]:
-    """The parameters of this rank that are updated each as a whole, in their order."""
+    """Return the parameters of this rank that are each updated as a whole, in their order."""
     buffer = state.buffer
     matrices = list[Matrix]()
     for own in buffer.own_parts():
@@ -235,7 +237,7 @@ def _matrices(config: OptimizerConfig, state: State) -> list[Matrix]:
 def require_groups(
     config: OptimizerConfig, pipeline: Communicator, buffer: ParameterBuffer
 ) -> None:
-    """Raises SharedInputError, on every rank, for a glob that names no parameter that trains."""
+    """Raise SharedInputError, on every rank, if a glob matches no parameter that trains."""
     globs = sorted({glob for group in config.groups for glob in group.names})
     if not globs:
         return
@@ -250,8 +252,8 @@ def require_groups(
 
 
 def group_of(config: OptimizerConfig, name: str) -> RateGroup:
-    """The first group of the configuration that a logical name belongs to; else one that changes
-    nothing."""
+    """Return the first group of the configuration to which a logical name belongs, or a group that
+    changes nothing."""
     for group in config.groups:
         if any(fnmatchcase(name, glob) for glob in group.names):
             return group
@@ -259,5 +261,5 @@ def group_of(config: OptimizerConfig, name: str) -> RateGroup:
 
 
 def _cut(ranges: Sequence[_Range], parts: Sequence[Tensor]) -> list[Tensor]:
-    """Ranges of the parts of units."""
+    """Return ranges of the parts of units."""
     return [parts[piece.unit][piece.some] for piece in ranges]

@@ -1,5 +1,5 @@
-"""Parts of matrices on their way between the ranks of a shard group: to whoever makes the matrix
-orthogonal (`ptdmpi.plan.shape.dealt`), and its update back."""
+"""Parts of matrices on their way between the ranks of a shard group: to the rank that makes the
+matrix orthogonal (`ptdmpi.plan.shape.dealt`), and its update back."""
 
 from collections.abc import Mapping
 
@@ -13,24 +13,24 @@ from ptdmpi.plan.shape.dealt import owners
 
 
 class Parcels:
-    """Where parts of matrices stand in what ranks of a shard group tell each other, all of it one
-    message each way. Where nothing is sharded each rank owns its matrices, and nothing travels.
+    """The places of parts of matrices in the messages between the ranks of a shard group, one
+    message each way. If nothing is sharded, each rank owns its matrices, and nothing is sent.
 
-    `away`: of matrices that another rank owns this rank's part, by name, in what goes there;
-    `coming`: of matrices of this rank the parts of others, in what comes from there. The `unit` of
-    either is the other rank's number.
+    `away`: this rank's parts of matrices that another rank owns, by name, in the message to the
+    owner. `coming`: other ranks' parts of this rank's matrices, by name, in the messages from
+    there. The `unit` of either is the other rank's number.
     """
 
     def __init__(self, buffer: ParameterBuffer, costs: Mapping[str, int]) -> None:
-        """`costs`: what each matrix of the flat order, whoever holds it, takes to be made
-        orthogonal."""
+        """Compute the places. `costs`: the cost of making each matrix of the flat order orthogonal,
+        for the matrices of all ranks."""
         portion = buffer.portion
         self.group = portion.group
         here = portion.group.rank if portion.shards > 1 else 0
         self.device = buffer.device
         self.away: dict[str, OwnPart] = {}
         self.coming: dict[str, list[OwnPart]] = {}
-        # elements of what goes to, and comes from, each rank
+        # the number of elements sent to, and received from, each rank
         self._given = [0] * portion.shards
         self._taken = [0] * portion.shards
         entries = [buffer.entries[name] for name in costs]
@@ -47,13 +47,13 @@ class Parcels:
                     self._given[owner] += end - begin
 
     def room(self, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-        """(what goes to each rank, what comes from it), to be filled."""
+        """Return empty tensors for the message to each rank, and for the message from each rank."""
         sizes = (self._given, self._taken)
         given, taken = (torch.empty(sum(s), dtype=dtype, device=self.device) for s in sizes)
         return list(given.split(self._given)), list(taken.split(self._taken))
 
     def travel(self, leaving: list[Tensor], arriving: list[Tensor]) -> None:
-        """Send each rank its tensor, and fill those of what comes; all ranks of the group call
-        it."""
+        """Send each rank its tensor of `leaving`, and receive into `arriving`; all ranks of the
+        group call it."""
         if any(self._given) or any(self._taken):
             exchange(self.group, leaving, arriving)

@@ -1,4 +1,4 @@
-"""Replicas that differ: their mean, which is what is validated, and how far they are apart."""
+"""Replicas that differ: their mean, which is validated, and the distance between them."""
 
 import contextlib
 import math
@@ -11,8 +11,8 @@ from ptdmpi.model.state import WEIGHTS, State
 
 
 class Replicas:
-    """The replicas of a model on the data axis, seen from one of them. Where the data-parallel
-    method keeps them equal, there is nothing to do, and no message."""
+    """The replicas of a model on the data axis, as one of them sees them. If the data-parallel
+    method keeps them equal, all methods do nothing and send nothing."""
 
     def __init__(
         self, config: Config, data: Communicator, state: State, reduction: GradientReduction
@@ -25,8 +25,8 @@ class Replicas:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside it the weights are the mean over replicas that differ: what is validated, and
-        asked. Every rank calls it, between two steps; gradients are lost."""
+        """Set the weights to the mean over replicas that differ, within the context: for validation
+        and queries. Every rank calls it, between two steps; gradients are lost."""
         if not self.differ:
             yield
             return
@@ -38,17 +38,17 @@ class Replicas:
             self.state.changed()
 
     def measured(self, step: int) -> float | None:
-        """The consensus distance, where it is asked for after the update of step `step` (from 0);
-        gradients are lost."""
+        """Return the consensus distance if it is measured after the update of step `step` (from 0),
+        else None; gradients are lost."""
         every = self.config.data_parallel.consensus_every
         done = step + 1
         asked = every > 0 and (done % every == 0 or done == self.config.run.steps)
         return self.consensus() if self.differ and asked else None
 
     def consensus(self) -> float:
-        """The consensus distance: the root of the mean square, over replicas, of how far their
-        weights are from the mean of all, sqrt(sum_i |x_i - mean|^2 / d); equal on all ranks. Takes
-        a sum of all weights over the data axis, and the memory of the gradients, which are lost."""
+        """Return the consensus distance, equal on all ranks: the root mean square, over replicas,
+        of the distance of their weights from the mean of all, sqrt(sum_i |x_i - mean|^2 / d). It
+        sums all weights over the data axis, in the memory of the gradients, which are lost."""
         self.state.deviate()
         norm = float(self.reduction.global_norm())
         every = self.data.all_gather_object(norm)

@@ -1,7 +1,7 @@
-"""Executes a program: for each step of it, one action.
+"""Execution of a program: one action for each of its steps.
 
-The runner knows neither ranks' roles nor the schedule's phases; it is handed a program, in which
-every message already stands where it cannot deadlock, and the stages of this rank.
+The runner knows neither ranks' roles nor the schedule's phases. It gets the stages of this rank and
+a program, in which every message is already at a place where it cannot deadlock.
 """
 
 import contextlib
@@ -21,22 +21,23 @@ from ptdmpi.watch.stopwatch import Spanned, Stopwatch
 
 
 class OpHook:
-    """Whoever wants to know when ops begin and end on this rank; by itself it does nothing."""
+    """An observer of the beginnings and ends of ops on this rank; this base class does nothing."""
 
     def begin(self, op: Op) -> None:
-        """Called before `op` is computed, its input being here."""
+        """Act before `op` is computed; its input has arrived."""
 
     def end(self, op: Op) -> None:
-        """Called after `op` was computed, and outside its span: what is done here is not its time.
+        """Act after `op` was computed, outside its span, so that the time of this call is not the
+        op's.
 
-        Where `op` adds to gradients, they stand in the buffer now.
+        If `op` adds to gradients, they are in the buffer now.
         """
 
 
 class Runner:
-    """The stages of one rank and the pipeline axis that their activations travel on.
+    """The stages of one rank and the pipeline axis on which their activations are sent.
 
-    `hooks` are asked in their order at each op.
+    `hooks` are called in their order at each op.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Runner:
         self.boundary = next(iter(stages.values())).boundary
         self.hooks: list[OpHook] = []
         self.most_in_flight = 0
-        # whose collectives are part of ops, by the group's name
+        # the groups whose collectives are part of ops, by name
         self.inside: dict[str, Communicator] = {"tensor": self.boundary.axis.comm}
         self._inside: dict[str, Total] = {}
         self._counted: list[tuple[Communicator, Total]] = []
@@ -70,8 +71,8 @@ class Runner:
         microbatches: Sequence[MicrobatchPass],
         watch: Stopwatch,
     ) -> None:
-        """Execute `program`, this rank's part of `schedule`, on the microbatches that its ops are
-        numbered by; these have the losses afterwards. `watch` takes what happens when.
+        """Execute `program`, this rank's part of `schedule`, on the microbatches by whose numbers
+        its ops are named; these have the losses afterwards. `watch` records the spans.
 
         An exception is raised again with a note that shows the place in the schedule.
         """
@@ -89,7 +90,7 @@ class Runner:
             except Exception as error:
                 error.add_note(_here(program, place))
                 raise
-        # a step is over when its messages are: the next one reuses what they were made of
+        # a step ends when its messages are sent: the next one reuses their memory
         for handle, _, peer in self._leaving:
             with self._span("send", "", peer):
                 handle.wait()
@@ -97,13 +98,14 @@ class Runner:
 
     @property
     def inside_s(self) -> dict[str, float]:
-        """Seconds in the ops of the last program that went into collectives, by group, and so not
-        into work of this rank. To be asked when the device is done with the program."""
+        """Return the seconds in the ops of the last program that were spent in collectives, by
+        group, and so not in work of this rank. Call it when the device has finished the program."""
         return {group: total.seconds for group, total in self._inside.items()}
 
     @contextlib.contextmanager
     def hooked(self, hook: OpHook) -> Iterator[None]:
-        """`hook` first among the hooks for as long as the context lasts, whatever happens in it."""
+        """Put `hook` first among the hooks within the context, and remove it in any case
+        afterwards."""
         self.hooks.insert(0, hook)
         try:
             yield
@@ -111,14 +113,14 @@ class Runner:
             self.hooks.remove(hook)
 
     def under_way(self) -> list[tuple[Handle, Tensor, int]]:
-        """Messages that were neither sent nor received to their end, each with its buffer and the
-        rank at its other end."""
+        """Return the messages that are not completely sent or received, each with its buffer and
+        the rank at its other end."""
         return [*self._arriving.values(), *self._leaving]
 
     def _act(self, schedule: Schedule, action: Action) -> None:
         match action:
             case Receive(op, peer):
-                # posted only: who needs it waits for it, and computes meanwhile what comes before
+                # only posted: the op that needs it waits, and earlier ops are computed meanwhile
                 buffer = torch.empty(
                     self.boundary.wire_elements, dtype=self.dtype, device=self.device
                 )
@@ -132,7 +134,8 @@ class Runner:
                 self._compute(op, self._input(schedule.source(op)))
 
     def _input(self, source: Op | None) -> Tensor | None:
-        """The output of `source`: handed over on this rank, or received."""
+        """Return the output of `source`, from this rank or received; None if there is no
+        `source`."""
         if source is None:
             return None
         if source in self._ready:
@@ -140,7 +143,7 @@ class Runner:
         handle, buffer, peer = self._arriving.pop(source)
         with self._span("receive", str(source), peer):
             handle.wait()
-        # nothing is exchanged then: no span, and no time to be told apart
+        # then nothing is exchanged: no span, and no time to count separately
         if not self.boundary.scattered:
             return self.boundary.unpack(buffer)
         with self._span("gather", str(source)):
@@ -161,7 +164,7 @@ class Runner:
             for comm, _ in self._counted:
                 comm.count(None)
         if result is not None:
-            # kept until the next op on this rank asks for it, or a Send takes it away
+            # kept until the next op on this rank or a Send takes it
             self._ready[op] = result
         held = sum(stage.in_flight for stage in self.stages.values())
         self.most_in_flight = max(self.most_in_flight, held)
@@ -174,7 +177,7 @@ class Runner:
 
 
 def _here(program: Sequence[Action], place: int) -> str:
-    """The neighbourhood of `place`, marked."""
+    """Return the actions before and after `place`, one a line, with `place` marked."""
     lines = [f"in op {program[place]} of this rank's schedule:"]
     for i in range(max(0, place - 3), min(len(program), place + 4)):
         lines.append(f"  {program[i]}{'   <-- here' if i == place else ''}")

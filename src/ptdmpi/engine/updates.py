@@ -1,9 +1,9 @@
 """The arithmetic of an update, element by element, on flat tensors that are updated alike: AdamW
-and SGD by PyTorch's own functions, Lion, and the weights' moving average behind each of them. What
-is updated matrix by matrix is `muon`'s.
+and SGD by PyTorch's own functions, Lion, and the weights' moving average after each of them. `muon`
+has the updates matrix by matrix.
 
-The functions below torch.optim's classes: a class loads torch's compiler when it is made, 800
-modules, 70 MB and a second of every rank's start.
+AdamW and SGD use the functions that torch.optim's classes call. Making such a class loads torch's
+compiler: 800 modules, 70 MB and a second of every rank's start.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,13 +16,13 @@ from torch.optim.sgd import sgd
 from ptdmpi.config import OptimizerConfig
 from ptdmpi.engine.offload import Alike
 
-# Elements of a temporary tensor: so an update takes no memory that anybody would have to count.
+# Elements of a temporary tensor: so few that plans need not count an update's memory.
 PIECE = 1 << 20
 
 
 def update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) -> None:
-    """Change masters and moments of a group, `rate` being the learning rate of the step and
-    `updates` (float32, no dim) how many were made before."""
+    """Change masters and moments of a group; `rate` is the learning rate of the step and `updates`
+    (float32, no dim) the number of updates before."""
     moments = group.moments[:-1] if config.ema_decay else group.moments
     with torch.no_grad():
         UPDATES[config.kind](config, group._replace(moments=moments), rate * group.share, updates)
@@ -32,7 +32,7 @@ def update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) 
 
 
 def adamw_update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) -> None:
-    """Loshchilov and Hutter 2019 (arXiv 1711.05101), algorithm 2."""
+    """Do AdamW: Loshchilov and Hutter 2019 (arXiv 1711.05101), algorithm 2."""
     first, second = group.moments
     adamw(
         group.masters,
@@ -40,9 +40,9 @@ def adamw_update(config: OptimizerConfig, group: Alike, rate: float, updates: Te
         first,
         second,
         [],
-        # each tensor counts for itself
+        # each tensor has its own count
         [updates.clone() for _ in group.masters],
-        # one kernel; it rounds the end of a tensor otherwise (`ALIGNMENT`, plan/shape)
+        # one kernel; it rounds the end of a tensor differently (`ALIGNMENT`, plan/shape)
         fused=True,
         amsgrad=False,
         beta1=config.beta1,
@@ -55,7 +55,7 @@ def adamw_update(config: OptimizerConfig, group: Alike, rate: float, updates: Te
 
 
 def sgd_update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) -> None:
-    """As torch.optim.SGD, without dampening."""
+    """Do the update of torch.optim.SGD, without dampening."""
     # torch has no buffer before the first step; from zero the first sum is the gradient as well
     buffers: list[Tensor | None] = [None] * len(group.masters)
     if group.moments:
@@ -74,8 +74,8 @@ def sgd_update(config: OptimizerConfig, group: Alike, rate: float, updates: Tens
 
 
 def lion_update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) -> None:
-    """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2), in the order of its authors' program:
-    decay, then rate times the sign of what momentum and gradient say together."""
+    """Do Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2), in the order of its authors'
+    program: decay, then rate times the sign of a mean of momentum and gradient."""
     (moments,) = group.moments
     for masters, gradients, momentum in zip(group.masters, group.gradients, moments, strict=True):
         pieces = (flat.split(PIECE) for flat in (masters, gradients, momentum))
@@ -90,5 +90,5 @@ UPDATES: Mapping[str, Callable[[OptimizerConfig, Alike, float, Tensor], None]] =
     "adamw": adamw_update,
     "sgd": sgd_update,
     "lion": lion_update,
-    "muon": adamw_update,  # of what `engine/muon.py` does not take
+    "muon": adamw_update,  # for the parameters that `engine/muon.py` does not update
 }

@@ -1,5 +1,5 @@
-"""Compressors: from rows of numbers to packed bytes and back, each with a property that it keeps.
+"""Compressors: from rows of numbers to packed bytes and back, each with a bound on its error.
 
-What is compressed is always a unit of a logical parameter (`units`), so that neither the layout nor
-what else a rank holds changes a bit of it.
+A compressor always works on a unit of a logical parameter (`units`). Its bits therefore depend
+neither on the layout nor on the other parameters that a rank holds.
 """

@@ -8,9 +8,13 @@ from ptdmpi.engine.compress.sparse import RandomK, TopK
 
 
 def compressor_of(section: DataParallelConfig) -> Compressor | LowRank:
-    """By its name. Without error feedback what can be unbiased is; with it, it contracts instead
-    (divided by 1 + omega), for a memory of what unbiased compression leaves would grow; so it does
-    between neighbours, whose differences are a memory."""
+    """Return the compressor that `section` names.
+
+    Without error feedback a compressor is unbiased if it can be. With error feedback it contracts
+    instead (it is divided by 1 + omega), because the memory of an unbiased compressor's errors
+    would grow. The decentralized method also uses the contraction: its differences between
+    neighbours are such a memory.
+    """
     unbiased = section.error_feedback == "none" and section.method != "decentralized"
     match section.compressor:
         case "top_k":

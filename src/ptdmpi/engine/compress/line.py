@@ -1,4 +1,4 @@
-"""What data ranks tell each other of a batch of tiles: encoded, sent, decoded, averaged."""
+"""Messages between data ranks about a batch of tiles: encoded, sent, decoded, averaged."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,7 @@ from ptdmpi.engine.compress.compressor import Compressor, Draws
 from ptdmpi.engine.compress.units import Numbers, TileBatch
 from ptdmpi.model.random import fold
 
-# Whose draws those of a server are: no data rank's, so that it does not matter who serves.
+# The source of a server's draws. It is no data rank, so the draws do not depend on who serves.
 SERVER = -2
 
 
@@ -19,10 +19,10 @@ SERVER = -2
 class Coder:
     """Some tiles of a batch as one code: the units of each length, one length after the other.
 
-    `key` is that of seed and step; `tiles`: which of the batch's, by default all. `rounds`: the
-    rest that a code leaves is encoded once more, so often, and their sum is what arrives (fast
-    compressed communication, Huang et al. 2022, arXiv 2206.03665, section 4.1): of the square
-    (1 - delta)^rounds is left.
+    `key` is the hash of seed and step. `tiles` selects tiles of the batch; the default is all. With
+    `rounds` > 1 the remainder of a code is encoded again, `rounds` times in total, and the receiver
+    gets the sum (fast compressed communication, Huang et al. 2022, arXiv 2206.03665, section 4.1):
+    the squared error is at most (1 - delta)^rounds.
     """
 
     compressor: Compressor
@@ -32,30 +32,31 @@ class Coder:
     tiles: Numbers | None = None
 
     def of(self, tiles: Numbers) -> "Coder":
-        """That of some tiles, by their numbers in the batch."""
+        """Return the coder of some tiles, given by their numbers in the batch."""
         return replace(self, tiles=tiles)
 
     def share(self, rank: int, size: int) -> "Coder":
-        """That of the tiles whose server is data rank `rank` of `size`, in every layout."""
+        """Return the coder of the tiles whose server is data rank `rank` of `size`, in every
+        layout."""
         here, host = (numbers % size == rank for numbers in self.batch.numbers)
         served = host.nonzero()[:, 0]
-        # their number is known to the host, which need not wait for the device's
+        # the host knows their number, so it need not wait for the device
         mine = torch.nonzero_static(here, size=len(served))[:, 0]
         return self.of(Numbers(mine, served))
 
     @property
     def at(self) -> Tensor:
-        """The numbers in the batch of the tiles of a share."""
+        """Return the numbers, in the batch, of the tiles of a share."""
         assert self.tiles is not None
         return self.tiles.here
 
     @property
     def count(self) -> int:
-        """How many tiles."""
+        """Return the number of tiles."""
         return self.batch.tiles if self.tiles is None else len(self.tiles.host)
 
     def code_bytes(self, dtype: torch.dtype) -> int:
-        """The length of a code, the same for all data ranks."""
+        """Return the length of a code in bytes, the same for all data ranks."""
         return sum(
             self.compressor.code_bytes(draws, length, dtype)
             for number in range(self.rounds)
@@ -63,7 +64,8 @@ class Coder:
         )
 
     def encode(self, x: Tensor, source: int) -> tuple[Tensor, Tensor]:
-        """[tiles, width] of data rank `source` -> [code_bytes] uint8, and what arrives of it."""
+        """Encode x [tiles, width] of data rank `source`; return the code, [code_bytes] uint8, and
+        its decoded value, [tiles, width]."""
         codes = []
         left = x
         arrived = torch.zeros_like(x)
@@ -82,8 +84,8 @@ class Coder:
         return torch.cat(codes), arrived
 
     def decode(self, code: Tensor, source: int, dtype: torch.dtype) -> Tensor:
-        """What arrives of a code of data rank `source`: [tiles, width], the bits that `encode`
-        gave."""
+        """Decode a code of data rank `source` to [tiles, width], the same bits as the second value
+        of `encode`."""
         arrived = torch.zeros((self.count, self.batch.width), dtype=dtype, device=code.device)
         at = 0
         for number in range(self.rounds):
@@ -106,8 +108,11 @@ class Coder:
 
 
 def gathered_mean(coder: Coder, x: Tensor, data: Communicator) -> tuple[Tensor, Tensor]:
-    """C(x) of this rank, and the mean of C(x) over the data axis, summed in ascending rank, the
-    same bits on all of them: each rank's code is gathered by all."""
+    """Return C(x) of this rank, and the mean of C(x) over the data axis.
+
+    Each rank gathers the codes of all ranks and sums in ascending rank, so all ranks get the same
+    bits.
+    """
     code, own = coder.encode(x, data.rank)
     every = data.all_gather(code).view(data.size, -1)
     total = None
@@ -125,12 +130,13 @@ def gathered_mean(coder: Coder, x: Tensor, data: Communicator) -> tuple[Tensor, 
 def squeezed_mean(
     coder: Coder, x: Tensor, error: Tensor, data: Communicator
 ) -> tuple[Tensor, Tensor]:
-    """C(x) of this rank, and C of the mean of C(x) plus the server's `error`, the same bits on all
-    ranks; `error` [tiles, width] becomes what that leaves (Tang et al. 2019, arXiv 1905.05957).
+    """Return C(x) of this rank, and C of (the mean of C(x) plus the server's `error`), the same
+    bits on all ranks; `error` [tiles, width] becomes the remainder of that (Tang et al. 2019, arXiv
+    1905.05957).
 
-    Each data rank is the server of its share of the tiles, by their numbers: codes go to servers,
-    and codes of means come back, so that a rank sends two codes' bytes however many ranks there
-    are. Of `error` a rank uses and changes its share alone.
+    Each data rank is the server of its share of the tiles, by their numbers. Codes go to the
+    servers, and codes of the means come back, so a rank sends the bytes of two codes for any number
+    of ranks. A rank uses and changes only its own share of `error`.
     """
     shares = [coder.share(rank, data.size) for rank in range(data.size)]
     own = torch.empty_like(x)
@@ -144,7 +150,7 @@ def squeezed_mean(
     aimed = mean + error[mine.at]
     code, value = mine.encode(aimed, SERVER)
     error[mine.at] = aimed - value
-    # shares are of unequal length, and parts of a gather are not
+    # shares have unequal lengths, but the parts of a gather must be equal
     sizes = [share.code_bytes(x.dtype) for share in shares]
     padded = code.new_zeros(max(sizes))
     padded[: len(code)] = code
@@ -156,7 +162,8 @@ def squeezed_mean(
 
 
 def _mean_at_server(mine: Coder, codes: list[Tensor], own: Tensor, data: Communicator) -> Tensor:
-    """Send each server its code; the mean of what arrives here, summed in ascending rank."""
+    """Send each server its code; return the mean of the arriving codes, summed in ascending
+    rank."""
     arriving = [torch.empty_like(codes[data.rank]) for _ in codes]
     exchange(data, codes, arriving)
     total = torch.zeros((mine.count, own.shape[1]), dtype=own.dtype, device=own.device)

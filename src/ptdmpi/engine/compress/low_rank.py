@@ -1,8 +1,8 @@
-"""Low rank: of each tile, a matrix, two thin factors travel (PowerSGD: Vogels et al. 2019, arXiv
+"""Low rank: two thin factors of each tile, a matrix, are sent (PowerSGD: Vogels et al. 2019, arXiv
 1905.13727, algorithm 1).
 
-Its compressor is linear in what the ranks have, so their factors are summed as they are: one power
-iteration, started with the factor that the last step has ended with.
+The compressor is linear in the ranks' values, so their factors are summed directly: one power
+iteration, started with the factor with which the last step ended.
 """
 
 from dataclasses import dataclass
@@ -17,24 +17,25 @@ from ptdmpi.engine.compress.compressor import Draws
 
 @dataclass(frozen=True)
 class LowRank:
-    """Tiles [n, lines, length] of some rank at most: C(x) = P P^T x, the columns of P orthonormal,
-    so that ||C(x) - x|| <= ||x||.
+    """A compressor of tiles [n, lines, length] to at most `rank`: C(x) = P P^T x with orthonormal
+    columns of P, so that ||C(x) - x|| <= ||x||.
 
-    How much less depends on x and on how near P is to its first singular vectors, at which delta is
-    at least rank / min(lines, length); for matrices that change slowly it gets there, and for a
-    first step delta may be 0.
+    The contraction depends on x and on the distance of P from the first singular vectors of x. With
+    these vectors delta is at least rank / min(lines, length). P approaches them for matrices that
+    change slowly; in a first step delta may be 0.
     """
 
     rank: int
     longest: ClassVar[int] = 2**62  # a tile is one matrix, however large
 
     def shrinks(self, lines: int, length: int) -> bool:
-        """Whether the factors of a tile have fewer numbers than it has. Others travel whole."""
+        """Return True if the factors of a tile have fewer numbers than the tile. Other tiles are
+        sent whole."""
         return self.rank * (lines + length) < lines * length
 
     def start(self, kept: Tensor, draws: Draws) -> Tensor:
-        """[n, length, rank] to begin with: what was kept [n, rank, length], and where that is zero,
-        as at first, random numbers, the same on all ranks."""
+        """Return the factor [n, length, rank] to begin with: the kept one [n, rank, length], and
+        random numbers, the same on all ranks, where it is zero (as in the first step)."""
         n, rank, length = kept.shape
         random = draws.uniform(rank * length, kept.dtype).view(n, rank, length) - 0.5
         empty = kept.abs().amax(dim=2, keepdim=True) == 0
@@ -43,8 +44,8 @@ class LowRank:
     def summed(
         self, x: Tensor, second: Tensor, data: Communicator
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """C(x) of this rank, the sum over the data axis, and the next `second` factor, [n, length,
-        rank]. Two sums over the axis, of rank (lines + length) numbers a tile."""
+        """Return C(x) of this rank, the sum over the data axis, and the next `second` factor, [n,
+        length, rank]. The data axis sums twice, rank (lines + length) numbers a tile together."""
         first = orthonormal(data.all_reduce(torch.bmm(x, second)))
         mine = torch.bmm(x.mT, first)
         total = data.all_reduce(mine.clone())
@@ -52,13 +53,13 @@ class LowRank:
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """[n, lines, rank] -> orthonormal columns that span the same, by Gram and Schmidt, each twice;
-    one that depends on those before becomes zero."""
+    """Return orthonormal columns with the same span as `columns` [n, lines, rank], by Gram-Schmidt,
+    each done twice. A column that depends on those before it becomes zero."""
     orthogonal: list[Tensor] = []
     smallest = torch.finfo(columns.dtype).eps * columns.shape[1]
     for column in columns.unbind(dim=2):
         rest = column
-        for _ in range(2):  # once leaves what rounding has left: Giraud et al. 2005
+        for _ in range(2):  # one pass leaves rounding errors: Giraud et al. 2005
             for other in orthogonal:
                 rest = rest - (other * rest).sum(dim=1, keepdim=True) * other
         norm = torch.linalg.vector_norm(rest, dim=1, keepdim=True)

@@ -1,14 +1,15 @@
-"""Codes as bytes: numbers of a float type in full, and packed ones behind them."""
+"""Codes as bytes: first numbers of a float type in full, then packed ones."""
 
 import torch
 from torch import Tensor
 
-# Codes begin and end where a float64 may stand.
+# Codes begin and end at the alignment of a float64.
 GRAIN_BYTES = 8
 
 
 def join(values: Tensor, packed: Tensor) -> Tensor:
-    """[n] numbers of a float type and packed bytes -> one code, uint8, of whole grains."""
+    """Join [n] numbers of a float type and packed bytes to one code, uint8, padded to whole
+    grains."""
     floats = values.contiguous().view(-1).view(torch.uint8)
     length = joined_bytes(len(floats), len(packed))
     code = packed.new_zeros(length)
@@ -18,11 +19,12 @@ def join(values: Tensor, packed: Tensor) -> Tensor:
 
 
 def joined_bytes(floats: int, packed: int) -> int:
-    """How many bytes `join` makes of so many bytes of floats, and packed ones."""
+    """Return the length of the code that `join` makes of `floats` bytes of floats and `packed`
+    bytes."""
     return -(-(floats + packed) // GRAIN_BYTES) * GRAIN_BYTES
 
 
 def part(code: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The `count` floats that a code begins with, and all bytes behind them."""
+    """Return the first `count` floats of a code, and all bytes after them."""
     size = count * dtype.itemsize
     return code[:size].clone().view(dtype), code[size:]

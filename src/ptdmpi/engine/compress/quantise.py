@@ -1,4 +1,5 @@
-"""Quantising compressors: of each unit one scale travels in full, and few bits of each element."""
+"""Quantising compressors: for each unit one scale is sent in full, and a code of a few bits for
+each element."""
 
 import math
 from abc import abstractmethod
@@ -13,7 +14,8 @@ from ptdmpi.plan.shape.codes import QUANTISED
 
 
 class Quantiser(Compressor):
-    """A scale for each unit, in the type of the gradients, and `bits` for each element."""
+    """A compressor with a scale for each unit, in the type of the gradients, and `bits` bits for
+    each element."""
 
     def __init__(self, longest: int, bits: int) -> None:
         super().__init__(longest)
@@ -21,18 +23,18 @@ class Quantiser(Compressor):
 
     @abstractmethod
     def scales(self, x: Tensor) -> Tensor:
-        """[n, length] -> [n, 1]."""
+        """Return the scales [n, 1] of x [n, length]."""
 
     @abstractmethod
     def codes(self, x: Tensor, scales: Tensor, draws: Draws) -> Tensor:
-        """[n, length] -> [n, length] in [0, 2^bits), of any type."""
+        """Return the codes [n, length] of x [n, length], in [0, 2^bits), of any type."""
 
     @abstractmethod
     def values(self, codes: Tensor, scales: Tensor) -> Tensor:
-        """[n, length] int64 -> [n, length] in the type of the scales."""
+        """Return the values [n, length], in the type of the scales, of codes [n, length] int64."""
 
     def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
-        """Return the bytes of a code, as the contract says."""
+        """Return the length of a code in bytes, as the contract says."""
         n = len(draws.units)
         return joined_bytes(n * dtype.itemsize, packed_bytes(n * length, self.bits))
 
@@ -43,7 +45,7 @@ class Quantiser(Compressor):
         return join(scales, pack(codes.view(-1), self.bits))
 
     def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:
-        """Return the numbers that codes stand for, as the contract says."""
+        """Return the numbers that the codes represent, as the contract says."""
         n = len(draws.units)
         scales, rest = part(code, n, dtype)
         codes = unpack(rest[: packed_bytes(n * length, self.bits)], n * length, self.bits)
@@ -54,9 +56,9 @@ class Qsgd(Quantiser):
     """Random rounding to `levels` parts of the unit's norm, up or down so that the mean is right
     (Alistarh et al. 2017, arXiv 1610.02132, section 3.1): omega = min(d / s^2, sqrt(d) / s).
 
-    Each element takes ceil(log2(2 s + 1)) bits. Not `unbiased`, everything is divided by 1 + omega:
-    what is unbiased contracts then, with delta = 1 / (1 + omega). The mean is right to 2^-24 of a
-    level, for so many bits are drawn.
+    Each element takes ceil(log2(2 s + 1)) bits. If not `unbiased`, every value is divided by 1 +
+    omega: an unbiased compressor then contracts, with delta = 1 / (1 + omega). The mean is right to
+    2^-24 of a level, because 24 bits are drawn.
     """
 
     def __init__(self, levels: int, unbiased: bool) -> None:
@@ -65,7 +67,7 @@ class Qsgd(Quantiser):
         self.unbiased = unbiased
 
     def scales(self, x: Tensor) -> Tensor:
-        # in float64: squares of large numbers leave float32
+        # in float64: squares of large numbers overflow float32
         norm = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float64)
         return norm.to(x.dtype)
 
@@ -85,7 +87,7 @@ class Qsgd(Quantiser):
         return min(length / self.levels**2, math.sqrt(length) / self.levels)
 
     def delta(self, length: int) -> float:
-        """Return the part that is kept, as the contract says."""
+        """Return the least contraction, as the contract says."""
         omega = self.omega(length)
         return max(0.0, 1.0 - omega) if self.unbiased else 1.0 / (1.0 + omega)
 
@@ -107,16 +109,17 @@ class Sign(Quantiser):
         return torch.where(codes > 0, scales, -scales)
 
     def delta(self, length: int) -> float:
-        """Return the part that is kept, as the contract says."""
+        """Return the least contraction, as the contract says."""
         return 1.0 / length
 
 
 class Rounded(Quantiser):
-    """Rounding to the nearest of 2 q + 1 multiples of the greatest magnitude / q, q = 127 or 7:
+    """Rounding to the nearest of 2 q + 1 multiples of (the greatest magnitude / q), q = 127 or 7:
     int8 or int4 in blocks, each with a scale.
 
-    The greatest element is exact, and of no other is the error more than half a step or than the
-    element itself: delta = 4 q^2 / (4 q^2 + d - 1), where all others lie half a step from zero.
+    The greatest element is exact. The error of any other element is at most half a step and at most
+    the element itself. So delta = 4 q^2 / (4 q^2 + d - 1), reached when all others are half a step
+    from zero.
     """
 
     def __init__(self, bits: int, block: int) -> None:
@@ -134,6 +137,6 @@ class Rounded(Quantiser):
         return (codes - self.greatest).to(scales.dtype) / self.greatest * scales
 
     def delta(self, length: int) -> float:
-        """Return the part that is kept, as the contract says."""
+        """Return the least contraction, as the contract says."""
         square = 4.0 * self.greatest**2
         return square / (square + length - 1)

@@ -1,8 +1,8 @@
-"""Sparse compressors: of each unit some elements travel, and all others are zero.
+"""Sparse compressors: some elements of each unit are sent, and all others are zero.
 
-A share `ratio` of a unit's d numbers is no whole number in general: floor(ratio d + u) of them are
-kept, u uniform in [0, 1) and the same on all data ranks. So ratio d are kept on average, whatever
-the length of units, and short ones are not all sent.
+A share `ratio` of a unit's d numbers is not a whole number in general. Therefore floor(ratio d + u)
+of them are kept, with u uniform in [0, 1) and the same on all data ranks. So ratio d elements are
+kept on average for units of any length, and short units are not always sent whole.
 """
 
 import math
@@ -18,7 +18,8 @@ from ptdmpi.plan.shape.codes import SPARSE
 
 
 class Sparse(Compressor):
-    """Keeps those elements of a unit whose scores are greatest; of equal ones the first."""
+    """A compressor that keeps the elements of a unit with the greatest scores; of equal ones the
+    first."""
 
     def __init__(self, ratio: float) -> None:
         super().__init__(SPARSE)
@@ -26,29 +27,30 @@ class Sparse(Compressor):
 
     @abstractmethod
     def scores(self, x: Tensor, draws: Draws) -> Tensor:
-        """[n, length] of any ordered type."""
+        """Return the scores [n, length] of the elements, of any ordered type."""
 
     def counts(self, draws: Draws, length: int) -> Tensor:
-        """[n] int64: how many elements of each unit are kept."""
+        """Return [n] int64, the number of elements that are kept of each unit."""
         kept = torch.floor(self.ratio * length + draws.shared())
         return kept.to(torch.int64).clamp_(max=length)
 
     def count(self, draws: Draws, length: int) -> int:
-        """How many elements of all units are kept: known to the host, whatever the device does."""
+        """Return the number of kept elements of all units. The host computes it without the
+        device."""
         return int(self.counts(draws.on_host, length).sum())
 
     def places(self, x: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Rows and columns of what is kept of [n, length], in their order."""
+        """Return the rows and the columns of the kept elements of x [n, length], in their order."""
         length = x.shape[1]
         kept = self.kept(self.scores(x, draws), self.counts(draws, length))
         rows, columns = torch.nonzero_static(kept, size=self.count(draws, length)).unbind(1)
         return rows, columns
 
     def kept(self, scores: Tensor, counts: Tensor) -> Tensor:
-        """[n, length] bool: True at the `counts` greatest scores of each row."""
+        """Return [n, length] bool: True at the `counts` greatest scores of each row."""
         length = scores.shape[1]
-        most = min(length, math.floor(self.ratio * length) + 1)  # that `counts` can say
-        # topk says nothing of which of equal elements it takes: only the values are used
+        most = min(length, math.floor(self.ratio * length) + 1)  # the greatest possible count
+        # topk does not specify which of equal elements it takes: only the values are used
         greatest = scores.topk(most, dim=1).values
         least = greatest.gather(1, (counts - 1).clamp(min=0)[:, None])
         above = scores > least
@@ -57,25 +59,26 @@ class Sparse(Compressor):
         return above | (level & (level.cumsum(dim=1) <= room))
 
     def delta(self, length: int) -> float:
-        """Return the part that is kept, as the contract says."""
+        """Return the least contraction, as the contract says."""
         return self.ratio
 
 
 class TopK(Sparse):
     """The greatest magnitudes, with their places (Aji and Heafield 2017, arXiv 1704.05021; delta =
-    k / d: Stich et al. 2018, arXiv 1809.07599, lemma A.1). A number travels in the type of the
-    gradients and its index in ceil(log2 length) bits; where all are kept there is no index."""
+    k / d: Stich et al. 2018, arXiv 1809.07599, lemma A.1). Each number is sent in the type of the
+    gradients and its index in ceil(log2 length) bits. If all elements are kept, no index is sent.
+    """
 
     def scores(self, x: Tensor, draws: Draws) -> Tensor:
         """Return the magnitudes: the greatest are kept."""
         return x.abs()
 
     def index_bits(self, length: int) -> int:
-        """Bits of a place."""
+        """Return the number of bits of an index."""
         return 0 if self.ratio == 1.0 else (length - 1).bit_length()
 
     def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
-        """Return the bytes of a code, as the contract says."""
+        """Return the length of a code in bytes, as the contract says."""
         count = self.count(draws, length)
         indices = packed_bytes(count, self.index_bits(length))
         return joined_bytes(count * dtype.itemsize, indices)
@@ -86,7 +89,7 @@ class TopK(Sparse):
         return join(x[rows, columns], pack(columns, self.index_bits(x.shape[1])))
 
     def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:
-        """Return the numbers that codes stand for, as the contract says."""
+        """Return the numbers that the codes represent, as the contract says."""
         counts = self.counts(draws, length)
         count = self.count(draws, length)
         bits = self.index_bits(length)
@@ -101,10 +104,10 @@ class TopK(Sparse):
 
 
 class RandomK(Sparse):
-    """Elements drawn at random; the receiver draws the same ones, so that no index travels.
+    """Elements drawn at random; the receiver draws the same ones, so that no index is sent.
 
-    Unbiased: they are scaled by d / k, omega = d / k - 1 (Wangni et al. 2018, arXiv 1710.09854);
-    else not (Stich et al. 2018: delta = k / d).
+    If `unbiased`, they are scaled by d / k, and omega = d / k - 1 (Wangni et al. 2018, arXiv
+    1710.09854). Otherwise they are not scaled, and delta = k / d (Stich et al. 2018).
     """
 
     def __init__(self, ratio: float, unbiased: bool) -> None:
@@ -112,11 +115,11 @@ class RandomK(Sparse):
         self.unbiased = unbiased
 
     def scores(self, x: Tensor, draws: Draws) -> Tensor:
-        """Return random numbers: which elements are kept is drawn."""
+        """Return random numbers: the kept elements are drawn."""
         return draws.hashes(x.shape[1])
 
     def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
-        """Return the bytes of a code, as the contract says."""
+        """Return the length of a code in bytes, as the contract says."""
         return joined_bytes(self.count(draws, length) * dtype.itemsize, 0)
 
     def encode(self, x: Tensor, draws: Draws) -> Tensor:
@@ -124,7 +127,7 @@ class RandomK(Sparse):
         return join(x[self.places(x, draws)], x.new_zeros(0, dtype=torch.uint8))
 
     def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:
-        """Return the numbers that codes stand for, as the contract says."""
+        """Return the numbers that the codes represent, as the contract says."""
         values, _ = part(code, self.count(draws, length), dtype)
         decoded = values.new_zeros((len(draws.units), length))
         decoded[self.places(decoded, draws)] = values / self.ratio if self.unbiased else values
@@ -135,5 +138,5 @@ class RandomK(Sparse):
         return 1.0 / self.ratio - 1.0
 
     def delta(self, length: int) -> float:
-        """Return the part that is kept, as the contract says."""
+        """Return the least contraction, as the contract says."""
         return max(0.0, 1.0 - self.omega(length)) if self.unbiased else self.ratio

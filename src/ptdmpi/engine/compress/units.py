@@ -1,10 +1,10 @@
-"""What is compressed as one: units of logical parameters, the same in every layout.
+"""Units of compression: parts of logical parameters, the same in every layout.
 
 A *line* of a parameter has the elements at one index of the dim that the tensor axis divides (a row
 of a column-parallel weight, a column of a row-parallel one). No legal size of that axis cuts a
-line, and none cuts so many neighbouring lines as `grains` says: a *tile*, in logical order line
-after line. A tile is cut into runs of the greatest length that a compressor takes: its units. What
-the tensor axis does not divide is one tile.
+line. `grains` returns how many neighbouring lines no legal size separates: they are a *tile*, in
+logical order line after line. A tile is cut into runs of the greatest length that a compressor
+takes: its units. A parameter that the tensor axis does not divide is one tile.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,15 +22,15 @@ from ptdmpi.plan.shape.codes import MOST_ELEMENTS
 
 
 def grains(declaration: Declaration, most_tensor: int) -> tuple[int, ...]:
-    """For each part of a divided parameter, how many lines of it are never cut. `most_tensor`: the
-    largest legal tensor axis, which all legal ones divide."""
+    """Return, for each part of a divided parameter, how many of its lines are never separated.
+    `most_tensor` is the largest legal tensor axis, which all legal ones divide."""
     split = declaration.split
     if split is None:
         return ()
     lines = []
     for number, part in enumerate(split.parts):
         shares = most_tensor if split.most is None else min(most_tensor, split.most[number])
-        # a vocabulary is padded to what the axis divides: it may be cut behind any line
+        # a vocabulary is padded to a multiple of the axis: it may be cut after any line
         lines.append(part // shares if part % shares == 0 else 1)
     return tuple(lines)
 
@@ -39,8 +39,8 @@ def grains(declaration: Declaration, most_tensor: int) -> tuple[int, ...]:
 class Slab:
     """Some whole tiles of a parameter that this rank holds, each of `lines` lines of `length`.
 
-    `box` is theirs in the local tensor, `dim` the one that lines are counted along, `first` the
-    logical line that they begin with.
+    `box` is their place in the local tensor, `dim` the dim along which lines are counted, and
+    `first` the logical number of their first line.
     """
 
     entry: Entry
@@ -52,21 +52,22 @@ class Slab:
 
     @property
     def tiles(self) -> int:
-        """The number of tiles."""
+        """Return the number of tiles."""
         return self.box.size[self.dim] // self.lines
 
     def part(self, begin: int, end: int) -> "Slab":
-        """Tiles [begin, end) of it."""
+        """Return the slab of tiles [begin, end)."""
         start = self.box.start[self.dim]
         box = self.box.along(self.dim, start + begin * self.lines, start + end * self.lines)
         return replace(self, box=box, first=self.first + begin * self.lines)
 
     def read(self, flat: Tensor) -> Tensor:
-        """[tiles, lines length] of a tensor of the flat order; perhaps a view."""
+        """Return the tiles [tiles, lines * length] from a tensor of the flat order; the result may
+        be a view."""
         return self._moved(flat).reshape(self.tiles, -1)
 
     def write(self, flat: Tensor, values: Tensor) -> None:
-        """Put what `read` has read, changed, back."""
+        """Write `values` [tiles, lines * length] to the places that `read` reads."""
         place = self._moved(flat)
         place.copy_(values.view(place.shape))
 
@@ -74,20 +75,21 @@ class Slab:
         return self.entry.view(flat)[self.box.index].movedim(self.dim, 0)
 
     def numbers(self) -> Iterator[int]:
-        """A number for each tile, which no layout changes: they are dealt out by it."""
-        begin = unit_number(self.entry.name, 0, 0) >> 1  # room to count on
+        """Yield a number for each tile, the same in every layout. It decides the tile's server."""
+        begin = unit_number(self.entry.name, 0, 0) >> 1  # the shift leaves room to count
         for tile in range(self.tiles):
             yield begin + self.first // self.lines + tile
 
     def names(self, runs: Sequence[int]) -> Iterator[int]:
-        """The number of each unit, tile by tile, for some runs of each."""
+        """Yield the number of each unit, tile by tile, for the given runs of each tile."""
         for tile in range(self.tiles):
             for run in runs:
                 yield unit_number(self.entry.name, self.first + tile * self.lines, run)
 
 
 def slabs(order: FlatOrder, most_tensor: int) -> Iterator[Slab]:
-    """All parameters that train, by name; of copies on the tensor axis every rank has its own."""
+    """Yield slabs of all parameters that train, by name. Each rank yields its own copy of a
+    parameter that is copied along the tensor axis."""
     tensor_rank = order.portion.tensor_rank
     tensor_size = order.portion.tensor_size
     for name in sorted(order.entries):
@@ -109,7 +111,7 @@ def slabs(order: FlatOrder, most_tensor: int) -> Iterator[Slab]:
 
 
 class Numbers(NamedTuple):
-    """[n] int64 on a device, and the same on the host."""
+    """Numbers [n] int64 on a device, and the same on the host."""
 
     here: Tensor
     host: Tensor
@@ -121,7 +123,7 @@ class Numbers(NamedTuple):
         return cls(host.to(device), host)
 
     def of_tiles(self, tiles: "Numbers", every: int) -> "Numbers":
-        """Those of some of `every` tiles, each of which has as many."""
+        """Return the numbers of some of `every` tiles; each tile has equally many."""
         return Numbers(
             self.here.view(every, -1)[tiles.here].view(-1),
             self.host.view(every, -1)[tiles.host].view(-1),
@@ -129,9 +131,12 @@ class Numbers(NamedTuple):
 
 
 class TileBatch:
-    """Tiles of one size, handled as one: [tiles, width]. `units`: of each run of a length the
-    columns that it has of a tile, and the numbers of its units, tile by tile; `numbers` [tiles] are
-    those of the tiles. Both stand on the device and on the host."""
+    """Tiles of one size, handled together: [tiles, width].
+
+    `units` has an entry for each length of run: its columns in a tile, the length, and the numbers
+    of its units, tile by tile. `numbers` [tiles] are the numbers of the tiles. Both are on the
+    device and on the host.
+    """
 
     def __init__(self, some: Sequence[Slab], longest: int, device: torch.device) -> None:
         self.slabs = some
@@ -152,11 +157,11 @@ class TileBatch:
                 self.units.append((columns, length, Numbers.of(names, device)))
 
     def read(self, flat: Tensor) -> Tensor:
-        """[tiles, width], a copy, of a tensor of the flat order."""
+        """Return a copy [tiles, width] of the tiles in a tensor of the flat order."""
         return torch.cat([slab.read(flat) for slab in self.slabs])
 
     def write(self, flat: Tensor, values: Tensor) -> None:
-        """Put [tiles, width] in their places."""
+        """Write `values` [tiles, width] to their places in a tensor of the flat order."""
         parts = values.split([slab.tiles for slab in self.slabs])
         for slab, part in zip(self.slabs, parts, strict=True):
             slab.write(flat, part)
@@ -165,8 +170,8 @@ class TileBatch:
 def batches(
     some: Sequence[Slab], longest: int, device: torch.device, most: int = MOST_ELEMENTS
 ) -> list[TileBatch]:
-    """Slabs put together by the shape of their tiles; a tile is in one batch only, of at most
-    `most` elements unless it has more itself."""
+    """Return the slabs in batches of tiles of the same shape. Each tile is in one batch. A batch
+    has at most `most` elements, or one tile if a tile is larger."""
     by_shape: dict[tuple[int, int], list[Slab]] = {}
     for slab in some:
         by_shape.setdefault((slab.lines, slab.length), []).append(slab)

@@ -22,7 +22,7 @@ METHODS: dict[str, type[DataParallel]] = {
 
 
 def data_parallel(replica: Replica) -> DataParallel:
-    """The method that a configuration asks for."""
+    """Return the method that the configuration of `replica` names."""
     config = replica.config
     section = replica.config.data_parallel
     method: str = section.method

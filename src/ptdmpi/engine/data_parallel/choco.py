@@ -1,5 +1,5 @@
-"""Compressed messages between neighbours: what travels is how far each replica is from what its
-neighbours know of it."""
+"""Compressed messages between neighbours: each replica sends the difference between its weights and
+the copy of them that its neighbours have."""
 
 from torch import Tensor
 
@@ -13,20 +13,20 @@ PUBLIC = "public"
 
 
 class Choco(Decentralized):
-    """CHOCO-SGD (Koloskova, Stich, Jaggi 2019, arXiv 1902.00340, algorithm 2): of replica i its
-    neighbours know `public`_i, and behind each update
+    """CHOCO-SGD (Koloskova, Stich, Jaggi 2019, arXiv 1902.00340, algorithm 2): the neighbours of
+    replica i know `public`_i, and after each update
 
-        q_i = C(x_i - public_i) is told to the neighbours;  public_j += q_j for j = i and neighbours
+        q_i = C(x_i - public_i) is sent to the neighbours;  public_j += q_j for j = i and neighbours
         x_i += rate sum_j w_ij (public_j - public_i)
 
     with C a contraction and `consensus_rate` as rate (the paper's gamma). W is the same in every
-    step and symmetric. What a code leaves out is in the next difference, so that nothing is lost.
+    step and symmetric. The next difference contains the remainder of a code, so nothing is lost.
 
-    What a neighbour has made public stands here once more, the same bits as there, since the same
-    numbers are added: it is no state of its own, and comes whole, once, before the first exchange
-    of an attempt. So a run may resume, or go on with fewer replicas, on any graph.
+    Each replica has a copy of its neighbours' public weights, with the same bits, since it adds the
+    same numbers. The copies are not part of the state: they are sent whole, once, before the first
+    exchange of an attempt. So a run may resume, or continue with fewer replicas, on any graph.
 
-    Public copies begin as the weights, which all replicas know, where the paper has zero.
+    Public copies begin as the weights, which all replicas know; in the paper they begin as zero.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -36,7 +36,8 @@ class Choco(Decentralized):
         self._copies: Tensor | None = None  # [neighbours, size of the flat order]
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Tell the neighbours, and move towards what they have told."""
+        """Send the code of this replica to its neighbours, and move towards their public
+        weights."""
         if skipped or not self.state.kinds[PUBLIC].parts:  # or nothing trains on this rank
             return
         (graph,) = self._graphs
@@ -57,7 +58,7 @@ class Choco(Decentralized):
             public += own
             place.write(PUBLIC, public)
             pulled = x.new_zeros(x.shape)
-            # multiplied and added apart, in ascending order: as in `Decentralized`
+            # multiply and add separately, in ascending order, as in `Decentralized`
             for peer, weight, code, known in zip(
                 graph.sources, weights, arrived, self._copies, strict=True
             ):

@@ -1,8 +1,8 @@
-"""Compressed gradients: each replica's is encoded, the bytes travel, and all replicas update with
-the same mean of what arrives.
+"""Compressed gradients: each replica encodes its own and sends the bytes, and all replicas update
+with the same mean of the decoded gradients.
 
-Everything is in units of the gradient of the global batch: replica i compresses n times its part of
-it, and the mean over the n replicas is updated with.
+All values are in units of the gradient of the global batch: replica i compresses n times its part
+of it, and the update uses the mean over the n replicas.
 """
 
 import math
@@ -18,8 +18,8 @@ from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 class Compressed(DataParallel):
     """The mean of compressed gradients, the same bits on all replicas.
 
-    It sees gradients whose sums over the tensor axis are done, so that what is compressed, unit by
-    unit of the logical model, is the same in every layout.
+    It gets gradients that are already summed over the tensor axis. The compressed units of the
+    logical model are therefore the same in every layout.
     """
 
     linear = False
@@ -28,11 +28,14 @@ class Compressed(DataParallel):
         super().__init__(replica)
         self.kinds = kinds_of(replica.config.data_parallel)
         self.compression = Compression(replica)
-        self._midway = False  # memories have had a part of a step that has not updated yet
+        self._midway = False  # the memories have changed in a step whose update is not done
 
     def reduce(self) -> None:
-        """Where any replica's gradient is not finite, or too large for its square to be, all of it
-        is NaN instead: nothing is sent, no memory changes, and every rank skips the step."""
+        """Replace the gradients by the mean of the replicas' compressed gradients.
+
+        If any replica's gradient is not finite, or its square overflows, set all of it to NaN
+        instead: nothing is sent, no memory changes, and every rank skips the step.
+        """
         gradients = self.replica.buffer.gradients
         if self.replica.axes.world.greatest([self._overflows(gradients)])[0]:
             gradients.fill_(math.nan)
@@ -50,7 +53,7 @@ class Compressed(DataParallel):
         return not self._midway
 
     def replicas_lost(self) -> None:
-        """What EF21 takes for the mean of all estimates is that of those that are left."""
+        """Recompute EF21's mean of all estimates over the replicas that are left."""
         kinds = self.state.kinds
         if "estimate_mean" in kinds:
             for mean, own in zip(
@@ -62,9 +65,9 @@ class Compressed(DataParallel):
         most = math.sqrt(torch.finfo(gradients.dtype).max) / self.data.size
         if not gradients.numel():
             return False
-        # of NaN it is NaN; takes no memory
+        # NaN if any element is NaN; takes no memory
         extremes = on_its_way(torch.stack(torch.aminmax(gradients)))
-        # nothing may be told of a gradient that overflows: a wait of the host besides the step's
+        # No code of a gradient that overflows may be sent: the host waits once more in this step.
         self.replica.axes.settle()
         least, greatest = extremes.tolist()
         return not (greatest < most and least > -most)

@@ -16,7 +16,8 @@ from ptdmpi.plan.schedule.ops import Op
 
 @dataclass(frozen=True)
 class _Exchange:
-    """A piece of the state on its way to the neighbours: unit `number`'s, or a part of it."""
+    """A piece of the state, all or part of unit `number`, that is being exchanged with the
+    neighbours."""
 
     number: int
     own: Tensor
@@ -25,10 +26,11 @@ class _Exchange:
     terms: Sequence[tuple[int | None, float]]
 
     def finish(self) -> None:
-        """own <- sum_j w_ij x_j over this rank and its sources, one after the other, ascending."""
+        """Set own to sum_j w_ij x_j over this rank and its sources, added one after the other,
+        ascending."""
         self.handle.wait()
-        # Multiplied and added apart, so that no kernel fuses the two for some of the elements:
-        # bits would depend on how the state is cut. What is sent is not read any more now.
+        # Multiply and add separately, so that no kernel fuses the two for some of the elements:
+        # bits would depend on how the state is cut. The send is over, so `own` may change now.
         terms = [
             (self.own if place is None else self.arrived[place]).mul_(weight)
             for place, weight in self.terms
@@ -41,21 +43,20 @@ class _Exchange:
 
 
 class Decentralized(DataParallel):
-    """Adapt, then combine: x_i <- sum_j w_ij (x_j - rate * update_j), W a `topology` over the
-    replicas, of the step where it changes (Lopes and Sayed 2008, IEEE Trans. Signal Process. 56;
-    Chen and Sayed 2012, 60: diffusion). Moments stay each replica's own, or are averaged alike
-    (`average_moments`). A step that is skipped averages nothing.
+    """Adapt, then combine: x_i <- sum_j w_ij (x_j - rate * update_j), with W a `topology` over the
+    replicas, that of the step if it changes (Lopes and Sayed 2008, IEEE Trans. Signal Process. 56;
+    Chen and Sayed 2012, 60: diffusion). Each replica keeps its own moments, or they are averaged in
+    the same way (`average_moments`). A skipped step averages nothing.
 
     With `average_every` = H > 0 each H-th step averages over all replicas instead: Gossip-PGA (Chen
-    et al. 2021, arXiv 2105.09080, algorithm 1). Steps are counted from 0, whatever step a run
-    resumes at.
+    et al. 2021, arXiv 2105.09080, algorithm 1). Steps are counted from 0, also in a resumed run.
 
-    With `overlap` the exchange of step k goes on during the forward of step k + 1: place by place
-    (embedding, layers, head) what it brought is added up when the forward enters the place. The
-    values are those without it, to the bit; only when they arrive is other. Whoever looks at the
-    state between steps has the exchange finished first (`settle`).
+    With `overlap` the exchange of step k continues during the forward of step k + 1: the arrived
+    values of each place (embedding, layers, head) are added when the forward enters it. The values
+    are the same bits as without it; only the time of their arrival differs. Code that reads the
+    state between steps calls `settle` first, which finishes the exchange.
 
-    Equal bits for every t, p and schedule that have equal gradients: all here goes element by
+    Bits are equal for every t, p and schedule with equal gradients: every operation is element by
     element, in ascending order of replicas.
     """
 
@@ -83,19 +84,19 @@ class Decentralized(DataParallel):
         )
 
     def reduce(self) -> None:
-        """The gradient of this replica's own mean loss, d times its share of the global batch's:
-        the mean over replicas is then the gradient of the global batch, to the weight of a token.
-        """
+        """Multiply the gradients by d, to get the gradient of this replica's own mean loss. The
+        mean over replicas is then the gradient of the global batch, with the same weight for each
+        token."""
         self.settle()
         self.replica.buffer.gradients.mul_(self.data.size)
 
     def begin_step(self) -> None:
-        """Whatever is looked at now is of one step."""
+        """Finish the exchange before the step, except with `overlap`."""
         if not self.settings.overlap:
             self.settle()
 
     def begin(self, op: Op) -> None:
-        """Get the exchange on: MPI makes progress in its calls alone."""
+        """Test the exchanges under way: MPI makes progress only in its calls."""
         for exchange in self._under_way:
             exchange.handle.done()
 
@@ -104,7 +105,7 @@ class Decentralized(DataParallel):
         self.begin(op)
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Begin the exchange; without `overlap` it is over, too."""
+        """Begin the exchange; without `overlap` also finish it."""
         if skipped:
             return
         every = self.settings.average_every
@@ -119,8 +120,9 @@ class Decentralized(DataParallel):
         places: dict[int, int | None] = {peer: n for n, peer in enumerate(graph.sources)}
         terms = [(places.get(peer), float(weight)) for peer, weight in row.items()]
         for number, part in self._averaged_parts():
-            # `.data` has a version of its own: autograd would take what arrives for a place ahead
-            # for a change of what it has kept of the places behind, for all are one flat tensor
+            # `.data` has its own version counter. All places are in one flat tensor, so without it
+            # autograd would take the arrival of a later place for a change of the earlier places
+            # that it has saved.
             for own in part.data.split(BUCKET_ELEMENTS):
                 exchange = _Exchange(number, own, *graph.gather_begin(own), terms)
                 self._under_way.append(exchange)
@@ -130,22 +132,22 @@ class Decentralized(DataParallel):
             self.settle()
 
     def _averaged_parts(self) -> list[tuple[int, Tensor]]:
-        """What of the state is averaged, each with the number of its unit."""
+        """Return the parts of the state that are averaged, each with the number of its unit."""
         moments = self.replica.config.optimizer.moments if self.settings.average_moments else ()
         kinds = [self.state.kinds[name] for name in ("weights", *moments)]
         return [(number, part) for kind in kinds for number, part in enumerate(kind.parts)]
 
     @property
     def settled(self) -> bool:
-        """True if no exchange is under way."""
+        """Return True if no exchange is under way."""
         return not self._under_way
 
     def settle(self) -> None:
-        """All that is under way has arrived, and weights follow."""
+        """Finish all exchanges under way, and update the weights from the masters."""
         self.arrive(range(len(self.replica.buffer.units)))
 
     def arrive(self, units: Sequence[int]) -> None:
-        """What is under way of these units has arrived, and their weights follow."""
+        """Finish the exchanges of these units, and update their weights from the masters."""
         if not self._under_way:
             return
         wanted = set(units)
@@ -162,7 +164,7 @@ class Decentralized(DataParallel):
 
 
 class _Arriving(Walk):
-    """A stage's way through its places, which waits for the weights of each in forward."""
+    """A walk through a stage's places that waits for the weights of each in forward."""
 
     def __init__(self, parameters: dict[str, list[Parameter]], method: Decentralized) -> None:
         super().__init__(parameters, None, None, method.replica.buffer)
@@ -172,7 +174,7 @@ class _Arriving(Walk):
         self._method.arrive(self._uses[place])
 
     def backward(self, place: str | None) -> None:
-        """Every place was in forward before."""
+        """Do nothing: every place was in forward before."""
 
     def enter(self, place: str, x: Tensor) -> Tensor:
         self.forward(place)

@@ -1,5 +1,5 @@
-"""What a code leaves out, and what becomes of it: the mean over replicas of what each of them sends
-compressed, by the rule of `error_feedback`."""
+"""Error feedback: the mean over replicas of their compressed gradients, and the use of the
+remainder of each code, by the rule of `error_feedback`."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,13 +19,13 @@ from ptdmpi.engine.data_parallel.method import Replica
 from ptdmpi.model.random import fold
 from ptdmpi.model.state import Kept, State
 
-# What tells the draws of compression from all others of a seed.
+# Separates the draws of compression from all other draws of a seed.
 PURPOSE = 1_000_003
 
 
 @dataclass(frozen=True)
 class CompressedTiles:
-    """Some tiles in one step: how their numbers travel, and what is kept of them."""
+    """Some tiles in one step: how their numbers are sent, and the state that is kept of them."""
 
     batch: TileBatch
     state: State
@@ -35,14 +35,15 @@ class CompressedTiles:
     rounds: int
 
     def read(self, kind: str) -> Tensor:
-        """[tiles, width], a copy, of one kind of the state."""
+        """Return a copy [tiles, width] of one kind of the state."""
         return self.batch.read(self.state.kinds[kind].parts[0])
 
     def write(self, kind: str, values: Tensor) -> None:
         self.batch.write(self.state.kinds[kind].parts[0], values)
 
     def code_bytes(self) -> int:
-        """What this replica tells of them, or, of factors and of what is not compressed, sums."""
+        """Return the bytes that this replica sends of the tiles, or, for factors and uncompressed
+        tiles, the bytes that are summed."""
         size = self.batch.tiles * self.batch.width
         dtype = self.state.buffer.precision.master
         if not isinstance(self.compressor, LowRank):
@@ -59,7 +60,7 @@ class CompressedTiles:
         return Coder(self.compressor, self.batch, self.key, self.rounds)
 
     def mean(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """C(x) of this replica, and the mean of all replicas' C(x)."""
+        """Return C(x) of this replica, and the mean of all replicas' C(x), for x [tiles, width]."""
         if not isinstance(self.compressor, LowRank):
             return gathered_mean(self.coder, x, self.data)
         if not self.compressor.shrinks(self.batch.lines, self.batch.length):
@@ -67,7 +68,8 @@ class CompressedTiles:
         return self._low_rank_mean(self.compressor, x)
 
     def _low_rank_mean(self, compressor: LowRank, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The factor that the next step starts with stands in the first lines of its tile."""
+        """Return what `mean` does. The first lines of a tile of "low_rank" keep the factor with
+        which the next step starts."""
         lines = self.batch.lines
         length = self.batch.length
         rank = compressor.rank
@@ -81,13 +83,13 @@ class CompressedTiles:
 
 
 def plain(place: CompressedTiles, x: Tensor) -> Tensor:
-    """C(x), and what it leaves is lost."""
+    """Return the mean of C(x); the remainder is lost."""
     return place.mean(x)[1]
 
 
 def mem_sgd(place: CompressedTiles, x: Tensor) -> Tensor:
-    """What a code leaves is added to what is compressed next (Seide et al. 2014; Stich et al. 2018,
-    arXiv 1809.07599, algorithm 1)."""
+    """Return the mean of C(x + error); the remainder of a code is added to the next x (Seide et al.
+    2014; Stich et al. 2018, arXiv 1809.07599, algorithm 1)."""
     x += place.read("error")
     own, mean = place.mean(x)
     place.write("error", x - own)
@@ -95,9 +97,9 @@ def mem_sgd(place: CompressedTiles, x: Tensor) -> Tensor:
 
 
 def double_squeeze(place: CompressedTiles, x: Tensor) -> Tensor:
-    """Replicas and servers compress, each with a memory of its own (Tang et al. 2019, arXiv
-    1905.05957, algorithm 1). With codes of several rounds: NEOLITHIC (Huang et al. 2022, arXiv
-    2206.03665, algorithm 2)."""
+    """Return the mean, compressed by the replicas and again by the servers, each with a memory of
+    its own (Tang et al. 2019, arXiv 1905.05957, algorithm 1). With codes of several rounds this is
+    NEOLITHIC (Huang et al. 2022, arXiv 2206.03665, algorithm 2)."""
     x += place.read("error")
     left = place.read("server_error")
     own, mean = squeezed_mean(place.coder, x, left, place.data)
@@ -107,9 +109,9 @@ def double_squeeze(place: CompressedTiles, x: Tensor) -> Tensor:
 
 
 def ef21(place: CompressedTiles, x: Tensor) -> Tensor:
-    """Changes are compressed: each replica's estimate of its gradient follows by C(x - estimate),
-    and the mean of the estimates is updated with (Richtarik et al. 2021, arXiv 2106.05203,
-    algorithm 2; they begin with C of the first gradient, as estimates of zero do)."""
+    """Return the mean of the replicas' estimates of their gradients. Each adds C(x - estimate) to
+    its estimate (Richtarik et al. 2021, arXiv 2106.05203, algorithm 2). The paper begins with C of
+    the first gradient, and so do estimates that begin as zero."""
     estimate = place.read("estimate")
     own, change = place.mean(x - estimate)
     place.write("estimate", estimate + own)
@@ -128,7 +130,7 @@ FEEDBACK: Mapping[str, Callable[[CompressedTiles, Tensor], Tensor]] = {
 
 
 def kinds_of(section: DataParallelConfig) -> dict[str, Kept]:
-    """What a method of this section keeps of each parameter, and how."""
+    """Return the kinds of state that a method of this section keeps of each parameter, by name."""
     return {
         name: Kept(
             () if name in COMMON else ("replicate",),
@@ -139,9 +141,9 @@ def kinds_of(section: DataParallelConfig) -> dict[str, Kept]:
 
 
 class Compression:
-    """Codes of a flat tensor of all parameters of a rank, some tiles after the other.
+    """The codes of a flat tensor of all parameters of a rank, some tiles after the other.
 
-    `bits_per_element`: of the codes that were made last; None where there is nothing to encode.
+    `bits_per_element` is that of the last codes; None if there is nothing to encode.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -160,7 +162,7 @@ class Compression:
         )
 
     def places(self, state: State) -> Iterator[CompressedTiles]:
-        """All tiles, with what is drawn for them after so many updates as `state` counts."""
+        """Yield all tiles, with the draws for the number of updates that `state` counts."""
         rounds = self.section.rounds if self.section.error_feedback == "neolithic" else 1
         key = fold(self.seed, PURPOSE, state.counters.updates)
         code_bytes = elements = 0
@@ -172,8 +174,8 @@ class Compression:
         self.bits_per_element = 8 * code_bytes / elements if elements else None
 
     def mean(self, state: State, flat: Tensor) -> None:
-        """Replace each replica's `flat`, in the flat order, by the mean over replicas of what
-        arrives of it, the same bits on all of them."""
+        """Replace each replica's `flat`, in the flat order, by the mean of the decoded codes of all
+        replicas, the same bits on all of them."""
         rule = FEEDBACK[self.section.error_feedback]
         for place in self.places(state):
             place.batch.write(flat, rule(place, place.batch.read(flat)))

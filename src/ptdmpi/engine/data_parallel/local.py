@@ -8,20 +8,20 @@ from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 
 class Local(DataParallel):
     """Local SGD, or FedAvg (McMahan et al. 2017, arXiv 1602.05629; Stich 2019, arXiv 1805.09767):
-    each replica takes `local_steps` steps of the optimizer on its own samples, then all go on from
-    the mean of their parameters, and of their moments where `average_moments` says so.
+    each replica takes `local_steps` steps of the optimizer on its own samples. Then all continue
+    from the mean of their parameters, and of their moments with `average_moments`.
 
-    With an outer step (DiLoCo: Douillard et al. 2023, arXiv 2311.08105, algorithm 1) what a round
-    has moved the mean by is a gradient: `anchor` has the parameters that the round began with,
-    and Nesterov's method of `outer_learning_rate` and `outer_momentum` moves them.
+    With an outer step (DiLoCo: Douillard et al. 2023, arXiv 2311.08105, algorithm 1) the change of
+    the mean in a round is a gradient: `anchor` has the parameters at the beginning of the round,
+    and Nesterov's method with `outer_learning_rate` and `outer_momentum` moves them.
 
-    With a compressor each replica sends a code of what the round has moved it by, and the mean of
-    what arrives counts as that: FedPAQ (Reisizadeh et al. 2020, arXiv 1909.13014, algorithm 1), or,
-    with `error_feedback` = "mem_sgd", Qsparse-local-SGD (Basu et al. 2019, arXiv 1906.02367,
-    algorithm 1).
+    With a compressor each replica sends a code of its change in the round, and the mean of the
+    decoded codes is used as the change: FedPAQ (Reisizadeh et al. 2020, arXiv 1909.13014, algorithm
+    1), or, with `error_feedback` = "mem_sgd", Qsparse-local-SGD (Basu et al. 2019, arXiv
+    1906.02367, algorithm 1).
 
-    Rounds are counted from step 0, whatever step a run resumes at. Equal bits for every t and p
-    that have equal gradients: all here goes element by element, over replicas in ascending order.
+    Rounds are counted from step 0, also in a resumed run. Bits are equal for every t and p with
+    equal gradients: every operation is element by element, over replicas in ascending order.
     """
 
     differs = ("replicate",)
@@ -34,13 +34,13 @@ class Local(DataParallel):
         self.compression = Compression(replica) if compresses else None
 
     def reduce(self) -> None:
-        """The gradient of this replica's own mean loss, d times its share of the global batch's:
-        the mean over replicas is then the gradient of the global batch, to the weight of a token.
-        """
+        """Multiply the gradients by d, to get the gradient of this replica's own mean loss. The
+        mean over replicas is then the gradient of the global batch, with the same weight for each
+        token."""
         self.replica.buffer.gradients.mul_(self.data.size)
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """At the end of a round all replicas are equal again, to the bit."""
+        """Average at the end of a round; all replicas are then equal again, bit by bit."""
         self.bits_per_element = None
         if (step + 1) % self.settings.local_steps:
             return
@@ -55,13 +55,13 @@ class Local(DataParallel):
             self._outer_step()
 
     def _outer_step(self) -> None:
-        """As torch.optim.SGD with nesterov = True, on (where the round began) - (the mean). Takes
-        the memory of the gradients."""
+        """Do a step of torch.optim.SGD with nesterov = True; the gradient is (the parameters at the
+        beginning of the round) - (their mean). It overwrites the gradients."""
         rate = self.settings.outer_learning_rate
         momentum = self.settings.outer_momentum
         kinds = self.state.kinds
         buffer = self.replica.buffer
-        # no place of the model is looked at alone: all of it is one part
+        # this method does not divide the flat order into places: it is one part
         (master,) = buffer.masters
         (anchor,) = kinds["anchor"].parts
         moved = torch.sub(anchor, master, out=buffer.gradients[: len(master)])

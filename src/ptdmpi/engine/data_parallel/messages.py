@@ -1,5 +1,5 @@
-"""The sum of all gradients by messages between pairs: the same bits as `all_reduce`, and what the
-textbook's algorithms cost."""
+"""The sum of all gradients by messages between pairs: the same bits as `all_reduce`, at the cost of
+the textbook's algorithms."""
 
 from collections.abc import Iterator
 
@@ -11,30 +11,30 @@ from ptdmpi.plan.layout.messages import MESSAGE_ELEMENTS
 
 
 class Ring(DataParallel):
-    """A reduction and a gather around a ring (Patarasuk and Yuan 2009), in 2 (n - 1) messages of
-    each rank, each a part of 1 / (n - 1).
+    """A reduction and a gather around a ring (Patarasuk and Yuan 2009): each rank sends at
+    most 2 (n - 1) messages, each a part of 1 / (n - 1).
 
     The textbook's ring begins part c at rank c, and so adds each part in another order. Here every
-    part begins at rank 0 and ends at rank n - 1, in ascending order, one behind the other; the sums
-    go on from there to 0, 1, .., n - 2. All ranks together send as many bytes, 2 (n - 1) times the
-    gradients; but a rank sends them twice, not 2 (n - 1) / n times, save ranks n - 2 and n - 1,
-    which send them once. Of n = 3, parts a and b:
+    part begins at rank 0 and ends at rank n - 1, in ascending order, one after the other; then the
+    sums go from there to 0, 1, .., n - 2. All ranks together send as many bytes as in the textbook,
+    2 (n - 1) times the gradients. But each rank sends them twice, not 2 (n - 1) / n times, except
+    ranks n - 2 and n - 1, which send them once. For n = 3 and parts a and b:
 
         0 -a0-> 1 -a01-> 2      0 -b0-> 1 -b01-> 2       then      2 -a-> 0 -a-> 1      2 -b-> ..
 
-    The gather begins when all of the reduction is over. A rank then never waits for one that waits
-    for it, even where a send ends no sooner than its receive begins.
+    The gather begins when all of the reduction is over. So no rank waits for a rank that waits for
+    it, even if a send ends only when its receive begins.
     """
 
     def reduce(self) -> None:
-        """Afterwards the gradients are the sum over data ranks."""
+        """Replace the gradients by their sum over data ranks."""
         if self.data.size > 1 and len(self.replica.buffer.gradients):
             for parts in self._rounds():
                 self._reduce(parts)
                 self._gather(parts)
 
     def _rounds(self) -> Iterator[tuple[Tensor, ...]]:
-        """The gradients in rounds of at most n - 1 parts."""
+        """Yield the gradients in rounds of at most n - 1 parts."""
         most = (self.data.size - 1) * MESSAGE_ELEMENTS
         for some in self.replica.buffer.gradients.split(most):
             yield some.split(-(-len(some) // (self.data.size - 1)))
@@ -45,7 +45,7 @@ class Ring(DataParallel):
         room = parts[0].new_empty(len(parts[0]))
         for part in parts:
             if data.rank > 0:
-                # what comes is the sum of all before this rank: the sum keeps ascending order
+                # the received part is the sum of all ranks before this one, in ascending order
                 part += data.recv(room[: len(part)], data.rank - 1)
             if data.rank < data.size - 1:
                 sent.append(data.isend(part, data.rank + 1))
@@ -66,12 +66,12 @@ class Ring(DataParallel):
 
 
 class ParameterServer(DataParallel):
-    """Data rank 0 takes the gradients of all others, one after the other, adds them up in their
-    order, and sends the sum to each of them (Li et al. 2014): n - 1 times the gradients in and out
-    of one rank, where every other one sends and receives them once."""
+    """A server, data rank 0: it receives the gradients of the other ranks, one after the other,
+    adds them in rank order, and sends the sum to each of them (Li et al. 2014). It sends and
+    receives n - 1 times the gradients; each other rank sends and receives them once."""
 
     def reduce(self) -> None:
-        """Afterwards the gradients are the sum over data ranks."""
+        """Replace the gradients by their sum over data ranks."""
         data = self.data
         gradients = self.replica.buffer.gradients
         for part in gradients.split(MESSAGE_ELEMENTS) if len(gradients) else ():

@@ -1,9 +1,11 @@
-"""The contract of data-parallel methods: what the replicas of a model tell each other, and when.
+"""The contract of data-parallel methods: the messages between the replicas of a model, and their
+times.
 
-A method is one class with a few places to say something: when the gradient of one microbatch is
-complete, when those of all are (`reduce`), after the update; as `differs`, along which axes the
-replicas need not be equal; and as `kinds`, what it keeps of each parameter from step to step. Norm,
-skipped steps, memory, validation and checkpoints ask it, and nobody else knows which method runs.
+A method is one class with a few hooks: when the gradient of one microbatch is complete (`leaf`),
+when all gradients are (`reduce`), and after the update. `differs` names the axes along which
+replicas need not be equal; `kinds` is the state that the method keeps for each parameter from step
+to step. Norm, skipped steps, memory, validation and checkpoints read these and do not know which
+method runs.
 """
 
 import math
@@ -22,8 +24,8 @@ from ptdmpi.plan.schedule.orders import Schedule
 
 @dataclass(frozen=True)
 class Replica:
-    """What a method works on: the run's configuration, this rank's place, its parameters and
-    gradients, its stages by number, and the schedule of a step."""
+    """The objects that a method works on: the run's configuration, this rank's place in the grid,
+    its parameters and gradients, its stages by number, and the schedule of a step."""
 
     config: Config
     axes: Axes
@@ -33,35 +35,35 @@ class Replica:
 
 
 class DataParallel(OpHook):
-    """A method; by itself each replica trains alone on its own samples.
+    """A data-parallel method; in this base class each replica trains alone on its own samples.
 
     `differs`: the axes of the grid along which ranks may hold other weights (and moments) of the
-    same parameters; ("replicate",) where there are any. () where all replicas are equal, to the
-    bit, after every step.
+    same parameters: ("replicate",), or () if all replicas are equal, bit by bit, after every step.
 
-    `linear`: whether `reduce` may run before the sums over the tensor axis and the tied table. A
-    method that does anything but add (compresses, say) says False, and then sees the gradients
-    that this replica would update with if it were alone: the same on every tensor rank, or at both
+    `linear`: True if `reduce` may run before the sums over the tensor axis and the tied table. A
+    method that does more than add (compresses, for example) sets False. It then gets the gradients
+    with which this replica would update if it were alone: the same on every tensor rank, or at both
     ends of the pipeline, that holds the same parameter.
 
-    `by_unit`: it sums over all ranks that see other tokens (the group `losses`, not `data` alone),
-    and leaves out of it, unit by unit of the flat order, the axes along which parameters are
-    declared to be `apart`. Other methods are refused where that makes a difference.
+    `by_unit`: True if the method sums over all ranks that see other tokens (the group `losses`, not
+    `data` alone), except, unit by unit of the flat order, over the axes along which parameters are
+    declared to be `apart`. Other methods are refused if that makes a difference.
 
-    `kinds`: what it keeps of each parameter besides weights and moments, each a number of the
-    masters' type for every element, by name: whether replicas hold the same (`Kept.differs`), and
-    what it begins with. `ptdmpi.config.methods.kept_by` has their names, for whoever counts memory
-    without an engine. They are made with the state: `self.state.kinds["error"].parts[n]` stands
-    element by element beside `self.replica.buffer.masters[n]`. Checkpoints have them, each
-    replica's own where they differ, and a resumed run goes on with the same bits.
+    `kinds`: the state that the method keeps of each parameter in addition to weights and moments,
+    by name: one number of the masters' type for every element. Each says whether replicas hold the
+    same (`Kept.differs`), and its first value. `ptdmpi.config.methods.kept_by` has their names, for
+    code that counts memory without an engine. They are made with the state:
+    `self.state.kinds["error"].parts[n]` corresponds, element by element, to
+    `self.replica.buffer.masters[n]`. Checkpoints contain them, those of each replica if they
+    differ, and a resumed run continues with the same bits.
     """
 
     differs: tuple[str, ...] = ()
     linear: bool = True
     by_unit: bool = False
-    # what this rank's codes of the last step had, where it has compressed any
+    # of this rank's codes of the last step, if it has compressed any
     bits_per_element: float | None = None
-    state: State  # from when it is made, with the kinds in it
+    state: State  # set by the engine when it makes the state, which contains `kinds`
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
@@ -69,44 +71,47 @@ class DataParallel(OpHook):
         self.kinds: Mapping[str, Kept] = {}
 
     def begin_step(self) -> None:
-        """The gradients are about to be set to zero, and the first op to begin. What is left of a
-        step that was not reduced, such as one that was only looked at, is to be forgotten."""
+        """Forget the remains of a step that was not reduced, such as one that was only observed.
+        Called before the gradients are set to zero and the first op begins."""
 
     def end(self, op: Op) -> None:
-        """Calls `leaf` where the gradient of a microbatch is complete: of a backward that is split
-        into several ops, after the last of them."""
+        """Call `leaf` if the gradient of a microbatch is complete: if its backward is split into
+        several ops, after the last of them."""
         if self.replica.schedule.completes_gradients(op):
             self.leaf(op.stage, op.microbatch)
 
     def leaf(self, stage: int, microbatch: int) -> None:
-        """The gradient of one microbatch (of this data rank's, from 0) is complete in the buffer,
-        added to what stands there. More may be added to it once this returns."""
+        """Use the gradient of one microbatch (number `microbatch` of this data rank, from 0).
+        Called when it is complete in the buffer, added to the values there; more may be added once
+        this returns."""
 
     def reduce(self) -> None:
-        """Turn the gradients in the buffer, of this data rank's microbatches, into those that this
-        replica updates with. They are weighted by 1 / valid tokens of the global batch already, so
+        """Turn the gradients in the buffer, of this data rank's microbatches, into those with which
+        this replica updates. They are already weighted by 1 / valid tokens of the global batch, so
         the gradient of the global batch is their plain sum over data ranks."""
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """The masters have had step `step` (from 0) on this replica, or it was `skipped` by all of
-        them. Whoever changes masters here has them followed by the weights: that comes next."""
+        """Act after step `step` (from 0): the masters of this replica are updated, or all replicas
+        have `skipped` it. The method may change masters here; the weights are updated from them
+        afterwards."""
 
     @property
     def settled(self) -> bool:
-        """Whether nothing that changes the state is under way after a step, or within one."""
+        """Return True if nothing that changes the state is under way, after a step or within
+        one."""
         return True
 
     def replicas_lost(self) -> None:
-        """The state is what survivors of lost ranks have held, and replicas are fewer, or some are
-        copies; all ranks call it. What was known of all replicas is to be known of these."""
+        """Recompute what was known of all replicas for the remaining ones. The state is that of the
+        survivors of lost ranks; there are fewer replicas, or some are copies. All ranks call it."""
 
     def settle(self) -> None:
         """Finish what is under way; all ranks call it, between two steps."""
 
     def agreed(self, value: float) -> float:
-        """What every rank is told of a number that replicas may differ in, such as a norm: the
-        greatest. It decides whether a step is skipped, so NaN outweighs all others."""
+        """Return the same number on all ranks for a `value` that may differ between replicas, such
+        as a norm: the greatest. It decides whether a step is skipped, so a NaN makes it NaN."""
         if not self.differs:
-            return value  # equal already: no message
+            return value  # already equal: no message
         values = self.data.all_gather_object(value)
         return math.nan if any(map(math.isnan, values)) else max(values)

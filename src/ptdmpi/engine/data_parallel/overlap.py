@@ -1,8 +1,8 @@
-"""Sums over the data axis that are begun while the last backward is still under way.
+"""Sums over the data axis that begin while the last backward is still under way.
 
-For wires on which what was begun gets on meanwhile (`overlaps`). Every unit of the flat order, a
-place of the model such as a layer, is summed as soon as its gradient is complete, in reverse order;
-the replicas execute the same program, so they begin the same sums in the same order.
+They need a wire that makes progress in the meantime (`overlaps`). Every unit of the flat order, a
+place of the model such as a layer, is summed as soon as its gradient is complete, in reverse order.
+The replicas execute the same program, so they begin the same sums in the same order.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from ptdmpi.plan.schedule.ops import Op
 
 
 class BegunSums:
-    """The sums of all units of a rank, each begun once in a step, by `begin` of its gradients and
-    the unit."""
+    """The sums of all units of a rank. Each begins once in a step, by a call of `begin` with the
+    gradients and the unit."""
 
     def __init__(self, replica: Replica, begin: Callable[[Tensor, Unit], Handle]) -> None:
         self.replica = replica
@@ -36,14 +36,15 @@ class BegunSums:
                 self._units[number] = stage.walk.units
 
     def enter(self, op: Op) -> None:
-        """`op` is about to be computed."""
+        """Note that `op` is about to be computed."""
         last = op.microbatch == self.replica.schedule.microbatches - 1
         complete = self.replica.schedule.completes_gradients(op)
         self._last = last and complete and not self._looking
         self._open = ()
 
     def leave(self, op: Op) -> None:
-        """`op` was computed: what its stage has not begun on the way is begun now."""
+        """Begin the sums of the stage of `op` that have not begun; called after `op` was
+        computed."""
         if self._last:
             for unit in self._units.get(op.stage, ()):
                 self._begin(unit)
@@ -66,11 +67,12 @@ class BegunSums:
         self.end()
 
     def forget(self) -> None:
-        """Nothing: `wait` was called before the gradients were set to zero."""
+        """Do nothing: `wait` was called before the gradients were set to zero."""
 
     @contextlib.contextmanager
     def looked_at(self, look: Callable[[Parameter], None]) -> Iterator[None]:
-        """Nothing is begun, so that what is seen at the end of an op is this rank's."""
+        """Begin no sums within the context, so that the gradients at the end of an op are this
+        rank's."""
         self._looking = True
         try:
             yield
@@ -78,13 +80,13 @@ class BegunSums:
             self._looking = False
 
     def wait(self) -> None:
-        """All that was begun is there."""
+        """Wait for all sums that have begun."""
         for handle in self._begun.values():
             handle.wait()
         self._begun = {}
 
     def complete(self) -> None:
-        """The gradients of all units are summed."""
+        """Begin the sums that have not begun, and wait for all units."""
         for unit in range(len(self.replica.buffer.gradient_units)):
             self._begin(unit)
         self.wait()

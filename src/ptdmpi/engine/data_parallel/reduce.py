@@ -1,4 +1,4 @@
-"""Methods that sum the gradients of all replicas before each update: replicas stay equal, to the
+"""Methods that sum the gradients of all replicas before each update: replicas stay equal, bit by
 bit."""
 
 import itertools
@@ -18,14 +18,15 @@ Begin = Callable[[Tensor, Unit], Handle]
 
 
 class EarlySums(DataParallel):
-    """Sums that are begun within the last backward, where the wire gets on with them meanwhile."""
+    """A method whose sums begin within the last backward, so that communication overlaps with
+    it."""
 
     by_unit = True
 
     def __init__(self, replica: Replica, begin: Begin | None) -> None:
         super().__init__(replica)
         self.sums: BegunSums | None = None
-        # where this rank's own gradient is asked for, none is summed before all is there
+        # if this rank's own gradient is measured, no sum begins before it is complete
         whole = replica.config.log.gradient_noise_every_steps > 0
         everybody = replica.axes[LOSSES]
         if begin is not None and everybody.overlaps and everybody.size > 1 and not whole:
@@ -33,7 +34,7 @@ class EarlySums(DataParallel):
 
     def groups(self, unit: Unit, done: tuple[str, ...] = ()) -> list[Communicator]:
         """Return the groups over which a unit's gradients are summed, one after the other; `done`
-        are axes over which they are summed already."""
+        are the axes over which they are already summed."""
         axes = self.replica.axes
         without = {*unit.apart, *done}
         if not without:
@@ -41,31 +42,31 @@ class EarlySums(DataParallel):
         return [axes[axis] for axis in axes.grid.along(LOSSES) if axis not in without]
 
     def begin_step(self) -> None:
-        """Nothing is under way of a step that was not reduced."""
+        """Wait for sums that a step without `reduce` has left under way."""
         if self.sums is not None:
             self.sums.wait()
 
     def begin(self, op: Op) -> None:
-        """Sums may be begun in it."""
+        """Note that `op` begins; sums may begin within it."""
         if self.sums is not None:
             self.sums.enter(op)
 
     def end(self, op: Op) -> None:
-        """Sums of its stage are begun, if its gradients are complete."""
+        """Begin the remaining sums of the stage of `op`, if its gradients are complete."""
         if self.sums is not None:
             self.sums.leave(op)
 
 
 class AllReduce(EarlySums):
-    """The sum over the data axis, in ascending data rank; each rank adds up its microbatches in the
+    """The sum over the data axis, in ascending data rank; each rank adds its microbatches in the
     order of the schedule."""
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica, self._begin)
 
     def reduce(self) -> None:
-        """One sum for all parameters that are summed over the same ranks and stand next to each
-        other in the flat buffer; or those that were begun."""
+        """Sum the gradients over data ranks, or complete the sums that were begun. Neighbouring
+        parameters of the flat buffer that are summed over the same ranks share one sum."""
         if self.sums is not None:
             self.sums.complete()
             return
@@ -84,9 +85,11 @@ class AllReduce(EarlySums):
 
 class Sharded(EarlySums):
     """The sum over the data axis, of which each rank of a shard group gets its part (`zero`): first
-    within the group, then over the groups, each in ascending rank. With `zero` = 1 the gradients
-    are whole and are reduced unit by unit, here or while the last backward is under way; else that
-    was done as they arose."""
+    within the group, then over the groups, each in ascending rank.
+
+    With `zero` = 1 the gradients are whole and are reduced unit by unit, here or during the last
+    backward. Otherwise each gradient was reduced as it was computed.
+    """
 
     def __init__(self, replica: Replica) -> None:
         portion = replica.buffer.portion
@@ -96,8 +99,8 @@ class Sharded(EarlySums):
         return self.replica.buffer.portion.group.reduce_scatter_in_place(gradients)
 
     def reduce(self) -> None:
-        """Afterwards `buffer.reduced` has the sums, and what else stands in the gradients is not
-        defined."""
+        """Put the sums into `buffer.reduced`; all other elements of the gradients are undefined
+        afterwards."""
         buffer = self.replica.buffer
         if self.sums is not None:
             self.sums.complete()
@@ -114,15 +117,15 @@ class TreeSum(DataParallel):
     """The sum over the global batch's microbatches along one fixed binary tree.
 
     Microbatches are the leaves 0 .. M-1; node (k, j) covers the leaves [j 2^k, (j+1) 2^k) and is
-    the sum of its two children, or its only child where the other is empty. Which rank holds which
-    leaf changes neither the tree nor, therefore, a bit of the sum. Each stage keeps at most
-    log2(m) + 1 partial sums; every data rank's part of the tree is sent to all others.
+    the sum of its two children, or its only child if the other is empty. The assignment of leaves
+    to ranks does not change the tree, nor therefore any bit of the sum. Each stage keeps at most
+    log2(m) + 1 partial sums; every data rank sends its part of the tree to all others.
     """
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica)
         self.leaves = replica.schedule.microbatches * self.data.size
-        # a stage's gradients one by one: they are cut out of the flat buffer into one leaf
+        # the gradients of each stage, which are copied from the flat buffer into one leaf
         self.views = {
             number: [weight.main_grad for _, weight in stage.trained_parameters()]
             for number, stage in replica.stages.items()
@@ -133,16 +136,16 @@ class TreeSum(DataParallel):
         }
 
     def begin_step(self) -> None:
-        """No node is left of a step that was not reduced."""
+        """Remove the nodes that a step without `reduce` has left."""
         for nodes in self._nodes.values():
             nodes.clear()
 
     def leaf(self, stage: int, microbatch: int) -> None:
-        """Take the gradient of one microbatch out of the buffer, into the stage's tree."""
-        if stage not in self.views:  # nothing of it trains
+        """Move the gradient of one microbatch from the buffer into the stage's tree."""
+        if stage not in self.views:  # no parameter of it trains
             return
         leaf = self.data.rank * self.replica.schedule.microbatches + microbatch
-        # a copy of its own: a node of the tree lives on while the buffer takes the next leaf
+        # a copy: a node of the tree is kept while the buffer gets the next leaf
         value = torch.cat([view.flatten() for view in self.views[stage]])
         for view in self.views[stage]:
             view.zero_()  # the next microbatch is a leaf of its own
@@ -153,7 +156,7 @@ class TreeSum(DataParallel):
         for stage, nodes in self._nodes.items():
             mine = dict(nodes)
             nodes.clear()
-            # in the order of ranks and nodes that all of them know, so that broadcasts match
+            # all ranks go through ranks and nodes in the same order, so that broadcasts match
             for rank, keys in enumerate(self.data.all_gather_object(sorted(mine))):
                 for key in keys:
                     here = rank == self.data.rank
@@ -172,7 +175,7 @@ class TreeSum(DataParallel):
     def _merge(
         self, nodes: dict[tuple[int, int], Tensor], key: tuple[int, int], value: Tensor
     ) -> None:
-        """Add a node and climb while its sibling is there, or can never be."""
+        """Add a node and climb as long as its sibling is present or cannot exist."""
         level, index = key
         while (1 << level) < self.leaves:
             sibling = index ^ 1
@@ -180,7 +183,7 @@ class TreeSum(DataParallel):
                 if (level, sibling) not in nodes:
                     break
                 other = nodes.pop((level, sibling))
-                # the left child first: which of the two came first depends on the layout
+                # always left child + right child: their order of arrival depends on the layout
                 value = other.add_(value) if sibling < index else value.add_(other)
             level = level + 1
             index = index // 2

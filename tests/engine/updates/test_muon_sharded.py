@@ -70,9 +70,9 @@ def test_ranks_of_a_shard_group_divide_the_work(comm, group):
     for zero in (1, 2, 3):
         engine, count = build(World(comm), changes | {"parallel.zero": zero}), Counter[str]()
 
-        def orthogonal(matrix, count=count, real=muon.orthogonal):
+        def orthogonal(matrix, kernels, count=count, real=muon.orthogonal):
             count["x".join(map(str, sorted(matrix.shape)))] += 1
-            return real(matrix)
+            return real(matrix, kernels)
 
         with patch.object(muon, "orthogonal", orthogonal):
             steps_of(engine, 1)

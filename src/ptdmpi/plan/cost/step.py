@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.precision import PRECISIONS
-from ptdmpi.plan.cost.data_axis import DataAxis
+from ptdmpi.plan.cost.data_axis import DataAxis, InOps
 from ptdmpi.plan.cost.layer import EndTimes, LayerTimes, Seconds
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.cost.pipeline import StageTimes
@@ -142,12 +142,18 @@ class StepTimes:
         if not layout.shards_gradients:  # most layouts of a search
             return [(0.0, 0.0)] * len(seconds)
         last = len(seconds) - 1
+        skips = self.model.config.adapt.first_layer > 0
+        alike: dict[tuple[int, tuple[bool, bool], int], InOps] = {}
         added = []
         for stage, (own, (forward, backward)) in enumerate(
             zip(self.memory.split(layout), seconds, strict=True)
         ):
-            idle = self.model.config.idle(own)
-            sent = self.data.in_ops(layout, len(own), (stage == 0, stage == last), idle)
+            ends = (stage == 0, stage == last)
+            idle = self.model.config.idle(own) if skips else 0
+            key = (len(own), ends, idle)  # most stages of a layout are alike
+            if key not in alike:
+                alike[key] = self.data.in_ops(layout, len(own), ends, idle)
+            sent = alike[key]
             hidden = (forward.total, backward.total) if layout.dp_overlap else (0.0, 0.0)
             added.append(
                 (

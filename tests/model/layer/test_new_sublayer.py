@@ -32,7 +32,7 @@ from ptdmpi.plan.shape.parameters import layer_elements
 from tests._configs import layout
 from tests._engines import build, steps_of
 from tests._layers import tensor_axis
-from tests.model.test_rows import wrong
+from tests.model.layer.test_rows import wrong
 from tests.parallel import parallel
 
 TAPS = 3

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptdmpi.base.disk import put_in_place
+from ptdmpi.base.lock import FileLock
 from ptdmpi.config import InputError
 from ptdmpi.data.header import ShardHeader, confirmed
-from ptdmpi.data.lock import FileLock
 from ptdmpi.data.shards import Dataset, map_documents, map_tokens
 
 _HEADER = struct.Struct("<9sQBQQ")

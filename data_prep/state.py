@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ptdmpi.base.disk import write_whole
+from ptdmpi.base.lock import FileLock
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.data.header import SUMMARY, ShardHeader, listing, read_header
-from ptdmpi.data.lock import FileLock
 from ptdmpi.data.shards import UNFINISHED
 
 TOKENIZER_COPY = "tokenizer"  # and the suffix of the tokenizer's file: .json or .model

@@ -12,7 +12,6 @@ import torch
 from benchmarks.gpu.training import batches, configuration, drawn_there, engine_on
 from benchmarks.gpu.wires import reported
 from ptdmpi.comm.world import World
-from ptdmpi.inference.model import device_of
 from ptdmpi.model.batch import Placing
 
 # large enough that kernels take longer than their launches, even with two ranks on one GPU
@@ -118,7 +117,7 @@ def main() -> None:
     """Trace the wire that the command line names."""
     world = World()
     wire = sys.argv[1]
-    reported(world, wire, lambda: overlap(world, wire, device_of(world), FILE))
+    reported(world, wire, lambda: overlap(world, wire, world.device(), FILE))
 
 
 if __name__ == "__main__":

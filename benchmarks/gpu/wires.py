@@ -16,7 +16,6 @@ from ptdmpi.comm.nccl.wire import NcclCarrier, NcclCommunicator
 from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.config import SharedInputError
-from ptdmpi.inference.model import device_of
 from ptdmpi.plan.layout.grid import training_grid
 
 ELEMENTS = 100_003  # of each rank; no power of two divides it
@@ -170,7 +169,7 @@ def refusal(world: World, wire: str, device: torch.device) -> str:
 
 def reported(world: World, wire: str, measure: Callable[[], dict[str, object]]) -> None:
     """Print what several ranks measure on a wire, or why they do not, as JSON on rank 0."""
-    device = device_of(world)
+    device = world.device()
     why = refusal(world, wire, device)
     result: dict[str, object]
     if why:
@@ -188,7 +187,7 @@ def main() -> None:
     """Check the wire that the command line names."""
     world = World()
     wire = sys.argv[1]
-    reported(world, wire, lambda: conformance(world, wire, device_of(world)))
+    reported(world, wire, lambda: conformance(world, wire, world.device()))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from benchmarks.launch import ROOT
-from ptdmpi.commands.ask import command
+from ptdmpi.cli import group
 
 PAGE = ROOT / "docs/explanation/questions.md"
 # a command as an indented line, and the block of its answer after it
@@ -28,7 +28,7 @@ def answered(page: str, pictures: Path, only: Collection[str] = ()) -> str:
         if only and arguments[0] not in only:
             return example[0]
         picture = pictures / f"ask-{arguments[0]}.png"
-        result = CliRunner().invoke(command, [*arguments, "--png", str(picture)])
+        result = CliRunner().invoke(group, ["ask", *arguments, "--png", str(picture)])
         if result.exception is not None:
             raise result.exception
         return f"    ptdmpi ask {example['question']}\n\n```\n{result.stdout}```\n"

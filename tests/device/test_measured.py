@@ -30,7 +30,7 @@ OF_DEVICE = ["mpi float32", "mpi float32", "mpi bfloat16", "mpi bfloat16"]
 def sums(comm, device) -> dict[str, list[MachineFinding]]:
     """The rows of sums, those of the host and those of the device."""
     with (
-        patch.object(sum_check, "device_of", lambda world: device),
+        patch.object(World, "device", lambda world: device),
         patch.object(sum_check, "ALL_REDUCE_BYTES", (1 << 10, 1 << 14)),
     ):
         found = sum_check.check_sums(World(comm))

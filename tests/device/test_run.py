@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ptdmpi.train import parts
+from ptdmpi.comm.world import World
 from tests._runs import loop
 from tests.device import _pretend
 from tests.device._pretend import pretended
@@ -38,7 +38,7 @@ def run(comm, folder, changes: dict) -> list[dict]:
 @parallel(ranks=[1])
 def test_a_run_and_on_from_its_checkpoint(comm, tmp_path):
     with pretended() as device, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "device_of", lambda world: device)
+        patch.setattr(World, "device", lambda world: device)
         first = run(comm, tmp_path, {})
         log = (tmp_path / "run/log.txt").read_text()
         assert "no MFU: the data sheet's fp32 peak of a pretended device is not known" in log

@@ -5,7 +5,7 @@ import tomllib
 import pytest
 
 from ptdmpi.config import resolve, to_toml
-from ptdmpi.preview.layout_auto import unused_path
+from ptdmpi.probe.layout_auto import unused_path
 from tests._configs import tree
 from tests._runs import SIZES, corpus
 from tests.parallel import mpirun

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from mpi4py import MPI
 
 from ptdmpi.base.traffic import Traffic
@@ -120,6 +121,15 @@ class World:
         self.connected: list[Communicator] = []
         # what a failing rank does before it ends all, such as telling where the others are
         self.last_words: Callable[[BaseException], None] = lambda error: None
+
+    def device(self) -> torch.device:
+        """Return this rank's device: a GPU if its node has any, which becomes torch's current
+        one."""
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
 
     def _number_by_node(self) -> list[Process]:
         everyone = self.control

@@ -41,14 +41,13 @@ def command(output: Path, threads: int, precision: str, as_json: bool) -> None:
     with fail_together(world):
         import torch
 
-        from ptdmpi.inference.model import device_of
         from ptdmpi.probe.cluster_file import require_writable, save
         from ptdmpi.probe.machine import probe
 
         world.on_root(lambda: require_writable(output))
         torch.set_num_threads(threads)
         keep_freed(os.environ)
-        tree, measured = probe(world, precision, device_of(world))
+        tree, measured = probe(world, precision, world.device())
         if world.rank == 0:
             ranks = f"{counted(world.size, 'rank')}, {counted(threads, 'thread')} each"
             save(output, tree, f"# Measured by `ptdmpi probe` on {ranks}.\n")

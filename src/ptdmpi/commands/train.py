@@ -68,7 +68,7 @@ def command(
             note("ptdmpi train: checking configuration and data")
             tree = world.on_root(lambda: load(config, overrides))
             if layout == "auto":
-                from ptdmpi.preview.layout_auto import with_best_layout
+                from ptdmpi.probe.layout_auto import with_best_layout
 
                 tree = with_best_layout(tree, overrides, world)
             recover.train(tree, world, signals)

@@ -5,9 +5,9 @@ and `rules` all others that tie keys together. So a mistake is found before any 
 memory, and all mistakes of a file are reported together.
 """
 
+from ptdmpi.base.errors import InputError, SharedInputError
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.configuration import Config
-from ptdmpi.config.errors import InputError, SharedInputError
 from ptdmpi.config.files import load, resolve, synthetic_config, to_toml
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.methods import DataParallelConfig

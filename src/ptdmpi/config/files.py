@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from ptdmpi.base.errors import InputError
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.configuration import Config, Sections
-from ptdmpi.config.errors import InputError
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.legality import shards_of_a_node
 from ptdmpi.config.presets import model_presets, with_preset

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from ptdmpi.base.errors import InputError
 from ptdmpi.config.choices import default_schedule
-from ptdmpi.config.errors import InputError
 from ptdmpi.config.sections import BatchConfig, ParallelConfig, RecomputeConfig
 from ptdmpi.config.zero import Sharing, covers_gradients, covers_state, covers_weights
 

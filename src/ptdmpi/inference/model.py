@@ -213,15 +213,6 @@ def new_stages(
     }
 
 
-def device_of(world: World) -> torch.device:
-    """Return this rank's device: a GPU if its node has any, which becomes torch's current one."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
 def open_inference(
     path: Path,
     world: World,
@@ -255,7 +246,7 @@ def open_inference(
     stored = opened.stored
     config = opened.config
     torch.set_num_threads(stored.tree.get("run", {}).get("threads", 1))
-    device = device_of(world)
+    device = world.device()
     axes = world.split(grid_of(config), wire_named(device=device))
     placement = schedules.placement("forward", config.parallel.pipeline, 1)
     stages = new_stages(config, axes, stored.vocab_size, placement)

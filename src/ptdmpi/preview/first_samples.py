@@ -1,11 +1,11 @@
 """The first samples of a run as text, by the tokenizer that made its shards."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ptdmpi.config import Config, InputError
-from ptdmpi.generate.text import Text
 from ptdmpi.lineage.course import Course
 from ptdmpi.train.feed import SampleSource
 from ptdmpi.train.task_files import text_of
@@ -25,7 +25,12 @@ def first_samples(
     count = min(SHOWN, config.samples)
     ids = course.samples(step) + np.arange(count)
     numbers, places = course.order.locate(ids)
-    tokenizer, no_text = _tokenizer(config, course, vocab_size)
+    decode: Callable[[Sequence[int]], str] | None = None
+    no_text = None
+    try:
+        decode = text_of(config, course, vocab_size).decode
+    except InputError as error:
+        no_text = str(error)
     shown = []
     for sample, number, place in zip(ids.tolist(), numbers.tolist(), places, strict=True):
         tokens = source.ids(number, int(place))
@@ -34,15 +39,7 @@ def first_samples(
                 "sample": sample,
                 "dataset": config.data.train[number].path,
                 "ids": tokens[:IDS],
-                "text": tokenizer and tokenizer.decode(tokens[:CHARACTERS]),
+                "text": decode and decode(tokens[:CHARACTERS]),
             }
         )
     return {"step": step + 1, "samples": shown, "no_text": no_text}
-
-
-def _tokenizer(config: Config, course: Course, vocab_size: int) -> tuple[Text | None, str | None]:
-    """Return the tokenizer of the shards and None, or None and the reason why it is missing."""
-    try:
-        return text_of(config, course, vocab_size), None
-    except InputError as error:
-        return None, str(error)

@@ -10,7 +10,6 @@ from ptdmpi.base.words import counted
 from ptdmpi.comm.nccl.library import told
 from ptdmpi.comm.wires import preferred
 from ptdmpi.comm.world import World
-from ptdmpi.inference.model import device_of
 from ptdmpi.model.kernels import USUAL, compiler
 from ptdmpi.model.kernels.host import HALF_TYPES
 from ptdmpi.plan.layout.grid import training_grid
@@ -104,7 +103,7 @@ def _compiler(world: World, device_type: str) -> MachineFinding:
 
 def _gpus(world: World) -> str:
     """Return rank 0's GPU, its peak if it is known, and how many ranks share it."""
-    device = device_of(world)
+    device = world.device()
     sharing = ranks_sharing(world, device)
     name = device_name(device)
     peak = known_peak(name, "bf16")

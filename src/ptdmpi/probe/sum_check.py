@@ -8,7 +8,6 @@ from ptdmpi.comm import wires
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError, SharedInputError
-from ptdmpi.inference.model import device_of
 from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.probe.finding import MachineFinding
 from ptdmpi.terminal.say import note
@@ -24,7 +23,7 @@ def check_sums(world: World) -> list[MachineFinding]:
     All ranks call it together and get the same findings.
     """
     findings = _sums(world, wires.wire_named(), "{} sum")
-    device = device_of(world)
+    device = world.device()
     if device.type != "cpu":
         wire, _ = wires.preferred(device)
         findings += _sums(world, wires.wire_named(device=device), wire + " {}")

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ptdmpi.config import InputError
+from ptdmpi.base.errors import InputError
 from ptdmpi.terminal.launched import launched_rank, launched_size
 from ptdmpi.terminal.say import QUIET, note
 

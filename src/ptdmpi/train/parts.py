@@ -13,7 +13,6 @@ from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import Axes, World
 from ptdmpi.config import Config
 from ptdmpi.engine.engine import Engine
-from ptdmpi.inference.model import device_of
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.train.attempt import Attempt
 from ptdmpi.train.capacity import Memory
@@ -67,7 +66,7 @@ def assemble(
     """
     torch.set_num_threads(config.run.threads)
     keep_freed(os.environ)
-    device = device_of(world)
+    device = world.device()
     axes = world.split(grid_of(config), wire_named(config.comm.wire, device))
     journal = Journal(config, axes, signals.show)
     if axes.carried_by:

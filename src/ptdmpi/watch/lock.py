@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ptdmpi.base.lock import FileLock
 from ptdmpi.config import InputError
-from ptdmpi.data.lock import FileLock
 
 # A requeued job may start before its predecessor has ended; NFS releases the locks of a dead node
 # after 90 s.

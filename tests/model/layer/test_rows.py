@@ -72,9 +72,7 @@ def measured(placed: Placed, context: Context) -> dict[str, Row]:
     rows = {}
     for step in placed.layer.steps:
         row = rows[step.row.name] = Row()
-        inputs = {
-            name: values[name].detach().clone().requires_grad_() for name in step.row.inputs
-        }
+        inputs = {name: values[name].detach().clone().requires_grad_() for name in step.row.inputs}
 
         def pack(tensor: Tensor, row=row) -> Tensor:
             storage = tensor.untyped_storage()

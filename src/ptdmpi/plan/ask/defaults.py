@@ -1,6 +1,6 @@
 """Batch and precision of a prediction for which none are named."""
 
-from ptdmpi.config.errors import InputError
+from ptdmpi.base.errors import InputError
 from ptdmpi.config.presets import recipe
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import Cluster, load_cluster, load_model, preset_and_keys

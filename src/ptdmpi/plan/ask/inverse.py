@@ -3,8 +3,8 @@
 import math
 from typing import NamedTuple
 
+from ptdmpi.base.errors import InputError
 from ptdmpi.base.words import short
-from ptdmpi.config.errors import InputError
 from ptdmpi.config.presets import model_presets
 from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.price import Pricer

@@ -4,10 +4,10 @@ explanations."""
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from ptdmpi.base.errors import InputError
 from ptdmpi.base.words import counted
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.choices import CodesName
-from ptdmpi.config.errors import InputError
 from ptdmpi.config.layout import Layout, complete, parse
 from ptdmpi.config.legality import is_legal, layout_mistakes
 from ptdmpi.config.model import QuantizeConfig

@@ -8,9 +8,9 @@ is large the method may pay; only a training can show whether it does.
 from collections.abc import Iterator
 from typing import Any
 
+from ptdmpi.base.errors import InputError
 from ptdmpi.base.words import counted
 from ptdmpi.config import DataParallelConfig
-from ptdmpi.config.errors import InputError
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.zero import covers_state
 from ptdmpi.plan.ask.answer import Panel, Reply

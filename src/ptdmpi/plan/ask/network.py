@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+from ptdmpi.base.errors import InputError
 from ptdmpi.base.words import counted
-from ptdmpi.config.errors import InputError
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.data_axis import Behind, DataAxis, InOps

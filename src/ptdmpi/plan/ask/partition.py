@@ -20,9 +20,9 @@ with its heads in place of columns.
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from ptdmpi.base.errors import InputError
 from ptdmpi.base.near import divisors
 from ptdmpi.config import ModelConfig
-from ptdmpi.config.errors import InputError
 from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layer.parts import Linear

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from ptdmpi.base.errors import InputError
 from ptdmpi.base.words import counted
-from ptdmpi.config.errors import InputError
 from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.ask.inverse import DAY_S, MODEL_FLOPS
 from ptdmpi.plan.cost.price import Price, Pricer

@@ -15,7 +15,7 @@ is largest where (1 - τ/M) exp(τ/M) = exp(-δ/M), which for δ well below M is
 import math
 from dataclasses import dataclass
 
-from ptdmpi.config.errors import InputError
+from ptdmpi.base.errors import InputError
 from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.shape.parameters import parameter_count

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ptdmpi.base.errors import InputError
 from ptdmpi.base.words import counted
-from ptdmpi.config.errors import InputError
 from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.search.search import search

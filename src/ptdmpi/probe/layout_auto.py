@@ -41,7 +41,6 @@ def _measured_cluster(config: Config, world: "World") -> str:
     """Measure this machine into the run directory and return the path of the cluster file."""
     import torch
 
-    from ptdmpi.inference.model import device_of
     from ptdmpi.probe.cluster_file import save
     from ptdmpi.probe.machine import probe
     from ptdmpi.train.capacity import forget_peak
@@ -50,7 +49,7 @@ def _measured_cluster(config: Config, world: "World") -> str:
     if world.rank == 0:
         print("layout auto: no run.cluster, so this machine is measured first", flush=True)
     torch.set_num_threads(config.run.threads)
-    tree, _ = probe(world, config.precision.compute, device_of(world))
+    tree, _ = probe(world, config.precision.compute, world.device())
     forget_peak()  # the peak of the measurement is not the run's
     head = f"# Measured by `ptdmpi train --layout auto` on {counted(world.size, 'rank')}.\n"
     world.on_root(lambda: save(path, tree, head))

@@ -4,7 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from mpi4py import MPI
@@ -17,13 +17,18 @@ from ptdmpi.engine.engine import Engine
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import synthetic
 from ptdmpi.model.batch import Batch, MicrobatchPass
+from ptdmpi.model.kernels.choice import HostChoice
+from ptdmpi.model.parameters import data_types
 from ptdmpi.model.state import WEIGHTS, Piece
 from ptdmpi.parity.run import as_masked
+from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layout.grid import grid_of
 from tests._configs import Changes, small
 from tests._layers import assemble
 
 VOCAB_SIZE = 101  # no axis divides it
+Half = Literal["native", "widened"]
+HALVES = get_args(Half)
 
 
 @dataclass(frozen=True)
@@ -110,11 +115,28 @@ def course(config: Config) -> Course:
     return Course(config, synthetic(config))
 
 
-def build(world: World, changes: Changes, vocab_size: int = VOCAB_SIZE) -> Engine:
-    """Return an engine of a small model on all ranks of `world`."""
+def build(
+    world: World, changes: Changes, vocab_size: int = VOCAB_SIZE, half: Half = "native"
+) -> Engine:
+    """Return an engine of a small model on all ranks of `world`.
+
+    `half`: how it multiplies half types. "widened" computes on every processor as one without
+    instructions for them does.
+    """
     config = small(changes, world.size)
     axes = world.split(grid_of(config))
-    return Engine(config, axes, vocab_size)
+    engine = Engine(config, axes, vocab_size)
+    if half == "widened":
+        engine.compute_by(HostChoice(half=half))
+    return engine
+
+
+def foreseen_by(engine: Engine) -> MemoryModel:
+    """Return the account of an engine's memory, with the kernels that it computes with."""
+    types = data_types(engine.config.precision.compute)
+    products = (types.compute, types.iteration)
+    wide = any(engine.kernels.widens("cpu", dtype) for dtype in products)
+    return MemoryModel.of(engine.config, engine.vocab_size, wide)
 
 
 def steps_of(engine: Engine, count: int, *, masked: bool = True) -> list:

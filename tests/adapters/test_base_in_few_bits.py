@@ -19,13 +19,12 @@ from ptdmpi.convert.quantize.write import matrices, quantize
 from ptdmpi.inference.model import open_inference
 from ptdmpi.inference.stored import config_of, open_model
 from ptdmpi.model.low_bit.codes import packed
-from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.train.checks import checked
 from ptdmpi.train.tasks import live_model
 from tests import _stored
 from tests._configs import layout
-from tests._engines import build, measured, steps_of, whole_weights
+from tests._engines import HALVES, build, foreseen_by, measured, steps_of, whole_weights
 from tests._runs import VOCAB_SIZE, configuration, corpus, log, loop, records
 from tests.parallel import parallel
 
@@ -125,15 +124,15 @@ def test_it_does_so_where_two_axes_cut(comm, tmp_path, case):
 
 
 @parallel(ranks=[1, pytest.param(2, marks=pytest.mark.long)])
-def test_memory_is_what_the_codes_take(comm):
+@pytest.mark.parametrize("half", HALVES)
+def test_memory_is_what_the_codes_take(comm, half):
     """What stands, to the byte; beside it, in a step, no more than the account has for a matrix."""
     changes = MODEL | LORA | layout(t=comm.size)
-    changes |= {"precision.compute": "fp32" if comm.size == 1 else "bf16"}
+    changes |= {"precision.compute": "bf16" if half == "widened" or comm.size == 2 else "fp32"}
     changes |= {"model.ffn_hidden": 256, "batch.micro_size": 1, "batch.global_size": 2}
-    plain, low = (build(World(comm), changes | more) for more in ({}, NF4))
+    plain, low = (build(World(comm), changes | more, half=half) for more in ({}, NF4))
     buffer, size = low.buffer, low.buffer.precision.compute.itemsize
-    memory = MemoryModel.of(low.config, low.vocab_size)
-    foreseen = memory.peak(low.config.layout, 0, low.config.microbatches)
+    foreseen = foreseen_by(low).peak(low.config.layout, 0, low.config.microbatches)
     own = sum(entry.elements for entry in buffer.entries.values())
     frozen = sum(entry.elements for entry in buffer.frozen.values())
     elements = sum(entry.elements for entry in buffer.packed.values())
@@ -145,8 +144,7 @@ def test_memory_is_what_the_codes_take(comm):
     for engine in (plain, low):
         steps_of(engine, 1)
         peaks.append(measured(lambda one=engine: steps_of(one, 1))[1])
-    in_full = MemoryModel.of(plain.config, plain.vocab_size)
-    least = in_full.peak(plain.config.layout, 0, plain.config.microbatches)
+    least = foreseen_by(plain).peak(plain.config.layout, 0, plain.config.microbatches)
     assert 0 < peaks[1] - peaks[0] <= foreseen.working - least.working
 
 

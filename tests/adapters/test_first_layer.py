@@ -14,9 +14,11 @@ from ptdmpi.plan.machine.cluster import Model, load_cluster
 from ptdmpi.plan.shape import flops
 from tests._configs import layout, small
 from tests._engines import (
+    HALVES,
     VOCAB_SIZE,
     assert_same_bits,
     build,
+    foreseen_by,
     load,
     measured,
     microbatches,
@@ -149,19 +151,22 @@ def test_activations_are_those_of_the_account(comm, mode):
 
 
 @parallel(ranks=[2])
+@pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("first", [pytest.param(1, marks=LONG), pytest.param(2, marks=LONG), 3])
-def test_an_idle_stage_keeps_weights_alone(comm, first):
-    """Beside what one forward works in, which is foreseen at most."""
+def test_an_idle_stage_keeps_weights_alone(comm, first, half):
+    """Beside what one forward works in, which is foreseen at most; where half types are widened,
+    that is most of all a copy of a weight."""
     wide = {
         "model.layers": 4,
-        "model.hidden": 64,
-        "model.seq_length": 32,
+        "model.hidden": 128,
+        "model.seq_length": 16,
         "precision.compute": "bf16",
     }
-    engine = build(World(comm), wide | LORA | layout(p=2) | {"adapt.first_layer": first})
+    changes = wide | LORA | layout(p=2) | {"adapt.first_layer": first}
+    engine = build(World(comm), changes, half=half)
     steps_of(engine, 1)
     (stage,) = engine.stages.values()
-    memory = MemoryModel.of(engine.config, engine.vocab_size)
+    memory = foreseen_by(engine)
     rank, buffer = engine.axes["pipeline"].rank, engine.buffer
     foreseen = memory.peak(engine.config.layout, rank, engine.config.microbatches)
     assert foreseen.weights == 2 * sum(

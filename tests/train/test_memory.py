@@ -10,12 +10,12 @@ import torch
 from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model import random
-from ptdmpi.model.kernels import USUAL, Kernels
+from ptdmpi.model.kernels import Kernels
 from ptdmpi.model.parameters import data_types
 from ptdmpi.model.state import WEIGHTS
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layer import operator
-from tests._engines import build, measured, microbatches, passes
+from tests._engines import HALVES, build, foreseen_by, measured, microbatches, passes
 from tests.parallel import parallel
 
 VOCAB_SIZE = 301  # neither axis divides it
@@ -61,12 +61,20 @@ def library_scratch_bytes(dtype: torch.dtype) -> int:
 
 
 def check(comm, changes) -> None:
-    """Kept by a forward, peak of a step's ops, and state, of every rank."""
-    engine = build(World(comm), SHAPE | changes, VOCAB_SIZE)
+    """Kept by a forward, peak of a step's ops, and state, of every rank; half types as they are
+    multiplied here, and widened."""
+    is_half = changes.get("precision.compute") in ("bf16", "fp16")
+    for half in HALVES if is_half else HALVES[:1]:
+        check_one(comm, changes, half)
+
+
+def check_one(comm, changes, half) -> None:
+    """`check`, half types multiplied in one way."""
+    engine = build(World(comm), SHAPE | changes, VOCAB_SIZE, half)
     rank = engine.axes["pipeline"].rank
     compute = data_types(engine.config.precision.compute).compute
     layout, m = engine.config.layout, engine.config.microbatches
-    memory = MemoryModel.of(engine.config, VOCAB_SIZE, USUAL.widens("cpu", compute))
+    memory = foreseen_by(engine)
     foreseen = memory.peak(layout, rank, m)
     sampler = engine.axes["data"].rank
     batches = microbatches(engine.config, 0, sampler, vocab_size=VOCAB_SIZE)
@@ -85,11 +93,11 @@ def check(comm, changes) -> None:
     expected = foreseen.activations + foreseen.working
     # copies in float32 that products of half types take where the processor has no unit for them:
     # a sixth of the little that each of four ranks keeps (seen with AVX2), nothing at t = 2
-    copies = 0.1 * (layout.tensor == 4 and USUAL.widens("cpu", compute))
+    copies = 0.1 * (layout.tensor == 4 and engine.kernels.widens("cpu", compute))
     most = (1 + PEAK + copies) * expected + library_scratch_bytes(compute)
     # the largest unit need not be whole at the moment when most is kept: 13 % less on a last stage
     least = (1 - PEAK - 0.05 * (layout.zero >= 2 and layout.pipeline > 1)) * expected
-    assert least <= peak <= most, (peak, expected)
+    assert least <= peak <= most, (half, peak, expected)
     # parameters begin at multiples of 256 elements, and units are multiples of that for each shard:
     # a few percent more at these sizes, nothing at real ones
     buffer = engine.buffer
@@ -182,7 +190,9 @@ def test_a_head_for_a_task(comm, kind, method):
 def test_half_types_as_on_a_device_that_multiplies_them(comm, kind, dropout, mode):
     changes = DROPOUT if dropout else {}
     with mock.patch.object(Kernels, "widens", lambda self, device_type, dtype: False):
-        check(comm, KINDS[kind] | MODES[mode] | changes | {"precision.compute": "bf16"})
+        check_one(
+            comm, KINDS[kind] | MODES[mode] | changes | {"precision.compute": "bf16"}, "native"
+        )
 
 
 @parallel(ranks=[2])

@@ -6,12 +6,12 @@ import torch
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.model.low_bit.codes import rounded
-from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layer.low_bit import CODES, LowBit
 from tests._configs import layout, small
 from tests._engines import (
     assert_same_bits,
     build,
+    foreseen_by,
     greatest_difference,
     load,
     measured,
@@ -80,19 +80,18 @@ def test_data_ranks_have_the_bits_of_one(comm):
 
 
 @parallel(ranks=[1])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_account_has_what_a_product_makes(comm, precision):
+@pytest.mark.parametrize(
+    ("precision", "half"), [("fp32", "native"), ("bf16", "native"), ("bf16", "widened")]
+)
+def test_the_account_has_what_a_product_makes(comm, precision, half):
     changes = {"model.hidden": 256, "precision.compute": precision, "batch.micro_size": 1}
     low = changes | {"quantize.weights": "int8"}
-    peaks = []
+    peaks, foreseen = [], []
     for asked in (changes, low):
-        engine = build(World(comm), asked)
+        engine = build(World(comm), asked, half=half)
         steps_of(engine, 1)
         peaks.append(measured(lambda one=engine: steps_of(one, 1))[1])
-    foreseen = [
-        MemoryModel.of(small(asked), 101).peak(small(asked).layout, 0, 8).total
-        for asked in (changes, low)
-    ]
+        foreseen.append(foreseen_by(engine).peak(engine.config.layout, 0, 8).total)
     assert 0 < peaks[1] - peaks[0] <= foreseen[1] - foreseen[0]
 
 

@@ -25,6 +25,7 @@ from tests._engines import (
     VOCAB_SIZE,
     build,
     course,
+    foreseen_by,
     from_root,
     measured,
     microbatches,
@@ -227,19 +228,27 @@ def test_a_run_that_goes_on_has_the_same_bits(comm, tmp_path):
 
 
 @parallel(ranks=[1, 2])
-@pytest.mark.parametrize("compute", [pytest.param("fp32", marks=LONG), "bf16", "fp64"])
-def test_memory_is_what_the_account_says(comm, compute):
+@pytest.mark.parametrize(
+    ("compute", "half"),
+    [
+        pytest.param("fp32", "native", marks=LONG),
+        ("bf16", "native"),
+        ("bf16", "widened"),
+        ("fp64", "native"),
+    ],
+)
+def test_memory_is_what_the_account_says(comm, compute, half):
     """State to the element, but for where parameters begin; and the most that the update needs
     while it runs, which no backward of this model does."""
     # so that what oneDNN's half-type products take beside their results is 2 %
     hidden = 128 if compute == "fp64" else 512
     sizes = {"model.hidden": hidden, "model.seq_length": 4, "batch.micro_size": 1}
     sizes |= {"precision.compute": compute, "batch.global_size": 2, "model.layers": 1}
-    engine = build(World(comm), MUON | layout(t=comm.size) | sizes)
+    engine = build(World(comm), MUON | layout(t=comm.size) | sizes, half=half)
     steps_of(engine, 1)
     config = engine.config
-    widens = USUAL.widens("cpu", torch.bfloat16)
-    memory = MemoryModel.of(config, VOCAB_SIZE, widens)
+    widens = engine.kernels.widens("cpu", torch.bfloat16)
+    memory = foreseen_by(engine)
     foreseen = memory.peak(config.layout, 0, config.microbatches)
     wide = 8 if compute == "fp64" else 4
     kept = sum(part.nbytes for part in engine.state.flats)

@@ -13,18 +13,16 @@ from ptdmpi.config import Layout
 from ptdmpi.config.zero import Sharing
 from ptdmpi.engine import muon
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model.kernels import USUAL
-from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.cost.methods import MethodPricer
 from ptdmpi.plan.cost.stage_memory import Cut
 from ptdmpi.plan.layout.messages import RunMethod
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from tests._configs import layout
 from tests._engines import (
-    VOCAB_SIZE,
     assert_same_bits,
     build,
     course,
+    foreseen_by,
     measured,
     microbatches,
     steps_of,
@@ -121,8 +119,15 @@ def test_a_run_goes_on_in_another_layout(comm, tmp_path):
 
 
 @parallel(ranks=[2])
-@pytest.mark.parametrize("compute", ["bf16", pytest.param("fp64", marks=LONG)])
-def test_memory_is_what_the_account_says(comm, compute):
+@pytest.mark.parametrize(
+    ("compute", "half"),
+    [
+        ("bf16", "native"),
+        pytest.param("bf16", "widened", marks=LONG),
+        pytest.param("fp64", "native", marks=LONG),
+    ],
+)
+def test_memory_is_what_the_account_says(comm, compute, half):
     """State of the rank that has most, but for where parameters begin and end; and the most that
     the update of any rank needs while it runs."""
     hidden = 128 if compute == "fp64" else 512
@@ -131,11 +136,11 @@ def test_memory_is_what_the_account_says(comm, compute):
     # under 1 one of the shards has a table of many positions, of which more is kept
     for zero, length in ((1, 256), (2, 4)):
         sizes |= {"parallel.zero": zero, "model.seq_length": length}
-        engine = build(World(comm), MUON | layout(d=2) | sizes)
+        engine = build(World(comm), MUON | layout(d=2) | sizes, half=half)
         steps_of(engine, 1)
         config = engine.config
-        widens = USUAL.widens("cpu", torch.bfloat16)
-        memory = MemoryModel.of(config, VOCAB_SIZE, widens)
+        widens = engine.kernels.widens("cpu", torch.bfloat16)
+        memory = foreseen_by(engine)
         foreseen = memory.peak(config.layout, 0, config.microbatches)
         kept = sum(part.nbytes for part in engine.state.flats)
         kept -= (compute != "bf16") * sum(part.nbytes for part in engine.buffer.masters)

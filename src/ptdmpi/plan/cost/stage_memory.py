@@ -28,12 +28,14 @@ from ptdmpi.plan.shape.parameters import frozen_layer, frozen_places
 class PartBytes:
     """Bytes of activations of one microbatch, for each part that a stage may consist of.
 
-    `layers`: of a layer, by mode of recomputation. `loss_works`: the most working memory that the
+    `layers`: of a layer, by mode of recomputation. `idle`: the most that the forward of a layer
+    without a backward needs. `loss_works`: the most working memory that the
     head's backward needs besides the bytes it keeps. `sent`: of the output sent to the next stage.
     """
 
     sizes: Sizes
     layers: dict[str, LayerBytes]
+    idle: int
     embedding: int
     head: int
     loss_works: int
@@ -274,6 +276,7 @@ class StageMemory:
         return PartBytes(
             sizes=sizes,
             layers={mode: folds.layer_bytes(layer, sizes, mode) for mode in RECOMPUTE_MODES},
+            idle=folds.idle_bytes(folds.operators(layer), sizes),
             embedding=folds.kept_bytes(embedding, sizes),
             head=folds.kept_bytes(head, sizes),
             loss_works=max(row.backward_bytes(sizes) for row in head),
@@ -302,13 +305,10 @@ class StageMemory:
 
 
 def _forward_bytes(memory: StageMemory, layout: Layout, stage: int) -> int:
-    """Return the most bytes that the forward of a layer without a backward needs.
-
-    They are the bytes that a layer with a backward keeps, less those kept of its microbatch later,
-    which the caller adds.
-    """
+    """Return the most bytes that the forward of a layer without a backward needs, less those kept
+    of its microbatch later, which the caller adds."""
     idle = memory.model.idle(memory.split(layout)[stage])
-    whole = memory.parts(layout).layers["none"].kept if idle else 0
+    whole = memory.parts(layout).idle if idle else 0
     return max(0, whole - memory.kept_bytes(layout, stage))
 
 

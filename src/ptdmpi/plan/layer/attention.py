@@ -215,6 +215,13 @@ class Attend(Operator):
         if sizes.operand_bytes != c:
             yield Item("attention.output.copy", heads * per_head, sizes.wide_bytes, "none")
 
+    def forward_bytes(self, sizes: Sizes) -> int:
+        """Queries, keys, values and the output, and their copies where products are widened."""
+        each = sizes.compute_bytes
+        if sizes.operand_bytes > each:
+            each += sizes.operand_bytes
+        return 4 * sizes.tokens * local_heads(sizes)[0] * sizes.model.head_size * each
+
     def backward_bytes(self, sizes: Sizes) -> int:
         """Gradients of the softmax's output and input, or, of kernels that keep no scores, of the
         operands."""

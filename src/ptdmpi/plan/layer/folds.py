@@ -110,6 +110,13 @@ def value_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
     return largest * sizes.compute_bytes + min(largest, chunk_elements(sizes.on_host)) * CHUNK_BYTES
 
 
+def idle_bytes(rows: Rows, sizes: Sizes) -> int:
+    """Return the bytes that the forward of a layer without a backward needs: at most those that it
+    would keep for one, or what a row has at once next to the residual stream."""
+    most = max(row.forward_bytes(sizes) for row in rows) + sizes.boundary_bytes
+    return max(total_bytes(kept(items(rows, sizes, "none"), "none")), most)
+
+
 @dataclass(frozen=True)
 class LayerBytes:
     """Bytes of one layer under a mode of recomputation, of one microbatch.

@@ -85,6 +85,11 @@ class Operator:
         """Yield what a split backward keeps of it from its I to its W."""
         yield from ()
 
+    def forward_bytes(self, sizes: Sizes) -> int:
+        """Return the most that its forward has at once where nothing is kept: what it reads and
+        writes, and copies of these. Rows that have no copies may leave it out."""
+        return 0
+
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the most that its backward needs besides kept tensors and its gradient."""
         return 0

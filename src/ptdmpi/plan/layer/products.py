@@ -216,6 +216,10 @@ class Multiply(Operator):
     def replaced_bytes(self, sizes: Sizes) -> int:
         return self._input_elements(sizes) * sizes.compute_bytes
 
+    def forward_bytes(self, sizes: Sizes) -> int:
+        rows, shape = sizes.rows(self.rows), self.linear.local(sizes.layout.tensor)
+        return rows * sum(shape) * sizes.compute_bytes + copied_bytes(sizes, shape, rows)
+
     def backward_bytes(self, sizes: Sizes) -> int:
         """The input's gradient, and what the weight's takes on its way into `main_grad`.
 
@@ -272,6 +276,15 @@ def weight_gradient(sizes: Sizes, inputs: int, outputs: int, rows: int) -> Itera
         yield MemoryPass(inputs * outputs * (e + 2 * g))
 
 
+def copied_bytes(sizes: Sizes, shape: tuple[int, int], rows: int) -> int:
+    """Return the bytes of a product's operands and result where half types are widened for it; 0
+    where they are not. `shape`: (inputs, outputs) of the weight."""
+    if sizes.operand_bytes == sizes.compute_bytes:
+        return 0
+    inputs, outputs = shape
+    return (rows * (inputs + outputs) + inputs * outputs) * sizes.operand_bytes
+
+
 def adding_bytes(sizes: Sizes, linear: Linear) -> int:
     """Return what adding a weight's gradient needs besides its operands.
 
@@ -284,7 +297,7 @@ def adding_bytes(sizes: Sizes, linear: Linear) -> int:
     if linear.split is not None and sizes.local_tokens < sizes.tokens:
         works = rows * (inputs if linear.split == "columns" else outputs) * c
     if sizes.operand_bytes > c:
-        works += (rows * (inputs + outputs) + inputs * outputs) * sizes.operand_bytes
+        works += copied_bytes(sizes, (inputs, outputs), rows)
     elif sizes.wide_bytes > c:
         works += inputs * outputs * (c + sizes.wide_bytes)
     return works
@@ -308,9 +321,7 @@ def linear_backward(
     inputs, outputs = shape
     c, wide = sizes.compute_bytes, sizes.wide_bytes
     result = rows * inputs * c
-    copies = 0
-    if sizes.operand_bytes > c:
-        copies = (rows * (inputs + outputs) + inputs * outputs) * sizes.operand_bytes
+    copies = copied_bytes(sizes, shape, rows)
     adapt = sizes.model.adapt
     if adapt.adapts:
         added = 0

@@ -182,7 +182,7 @@ def tokenize(
     "--messages-field",
     default="messages",
     show_default=True,
-    help="Field with the list of messages.",
+    help="Field with the list of messages, tried first.",
 )
 @click.option(
     "--prompt-field", default="prompt", show_default=True, help="Else the field with the prompt,"
@@ -210,11 +210,13 @@ def chat(
 ) -> None:
     """Make shards of conversations, in which only the assistant's turns count as labels.
 
-    INPUTs are .jsonl files whose lines have {"messages": [{"role": ..., "content": ...}, ...]}, or
-    a prompt and an answer. Several conversations share a row. Train with
-    data.document_boundaries = true, so that they do not attend to each other.
+    INPUTs are .jsonl files, one conversation a line, or .json arrays. The forms of OpenAI
+    ({"messages": [...]}), ShareGPT ({"conversations": [...]}) and alpaca ({"instruction", "input",
+    "output"}), and prompts with their answers, are recognised line by line. Several conversations
+    share a row. Train with data.document_boundaries = true, so that they do not attend to each
+    other.
     """
-    from data_prep.chat.conversations import ChatFields
+    from data_prep.chat.forms import ChatFields
     from data_prep.chat.pack import ChatOptions, make_chat_shards
     from data_prep.corpus import OutputOptions
 

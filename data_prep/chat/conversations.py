@@ -2,26 +2,16 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from data_prep.chat.forms import BadConversation, ChatFields, counted_answers, messages_of
 from data_prep.encode import lines
 from data_prep.sources import Task
 from data_prep.vocabulary import MarkedTokenizer
 from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import ANSWER, ChatTemplate, Message
-
-
-@dataclass(frozen=True)
-class ChatFields:
-    """The names of the fields with a conversation in a JSON line: `messages`, a list of {"role",
-    "content"}, or a `prompt` and its `answer`."""
-
-    messages: str = "messages"
-    prompt: str = "prompt"
-    answer: str = "answer"
 
 
 class Conversation(NamedTuple):
@@ -32,10 +22,6 @@ class Conversation(NamedTuple):
     weights: np.ndarray
     answers: np.ndarray
     text: str
-
-
-class BadConversation(ValueError):
-    """An error in a line of a .jsonl file; its text says what is wrong."""
 
 
 class Conversations:
@@ -64,10 +50,12 @@ class Conversations:
                 if not bytes(line).strip():
                     continue
                 try:
-                    conversation = self._template.rendered(self._messages(bytes(line)))
-                    if not conversation.answers:
+                    messages = self._messages(bytes(line))
+                    text, spans = self._template.rendered(messages)
+                    answers = counted_answers(messages, spans)
+                    if not answers:
                         raise BadConversation(f"no turn of the role {ANSWER!r}: nothing to learn")
-                    rendered.append(conversation)
+                    rendered.append((text, answers))
                 except (BadConversation, InputError) as error:
                     if not self._skip_bad_lines:
                         raise InputError(f"{chunk.path}:{number}: {error}") from None
@@ -87,45 +75,17 @@ class Conversations:
             raise BadConversation(f"not a JSON line: {error}") from None
         if not isinstance(record, dict):
             raise BadConversation("no JSON object")
-        messages = _messages(record, self._fields)
+        messages = messages_of(record, self._fields)
         for message in messages:
             texts = list(_texts(message))
+            if not all(map(_is_unicode, texts)):
+                raise BadConversation("a message has a lone surrogate")
             for special in sorted(self._tokenizer.special):
                 if any(special in text for text in texts):
                     raise BadConversation(
                         f"a message has the text {special}, which would become a special token"
                     )
         return messages
-
-
-def _messages(record: Mapping[str, Any], fields: ChatFields) -> list[Message]:
-    """Return the messages of a record. Raise BadConversation if it has none, or one is
-    malformed."""
-    if fields.messages in record:
-        messages = record[fields.messages]
-    elif isinstance(record.get(fields.prompt), str) and isinstance(record.get(fields.answer), str):
-        messages = [
-            {"role": "user", "content": record[fields.prompt]},
-            {"role": ANSWER, "content": record[fields.answer]},
-        ]
-    else:
-        raise BadConversation(
-            f"neither {fields.messages!r} nor texts in {fields.prompt!r} and {fields.answer!r}"
-        )
-    if not isinstance(messages, list) or not messages:
-        raise BadConversation(f"{fields.messages!r} is no list of messages")
-    for message in messages:
-        texts: list[Any] = [None]
-        if isinstance(message, dict):
-            texts = [message.get("role"), message.get("content")]
-        if not all(isinstance(text, str) for text in texts):
-            raise BadConversation('a message is no {"role": TEXT, "content": TEXT}')
-        for text in _texts(message):
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise BadConversation("a message has a lone surrogate") from None
-    return messages
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
@@ -140,6 +100,15 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
             left += [*value.keys(), *value.values()]
         elif isinstance(value, list):
             left += value
+
+
+def _is_unicode(text: str) -> bool:
+    """Return False if a text has a lone surrogate, which UTF-8 cannot write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def counted(starts: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray:

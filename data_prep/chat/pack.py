@@ -1,7 +1,6 @@
 """Writing conversations to shards, packed in rows of one length; no row cuts a conversation."""
 
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -9,17 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.chat.conversations import ChatFields, Conversation, Conversations, pieces
+from data_prep.chat.conversations import Conversation, Conversations, pieces
+from data_prep.chat.forms import ChatFields
+from data_prep.chat.records import find_records, record_tasks
 from data_prep.corpus import OutputOptions
-from data_prep.sources import (
-    JSONL,
-    CorpusFile,
-    Task,
-    document_share,
-    find_sources,
-    read_tasks,
-    size_on_disk,
-)
+from data_prep.sources import CorpusFile, document_share, size_on_disk
 from data_prep.state import CorpusCounters, GroupProgress, RunState, files_identity, write_file
 from data_prep.vocabulary import (
     END_OF_DOCUMENT,
@@ -208,10 +201,7 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
             f"--tokenizer {options.tokenizer} has neither a chat template nor an end of document "
             f"({', '.join(END_OF_DOCUMENT)}), so nothing would end an answer; give --template FILE"
         )
-    sources = find_sources(options.inputs)
-    other = [source.path for source in sources if source.kind != JSONL]
-    if other:
-        raise InputError(f"{other[0]}: is no .jsonl file; conversations are lines of .jsonl files")
+    sources = find_records(options.inputs)
     corpus = _ChatCorpus(options, tokenizer, template, sources)
     state = RunState(output.outputs, {**corpus.identity(), **output.identity()})
     done = state.begin(output.force)
@@ -243,11 +233,6 @@ def _tokenizer(name: str) -> MarkedTokenizer:
         )
     tokenizer: Any = load_tokenizer(name)
     return tokenizer
-
-
-def _tasks(sources: list[CorpusFile], advance: Any) -> Iterator[Task]:
-    for source in sources:
-        yield from read_tasks(0, [source], advance, "")
 
 
 def _kept(conversation: Conversation, options: ChatOptions) -> Conversation | None:
@@ -295,7 +280,7 @@ def _write(corpus: _ChatCorpus, output: OutputOptions) -> GroupProgress:
     ]
     try:
         with progress("packing", sum(map(size_on_disk, corpus.sources)), "B") as advance:
-            for conversation in pieces(_tasks(corpus.sources, advance), read):
+            for conversation in pieces(record_tasks(corpus.sources, advance), read):
                 kept = _kept(conversation, options)
                 counts += _counts(conversation, kept, options.seq_length)
                 if kept is not None:

@@ -176,7 +176,7 @@ def test_rows(tmp_path, monkeypatch, capsys):
 
 BAD = {
     "[1]": "no JSON object",
-    '{"prompt": "x"}': "neither 'messages' nor texts in 'prompt' and 'answer'",
+    '{"prompt": "x"}': "no conversation: legal are",
     '{"messages": []}': "no list of messages",
     '{"messages": [{"role": "user"}]}': "a message is no",
     '{"messages": [1]}': "a message is no",

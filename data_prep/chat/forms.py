@@ -1,0 +1,166 @@
+"""The forms of conversations that people have, recognised by their keys, as messages.
+
+- OpenAI: {"messages": [{"role": "user", "content": TEXT}, ...]}; contents may be lists of parts
+  {"type": "text", "text": TEXT}, and an answer of "weight": 0 is context only.
+- ShareGPT: {"conversations": [{"from": "human", "value": TEXT}, ...]}, perhaps with "system".
+- alpaca (Taori et al. 2023): {"instruction": TEXT, "input": TEXT or "", "output": TEXT}, perhaps
+  with "system" and "history", a list of [question, answer].
+- pairs: the texts of `PAIRS`, or two lists of messages (TRL's "prompt" and "completion").
+
+The turns of the first two lists may have either keys: files mix them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ptdmpi.data.chat_template import ANSWER, Message
+
+# Names of the speakers in files of ShareGPT's form -> role.
+ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": ANSWER,
+    "assistant": ANSWER,
+    "chatgpt": ANSWER,
+    "bard": ANSWER,
+    "bing": ANSWER,
+    "model": ANSWER,
+    "tool": "tool",
+    "observation": "tool",
+}
+# Fields with a question and its answer, by their usual names.
+PAIRS = (
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("question", "answer"),
+    ("input", "output"),
+)
+KNOWN = (
+    'legal are {"messages": [...]} (OpenAI), {"conversations": [...]} (ShareGPT), {"instruction", '
+    '"input", "output"} (alpaca), or a prompt and its answer'
+)
+
+
+class BadConversation(ValueError):
+    """An error in a record; its text says what is wrong."""
+
+
+@dataclass(frozen=True)
+class ChatFields:
+    """The names of the fields with a conversation, tried before the usual ones: `messages`, a list
+    of messages, or a `prompt` and its `answer`."""
+
+    messages: str = "messages"
+    prompt: str = "prompt"
+    answer: str = "answer"
+
+
+def messages_of(record: Mapping[str, Any], fields: ChatFields) -> list[Message]:
+    """Return the messages of a record, each with the texts "role" and "content".
+
+    Raise BadConversation if the record has none of the known forms, or a message is malformed.
+    """
+    for name in (fields.messages, "messages", "conversations"):
+        if name in record:
+            return _system(record, _turns(record[name], name))
+    if _has_texts(record, "instruction", "output"):
+        return _alpaca(record)
+    for question, answer in ((fields.prompt, fields.answer), *PAIRS):
+        if _has_texts(record, question, answer):
+            return _system(record, _exchange(record[question], record[answer]))
+        if isinstance(record.get(question), list) and isinstance(record.get(answer), list):
+            return _turns(record[question], question) + _turns(record[answer], answer)
+    raise BadConversation(f"no conversation: {KNOWN}")
+
+
+def _has_texts(record: Mapping[str, Any], *names: str) -> bool:
+    return all(isinstance(record.get(name), str) for name in names)
+
+
+def _exchange(question: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": ANSWER, "content": answer}]
+
+
+def _system(record: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """Return the messages after the record's own "system" text, if it has one."""
+    text = record.get("system")
+    if not text:
+        return messages
+    if not isinstance(text, str):
+        raise BadConversation('"system" is no text')
+    if messages[0]["role"] == "system":
+        raise BadConversation('both "system" and the first message are a system prompt')
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _alpaca(record: Mapping[str, Any]) -> list[Message]:
+    """Return the messages of an instruction: its input follows on a new line, if it has one."""
+    history = record.get("history") or []
+    earlier: list[Message] = []
+    if not isinstance(history, list):
+        raise BadConversation('"history" is no list of [question, answer]')
+    for turn in history:
+        is_pair = isinstance(turn, list) and len(turn) == 2
+        if not is_pair or not all(isinstance(text, str) for text in turn):
+            raise BadConversation('"history" is no list of [question, answer]')
+        earlier += _exchange(*turn)
+    more = record.get("input") or ""
+    if not isinstance(more, str):
+        raise BadConversation('"input" is no text')
+    question = "\n".join(filter(None, (record["instruction"], more)))
+    return _system(record, earlier + _exchange(question, record["output"]))
+
+
+def _turns(turns: Any, name: str) -> list[Message]:
+    """Return the messages of the list in the field `name`, in OpenAI's or ShareGPT's keys."""
+    if not isinstance(turns, list) or not turns:
+        raise BadConversation(f'"{name}" is no list of messages')
+    return [_message(turn) for turn in turns]
+
+
+def _message(turn: Any) -> Message:
+    """Return a message with texts in "role" and "content"; other keys stay, for the template."""
+    if not isinstance(turn, dict):
+        raise BadConversation('a message is no {"role": TEXT, "content": TEXT}')
+    if "from" in turn and "role" not in turn:
+        speaker = turn["from"]
+        if not isinstance(speaker, str) or speaker.lower() not in ROLES:
+            raise BadConversation(
+                f"a message is from {speaker!r}; legal are {', '.join(sorted(ROLES))}"
+            )
+        turn = {"role": ROLES[speaker.lower()], "content": turn.get("value")}
+    content = turn.get("content")
+    if isinstance(content, list):
+        turn = {**turn, "content": _joined(content)}
+    if not _has_texts(turn, "role", "content"):
+        raise BadConversation('a message is no {"role": TEXT, "content": TEXT}')
+    return turn
+
+
+def _joined(parts: Sequence[Any]) -> str:
+    """Return the text of a content in parts. Raise BadConversation for parts that are no text."""
+    for part in parts:
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            raise BadConversation('a part of a content is no {"type": "text", "text": TEXT}')
+    return "".join(part["text"] for part in parts)
+
+
+def counted_answers(
+    messages: Sequence[Message], answers: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Return the spans of the answers that count: all but those of messages of "weight" 0.
+
+    `answers`: the spans of all answers in the text, in the messages' order. Raise BadConversation
+    for another weight than 0 and 1, and if the template does not write each answer once.
+    """
+    weights = [message.get("weight", 1) for message in messages if message["role"] == ANSWER]
+    if any(weight not in (0, 1) for weight in weights):
+        raise BadConversation('the "weight" of a message is neither 0 nor 1')
+    if all(weights):
+        return list(answers)
+    if len(weights) != len(answers):
+        raise BadConversation('a message has "weight": 0, but the template writes no answer for it')
+    return [span for span, weight in zip(answers, weights, strict=True) if weight]

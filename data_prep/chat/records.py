@@ -1,0 +1,73 @@
+"""Records of conversations as tasks: lines of .jsonl files, or the elements of a .json array."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from data_prep.sources import (
+    JSONL,
+    MAX_LINE_BYTES,
+    TEXT,
+    Chunk,
+    CorpusFile,
+    Task,
+    find_sources,
+    read_blocks,
+    read_tasks,
+)
+from ptdmpi.config import InputError
+
+JSON = ".json"
+
+
+def find_records(inputs: Sequence[str]) -> list[CorpusFile]:
+    """Return the .jsonl and .json files among the inputs, also compressed ones. Raise InputError
+    for another kind of file, and as `find_sources` does."""
+    sources = find_sources(inputs, (JSON,))
+    for source in sources:
+        if source.kind != JSONL and JSON not in Path(source.name).suffixes[-2:]:
+            raise InputError(
+                f"{source.path}: is no .jsonl or .json file; conversations are lines of .jsonl "
+                "files, or the elements of a .json array"
+            )
+    return sources
+
+
+def record_tasks(sources: Sequence[CorpusFile], advance: Callable[[int], object]) -> Iterator[Task]:
+    """Yield the tasks of all files; each chunk is of whole lines, one record a line.
+
+    Of a .json array, line n is its element n, counted from 1. `advance` is called with the numbers
+    of bytes read. Raise InputError for a file that cannot be read.
+    """
+    for source in sources:
+        if source.kind == JSONL:
+            yield from read_tasks(0, [source], advance, "")
+        else:
+            data = _as_lines(source, b"".join(_limited(source, advance)))
+            yield Task(0, 0, (Chunk(str(source.path), JSONL, data, 0, 1, True, True),))
+
+
+def _limited(source: CorpusFile, advance: Callable[[int], object]) -> Iterator[bytes]:
+    """Yield a file's bytes. Raise InputError if they are more than MAX_LINE_BYTES."""
+    size_bytes = 0
+    for block in read_blocks(replace(source, kind=TEXT), advance):
+        size_bytes += len(block)
+        if size_bytes > MAX_LINE_BYTES:
+            raise InputError(
+                f"{source.path}: a .json array of more than {MAX_LINE_BYTES} bytes; write its "
+                "elements as lines of a .jsonl file"
+            )
+        yield block
+
+
+def _as_lines(source: CorpusFile, data: bytes) -> bytes:
+    """Return the elements of an array as lines. A file that begins with no bracket has lines
+    already, whatever its name says."""
+    if not data.lstrip().startswith(b"["):
+        return data
+    try:
+        records = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{source.path}: not JSON: {error}") from None
+    return b"\n".join(json.dumps(record).encode() for record in records)

@@ -1,35 +1,46 @@
 """The command line `ptdmpi`; the module of a subcommand is imported when that subcommand runs."""
 
 import importlib
+from typing import NamedTuple
 
 import click
 
 from ptdmpi.terminal.program import CommandGroup, run
 
-# name -> True if all ranks of a job work on it, False if rank 0 alone does
+
+class Entry(NamedTuple):
+    """The line of a command in the list of commands, which is printed without importing it.
+
+    `all_ranks`: all ranks of a job work on it; else rank 0 alone does.
+    """
+
+    line: str
+    all_ranks: bool = False
+
+
 COMMANDS = {
-    "init": False,
-    "train": True,
-    "plan": False,
-    "ask": False,
-    "probe": True,
-    "schedule": False,
-    "watch": False,
-    "report": False,
-    "doctor": True,
-    "checkpoint": False,
-    "convert": False,
-    "adapter": False,
-    "quantize": True,
-    "generate": True,
-    "evaluate": True,
+    "init": Entry("Write a commented configuration that trains."),
+    "train": Entry("Train a model; start it by mpirun or srun.", all_ranks=True),
+    "plan": Entry("Predict layouts of a model on a cluster: time, memory, cost."),
+    "ask": Entry("Answer questions of cost, time and network."),
+    "probe": Entry("Measure the machine; start it by mpirun or srun.", all_ranks=True),
+    "schedule": Entry("Draw a pipeline schedule, and print its bubble and memory."),
+    "watch": Entry("Show the progress of runs, drawn in place."),
+    "report": Entry("Table, plots, page and trace of a run, or several compared."),
+    "doctor": Entry("Check the machine, or the exactness of training on it.", all_ranks=True),
+    "checkpoint": Entry("Inspect, verify, compare or prune checkpoints."),
+    "convert": Entry("Convert from and to models of Hugging Face."),
+    "adapter": Entry("Merge, split, export or import adapters."),
+    "quantize": Entry("Weights in 8 or 4 bits, with or without calibration.", all_ranks=True),
+    "generate": Entry("Continue prompts with a trained model.", all_ranks=True),
+    "evaluate": Entry("Perplexity, choices, answers, accuracy, pass@k.", all_ranks=True),
 }
 
 
 class LazyGroup(CommandGroup):
     """A group that imports `ptdmpi.commands.NAME` only when NAME runs: planning needs no torch."""
 
-    in_parallel = frozenset(name for name, all_ranks in COMMANDS.items() if all_ranks)
+    in_parallel = frozenset(name for name, entry in COMMANDS.items() if entry.all_ranks)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all subcommands, in the order of the help text."""
@@ -41,6 +52,11 @@ class LazyGroup(CommandGroup):
             return None
         command: click.Command = importlib.import_module(f"ptdmpi.commands.{name}").command
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands by their lines in `COMMANDS`."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.line) for name, entry in COMMANDS.items()])
 
 
 @click.group(

@@ -10,7 +10,7 @@ from ptdmpi.commands.options import EMA, PATH
 from ptdmpi.terminal.program import CommandGroup
 
 
-@click.group(cls=CommandGroup, short_help="Merge, split, export or import adapters.")
+@click.group(cls=CommandGroup)
 def command() -> None:
     """Merge, split, export or import adapters that `ptdmpi train` with [adapt] trained.
 

@@ -54,7 +54,7 @@ def _answered(question: Callable[..., Reply]) -> Any:
     return as_png(AS_JSON(answer))
 
 
-@click.group(cls=CommandGroup, short_help="Answer questions of cost, time and network.")
+@click.group(cls=CommandGroup)
 def command() -> None:
     """Answer questions before node-hours are spent, by the predictions of ptdmpi plan.
 

@@ -17,7 +17,7 @@ from ptdmpi.config import InputError
 from ptdmpi.terminal.program import CommandGroup
 
 
-@click.group(cls=CommandGroup, short_help="Inspect, verify, compare or prune checkpoints.")
+@click.group(cls=CommandGroup)
 def command() -> None:
     """Inspect, verify, compare or prune checkpoints, without MPI or a GPU.
 

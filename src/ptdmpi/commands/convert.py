@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "float16", "bfloat16")
 
 
-@click.group(cls=CommandGroup, short_help="Convert from and to models of Hugging Face.")
+@click.group(cls=CommandGroup)
 def command() -> None:
     """Convert from and to Hugging Face: GPT-2, LLaMA, Mistral, Qwen, Gemma 2, BERT.
 

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from ptdmpi.parity import suite
 
 
-@click.command(
-    "doctor", cls=Command, short_help="Check the machine, or the exactness of training on it."
-)
+@click.command("doctor", cls=Command)
 @click.option("--parity", is_flag=True, help="Train small models in every layout and compare.")
 @click.option("--wire", default="auto", help="With --parity: the wire of tensors, as comm.wire.")
 @click.option("--short", is_flag=True, help="With --parity: a few layouts and steps only.")

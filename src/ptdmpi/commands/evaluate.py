@@ -11,7 +11,7 @@ from ptdmpi.commands.options import PATH, options_of_a_trained_model
 from ptdmpi.terminal.program import Command, mendable_paths
 
 
-@click.command(cls=Command, short_help="Perplexity, choices, answers, accuracy, pass@k.")
+@click.command(cls=Command)
 @click.argument("run", type=PATH)
 @click.option("--data", multiple=True, type=PATH, help="Directory of token shards: perplexity.")
 @click.option("--stride", type=int, help="Tokens scored per window [default: all, no overlap].")

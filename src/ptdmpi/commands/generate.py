@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ptdmpi.comm.world import World
 
 
-@click.command(cls=Command, short_help="Continue prompts with a trained model.")
+@click.command(cls=Command)
 @click.argument("run", type=PATH)
 @click.option("--prompt", "prompts", multiple=True, help="Text to continue; may be repeated.")
 @click.option("--prompts", "from_file", type=PATH, help="File with one prompt per line, or .jsonl.")

@@ -12,7 +12,7 @@ from ptdmpi.preview.draft import SMALL, Wish, draft
 from ptdmpi.terminal.program import Command
 
 
-@click.command(cls=Command, short_help="Write a commented configuration that trains.")
+@click.command(cls=Command)
 @click.argument("file", type=PATH)
 @click.option("--data", required=True, type=PATH, help="Token shards.")
 @click.option("--valid", type=PATH, help="Shards to validate on.")

@@ -14,7 +14,7 @@ from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.terminal.program import Command
 
 
-@click.command("probe", cls=Command, short_help="Measure the machine; start it by mpirun or srun.")
+@click.command("probe", cls=Command)
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="A .toml file.")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Per rank.")
 @click.option(

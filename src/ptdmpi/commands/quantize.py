@@ -20,7 +20,7 @@ FOUR_BIT_CODES: dict[str, CodesName] = {"nf4": "nf4", "asymmetric": "uint4"}
 CALIBRATION_SAMPLES = 128  # Frantar et al. 2022, section 4
 
 
-@click.command(cls=Command, short_help="Weights in 8 or 4 bits, with or without calibration.")
+@click.command(cls=Command)
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
 @click.option("--bits", type=click.Choice(["8", "4"]), default="8", show_default=True)

@@ -16,9 +16,7 @@ from ptdmpi.terminal.program import Command
 from ptdmpi.terminal.say import note
 
 
-@click.command(
-    cls=Command, short_help="Table, plots, page and trace of a run, or several compared."
-)
+@click.command(cls=Command)
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--cluster", help="Predict on this one; default: run.cluster of the run.")
 @click.option(

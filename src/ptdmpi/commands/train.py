@@ -14,7 +14,6 @@ from ptdmpi.watch.requests import StopRequest
 
 @click.command(
     cls=Command,
-    short_help="Train a model; start it by mpirun or srun.",
     exit_codes="Exit codes: 0 done, 2 bad input, 75 stopped on request after saving (the same "
     "command goes on), else a failure.",
 )

@@ -13,7 +13,7 @@ from ptdmpi.report.status import Watched
 from ptdmpi.terminal.program import Command
 
 
-@click.command(cls=Command, short_help="Show the progress of runs, drawn in place.")
+@click.command(cls=Command)
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--every", type=click.FloatRange(0.2, 3600), default=2.0, show_default=True)
 @click.option("--once", is_flag=True, help="Print plain text once, as without a terminal.")

@@ -8,7 +8,7 @@ import click
 from ptdmpi.terminal.program import CommandGroup, run
 
 
-class Entry(NamedTuple):
+class CommandLine(NamedTuple):
     """The line of a command in the list of commands, which is printed without importing it.
 
     `all_ranks`: all ranks of a job work on it; else rank 0 alone does.
@@ -19,21 +19,21 @@ class Entry(NamedTuple):
 
 
 COMMANDS = {
-    "init": Entry("Write a commented configuration that trains."),
-    "train": Entry("Train a model; start it by mpirun or srun.", all_ranks=True),
-    "plan": Entry("Predict layouts of a model on a cluster: time, memory, cost."),
-    "ask": Entry("Answer questions of cost, time and network."),
-    "probe": Entry("Measure the machine; start it by mpirun or srun.", all_ranks=True),
-    "schedule": Entry("Draw a pipeline schedule, and print its bubble and memory."),
-    "watch": Entry("Show the progress of runs, drawn in place."),
-    "report": Entry("Table, plots, page and trace of a run, or several compared."),
-    "doctor": Entry("Check the machine, or the exactness of training on it.", all_ranks=True),
-    "checkpoint": Entry("Inspect, verify, compare or prune checkpoints."),
-    "convert": Entry("Convert from and to models of Hugging Face."),
-    "adapter": Entry("Merge, split, export or import adapters."),
-    "quantize": Entry("Weights in 8 or 4 bits, with or without calibration.", all_ranks=True),
-    "generate": Entry("Continue prompts with a trained model.", all_ranks=True),
-    "evaluate": Entry("Perplexity, choices, answers, accuracy, pass@k.", all_ranks=True),
+    "init": CommandLine("Write a commented configuration that trains."),
+    "train": CommandLine("Train a model; start it by mpirun or srun.", all_ranks=True),
+    "plan": CommandLine("Predict layouts of a model on a cluster: time, memory, cost."),
+    "ask": CommandLine("Answer questions of cost, time and network."),
+    "probe": CommandLine("Measure the machine; start it by mpirun or srun.", all_ranks=True),
+    "schedule": CommandLine("Draw a pipeline schedule, and print its bubble and memory."),
+    "watch": CommandLine("Show the progress of runs, drawn in place."),
+    "report": CommandLine("Table, plots, page and trace of a run, or several compared."),
+    "doctor": CommandLine("Check the machine, or the exactness of training on it.", all_ranks=True),
+    "checkpoint": CommandLine("Inspect, verify, compare or prune checkpoints."),
+    "convert": CommandLine("Convert from and to models of Hugging Face."),
+    "adapter": CommandLine("Merge, split, export or import adapters."),
+    "quantize": CommandLine("Weights in 8 or 4 bits, with or without calibration.", all_ranks=True),
+    "generate": CommandLine("Continue prompts with a trained model.", all_ranks=True),
+    "evaluate": CommandLine("Perplexity, choices, answers, accuracy, pass@k.", all_ranks=True),
 }
 
 

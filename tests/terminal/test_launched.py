@@ -45,7 +45,7 @@ def test_a_preview_says_at_once_what_it_does(monkeypatch, capsys, words):
 
 def test_nothing_heavy_is_loaded_before_the_start_is_said():
     """MPI, too, is loaded later, because its environment must be set before."""
-    under_mpi = [name for name, all_ranks in COMMANDS.items() if all_ranks]
+    under_mpi = [name for name, line in COMMANDS.items() if line.all_ranks]
     loads = "; ".join(f"import ptdmpi.commands.{name}" for name in under_mpi)
     code = f"import sys; {loads}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

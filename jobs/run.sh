@@ -15,7 +15,8 @@
 # The launcher's exit code alone is not trusted: mpirun can return 0 after it lost a node. A run is
 # complete when its run directory says so. Otherwise exit code 75 (stopped on request after saving)
 # and failures (a crash, a lost node) request another attempt, which resumes from the newest
-# checkpoint. Exit code 2 (bad input) and a cancelled job do not.
+# checkpoint. Exit codes 2 (bad input) and 3 (corrupt
+# state: look at the named hosts first), and a cancelled job, do not.
 # There is no `set -e`, because each exit code is judged here.
 set -uo pipefail
 
@@ -121,8 +122,8 @@ fi
 # A launcher's 0 without a complete run is a failure.
 [ "$code" -ne 0 ] || code=1
 say "the run is not complete: exit code $code, newest checkpoint $(newest)"
-if [ "$code" -eq 2 ]; then
-    exit 2
+if [ "$code" -eq 2 ] || [ "$code" -eq 3 ]; then
+    exit "$code"
 elif [ -z "${BATCH:-}" ] || { [ -n "$ending" ] && ! out_of_time; }; then
     say "start it again to go on"
     exit "$code"

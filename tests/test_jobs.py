@@ -92,6 +92,8 @@ def test_bash_accepts(script):
         ({"saves": "5", "code": "1"}, 1, True),
         ({"saves": "5"}, 1, True),  # a launcher's 0 is no proof
         ({"code": "2"}, 2, False),
+        ({"code": "3"}, 3, False),
+        ({"code": "4"}, 4, True),
     ],
 )
 def test_requeues_until_complete(tmp_path, settings, end, requeued):

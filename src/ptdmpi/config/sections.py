@@ -52,6 +52,8 @@ class RunConfig(Section):
     stop_after_worse: Free[NonNegative] = 0
     on_failure: Free[Literal["abort", "shrink"]] = "abort"
     spare_ranks: Free[NonNegative] = 0
+    verify_every: Free[NonNegative] = 0
+    on_corruption: Free[Literal["stop", "restart"]] = "stop"
     cluster: Free[PathText] = ""
     profile_steps: Free[Annotated[str, Field(pattern=r"^([1-9]\d{0,11}:[1-9]\d{0,11})?$")]] = ""
     profile_ranks: Free[

@@ -15,6 +15,7 @@ from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config, SharedInputError
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.config.sections import AVERAGE
+from ptdmpi.engine.corruption import Verification
 from ptdmpi.engine.data_parallel import data_parallel
 from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 from ptdmpi.engine.gradients import GradientReduction
@@ -135,6 +136,7 @@ class Engine:
         require_groups(config.optimizer, pipeline, self.buffer)
         self.optimizer = Optimizer(config.optimizer, self.state, tensor)
         self.loss_scale = LossScale(config.precision, self.state.counters)
+        self.verification = Verification(config.run.verify_every, self.state, axes)
         # the number of steps that the state has had; None while it is being changed
         self.steps_done: int | None = 0
         self.compute_by(None)
@@ -184,6 +186,7 @@ class Engine:
             # every rank sees the same loss and norm, so every rank skips the same steps
             skipped = not (math.isfinite(loss) and math.isfinite(agreed_norm))
             overflow = skipped and self.loss_scale.can_fall
+            self.verification.before_update(step)
             # from here on equal replicas send nothing: a rank updates completely or not at all,
             # so no state that survives the loss of a rank has had half a step
             self.steps_done = None
@@ -195,6 +198,7 @@ class Engine:
             self.steps_done = step + 1
             # after `steps_done`: a survivor that continues can make the weights from the masters
             self.state.changed(self.optimizer.writes_weights and not self.policy.differs)
+            self.verification.after_update(step)
         noise = None
         if mine is not None and not skipped:
             noise = mine.noise(self.axes["data"], norm, valid)

@@ -92,6 +92,10 @@ class OwnPart:
         """Return a flat view of these elements; `parts` has this rank's part of each unit."""
         return parts[self.unit][self.offset : self.offset + self.length]
 
+    def padded(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return `view` with the padding after it."""
+        return parts[self.unit][self.offset : self.offset + aligned(self.length)]
+
     def boxes(self, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
         """Yield the boxes of the local tensor that these elements form, each with its view in
         `flat`, which has their values."""

@@ -23,7 +23,12 @@ from ptdmpi.comm.queues import Passed, copies_of
 from ptdmpi.config.sections import WEIGHTS as WEIGHTS
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import OwnPart
+from ptdmpi.model.parameters import Entry
+from ptdmpi.plan.layer.low_bit import KIND_OF_CODES, KIND_OF_SCALES
 from ptdmpi.plan.layer.parts import aligned
+
+# The kind of weights that products use, where they are not the masters.
+USED = "weights in use"
 
 
 def key(kind: str, name: str, replica: int | None = None) -> str:
@@ -88,6 +93,18 @@ class Piece:
         """Return the piece with a copy of its present values on the host, which holds no more than
         these when it is sent."""
         return replace(self, values=self.values.to("cpu", copy=True))
+
+
+@dataclass(frozen=True)
+class Resident:
+    """The values of a parameter in this rank's memory, flat, with padding. `kind`: that of the
+    state, or of weights that are not part of it. `cut_by`: the axes along which ranks hold other
+    values; along all others they hold these too."""
+
+    kind: str
+    name: str
+    values: Tensor
+    cut_by: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -219,6 +236,44 @@ class State:
         for name, entry in self.buffer.packed.items():
             for kind, shape, box, values in self.buffer.few_bits.boxes(entry, *place):
                 yield Piece(kind, name, shape, box, values, entry.declaration.cut_by)
+
+    def residents(self) -> Iterator[Resident]:
+        """Yield all that stays in this rank's memory from step to step: the state, the weights that
+        products use where these are not the masters, and frozen weights."""
+        for kind, all_held in self.kinds.items():
+            for name, own in all_held.held.items():
+                cut_by = (*own.entry.declaration.cut_by, *all_held.kept.differs)
+                yield Resident(kind, name, own.padded(all_held.parts), cut_by)
+        buffer = self.buffer
+        if buffer.portion.shards_weights:
+            if not buffer.one_type:
+                yield from self._own_weights(buffer.own_parts(), buffer.weight_parts)
+        elif buffer.portion.shards_state or not buffer.one_type:
+            for name, entry in buffer.entries.items():
+                values = buffer.weights[entry.start : entry.start + aligned(entry.elements)]
+                yield Resident(USED, name, values, self._whole_by(entry))
+        yield from self._own_weights(buffer.own_frozen(), buffer.idle_parts)
+        for name, few_bits in buffer.few_bits.of.items():
+            for kind, values in (
+                (KIND_OF_CODES, few_bits.codes),
+                (KIND_OF_SCALES, few_bits.scales),
+            ):
+                yield Resident(kind, name, values.flatten(), self._whole_by(buffer.packed[name]))
+
+    def _own_weights(self, owned: Iterable[OwnPart], parts: Sequence[Tensor]) -> Iterator[Resident]:
+        """Yield this rank's parts of weights, which are sharded only under `zero` = 3."""
+        for own in owned:
+            cut_by = self._whole_by(own.entry)
+            if self.buffer.portion.shards_weights:
+                cut_by = (*cut_by, "shard")
+            yield Resident(USED, own.entry.name, own.padded(parts), cut_by)
+
+    def _whole_by(self, entry: Entry) -> tuple[str, ...]:
+        """Return the axes along which ranks have other weights in use, if these are not sharded."""
+        cut_by = entry.declaration.cut_by
+        if entry.declaration.trains:
+            cut_by = (*cut_by, *self.kinds[WEIGHTS].kept.differs)
+        return tuple(axis for axis in cut_by if axis != "shard")
 
     def gradients(self) -> Iterator[Piece]:
         """Yield the gradients as pieces of the same boxes. They are not part of the state."""

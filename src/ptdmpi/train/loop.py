@@ -8,6 +8,7 @@ from dataclasses import replace
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config
 from ptdmpi.data.batches import Prefetcher
+from ptdmpi.engine.corruption import CorruptState
 from ptdmpi.model.batch import Batch
 from ptdmpi.model.kernels.agreement import DeviceChoice, trying
 from ptdmpi.train.live import Completed, Handover
@@ -66,14 +67,17 @@ class Loop:
         """Train from the current step to the last one, or until `run.stop_after_worse` ends it.
 
         Raises SystemExit on every rank: 75 after saving, if a stop was requested before the last
-        step; 1 if too many steps in a row were not finite.
+        step; 1 if too many steps in a row were not finite; 3 or 4 if its state is corrupt.
         """
         with (
             trying(self._backends()),
             self.attempt.recorded_end(lambda: self.concluded),
         ):
             if not self.attempt.idle:
-                self._train()
+                try:
+                    self._train()
+                except CorruptState as error:
+                    self.stopping.corrupt(error)
             self.lookout.finish()
             self.attempt.finish(self.concluded)
 

@@ -119,6 +119,7 @@ def _with_state(
         """Return the requests of all ranks; every rank calls it."""
         return lookout.vote(peak_memory_bytes(engine.device))
 
+    verify = engine.verification.before_save
     tasks = Tasks(engine, feed.course, world, journal)
     parts = Parts(
         config=config,
@@ -133,7 +134,7 @@ def _with_state(
         lookout=lookout,
         profile=profile,
         skips=skips,
-        saving=Saving(checkpoints, config.run.steps, say, journal.keep),
+        saving=Saving(checkpoints, config.run.steps, say, journal.keep, verify),
         validation=Validation(config, feed, engine, tasks, vote=vote, standing=standing),
         journal=journal,
         vote=vote,

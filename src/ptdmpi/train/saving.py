@@ -24,13 +24,16 @@ class Saving:
         last_step: int,
         say: Callable[[str], None],
         record: Callable[..., None],
+        verify: Callable[[], None],
     ) -> None:
-        """`last_step` is the run's; `say` prints a line, `record` writes a record of values."""
+        """`last_step` is the run's; `say` prints a line, `record` writes a record of values.
+        `verify` raises an error if the state must not be saved."""
         self.checkpoints = checkpoints
         self.last_step = last_step
         self.every_steps = checkpoints.config.every_steps
         self.say = say
         self.record = record
+        self.verify = verify
         self.failures = 0
         self.retry_step: int | None = None
         self.newest: tuple[int, str] | None = None
@@ -45,6 +48,8 @@ class Saving:
         must = asked is Save.NOW or step == self.last_step
         regular = self.every_steps > 0 and step % self.every_steps == 0
         due = must or asked is Save.DUE or step == self.retry_step or regular
+        if due:
+            self.verify()
         # the last save is finished on its own: if it failed, this one is tried all the same
         self._attempt(self.checkpoints.finish if due else self.checkpoints.poll, step)
         if due:

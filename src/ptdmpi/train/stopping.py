@@ -1,10 +1,19 @@
 """The end of a run before its last step: the lines it prints, and the reason that is recorded."""
 
+from typing import NoReturn
+
+from ptdmpi.base.words import counted
 from ptdmpi.config import Config
+from ptdmpi.engine.corruption import CorruptState
 from ptdmpi.train.attempt import Attempt
 from ptdmpi.train.records.journal import Journal
 from ptdmpi.watch.lookout import Lookout
 from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked
+
+# The state is corrupt. 3: a person should look at the named hosts before the run is started again.
+# 4: it is to be started again at once, from a checkpoint and not from copies in memory.
+CORRUPT_EXIT_CODES = {"stop": 3, "restart": 4}
+MOST_FAULTS = 8  # that are printed one by one
 
 
 class Stopping:
@@ -46,6 +55,21 @@ class Stopping:
         self.journal.say(f"{reason}stopped on request after step {step}; {then}")
         self.lookout.finish()
         raise SystemExit(STOPPED_EXIT_CODE)
+
+    def corrupt(self, error: CorruptState) -> NoReturn:
+        """Report what is corrupt, and raise SystemExit on every rank; nothing is saved."""
+        self.lookout.stops()
+        name = self.lookout.ranks.name
+        for fault in error.faults[:MOST_FAULTS]:
+            self.journal.say(f"corrupt state: {fault.text(name)}")
+        more = len(error.faults) - MOST_FAULTS
+        if more > 0:
+            self.journal.say(f"corrupt state: {counted(more, 'more tensor')}")
+        self.attempt.why = "stopped: corrupt state"
+        self.journal.say(
+            "stopped: the state in memory is corrupt; the same command goes on from what is saved"
+        )
+        raise SystemExit(CORRUPT_EXIT_CODES[self.config.run.on_corruption])
 
     def end_early(self, why: str, step: int) -> None:
         """Report that the run ends after `step` because its validations no longer improve."""

@@ -17,6 +17,8 @@ def run_rules(run: RunConfig) -> Iterator[str]:
     """Yield the mistakes in [run] alone."""
     if run.profile_steps and not run.profiled:
         yield f'run.profile_steps = "{run.profile_steps}": the first one is behind the last one'
+    if run.on_corruption == "restart" and not run.verify_every:
+        yield 'run.on_corruption = "restart" needs run.verify_every above 0'
     if run.spare_ranks and run.on_failure != "shrink":
         yield f'run.spare_ranks = {run.spare_ranks} needs run.on_failure = "shrink"'
 

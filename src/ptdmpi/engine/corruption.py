@@ -1,0 +1,196 @@
+"""Silent corruption: state that changes while nobody writes to it, found by comparing hashes.
+
+Memory and arithmetic units fail without notice now and then (Dixit et al. 2021, arXiv 2102.11245).
+Ranks that hold the same values compare hashes of them before every N-th update. If replicas differ,
+nothing tells which of two is right; among more, the majority is. Each rank also compares its values
+with those that the update before left: this covers state without a replica, and names the rank. The
+values of a step are compared when the step has used them, before the update replaces them.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ptdmpi.comm.world import Axes
+from ptdmpi.model.state import Resident, State
+
+COLUMNS = 512  # words of 8 bytes: 4 KiB, a page
+# Odd, so that no bit of a word is lost in a product: the golden ratio in 64 bits (Knuth, The Art of
+# Computer Programming, volume 3, section 6.4), and the multiplier of Steele et al. 2014 (SplitMix).
+STRIDE, MIX = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
+
+Members = tuple[int, ...]  # ranks that hold the same values, ascending
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Values that are not what they should be: `kind` and `name` of the state, and the `ranks` that
+    may be wrong. `others`: those that agree with each other; empty if there is no majority.
+    `changed`: the rank's own values changed after its last update."""
+
+    kind: str
+    name: str
+    ranks: Members
+    others: Members = ()
+    changed: bool = False
+
+    def text(self, name: Callable[[int], str]) -> str:
+        """Return the fault in words; `name(rank)` is a rank's name for people."""
+        ranks = ", ".join(map(name, self.ranks))
+        what = f"{self.kind} of {self.name}"
+        if self.changed:
+            return f"{what} on {ranks} changed between an update and the next one"
+        if self.others:
+            return f"{what} on {ranks} differs from that on {', '.join(map(name, self.others))}"
+        return f"{what} differs on {ranks}, and nothing tells which is right"
+
+
+class CorruptState(RuntimeError):
+    """An error: the state of a run is corrupt. It is raised on every rank, with what all found."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        super().__init__("; ".join(fault.text("rank {}".format) for fault in faults))
+        self.faults = faults
+
+
+class Verification:
+    """The comparison of the state's hashes before every `every`-th update; 0: never.
+
+    Every rank calls every method. Methods of data parallelism whose replicas differ are compared
+    along the other axes only.
+    """
+
+    def __init__(self, every: int, state: State, axes: Axes) -> None:
+        self.every = every
+        self.state = state
+        self.axes = axes
+        self._known: list[int] | None = None  # the hashes that the last update left
+
+    def before_update(self, step: int) -> None:
+        """Verify before the update of step `step` (from 0), if it is due. Raise CorruptState on
+        every rank if something is wrong."""
+        if self.every and (step + 1) % self.every == 0:
+            self.verify()
+
+    def after_update(self, step: int) -> None:
+        """Keep the hashes that the update of step `step` left, if the next step verifies."""
+        self._known = None
+        if self.every and (step + 2) % self.every == 0:
+            self._known = hashes(self._residents())
+            self.state.let_go()
+
+    def before_save(self) -> None:
+        """Verify before a save, if the run verifies at all. Raise CorruptState on every rank if
+        something is wrong."""
+        if self.every:
+            self.verify()
+
+    def verify(self) -> None:
+        """Compare the present hashes, between two steps or before an update. Raise CorruptState on
+        every rank if something is wrong."""
+        held = self._residents()
+        found = hashes(held)
+        self.state.let_go()
+        members = [self._members(one) for one in held]
+        changed = []
+        if self._known is not None:
+            pairs = zip(held, found, self._known, strict=True)
+            changed = [(one.kind, one.name) for one, now, before in pairs if now != before]
+        world = self.axes.world
+        mine = (_by_members(members, found), changed)
+        every = world.all_gather_object(mine)
+        equal = all(_agree(sums, rank, every) for rank, (sums, _) in enumerate(every))
+        if equal and not any(more for _, more in every):
+            return
+        apart = zip(held, members, found, strict=True)
+        names = [(one.kind, one.name, ranks, value) for one, ranks, value in apart]
+        differing = list(_differences(world.all_gather_object(names)))
+        faults = [
+            Fault(kind, name, (rank,), changed=True)
+            for rank, (_, more) in enumerate(every)
+            for kind, name in more
+        ]
+        known = {(fault.kind, fault.name) for fault in faults}
+        faults += [one for one in differing if (one.kind, one.name) not in known]
+        raise CorruptState(faults)
+
+    def _residents(self) -> list[Resident]:
+        return list(self.state.residents())
+
+    def _members(self, held: Resident) -> Members:
+        """Return the ranks that hold the same values, this one included."""
+        grid = self.axes.grid
+        alike = (axis for axis in grid.axes if axis not in held.cut_by)
+        return grid.group(self.axes.world.rank, *alike)
+
+
+def hashes(held: Iterable[Resident]) -> list[int]:
+    """Return a hash of the values of each tensor, with one copy from the device to the host."""
+    values = [hash_of(one.values) for one in held]
+    result: list[int] = torch.stack(values).tolist() if values else []
+    return result
+
+
+def hash_of(values: Tensor) -> Tensor:
+    """Return a hash of a flat tensor's bytes: one int64 on its device, in one pass over memory.
+
+    Words of 8 bytes are added up in COLUMNS sums modulo 2^64, which are then mixed. A flipped bit
+    changes one sum, and always the hash. Several changes are missed if they cancel in one sum,
+    such as words of one column that change places.
+    """
+    data = values.view(torch.uint8) if values.nbytes % 8 else values.view(torch.int64)
+    whole = data.numel() // COLUMNS * COLUMNS
+    sums = data[:whole].view(-1, COLUMNS).sum(0, dtype=torch.int64)
+    rest = data[whole:]
+    sums[: rest.numel()] += rest
+    # each column has a factor of its own; shifts let high bits reach low ones
+    columns = torch.arange(1, 2 * COLUMNS, 2, device=values.device) * STRIDE
+    mixed = sums * columns
+    mixed = (mixed ^ (mixed >> 29)) * MIX
+    return (mixed ^ (mixed >> 32)).sum()
+
+
+def _by_members(members: Sequence[Members], values: Sequence[int]) -> dict[Members, bytes]:
+    """Return one hash of all values that the same ranks hold, for ranks that are not alone."""
+    sums = {ranks: hashlib.blake2b(digest_size=16) for ranks in members if len(ranks) > 1}
+    for ranks, value in zip(members, values, strict=True):
+        if ranks in sums:
+            sums[ranks].update(value.to_bytes(8, "little", signed=True))
+    return {ranks: digest.digest() for ranks, digest in sums.items()}
+
+
+def _agree(
+    sums: dict[Members, bytes], rank: int, every: Sequence[tuple[dict[Members, bytes], object]]
+) -> bool:
+    """Return True if a rank's hashes are those of the ranks that hold the same values."""
+    return all(
+        every[other][0].get(ranks) == value
+        for ranks, value in sums.items()
+        for other in ranks
+        if other > rank
+    )
+
+
+def _differences(
+    every: Iterable[Sequence[tuple[str, str, Members, int]]],
+) -> Iterator[Fault]:
+    """Yield what differs among ranks that hold the same values; `every` has the (kind, name,
+    members, hash) of each rank's tensors."""
+    values: dict[tuple[str, str, Members], dict[int, int]] = {}
+    for rank, of_rank in enumerate(every):
+        for kind, name, ranks, value in of_rank:
+            values.setdefault((kind, name, ranks), {})[rank] = value
+    for (kind, name, ranks), by_rank in values.items():
+        (usual, count), *others = Counter(by_rank.values()).most_common()
+        if not others:
+            continue
+        if 2 * count > len(ranks):
+            agree = tuple(rank for rank in ranks if by_rank[rank] == usual)
+            odd = tuple(rank for rank in ranks if rank not in agree)
+            yield Fault(kind, name, odd, agree)
+        else:
+            yield Fault(kind, name, ranks)

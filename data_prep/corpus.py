@@ -37,7 +37,7 @@ class OutputOptions:
 
     @property
     def outputs(self) -> tuple[Path, ...]:
-        """All output directories, the one for training shards first."""
+        """Return all output directories, the one for training shards first."""
         if self.valid_output is None:
             return (self.output,)
         return (self.output, self.valid_output)

@@ -88,7 +88,7 @@ class TextPiece:
 
     @property
     def is_nothing(self) -> bool:
-        """True if this is a whole, empty document."""
+        """Return True if this is a whole, empty document."""
         return not self.text and self.first and self.last
 
 

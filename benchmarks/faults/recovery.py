@@ -67,7 +67,7 @@ class Setup:
 
     @property
     def name(self) -> str:
-        """Its name in the table."""
+        """Return its name in the table."""
         data = (self.ranks - self.spare) // (self.tensor * self.pipeline)
         spare = f" + {self.spare} spare" if self.spare else ""
         return f"t={self.tensor},p={self.pipeline},d={data}{spare}, {self.deaths} lost"

@@ -55,7 +55,7 @@ class Record:
 
     @property
     def parts(self) -> dict[str, Part]:
-        """The rows of each part by its name."""
+        """Return the rows of each part by its name."""
         parts: dict[str, Part] = self.everything["parts"]
         return parts
 
@@ -160,8 +160,9 @@ def measured(name: str, limit_s: float, record: Record) -> Part:
 
 
 def share_s(left_s: float, mine_s: float, others_s: float) -> float:
-    """Return the seconds that a part may take of those that are left: twice its share by what it
-    and the parts after it ask for. Most parts need less, and none takes all from the others."""
+    """Return the seconds that a part may take of the `left_s` that remain: twice its share, where
+    `mine_s` and `others_s` are what it and the later parts ask for. Most parts need less than their
+    share, and the limit keeps one slow part from using up the time of the others."""
     return left_s * min(1.0, 2 * mine_s / (mine_s + others_s))
 
 

@@ -47,7 +47,7 @@ class Problem:
 
     @property
     def workers(self) -> int:
-        """The number of workers, n."""
+        """Return the number of workers, n."""
         return len(self.curvature)
 
     @property

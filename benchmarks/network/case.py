@@ -39,9 +39,9 @@ class Compared:
 
     @property
     def zero_bytes(self) -> int:
-        """The bytes that ZeRO-3 sends across the link in a step, in both directions: a node lacks
-        half of the weights before the forward and before the backward pass, and half of the sums of
-        gradients."""
+        """Return the bytes that ZeRO-3 sends across the link in a step, in both directions: a node
+        lacks half of the weights before the forward and before the backward pass, and half of the
+        sums of gradients."""
         model = next(iter(layouts(NODES, NODES).values()))
         return 3 * 4 * parameter_count(self.config(model, NODES).model, self.vocab_size)
 

@@ -121,12 +121,12 @@ class CaseTimes:
 
     @property
     def median_s(self) -> float:
-        """The median of the measured ones."""
+        """Return the median of the measured ones."""
         return statistics.median(self.measured_s)
 
     @property
     def error(self) -> float:
-        """The relative error of the prediction."""
+        """Return the relative error of the prediction."""
         return self.predicted_s / self.median_s - 1
 
 

@@ -173,7 +173,7 @@ class MappedRun:
 
     @property
     def error(self) -> float:
-        """The relative error of the prediction."""
+        """Return the relative error of the prediction."""
         return self.predicted_s / self.measured_s - 1
 
 

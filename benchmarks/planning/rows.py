@@ -31,7 +31,7 @@ class PublishedRun:
 
     @property
     def calibrates(self) -> bool:
-        """True if the planner was calibrated on it."""
+        """Return True if the planner was calibrated on it."""
         return self.dataset == "Figure 7"
 
 

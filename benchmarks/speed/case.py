@@ -120,17 +120,17 @@ class Row:
 
     @property
     def id(self) -> str:
-        """Its name for `--rows`, such as `p2v2-bf16`."""
+        """Return its name for `--rows`, such as `p2v2-bf16`."""
         return f"{_short(self.layout)}-{self.precision}"
 
     @property
     def sizes(self) -> Layout:
-        """Its layout."""
+        """Return its layout."""
         return LAYOUTS[self.layout]
 
     @property
     def alone(self) -> "Row":
-        """The row of one rank alone: with the same work, in weak scaling with half of it."""
+        """Return the row of one rank alone: with the same work, in weak scaling with half of it."""
         case = self.case
         if self.layout in WEAK:
             key = WEAK[self.layout]
@@ -139,12 +139,13 @@ class Row:
 
     @property
     def peers(self) -> dict[str, str]:
-        """The name of each peer's implementation, by its tool (of TOOLS)."""
+        """Return the name of each peer's implementation, by its tool (of TOOLS)."""
         return PEERS[self.layout]
 
     @property
     def work(self) -> float:
-        """The time of a round of all sides relative to other rows; bf16 takes half of fp32."""
+        """Return the time of a round of all sides relative to other rows; bf16 takes half of
+        fp32."""
         work = 1 / self.sizes.ranks
         if self.layout in WEAK:
             work *= 2
@@ -154,8 +155,8 @@ class Row:
 
     @property
     def config(self) -> Config:
-        """Its configuration. Clipping is off: torch cannot compute the norm over all stages of a
-        pipeline."""
+        """Return its configuration. Clipping is off: torch cannot compute the norm over all stages
+        of a pipeline."""
         model = asdict(self.case)
         del model["vocab_size"]  # it comes from the data, not from the configuration
         global_size = model.pop("global_size")
@@ -256,7 +257,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Its name in tables."""
+        """Return its name in tables."""
         casts = {
             "fp32": "fp32",
             "microbatch": "bf16 autocast",

@@ -14,7 +14,7 @@ from benchmarks.launch import ROOT
 
 LIMIT_S = 600.0
 BUILT = "built"
-# Complete, but for what `make setup` installs: torch is neither listed nor resolved (--no-deps).
+# Complete together with the packages of `make setup`; torch is neither listed nor resolved.
 PINS: dict[str, tuple[str, ...]] = {
     "deepspeed": (
         "deepspeed==0.19.0",

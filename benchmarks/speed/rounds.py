@@ -34,7 +34,7 @@ class Round:
 
     @property
     def disturbed(self) -> bool:
-        """True if other processes took more than FOREIGN_LIMIT cores."""
+        """Return True if other processes took more than FOREIGN_LIMIT cores."""
         return self.foreign_share > FOREIGN_LIMIT
 
 

@@ -12,8 +12,8 @@ def rows_of(shape: Sequence[int], element_bytes: int, limit_bytes: int) -> int:
 
 
 def runs(shape: Sequence[int], start: int, stop: int) -> Iterator["Box"]:
-    """The elements `start` <= i < `stop` of a tensor, counted row by row, as boxes in that order:
-    the rest of a row, whole rows, and the beginning of one, in every dim."""
+    """Yield the elements `start` <= i < `stop` of a tensor, counted row by row, as boxes in that
+    order: the rest of a row, whole rows, and the beginning of one, in every dim."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -47,22 +47,22 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Self:
-        """All of a tensor of this shape."""
+        """Return all of a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Its shape, if it were a tensor."""
+        """Return its shape, if it were a tensor."""
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     @property
     def elements(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return math.prod(self.size)
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """The index of a tensor or an array that gives the elements of the box."""
+        """Return the index of a tensor or an array that gives the elements of the box."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def along(self, dim: int, start: int, stop: int) -> Self:
@@ -74,11 +74,11 @@ class Box:
         )
 
     def rows(self, first: int, last: int) -> Self:
-        """Rows [first, last) of dim 0, counted from the box's own first."""
+        """Return the rows [first, last) of dim 0, counted from the box's own first."""
         return self.along(0, self.start[0] + first, self.start[0] + last)
 
     def slabs(self, rows: int) -> Iterator[Self]:
-        """The box in pieces of so many rows, the last one perhaps of fewer."""
+        """Yield pieces of the box with so many rows each; the last may have fewer."""
         height = self.size[0]
         for first in range(0, height, rows):
             yield self.rows(first, min(height, first + rows))
@@ -92,11 +92,13 @@ class Box:
         return replace(self, start=start, stop=stop)
 
     def relative(self, origin: "Box") -> Self:
-        """The box as seen from the first corner of `origin`, such as the tensor that holds it."""
+        """Return the box as seen from the first corner of `origin`, such as the tensor that holds
+        it."""
         return self._moved(origin, -1)
 
     def within(self, origin: "Box") -> Self:
-        """A box that is given as seen from the first corner of `origin`, in the whole tensor."""
+        """Return the box in the whole tensor, if this one counts from the first corner of
+        `origin`."""
         return self._moved(origin, 1)
 
     def _moved(self, origin: "Box", sign: int) -> Self:
@@ -105,7 +107,7 @@ class Box:
         return replace(self, start=start, stop=stop)
 
     def transposed(self) -> Self:
-        """The same elements of the transposed tensor."""
+        """Return the same elements of the transposed tensor."""
         return replace(self, start=self.start[::-1], stop=self.stop[::-1])
 
     def __str__(self) -> str:

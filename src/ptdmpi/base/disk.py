@@ -33,11 +33,12 @@ def put_in_place(temporary: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """The path of a file beside `path` for the caller to write, which then takes its place.
+    """Yield the path of a temporary file next to `path`. The caller writes it, and at the end it
+    replaces the file at `path`.
 
-    If the block or the disk fails, the old file at `path` stays, and no other is left.
-    The name has the process in it: two that write the same file do not write into each other's.
-    Raises OSError.
+    If the block or the disk fails, the old file at `path` stays, and the temporary file is removed.
+    The temporary name contains the process id, so two processes that write the same file do not
+    disturb each other. Raises OSError.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -1,8 +1,9 @@
-"""Freed memory that the C library keeps: a step frees and asks again for the same large tensors.
+"""Freed memory that the C library keeps: a step frees and requests the same large tensors again.
 
-glibc hands a block of more than 128 KiB to 32 MiB back to the kernel when it is freed, and the next
-step faults its pages in again, one by one, each filled with zeros first. Kept, memory is faulted in
-once. It stays within what the run had at its peak, which it would come to again.
+By default glibc returns a freed block of more than 128 KiB to 32 MiB to the kernel, and the next
+step faults its pages in again, one by one, each filled with zeros first. If glibc keeps the memory,
+its pages are faulted in once. The process then holds its peak at all times, which every step would
+reach anyway.
 """
 
 import contextlib

@@ -9,10 +9,10 @@ MOST_TRIED = 10**6
 
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> list[int]:
-    """All divisors of `number` >= 1, ascending.
+    """Return all divisors of `number` >= 1, ascending.
 
-    What remains after the prime factors below MOST_TRIED are taken out counts as prime: above
-    MOST_TRIED**2 a size is a slip of the pen.
+    After division by the prime factors below MOST_TRIED, the rest counts as prime: a size above
+    MOST_TRIED**2 with two larger factors is a typing mistake.
     """
     products = [1]
     rest = number
@@ -30,6 +30,6 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest(number: int, legal: Iterable[int], count: int = 3) -> str:
-    """The `count` legal numbers nearest to `number`, ascending: "2 or 4 or 8"."""
+    """Return the `count` legal numbers nearest to `number`, ascending: "2 or 4 or 8"."""
     chosen = sorted(sorted(set(legal), key=lambda k: (abs(k - number), k))[:count])
     return " or ".join(map(str, chosen))

@@ -43,7 +43,7 @@ class Tally:
 
     @property
     def sent_bytes(self) -> dict[str, int]:
-        """The bytes that this rank sends by the convention, by kind, rounded down."""
+        """Return the bytes that this rank sends by the convention, by kind, rounded down."""
         n = self.ranks
         return {
             kind: PASSES[kind] * size * (n - 1) // n if kind in PASSES else size
@@ -51,7 +51,7 @@ class Tally:
         }
 
     def copy(self) -> "Tally":
-        """As it is now."""
+        """Return a copy of the counts."""
         return Tally(self.ranks, dict(self.messages), dict(self.whole_bytes))
 
     def since(self, earlier: "Tally") -> "Tally":
@@ -71,12 +71,12 @@ class Traffic:
 
     @property
     def sent_bytes(self) -> dict[str, dict[str, int]]:
-        """group -> kind -> bytes that this rank sends; without what there is none of."""
+        """Return group -> kind -> bytes that this rank sends, without empty entries."""
         return _found({group: tally.sent_bytes for group, tally in self.tallies.items()})
 
     @property
     def messages(self) -> dict[str, dict[str, int]]:
-        """group -> kind -> number of messages; without what there is none of."""
+        """Return group -> kind -> number of messages, without empty entries."""
         return _found({group: tally.messages for group, tally in self.tallies.items()})
 
     def since(self, earlier: "Traffic") -> "Traffic":

@@ -2,7 +2,8 @@
 
 
 def counted(number: int, noun: str) -> str:
-    """(1, "rank") -> "1 rank"; (1024, "rank") -> "1,024 ranks"; regular plurals only."""
+    """Return the number with its noun: (1, "rank") -> "1 rank"; (1024, "rank") -> "1,024 ranks";
+    regular plurals only."""
     if number == 1:
         return f"1 {noun}"
     if noun.endswith("y") and noun[-2] not in "aeiou":
@@ -11,7 +12,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def short(number: float) -> str:
-    """174600000000 -> 174.6B, 1700 -> 1.7K; what is below a thousand stays whole."""
+    """Return a short form: 174600000000 -> 174.6B, 1700 -> 1.7K; numbers below a thousand stay
+    whole."""
     for letter, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= scale:
             return f"{number / scale:,.1f}{letter}"
@@ -19,7 +21,7 @@ def short(number: float) -> str:
 
 
 def file_size(number: float) -> str:
-    """1234567 -> 1.2 MB, 1234 -> 1.2 kB: of files, in powers of ten as disks are sold."""
+    """Return the size of a file in powers of ten: 1234567 -> 1.2 MB, 1234 -> 1.2 kB."""
     if number >= 1e5:
         return f"{number / 1e6:,.1f} MB"
     return f"{number / 1e3:.1f} kB" if number >= 1e3 else counted(round(number), "byte")

@@ -36,7 +36,7 @@ class Clock(Protocol):
         other. Once a step, where the host waits anyway: marks never make it wait."""
 
     def asked_from_here(self) -> None:
-        """A thread that is going to ask marks says so before."""
+        """Prepare the calling thread for queries of marks."""
 
 
 class HostMark(float):
@@ -61,7 +61,7 @@ class HostClock:
         return HostMark(time.perf_counter())
 
     def settle(self) -> None:
-        """Nothing is ever behind."""
+        """Do nothing: the host's marks are always done."""
 
     asked_from_here = settle
 
@@ -101,20 +101,20 @@ class DeviceClock:
         self.settle()
 
     def mark(self) -> Mark:
-        """Put a mark behind what the device was given so far."""
+        """Record an event after all work that the device has received so far."""
         return _DeviceMark(self._event(), self._anchor)
 
     def settle(self) -> None:
         """Wait for the device."""
         event = self._event()
         event.synchronize()
-        # at once: what lies between is how far the two times may be apart
+        # immediately: the delay between the two is the clock's error
         self._anchor = _Anchor(event, time.perf_counter())
 
     def asked_from_here(self) -> None:
-        """Let the calling thread ask for this device."""
-        # a new thread belongs to the first GPU that the process sees, and a question about an event
-        # of another would make a context there, of half a GB, beside that GPU's own rank
+        """Prepare the calling thread for queries of this device."""
+        # a new thread uses the first GPU of the process. A query of another GPU's event would then
+        # create a context of half a GB on that first GPU, where another rank works
         belong_to(self._device)
 
     def _event(self) -> Any:
@@ -124,30 +124,30 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock of what computes on a device."""
+    """Return the clock for computations on a device."""
     return HOST if device.type == "cpu" else DeviceClock(device)
 
 
 class Total:
-    """Adds up the seconds between pairs of marks, each as soon as its marks are done."""
+    """A sum of the seconds between pairs of marks, each added as soon as its marks are done."""
 
     def __init__(self) -> None:
         self._done_s = 0.0
         self._open: deque[tuple[Mark, Mark]] = deque()
 
     def add(self, begin: Mark, end: Mark) -> None:
-        """One more pair. Pairs that are done are added here, so that few are ever kept."""
+        """Add a pair. Earlier pairs that are done are summed here, so that few are ever kept."""
         self._open.append((begin, end))
         self._add_done()
 
     @property
     def seconds(self) -> float:
-        """Seconds between all pairs of marks that are done by now."""
+        """Return the seconds between all pairs of marks that are done by now."""
         self._add_done()
         return self._done_s
 
     def _add_done(self) -> None:
-        # a device works in order: behind a mark that is not done none is
+        # a device works in order: if a mark is not done, no later one is
         while self._open and self._open[0][1].done():
             begin, end = self._open.popleft()
             self._done_s += end.at_s() - begin.at_s()

@@ -74,7 +74,8 @@ class Communicator(WireTraits, ABC):
     """
 
     def __init__(self, control: "MPI.Comm", clock: Clock = HOST, group: str = "") -> None:
-        """`clock` times the work of this wire; `group` is what the grid calls these ranks."""
+        """Store the group. `clock` times the work of this wire; `group` is the group's name in the
+        grid."""
         self.control = control
         self.clock = clock
         self.group = group
@@ -87,8 +88,7 @@ class Communicator(WireTraits, ABC):
         self.made: list[MPI.Comm] = []  # of `control`, by the wire, to be revoked with it
 
     def count(self, waits: Total | None) -> None:
-        """From now on collectives add their time to `waits`, if any: it is mostly waiting, not
-        work."""
+        """Add the time of later collectives, which is mostly waiting, to `waits`; None: do not."""
         self._waits = waits
 
     # -- tensors ---------------------------------------------------------------------------------
@@ -106,13 +106,14 @@ class Communicator(WireTraits, ABC):
         return self._begin("all_reduce", self._all_reduce, tensor.view(-1), op)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """[n, ...] on each rank -> [size n, ...], rank after rank."""
+        """Return [size n, ...] from [n, ...] on each rank, rank after rank."""
         result, handle = self.all_gather_begin(tensor)
         handle.wait()
         return result
 
     def all_gather_begin(self, tensor: Tensor) -> tuple[Tensor, Handle]:
-        """[n, ...] on each rank -> [size n, ...], rank after rank, once waited for."""
+        """Begin `all_gather`; the result, [size n, ...], is complete when its handle has been
+        waited for."""
         _require(tensor)
         if self.size == 1:
             return tensor, DONE
@@ -121,13 +122,15 @@ class Communicator(WireTraits, ABC):
         return result, self._begin("all_gather", self._all_gather, result.view(-1), flat)
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """[size n, ...] on each rank -> [n, ...]: this rank's part of the sum over the ranks."""
+        """Return [n, ...] from [size n, ...] on each rank: this rank's part of the sum over the
+        ranks."""
         result, handle = self.reduce_scatter_begin(tensor)
         handle.wait()
         return result
 
     def reduce_scatter_begin(self, tensor: Tensor) -> tuple[Tensor, Handle]:
-        """[size n, ...] -> [n, ...]: this rank's part of the sum, once waited for."""
+        """Begin `reduce_scatter`; the result, [n, ...], is complete when its handle has been waited
+        for."""
         _require(tensor)
         if self.size == 1:
             return tensor, DONE
@@ -142,11 +145,12 @@ class Communicator(WireTraits, ABC):
         sent: Sequence[int] | None = None,
         received: Sequence[int] | None = None,
     ) -> Tensor:
-        """Exchange rows: the first `sent[0]` rows of `tensor`, [rows, ...], go to rank 0, and on.
+        """Exchange rows: the first `sent[0]` rows of `tensor`, [rows, ...], go to rank 0, the next
+        `sent[1]` to rank 1, and so on.
 
-        Returns the `received[k]` rows of each rank k, rank after rank. What one rank sends to
-        another must be what that one receives from it; both may be 0. Without `sent` and `received`
-        every rank has equally many rows for each. Raises ValueError where the counts do not fit.
+        Returns the `received[k]` rows of each rank k, rank after rank. If rank i sends r rows to
+        rank k, then k's `received[i]` must be r; r may be 0. Without `sent` and `received` every
+        rank sends the same number of rows to each. Raises ValueError if the counts do not fit.
         """
         result, handle = self.all_to_all_begin(tensor, sent, received)
         handle.wait()
@@ -181,7 +185,7 @@ class Communicator(WireTraits, ABC):
     def _rows(
         self, tensor: Tensor, sent: Sequence[int] | None, received: Sequence[int] | None
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """The rows for each rank and from each rank; without either of them, equal parts."""
+        """Return the numbers of rows to each rank and from each rank; equal parts by default."""
         if sent is None and received is None:
             self._has_parts(tensor)
             equal = [tensor.shape[0] // self.size] * self.size
@@ -218,7 +222,7 @@ class Communicator(WireTraits, ABC):
         return self.size > 1 and whole.numel() > 0
 
     def _own(self, whole: Tensor) -> Tensor:
-        """This rank's part of `whole`, flat."""
+        """Return this rank's part of `whole`, flat."""
         return whole.view(self.size, -1)[self.rank]
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
@@ -250,8 +254,9 @@ class Communicator(WireTraits, ABC):
     def neighbours(
         self, sources: Sequence[int], destinations: Sequence[int], lasting: bool = True
     ) -> "Neighbourhood":
-        """The graph on which this rank hears from `sources` and tells `destinations`; all ranks
-        call it. `lasting`: for many exchanges, so that a wire may have all ranks meet for it."""
+        """Return the graph in which this rank receives from `sources` and sends to `destinations`.
+        All ranks call it. `lasting`: it is for many exchanges, so a wire may synchronize all ranks
+        to set it up."""
         return Neighbourhood(self, sources, destinations)
 
     # -- control ---------------------------------------------------------------------------------
@@ -262,7 +267,8 @@ class Communicator(WireTraits, ABC):
             self.timed("barrier", self.control.Barrier)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Any picklable value of each rank, in rank order."""
+        """Return the values of all ranks, in rank order. A value is any object that can be
+        pickled."""
         if self.size == 1:
             return [value]
         return self.timed("all_gather_object", self.control.allgather, value)
@@ -274,8 +280,8 @@ class Communicator(WireTraits, ABC):
         return self.timed("broadcast_object", self.control.bcast, value, root)
 
     def greatest(self, values: Sequence[int]) -> list[int]:
-        """The greatest of each of `values` (64 bits) over the axis: one small message, no pickling.
-        MPI takes this maximum itself: of integers it is exact in any order."""
+        """Return the maximum of each of `values` (64-bit integers) over the axis, by one small
+        message without pickling. MPI computes it: a maximum of integers is exact in any order."""
         if self.size == 1:
             return list(values)
         from mpi4py import MPI
@@ -285,7 +291,7 @@ class Communicator(WireTraits, ABC):
         return numbers.tolist()
 
     def timed(self, name: str, work: Callable[..., Any], *arguments: Any) -> Any:
-        """`work(*arguments)` in the collective `name`; if it fails, `busy` still tells where."""
+        """Call `work(*arguments)` as the collective `name`. If it fails, `busy` keeps the name."""
         self.busy = name
         waits = self._waits
         begin = self.clock.mark() if waits is not None else None
@@ -392,7 +398,8 @@ class Neighbourhood:
     def __init__(
         self, group: Communicator, sources: Sequence[int], destinations: Sequence[int]
     ) -> None:
-        """Raises ValueError for ranks that are not in the group, twice there, or this one."""
+        """Store the graph. Raises ValueError for ranks that are not in the group, occur twice, or
+        are this rank."""
         for peers in (sources, destinations):
             there = set(peers) - {group.rank}
             if len(there) < len(peers) or not there <= set(range(group.size)):
@@ -404,14 +411,16 @@ class Neighbourhood:
         self.destinations = tuple(destinations)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """[...] on each rank -> [sources, ...]: what each of the sources brings, in their order."""
+        """Return [sources, ...] from [...] on each rank: the tensors of the sources, in their
+        order."""
         result, handle = self.gather_begin(tensor)
         handle.wait()
         return result
 
     def gather_begin(self, tensor: Tensor) -> tuple[Tensor, Handle]:
-        """[...] on each rank -> [sources, ...], once the handle was waited for; until then nobody
-        changes `tensor`. All ranks of the group begin the same exchanges in the same order."""
+        """Begin `gather`; the result is complete when the handle has been waited for, and the
+        tensor must not change until then. All ranks of the group begin the same exchanges in the
+        same order."""
         _require(tensor)
         result = tensor.new_empty((len(self.sources), *tensor.shape))
         if not tensor.numel() or not (self.sources or self.destinations):
@@ -465,10 +474,10 @@ def _require(tensor: Tensor) -> Tensor:
 
 
 def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
-    """`result` [n] = sum or max of at least two `pieces` [n], in ascending order.
+    """Write to `result` [n] the sum or max of at least two `pieces` [n], in ascending order.
 
-    Half types are summed in float32 and rounded once, as one addition of theirs is anyway. `result`
-    may be the first piece.
+    Half types are summed in float32 and rounded once, which one addition of theirs does anyway.
+    `result` may be the first piece.
     """
     if op == "max":
         torch.maximum(pieces[0], pieces[1], out=result)

@@ -43,7 +43,7 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
         environ["HOME"] = home if os.path.isabs(home) else "/"
     # Lustre and GPFS often refuse the locks HDF5 asks for; shards are read-only.
     environ.setdefault("HDF5_USE_FILE_LOCKING", "FALSE")
-    # GPU-aware MPI beside NCCL can deadlock on Cray; GPU buffers are never handed to MPI here.
+    # GPU-aware MPI next to NCCL can deadlock on Cray; GPU buffers are never handed to MPI here.
     environ.setdefault("MPICH_GPU_SUPPORT_ENABLED", "0")
     _prepare_for_gpus(environ)
     local_ranks = int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
@@ -69,9 +69,10 @@ def loading() -> Iterator[None]:
 
 
 def _prepare_for_gpus(environ: MutableMapping[str, str]) -> None:
-    """What CUDA, NCCL and the allocator of PyTorch read when they start; without a GPU nobody does.
+    """Set the variables that CUDA, NCCL and PyTorch's allocator read when they start.
 
-    A rank has a communicator of NCCL for each group, and two for each neighbour in the pipeline.
+    A rank has an NCCL communicator for each group, and two for each neighbour in the pipeline.
+    Without a GPU the variables have no effect.
     """
     # Kernels of two communicators that ranks launch in different orders wait for each other for
     # ever; so NCCL (2.26 on) runs them in the order of the host's calls, which all ranks share.

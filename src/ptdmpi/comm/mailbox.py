@@ -28,7 +28,7 @@ class Mailbox:
         return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def send(self, value: Any, rank: int) -> None:
-        """Returns at once."""
+        """Send `value` to `rank`; return at once."""
         if rank == self.rank:
             self._own.append((rank, value))
             return
@@ -37,7 +37,8 @@ class Mailbox:
         self._leaving.append(self.control.isend(value, rank))
 
     def receive(self) -> list[tuple[int, Any]]:
-        """(sender, value) of all that has arrived. Raises MPI.Exception if a rank was lost."""
+        """Return (sender, value) for all messages that have arrived. Raises MPI.Exception if a rank
+        was lost."""
         arrived = list(self._own)
         self._own.clear()
         status = MPI.Status()

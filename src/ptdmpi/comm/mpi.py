@@ -36,12 +36,13 @@ def _bytes(flat: Tensor) -> np.ndarray:
 
 
 def _host_room(flat: Tensor) -> Tensor:
-    """The tensor itself, or of a device's, which is overwritten whole, room for it."""
+    """Return a host tensor to be overwritten: `flat` itself, or a buffer if `flat` is on a
+    device."""
     return flat if flat.device.type == "cpu" else torch.empty_like(flat, device="cpu")
 
 
 def _ranges(counts: Sequence[int], like: Tensor) -> tuple[Any, MPI.Datatype]:
-    """Parts of so many elements, one after the other, as MPI wants them: (sizes, places), bytes."""
+    """Return consecutive parts of so many elements in the form for MPI: (sizes, places), bytes."""
     sizes = [count * like.element_size() for count in counts]
     places = [sum(sizes[:rank]) for rank in range(len(sizes))]
     return (sizes, places), MPI.BYTE
@@ -116,7 +117,8 @@ class MpiCommunicator(Communicator):
         return DONE
 
     def _all_reduce_bucket(self, bucket: Tensor, op: str) -> None:
-        """Reduce-scatter by exchanging pieces, then all-gather: 2 (size-1)/size of the bytes."""
+        """Reduce a bucket by a reduce-scatter of exchanged pieces and an all-gather: 2
+        (size-1)/size of its bytes."""
         counts = [part.nbytes for part in bucket.tensor_split(self.size)]
         starts = [sum(counts[:rank]) for rank in range(self.size)]
         mine = bucket.tensor_split(self.size)[self.rank]

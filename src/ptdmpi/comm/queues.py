@@ -1,9 +1,9 @@
 """Copies between the host and a device while the device computes; on the host, nothing.
 
-A device takes work from queues (streams of CUDA), each in the order of the calls. Copies have one
-of their own here, so that they and products overlap; who comes behind whom is said by marks
-(events), for which the other queue waits and the host does not. Only memory that the system cannot
-page out is copied in this way: a copy of pageable memory makes the host wait.
+A device takes work from queues (CUDA streams), each in the order of the calls. Copies have a queue
+of their own, so that they overlap with products. Marks (events) order the two queues: one queue
+waits for a mark of the other, and the host does not wait. Only page-locked memory is copied in this
+way, because a copy of pageable memory makes the host wait.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ class Passed(Protocol):
     """A place in a queue, passed when all work before it is done."""
 
     def computing_waits(self) -> None:
-        """Let the work of the current queue of the device from now on come after it."""
+        """Let all later work in the device's current queue wait for this mark."""
 
     def host_waits(self) -> None:
-        """Return when it is passed."""
+        """Return when the mark is passed."""
 
 
 class Copies(Protocol):
@@ -33,13 +33,13 @@ class Copies(Protocol):
         """Return a context whose copies go into this queue, after a place of either queue."""
 
     def computed(self) -> Passed:
-        """The end of what was handed over to be computed so far."""
+        """Return a mark after all computations that were issued so far."""
 
     def passed(self) -> Passed:
-        """The end of what was copied so far."""
+        """Return a mark after all copies that were issued so far."""
 
     def locked(self, size: int) -> Tensor:
-        """Bytes of the host for tensors on their way, which cannot be paged out."""
+        """Return page-locked host memory of `size` bytes for tensors in transit."""
 
 
 class _Nothing:
@@ -60,7 +60,7 @@ class _Nothing:
         return torch.empty(size, dtype=torch.uint8)
 
     def computing_waits(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: no copy is ever in progress."""
 
     host_waits = computing_waits
 
@@ -112,21 +112,21 @@ class _DevicePassed:
 
 
 def belong_to(device: torch.device) -> None:
-    """A new thread's calls go to this device, and not to the first that the process sees."""
+    """Let the calling thread use this device, instead of the first one of the process."""
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
 
 
 def copies_of(device: torch.device) -> Copies:
-    """A queue of copies for a device; for the host one that does everything at once."""
+    """Return the queue of copies of a device; the host's copies everything at once."""
     return _Nothing() if device.type == "cpu" else _DeviceCopies(device)
 
 
 def locked(size: int) -> Tensor:
-    """Bytes of the host, locked for as long as anybody holds them. Raises MemoryError where the
-    system does not let it.
+    """Return `size` bytes of page-locked host memory, locked until it is freed. Raises MemoryError
+    if the system refuses.
 
-    They have pages of their own, so that no page is locked twice. The allocator of torch rounds
+    The memory has pages of its own, so that no page is locked twice. The allocator of torch rounds
     up to powers of two: for 81 GB it would lock 128 GiB.
     """
     whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -148,7 +148,8 @@ def pinned_like(values: Tensor) -> Tensor:
 
 
 def on_its_way(values: Tensor) -> Tensor:
-    """`values` in memory of the host, once the clock of their device has settled."""
+    """Return `values` in host memory; they are valid after the clock of their device has
+    settled."""
     if values.device.type == "cpu":
         return values
     return pinned_like(values).copy_(values, non_blocking=True)

@@ -45,10 +45,10 @@ class Carrier(Protocol):
         """Begin to fill `flat` with what a rank sends."""
 
     def pending(self) -> str:
-        """As of a Communicator."""
+        """See `Communicator.pending`."""
 
     def failure(self) -> str:
-        """As of a Communicator."""
+        """See `Communicator.failure`."""
 
     def abort(self) -> None:
         """End what is under way, on this rank; nothing can be begun any more."""
@@ -69,8 +69,8 @@ class RoutedCommunicator(Communicator):
 
     @abstractmethod
     def _connect(self, pairs: Sequence[Pair]) -> Carrier:
-        """All ranks of the group call it, with the same pairs; messages from one to the other of a
-        pair have a way of their own."""
+        """Connect directed pairs, each with a line of its own. All ranks of the group call it with
+        the same pairs."""
 
     def _reaching(self, flat: Tensor) -> Carrier | None:
         return self._carrier if self._carrier is not None and self._carrier.reaches(flat) else None
@@ -127,11 +127,11 @@ class RoutedCommunicator(Communicator):
 
 
 def neighbour_pairs(size: int) -> Iterator[Pair]:
-    """The directed pairs of neighbours on a pipeline of `size` ranks, a ring where ranks have
-    several stages, in an order in which each rank can connect its own, one after the other.
+    """Return the directed pairs of neighbours on a pipeline of `size` ranks (a ring, for ranks with
+    several stages), in an order in which each rank can connect its own pairs one after the other.
 
-    The two ranks of the first pair that is not connected have connected all before it, so nobody
-    waits in a circle; pairs that share no rank connect at the same time.
+    The two ranks of the first pair that is not connected have connected all earlier ones, so no
+    ranks wait in a circle. Pairs without a common rank connect at the same time.
     """
     ring = [(rank, (rank + 1) % size) for rank in range(size if size > 2 else size - 1)]
     for sender, receiver in (*ring[::2], *ring[1::2]):

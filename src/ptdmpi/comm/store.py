@@ -40,11 +40,11 @@ class MpiStore(Store):
             self._server = _Server(self._comm)
 
     def leave(self) -> None:
-        """This rank asks no more."""
+        """Note that this rank sends no more requests."""
         self._comm.send(("leave", (), 0), 0, ASK)
 
     def join(self) -> None:
-        """Returns when no thread is left, which on rank 0 is when all ranks have left."""
+        """Return when the store's thread has ended: on rank 0, when all ranks have left."""
         if self._server is not None:
             self._server.thread.join()
 
@@ -55,7 +55,8 @@ class MpiStore(Store):
         self._ask("set", key, _bytes(value))
 
     def get(self, key: str) -> bytes:
-        """Waits until the key is there. Raises DistStoreError after the limit."""
+        """Return the value of `key`; wait until it is there. Raises DistStoreError after the
+        limit."""
         self.wait([key])
         return self._ask("get", key)
 

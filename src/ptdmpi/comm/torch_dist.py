@@ -70,7 +70,7 @@ class Session:
         cls.now = cls(everyone, device)
 
     def close(self) -> None:
-        """No group of it is used any more."""
+        """End the session; its groups are no longer used."""
         dist.destroy_process_group()
         for attendant in self.attendants:
             attendant.end()
@@ -79,8 +79,8 @@ class Session:
         Session.now = None
 
     def group(self, ranks: Sequence[int], most: Callable[[int], int]) -> dist.ProcessGroup:
-        """A group of these ranks of the world, in ascending order; they alone call it. `most` gives
-        the greatest of a number over them."""
+        """Return a group of these ranks of the world, in ascending order. Only they call it. `most`
+        returns the maximum of a number over them."""
         # torch names a group by its ranks and by how many groups a process has: they must agree
         for _ in range(most(self.made) - self.made):
             self._new([self.everyone.Get_rank()])
@@ -112,7 +112,7 @@ class Begun:
         self._over = False
 
     def wait(self) -> None:
-        """On a device the current stream waits."""
+        """Wait for the operation; on a device, let the current stream wait."""
         self._work.wait()
         self._over = True  # gloo's reduce-scatter does not say so itself
 
@@ -262,7 +262,7 @@ class TorchCommunicator(RoutedCommunicator):
 
     @classmethod
     def open(cls, everyone: MPI.Comm, device: torch.device) -> str:
-        """torch.distributed starts, once in a world."""
+        """Start torch.distributed, once in a world."""
         if device.type not in BACKENDS:
             raise SharedInputError(
                 f'comm.wire = "torch": no library for {device.type}; legal: {", ".join(BACKENDS)}'

@@ -27,14 +27,14 @@ class WireTraits:
 
     @classmethod
     def open(cls, everyone: "MPI.Comm", device: torch.device) -> str:
-        """Called on all ranks of a world, which compute on `device`, before its groups are
-        connected: for what a wire needs of all of them. Returns what the log should say of it;
-        raises SharedInputError on every rank where it cannot serve them."""
+        """Prepare the wire, on all ranks of a world, before its groups are connected; the ranks
+        compute on `device`. Return a remark for the log. Raises SharedInputError on every rank if
+        the wire cannot serve them."""
         return ""
 
     def pending(self) -> str:
-        """The collective that this rank's device is in, as `busy` names it; empty while it is in
-        none, or computes what stands before it. Never waits; any thread may ask."""
+        """Return the collective that this rank's device is in, as `busy` names it; empty if it is
+        in none, or still computes earlier work. Never waits; any thread may call it."""
         return ""
 
     def failure(self) -> str:

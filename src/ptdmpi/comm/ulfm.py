@@ -23,10 +23,10 @@ ALL_FLAGS = (1 << 31) - 1
 
 
 def require(environ: Mapping[str, str] = os.environ) -> None:
-    """Raises InputError where the job would end with a lost rank.
+    """Raise InputError if a lost rank would end the job.
 
-    The calls alone prove nothing: Open MPI and MPICH answer them under a launcher too that ends
-    the job. `mpirun --with-ft ulfm` tells its ranks so.
+    The calls alone prove nothing: Open MPI and MPICH accept them even under a launcher that ends
+    the job. `mpirun --with-ft ulfm` sets a variable for its ranks.
     """
     if environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() not in ("1", "true"):
         raise InputError(
@@ -64,10 +64,10 @@ def revoke(world: World) -> None:
 
 
 def agree(world: World, flags: int, poll_s: float = 0.0) -> int:
-    """The bits that all living ranks have set in `flags`, the same number on all of them.
+    """Return the bits of `flags` that all living ranks have set, the same number on all of them.
 
-    Every living rank must call it; it works on a revoked communicator too. With `poll_s` it waits
-    asleep and looks this often.
+    Every living rank must call it; it works on a revoked communicator too. With `poll_s` it sleeps
+    that many seconds between checks.
     """
     # a C int, as MPIX_Comm_agree has it; it is combined by bitwise AND
     bits = np.array([flags], dtype=np.intc)
@@ -81,7 +81,8 @@ def agree(world: World, flags: int, poll_s: float = 0.0) -> int:
 
 
 def shrink(world: World) -> tuple[World, list[Process]]:
-    """The living ranks of `world` in their old order, and the lost ones. All of them call it."""
+    """Return the living ranks of `world` in their old order, and the lost ones. All living ranks
+    call it."""
     control = world.control.Shrink()
     ranks = range(control.Get_size())
     living = MPI.Group.Translate_ranks(control.Get_group(), ranks, world.control.Get_group())

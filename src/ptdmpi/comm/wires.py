@@ -35,13 +35,13 @@ class Wire:
         return self.kind.open(everyone, self.device) or self.remark
 
     def connect(self, control: MPI.Comm, group: str) -> Communicator:
-        """This rank's end of `group`, such as "tensor" or "replicas"."""
+        """Return this rank's end of `group`, such as "tensor" or "replicas"."""
         return self.kind(control, self.clock, group)
 
 
 def wire_named(name: str = AUTO, device: torch.device = CPU, clock: Clock | None = None) -> Wire:
-    """The wire that `comm.wire` names, for ranks that compute on `device`; its work is timed by
-    `clock`, or, without one, by that of the device.
+    """Return the wire that `comm.wire` names, for ranks that compute on `device`. `clock` times its
+    work; by default it is the clock of the device.
 
     Raises InputError for a name that is not in `ptdmpi.config.wires`.
     """
@@ -54,7 +54,8 @@ def wire_named(name: str = AUTO, device: torch.device = CPU, clock: Clock | None
 
 
 def preferred(device: torch.device) -> tuple[str, str]:
-    """The wire that "auto" chooses for ranks that compute on `device`, and what to say of it."""
+    """Return the wire that "auto" chooses for ranks that compute on `device`, and a remark for the
+    log."""
     if device.type == "xpu" or (device.type == "cuda" and torch.version.hip):
         return "torch", ""
     if device.type == "cuda" and installed():

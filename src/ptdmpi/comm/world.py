@@ -45,17 +45,17 @@ class Axes:
     carried_by: str = ""  # what the log should say of the wire
 
     def __getitem__(self, group: str) -> Communicator:
-        """The communicator of a group that this rank is in; raises KeyError for another."""
+        """Return the communicator of a group that this rank is in; raises KeyError for another."""
         return self.groups[group]
 
     @property
     def exact(self) -> bool:
-        """True if sums over every group have the same bits however they travel."""
+        """Return True if sums over every group have the same bits however they travel."""
         return all(group.exact for group in self.groups.values() if group.size > 1)
 
     @property
     def world(self) -> Communicator:
-        """All ranks of the grid."""
+        """Return all ranks of the grid."""
         return self.groups[WORLD]
 
     def settle(self) -> None:
@@ -106,7 +106,8 @@ class World:
         processes: Sequence[Process] | None = None,
         made: list[MPI.Comm] | None = None,
     ) -> None:
-        """With `processes`, `everyone` is numbered already, and nothing is communicated."""
+        """Number the ranks. With `processes`, `everyone` is numbered already, and nothing is
+        communicated."""
         check_singleton(MPI.COMM_WORLD.Get_size())
         self.made: list[MPI.Comm] = [] if made is None else made
         self.control = everyone
@@ -148,7 +149,8 @@ class World:
         return parts[-1]
 
     def part(self, ranks: Sequence[int]) -> "World | None":
-        """`ranks` as a world of their own, in this order; None on the others. All call it."""
+        """Return `ranks` as a world of their own, in this order; None on other ranks. All call
+        it."""
         inside = self.rank in ranks
         color, key = (0, ranks.index(self.rank)) if inside else (MPI.UNDEFINED, 0)
         control = self._make(self.control.Split(color, key))
@@ -160,15 +162,16 @@ class World:
         return part
 
     def first(self, ranks: int) -> "World | None":
-        """Ranks 0 .. `ranks` - 1 as a world of their own; None on the others. Everyone calls it."""
+        """Return ranks 0 .. `ranks` - 1 as a world of their own; None on other ranks. All call
+        it."""
         return self.part(range(ranks))
 
     def split(self, grid: Grid, wire: Wire | None = None) -> Axes:
-        """The communicators of the grid's groups; every rank of the world must call it.
+        """Return the communicators of the grid's groups; every rank of the world must call it.
 
-        `wire` connects each group but the world, which is for small messages of the host, through
-        MPI; without one it is the wire that "auto" chooses. Raises InputError if the grid has
-        another number of ranks.
+        `wire` connects each group except the world, which carries small messages of the host
+        through MPI; by default it is the wire that "auto" chooses. Raises InputError if the grid
+        has another number of ranks.
         """
         if grid.size != self.size:
             raise InputError(f"a grid of {grid.size} ranks on a world of {self.size}")
@@ -201,7 +204,7 @@ class World:
         return Axes(grid, grid.coordinates(self.rank), groups, wire.clock, carried_by)
 
     def tensor_axis_crosses_nodes(self, grid: Grid) -> bool:
-        """True on every rank if some tensor group has ranks on more than one node."""
+        """Return True on every rank if some tensor group has ranks on more than one node."""
         return any(
             len({self.processes[peer].node for peer in grid.group(rank, "tensor")}) > 1
             for rank in range(self.size)
@@ -214,8 +217,8 @@ class World:
         _abort(self.connected)
 
     def on_root(self, work: Callable[[], T]) -> T:
-        """`work()` done by rank 0 for everyone; its InputError is raised on every rank, and so is a
-        path that is not there or not readable, as one."""
+        """Return the result of `work()` on rank 0, on every rank. If it raises InputError, or
+        cannot find or read a path, every rank raises InputError."""
         result: tuple[bool, T | str] = (True, "")
         if self.rank == 0:
             try:

@@ -63,17 +63,17 @@ class AdaptConfig(Section):
 
     @property
     def adapts(self) -> bool:
-        """True if only adapters train."""
+        """Return True if only adapters train."""
         return self.method not in WHOLE
 
     @property
     def scale(self) -> float:
-        """The factor of the product of a LoRA adapter: alpha / r."""
+        """Return the factor of the product of a LoRA adapter: alpha / r."""
         return self.alpha / self.rank
 
 
 def targets_of(adapt: AdaptConfig, gates: int) -> dict[str, tuple[str, int]]:
-    """The rows of `TARGETS` that are adapted of a model whose MLP has so many `gates`."""
+    """Return the rows of `TARGETS` that are adapted of a model whose MLP has so many `gates`."""
     known = dict(TARGETS)
     if gates == 1:
         del known["mlp.gate"]

@@ -16,5 +16,6 @@ SPLITTING = ("zb-h1", "zb-v")
 
 
 def default_schedule(virtual: int) -> str:
-    """The schedule used when none is named: 1f1b for one chunk per rank, else interleaved."""
+    """Return the schedule used when none is named: 1f1b for one chunk per rank, else
+    interleaved."""
     return "1f1b" if virtual == 1 else "interleaved"

@@ -55,34 +55,34 @@ class Config(FrozenTable):
 
     @property
     def data_size(self) -> int:
-        """d; only after `resolve`."""
+        """Return d; only after `resolve`."""
         if self.parallel.data == "auto":
             raise ValueError("the data axis is not resolved yet")
         return self.parallel.data
 
     @property
     def layout(self) -> Layout:
-        """The layout of the run over its ranks; only after `resolve`."""
+        """Return the layout of the run over its ranks; only after `resolve`."""
         return Layout.of(self.parallel, self.batch, self.recompute, self.data_size)
 
     @property
     def microbatches(self) -> int:
-        """m = B / (d b), microbatches per pipeline per step."""
+        """Return m = B / (d b), the microbatches per pipeline per step."""
         return self.layout.microbatches(self.batch.global_size)
 
     def adapted(self) -> Self:
-        """With [adapt] and [quantize] known to the model, too."""
+        """Return the configuration with [adapt] and [quantize] entered in its model, too."""
         model = self.model.adapted(self.adapt, self.quantize)
         return self.model_copy(update={"model": model})
 
     @property
     def samples(self) -> int:
-        """Samples of a step: B, or its share where several sequences make one."""
+        """Return the samples of a step: B, or fewer if a sample has several sequences."""
         return self.batch.global_size // self.task.sequences
 
     def with_head(self) -> Self:
-        """The same with the head that the task asks for: no output to the vocabulary, so nothing
-        that it could share with the embedding."""
+        """Return the configuration with the head for its task: no output to the vocabulary, and so
+        no tied embedding."""
         if self.task.kind == "none":
             return self
         gone = {"tie_embeddings": False, "sentence_order": False}
@@ -116,16 +116,17 @@ class Sections:
 
     @classmethod
     def of(cls, sections: Mapping[str, Section]) -> Self:
-        """The sections by their names; each must be of the class that `Config` has for it."""
+        """Return the sections by their names; each must be of the class that `Config` has for
+        it."""
         return cls(**dict[str, Any](sections))
 
     def whole(self) -> Config:
-        """The configuration of these sections, all of which must be known. They are taken as they
-        are: the class has validated each."""
+        """Return the configuration of these sections, all of which must be known. They are taken as
+        they are: the class has validated each."""
         known = {name: getattr(self, name) for name in Config.model_fields}
         return Config.model_construct(set(known), **known)
 
     @classmethod
     def of_config(cls, config: Config) -> Self:
-        """All sections of a configuration."""
+        """Return all sections of a configuration."""
         return cls.of({name: getattr(config, name) for name in Config.model_fields})

@@ -29,7 +29,7 @@ MOST_BYTES = 1 << 24  # of a TOML file
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """The TOML file as a tree of values, with `section.key=value` overrides applied.
+    """Return the TOML file as a tree of values, with `section.key=value` overrides applied.
 
     Raises InputError if the file is missing or is not TOML, or an override has no key.
     """
@@ -64,8 +64,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) -> Config:
-    """The complete configuration of `tree` on `ranks` ranks, spare ones included, of which a node
-    has `node_ranks` (None: not known, and one node is taken to have all).
+    """Return the complete configuration of `tree` on `ranks` ranks, spare ones included, of which a
+    node has `node_ranks` (None: not known, and one node is taken to have all).
 
     Raises InputError with one line for each mistake, all of them together.
     """
@@ -132,7 +132,8 @@ def synthetic_config(
     ranks: int | None = None,
     **sections: Mapping[str, Any],
 ) -> Config:
-    """A checked configuration of work that reads no shards: parity, probes, benchmarks, inference.
+    """Return a checked configuration of work that reads no shards: parity, probes, benchmarks,
+    inference.
 
     `model` is the table [model]; `sections` set any other keys. Defaults: one step, of one
     microbatch per data rank; as many ranks as the layout has. Raises InputError as `resolve` does.
@@ -147,7 +148,7 @@ def synthetic_config(
 
 
 def _meant(section: type[Section], error: ValidationError) -> set[str]:
-    """The keys that are wrong, and those that an unknown one was likely meant to be."""
+    """Return the keys that are wrong, and those that an unknown one was likely meant to be."""
     keys = {str(mistake["loc"][0]) for mistake in error.errors() if mistake["loc"]}
     known = list(section.model_fields)
     near = (difflib.get_close_matches(key, known, n=1, cutoff=0.5) for key in keys - {*known})
@@ -155,8 +156,8 @@ def _meant(section: type[Section], error: ValidationError) -> set[str]:
 
 
 def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, Any]:
-    """The tree with model.preset written out; an unknown one is a mistake, and any other stands in
-    for it, so that the keys that it would have brought are not reported as missing."""
+    """Return the tree with model.preset written out; an unknown one is a mistake, and any other
+    stands in for it, so that the keys that it would have brought are not reported as missing."""
     model = tree.get("model")
     if not isinstance(model, Mapping) or "preset" not in model:
         return tree
@@ -197,7 +198,7 @@ def _explain(section: str, model: type[Section], error: ValidationError) -> Iter
 
 
 def _cut(text: str, length: int = 200) -> str:
-    """A value may be a whole text, or a table of them: enough of it to be known by."""
+    """Return a value may be a whole text, or a table of them: enough of it to be known by."""
     return text if len(text) <= length else f"{text[: length - 4]} ..."
 
 
@@ -208,7 +209,8 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """The complete configuration as TOML text; `load` and `resolve` read it back unchanged."""
+    """Return the complete configuration as TOML text; `load` and `resolve` read it back
+    unchanged."""
     import tomlkit
 
     tree = config.model_dump(exclude_none=True)

@@ -59,8 +59,8 @@ class Layout:
         recompute: RecomputeConfig,
         data: int,
     ) -> Self:
-        """The layout that sections of a configuration describe; `data` where that is "auto". A
-        `shard_group` of a node that is not counted yet is taken as all."""
+        """Return the layout that sections of a configuration describe; `data` where that is "auto".
+        A `shard_group` of a node that is not counted yet is taken as all."""
         group = parallel.shard_group
         return cls(
             tensor=parallel.tensor,
@@ -82,41 +82,42 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Into how many parts sharded state is cut; 1 where nothing is."""
+        """Return the number of shards of the state; 1 if nothing is sharded."""
         if not covers_state(self.zero):
             return 1
         return self.data if self.shard_group is None else self.shard_group
 
     @property
     def sharing(self) -> Sharing:
-        """The stage of ZeRO and the number of ranks that share out what it covers."""
+        """Return the stage of ZeRO and the number of ranks that share out what it covers."""
         return Sharing(self.zero, self.shards)
 
     @property
     def shards_state(self) -> bool:
-        """True if data ranks share out the optimizer's state: each updates a part."""
+        """Return True if data ranks share out the optimizer's state: each updates a part."""
         return covers_state(self.zero) and self.shards > 1
 
     @property
     def shards_gradients(self) -> bool:
-        """True if data ranks share out the gradients, which are then reduced in each microbatch."""
+        """Return True if data ranks share out the gradients, which are then reduced in each
+        microbatch."""
         return covers_gradients(self.zero) and self.shards > 1
 
     @property
     def shards_weights(self) -> bool:
-        """True if data ranks share out the weights, which are then gathered for each use."""
+        """Return True if data ranks share out the weights, which are then gathered for each use."""
         return covers_weights(self.zero) and self.shards > 1
 
     @property
     def sharding(self) -> str:
-        """The sharding and the offload in words; empty if there is neither."""
+        """Return the sharding and the offload in words; empty if there is neither."""
         words = [f"ZeRO {self.zero} in {self.shards} shards"] if self.shards_state else []
         words += [f"offload {self.offload}"] if self.offload != "none" else []
         return ", ".join(words)
 
     @property
     def ranks(self) -> int:
-        """n = t p d."""
+        """Return n = t p d."""
         return self.tensor * self.pipeline * self.data
 
     @property
@@ -125,8 +126,8 @@ class Layout:
         return self.pipeline * self.virtual
 
     def changed(self, **fields: Any) -> Self:
-        """A copy with other values of some fields: `dataclasses.replace`, ten times as fast, which
-        a search over 10^5 layouts feels."""
+        """Return a copy with other values of some fields: `dataclasses.replace`, ten times as fast,
+        which a search over 10^5 layouts feels."""
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, **fields)
         return copy
@@ -135,16 +136,17 @@ class Layout:
         return ",".join(f"{letter}={getattr(self, name)}" for letter, name in LETTERS.items())
 
     def microbatches(self, batch: int) -> int:
-        """m = B / (d b)."""
+        """Return m = B / (d b)."""
         return batch // (self.data * self.micro_size)
 
     def recomputed(self, layer: int) -> str:
-        """The recomputation mode of a layer: beyond `recompute_layers` nothing is recomputed."""
+        """Return the recomputation mode of a layer: beyond `recompute_layers` nothing is
+        recomputed."""
         beyond = self.recompute_layers is not None and layer >= self.recompute_layers
         return "none" if self.recompute == "full" and beyond else self.recompute
 
     def sections(self) -> dict[str, dict[str, Any]]:
-        """The keys of a configuration that select this layout: section -> key -> value.
+        """Return the keys of a configuration that select this layout: section -> key -> value.
 
         `dp_overlap` is priced only and has no key.
         """
@@ -166,7 +168,8 @@ class Layout:
 
 
 def parse(text: str) -> dict[str, int]:
-    """ "t=8,p=8,d=1,v=3,b=1" as fields of a Layout; raises InputError for anything else."""
+    """Return the fields of a Layout for text such as "t=8,p=8,d=1,v=3,b=1". Raises InputError for
+    anything else."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         letter, _, value = part.strip().partition("=")
@@ -182,9 +185,9 @@ def parse(text: str) -> dict[str, int]:
 
 
 def complete(sizes: Mapping[str, int], ranks: int | None, **settings: Any) -> Layout:
-    """The layout of `sizes`, with d from the number of ranks where it is not given, and the default
-    schedule of its v; `settings` that are None are left out. Raises InputError where sizes and
-    ranks do not agree."""
+    """Return the layout of `sizes`, with d from the number of ranks where it is not given, and the
+    default schedule of its v; `settings` that are None are left out. Raises InputError where sizes
+    and ranks do not agree."""
     tensor, pipeline = sizes.get("tensor", 1), sizes.get("pipeline", 1)
     model_ranks = tensor * pipeline
     data = sizes.get("data")

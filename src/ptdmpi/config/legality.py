@@ -18,8 +18,9 @@ MOST_FORWARDS = 250_000
 
 
 def shards_of_a_node(data: int, near: int) -> int:
-    """The largest shard group that divides `data` ranks, of which a node has `near`: one that stays
-    inside a node if there is any, else (3 to a node, d = 8) one no larger than a node."""
+    """Return the largest shard group that divides `data` ranks, of which a node has `near`: one
+    that stays inside a node if there is any, else (3 to a node, d = 8) one no larger than a
+    node."""
     if data <= near:
         return data
     sizes = [size for size in divisors(data) if size <= max(1, near)]
@@ -35,8 +36,9 @@ class Rule(NamedTuple):
 
 
 def chunk_rule(schedule: str, virtual: int) -> Rule:
-    """1F1B and ZB-H1 run one chunk per rank, ZB-V two; any number is interleaved (Narayanan et al.
-    2021, section 2; Qi et al. 2023, arXiv 2401.10241, sections 2.3 and 6)."""
+    """Return the rule for v: 1F1B and ZB-H1 run one chunk per rank, ZB-V two, and interleaved any
+    number (Narayanan et al. 2021, section 2; Qi et al. 2023, arXiv 2401.10241, sections 2.3 and
+    6)."""
     chunks = CHUNKS.get(schedule, virtual)
     return Rule(
         "chunks",
@@ -65,8 +67,8 @@ def breaks(layout: Layout, *names: str) -> bool:
 
 
 def rules_of(layout: Layout, model: ModelConfig | None, batch: int | None) -> Iterator[Rule]:
-    """Every rule about a layout, kept or broken; those about a model or batch of None are left
-    out."""
+    """Return every rule about a layout, kept or broken, without those about a model or batch that
+    is None."""
     chunks = chunk_rule(layout.schedule, layout.virtual)
     yield chunks._replace(text=lambda: f"parallel.{chunks.text()}")
     if model is not None:
@@ -112,7 +114,8 @@ def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
 
 
 def _key_heads(layout: Layout, model: ModelConfig) -> Rule:
-    """Ranks beyond the key heads share one: whole ranks for each, or whole heads for each."""
+    """Return the rule that t divides the key heads, or, if there are more ranks than key heads,
+    that equally many ranks share each."""
     tensor, heads = layout.tensor, model.kv_heads
 
     def text() -> str:
@@ -127,8 +130,8 @@ def _key_heads(layout: Layout, model: ModelConfig) -> Rule:
 
 
 def _blocks(layout: Layout, model: ModelConfig) -> Rule:
-    """Blocks lie along the inputs of a linear, and no tensor rank may have a part of one. Other
-    rules check uneven divisions."""
+    """Return the rule that no tensor rank has a part of a quantized block; blocks lie along the
+    inputs of a linear. Other rules check uneven divisions."""
     tensor, block = layout.tensor, model.quantize.block
     divided = (model.attention_width, model.ffn_hidden)
     widths = (model.hidden, *(width // tensor for width in divided))
@@ -221,7 +224,8 @@ def _shard_rules(layout: Layout) -> Iterator[Rule]:
 
 
 def _recompute_rules(layout: Layout, model: ModelConfig | None) -> Iterator[Rule]:
-    """The rules about how many layers are recomputed in full and how their inputs are kept."""
+    """Yield the rules about how many layers are recomputed in full and how their inputs are
+    kept."""
     full, layers, tensor = layout.recompute == "full", layout.recompute_layers, layout.tensor
     yield Rule(
         "recompute_layers",

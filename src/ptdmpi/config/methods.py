@@ -91,8 +91,8 @@ class DataParallelConfig(Section):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of state that the method keeps in addition to weights and moments: a number of
-        the masters' type for every element of a parameter."""
+        """Return the kinds of state that the method keeps in addition to weights and moments: a
+        number of the masters' type for every element of a parameter."""
         return kept_by(self)
 
 
@@ -148,10 +148,11 @@ def told(section: DataParallelConfig) -> str:
     chosen = [key for key, field in fields if getattr(section, key) != field.default]
     text = ", ".join(f"{key} = {toml_text(getattr(section, key))}" for key in chosen)
     if section.method == "compressed":
-        return f"data_parallel: {text}: another update than that of the whole gradients"
+        return f"data_parallel: {text}: the update differs from that of the whole gradients"
     return (
-        f"data_parallel: {text}: another update than that of the whole batch's gradient; losses "
-        "and norms are those of replicas that differ, validations and tasks those of their mean"
+        f"data_parallel: {text}: the update differs from that of the whole batch's "
+        "gradient; losses and norms are those of the different replicas, validations and tasks "
+        "those of their mean"
     )
 
 

@@ -173,7 +173,7 @@ class ModelConfig(Section):
 
     @property
     def adapt(self) -> AdaptConfig:
-        """The adapters that train, if not the model itself."""
+        """Return the adapters that train, if not the model itself."""
         return self._adapt
 
     def idle(self, layers: range | None = None) -> int:
@@ -184,11 +184,12 @@ class ModelConfig(Section):
 
     @property
     def quantize(self) -> QuantizeConfig:
-        """In how few bits the matrices of its layers are."""
+        """Return the format of its layers' quantized matrices."""
         return self._quantize
 
     def adapted(self, adapt: AdaptConfig, quantize: QuantizeConfig | None = None) -> Self:
-        """The same model with these adapters, and its matrices in so few bits; None: in full."""
+        """Return the same model with these adapters, and its matrices in so few bits; None: in
+        full."""
         copy = self.model_copy()
         copy._adapt, copy._quantize = adapt, quantize or QuantizeConfig()
         return copy
@@ -201,32 +202,32 @@ class ModelConfig(Section):
 
     @property
     def gates(self) -> int:
-        """Parts of the MLP's first linear: 2 where one gates the other."""
+        """Return the parts of the MLP's first linear: 2 where one gates the other."""
         return 2 if self.activation in GATED else 1
 
     @property
     def qkv_bias(self) -> bool:
-        """True if the linear of queries, keys and values has a bias."""
+        """Return True if the linear of queries, keys and values has a bias."""
         return self.bias in (True, "attention", "qkv")
 
     @property
     def attention_bias(self) -> bool:
-        """True if the linear after attention has a bias."""
+        """Return True if the linear after attention has a bias."""
         return self.bias in (True, "attention")
 
     @property
     def mlp_bias(self) -> bool:
-        """True if the linears of the MLP have biases."""
+        """Return True if the linears of the MLP have biases."""
         return self.bias in (True, "mlp")
 
     @property
     def head_bias(self) -> bool:
-        """True if a masked model's heads have biases."""
+        """Return True if a masked model's heads have biases."""
         return self.bias is True
 
     @property
     def attention_scale(self) -> float:
-        """The factor of the products of queries and keys."""
+        """Return the factor of the products of queries and keys."""
         return 1.0 / math.sqrt(self.query_scalar or self.head_size)
 
     def window_of(self, layer: int) -> int:
@@ -242,7 +243,8 @@ class ModelConfig(Section):
 
     @property
     def mean_keys(self) -> float:
-        """Keys that a query may see, the mean over the layers: s, or the window."""
+        """Return the number of keys that a query may see, the mean over the layers: s, or the
+        window."""
         if self.sliding_window == 0 or self.sliding_window >= self.seq_length:
             return self.seq_length
         if self.sliding_layers == "all":
@@ -254,24 +256,25 @@ class ModelConfig(Section):
 
     @property
     def masked(self) -> bool:
-        """Trained on masked tokens: what sees both sides of a token cannot be asked for the
-        next."""
+        """Return True if it is trained on masked tokens. Such a model sees both sides of a token
+        and cannot predict the next one."""
         return self.attention == "bidirectional"
 
     @property
     def classifies(self) -> bool:
-        """True if its head gives one score per class, or per candidate, of a whole sequence."""
+        """Return True if its head gives one score per class, or per candidate, of a whole
+        sequence."""
         return self.output_head == "classes"
 
     @property
     def text_length(self) -> int:
-        """Tokens of text in a sample: of a masked model's without the special ones in front,
-        between and behind."""
+        """Return the tokens of text in a sample; in a masked model's, special tokens take places at
+        the start, between segments and at the end."""
         special = 3 if self.sentence_order else 2
         return self.seq_length - special if self.masked else self.seq_length
 
     def predictions(self, mask_fraction: float = MASK_FRACTION) -> int:
-        """Positions of a sample that the head is asked for, at most."""
+        """Return the maximal number of a sample's positions that the head predicts."""
         if self.classifies:
             return 1
         if not self.masked:
@@ -285,7 +288,8 @@ def _sound(size: Any) -> bool:
 
 
 def default_ffn_hidden(model: Mapping[str, Any]) -> int:
-    """4 h; gated: 8/3 h, rounded up to a multiple of 256 (LLaMA, arXiv 2302.13971, sec. 2.2)."""
+    """Return 4 h, or for a gated MLP 8/3 h rounded up to a multiple of 256 (LLaMA, arXiv
+    2302.13971, sec. 2.2)."""
     hidden = model["hidden"]
     if model.get("activation") in GATED:
         return -(-8 * hidden // 3 // 256) * 256

@@ -27,12 +27,12 @@ FLOAT64 = NumberType("float64", 8)
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a layer's products of matrices are computed.
+    """The types in which a layer's matrix products are computed.
 
-    `operands`: the type in which both matrices are multiplied; a processor that does not multiply
-    it takes them in the type of the `sums`. `sums`: the type in which the products of two numbers
-    are added up. `scales`: which part of an operand shares a factor that brings it into the range
-    of its type; "none" if the type needs none.
+    `operands`: the type of both matrices; a processor without products of that type uses the type
+    of the `sums`. `sums`: the type in which the products of two numbers are added. `scales`: the
+    part of an operand that shares a scaling factor into the range of its type; "none" if the type
+    needs none.
     """
 
     operands: NumberType
@@ -58,7 +58,8 @@ class Precision:
 
     @property
     def has_masters(self) -> bool:
-        """Whether master weights are kept besides the weights, as they are of another type."""
+        """Return True if master weights are kept besides the weights, as they are of another
+        type."""
         return self.compute != self.master
 
 

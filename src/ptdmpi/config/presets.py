@@ -35,8 +35,8 @@ def recipe(name: str) -> dict[str, dict[str, Any]]:
 
 
 def with_preset(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The tree of a configuration with the keys of a preset written out; a key given in the tree
-    wins. The vocabulary comes from the data. Raises KeyError for an unknown preset."""
+    """Return the tree of a configuration with the keys of a preset written out; a key given in the
+    tree wins. The vocabulary comes from the data. Raises KeyError for an unknown preset."""
     model, preset = dict(tree["model"]), model_presets()[name]
     model.pop("preset", None)
     sizes = {key: value for key, value in preset.items() if key != "vocab_size"}
@@ -51,8 +51,8 @@ def with_preset(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _fitted(
     keys: dict[str, Any], own: Mapping[str, Any], tree: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The keys of a recipe without those that others would contradict: an end of the decay belongs
-    to its peak, and a warm-up to the length of the run."""
+    """Return the keys of a recipe without those that others would contradict: an end of the decay
+    belongs to its peak, and a warm-up to the length of the run."""
     run = tree.get("run")
     steps = run.get("steps") if isinstance(run, Mapping) else None
     if "learning_rate" in own:

@@ -26,7 +26,7 @@ DirectoryName = FileName  # an empty one would mean the directory here
 
 
 def _is_below(name: str) -> str:
-    """A run's name is that of its directory below runs/."""
+    """Return a run's name is that of its directory below runs/."""
     if not name.isprintable() or any(part.strip() in ("", ".", "..") for part in name.split("/")):
         raise ValueError("legal: a name such as first or tries/first, without . and .. as parts")
     return name

@@ -62,7 +62,7 @@ class RunConfig(Section):
 
     @property
     def profiled(self) -> range:
-        """The steps (from 1) that are profiled, perhaps none."""
+        """Return the steps (from 1) that are profiled, perhaps none."""
         first, _, last = self.profile_steps.partition(":")
         return range(int(first), int(last) + 1) if first else range(0)
 
@@ -115,7 +115,7 @@ class PrecisionConfig(Section):
 
     @property
     def scales_loss(self) -> bool:
-        """True if small gradients would vanish in the type, so that the loss is scaled."""
+        """Return True if small gradients would vanish in the type, so that the loss is scaled."""
         return PRECISIONS[self.compute].scales_loss
 
 
@@ -163,9 +163,9 @@ class OptimizerConfig(Section):
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """The state of parameters in addition to their weights, by torch's names; last the weights'
-        moving average, if there is one. Muon keeps the first of the layers' matrices alone, and
-        of all others what AdamW does."""
+        """Return the state of parameters in addition to their weights, by torch's names; last the
+        weights' moving average, if there is one. Muon keeps the first of the layers' matrices
+        alone, and of all others what AdamW does."""
         kept: tuple[str, ...] = (MOMENTUM,) if self.momentum else ()
         if self.kind == "muon":
             kept = (MOMENTUM, *ADAMW_KEEPS)
@@ -175,13 +175,13 @@ class OptimizerConfig(Section):
 
     @property
     def has_matrices(self) -> bool:
-        """True if each of the layers' matrices is updated as a whole."""
+        """Return True if each of the layers' matrices is updated as a whole."""
         return self.kind == "muon"
 
     @property
     def numbers(self) -> int:
-        """The numbers of state per element of a parameter, without its weight; one of the layers'
-        matrices has one less under Muon."""
+        """Return the numbers of state per element of a parameter, without its weight; one of the
+        layers' matrices has one less under Muon."""
         return len(self.moments) - self.has_matrices
 
     def last_steps(self, steps: int) -> int:
@@ -236,7 +236,7 @@ class DataConfig(Section):
 
     @property
     def valid_paths(self) -> tuple[str, ...]:
-        """The validation datasets, perhaps none."""
+        """Return the validation datasets, perhaps none."""
         if self.valid is None:
             return ()
         return (self.valid,) if isinstance(self.valid, str) else self.valid
@@ -254,12 +254,12 @@ class TaskConfig(Section):
 
     @property
     def sequences(self) -> int:
-        """Sequences of one sample."""
+        """Return the sequences of one sample."""
         return self.choices if self.kind == "choice" else 1
 
     @property
     def classes(self) -> int:
-        """Scores of one sequence."""
+        """Return the number of scores of one sequence."""
         return 1 if self.kind == "choice" else len(self.labels)
 
 
@@ -296,7 +296,7 @@ class LogConfig(Section):
 
     @property
     def most_validated(self) -> int | None:
-        """Samples of a validation dataset, None: all."""
+        """Return the maximal number of samples of a validation dataset; None: all."""
         return None if self.validate_samples == "all" else self.validate_samples
 
 

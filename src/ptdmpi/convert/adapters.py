@@ -57,12 +57,13 @@ class AdapterPlace:
 
     @property
     def layer(self) -> int:
-        """The number of the layer."""
+        """Return the number of the layer."""
         return int(self.linear.split(".", 2)[1])
 
     @property
     def leaf(self) -> str:
-        """The last part of the target's name, which is in the names of the adapter's tensors."""
+        """Return the last part of the target's name, which is in the names of the adapter's
+        tensors."""
         return self.target.rpartition(".")[2]
 
     def low_rank(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
@@ -103,7 +104,7 @@ class LoadedAdapter:
 
     @property
     def places(self) -> list[AdapterPlace]:
-        """The places of all adapters."""
+        """Return the places of all adapters."""
         return list(places(self.model, self.adapted.adapt))
 
 

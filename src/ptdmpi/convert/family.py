@@ -98,7 +98,7 @@ class Counterpart:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of their tensor."""
+        """Return the shape of their tensor."""
         return self.box.size[::-1] if self.transposed else self.box.size
 
     def ours_of(self, part: Box) -> Box:

@@ -58,7 +58,7 @@ class Contents:
 
     @property
     def tensors(self) -> dict[str, Stored]:
-        """All tensors, by their names in the files."""
+        """Return all tensors, by their names in the files."""
         return dict(entry for text in self.headers.values() for entry in tensors.entries(text))
 
 

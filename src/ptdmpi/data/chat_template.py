@@ -95,14 +95,14 @@ class ChatTemplate:
 
     @property
     def asks(self) -> str:
-        """The text of a one-turn conversation that ends in the prompt for an answer. Raises
+        """Return the text of a one-turn conversation that ends in the prompt for an answer. Raises
         InputError as `render` does."""
         return self.render([{"role": "user", "content": "a"}], ask=True)
 
     @property
     def lead(self) -> str:
-        """The spaces that the template writes before an answer, but not when it asks for one.
-        Raises InputError as `render` does."""
+        """Return the spaces that the template writes before an answer, but not when it asks for
+        one. Raises InputError as `render` does."""
         lead = self._around.before
         return "" if lead.strip(" ") else lead
 

@@ -121,7 +121,7 @@ class _Extent(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The byte offset of its end."""
+        """Return the byte offset of its end."""
         return self.offset + self.length * self.dtype.itemsize
 
 

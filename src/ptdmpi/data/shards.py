@@ -231,7 +231,7 @@ class Dataset:
 
     @property
     def sha256(self) -> str:
-        """The SHA-256 over the headers of its shards, which have the checksums."""
+        """Return the SHA-256 over the headers of its shards, which have the checksums."""
         return headers_sha256(self.headers)
 
     def samples(self, seq_length: int) -> int:

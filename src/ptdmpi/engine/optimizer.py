@@ -69,7 +69,7 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """True if a smaller factor is possible."""
+        """Return True if a smaller factor is possible."""
         return self.dynamic and self.value > 1.0
 
     def update(self, overflow: bool) -> None:

@@ -40,7 +40,7 @@ class LabelledItem:
 
     @property
     def joined(self) -> list[str]:
-        """The second texts of its sequences, with the question before each candidate."""
+        """Return the second texts of its sequences, with the question before each candidate."""
         if not self.question:
             return list(self.seconds)
         return [f"{self.question}{BETWEEN}{second}" for second in self.seconds]
@@ -62,7 +62,7 @@ class Framing:
 
     @property
     def form(self) -> LabelledForm:
-        """The form of the sequences as arrays."""
+        """Return the form of the sequences as arrays."""
         last_type = 0 if self.model.token_types == 1 else 1
         # an id that the model has; the tokenizer's own end of document may be another
         pad = self.text.eod

@@ -28,7 +28,7 @@ class TaskItem:
 
     @property
     def right(self) -> str:
-        """The answer that a solved example shows."""
+        """Return the answer that a solved example shows."""
         if self.choices:
             return self.choices[self.answer]
         return self.answers[0]

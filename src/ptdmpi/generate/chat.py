@@ -90,7 +90,8 @@ class Chat:
 
     @property
     def _room(self) -> int:
-        """The most tokens of an answer: as asked for, or by default up to half of `seq_length`."""
+        """Return the most tokens of an answer: as asked for, or by default up to half of
+        `seq_length`."""
         asked: int | None = self.writer.options["max_new_tokens"]
         if asked is not None:
             return asked

@@ -60,7 +60,7 @@ class Dialogue:
 
     @cached_property
     def _left(self) -> int:
-        """The number of spaces at the end of a prompt that the prompt must leave out.
+        """Return the number of spaces at the end of a prompt that the prompt must leave out.
 
         These spaces are not tokens of their own before an answer, but become part of its first
         token, such as " word".
@@ -81,7 +81,7 @@ class Dialogue:
 
     @property
     def around(self) -> int:
-        """The number of ids that a prompt has in addition to those of its line."""
+        """Return the number of ids that a prompt has in addition to those of its line."""
         if self.template is None:
             return len(self.text.prefix)
         return len(self.prompt([""]))

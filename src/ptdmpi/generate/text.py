@@ -54,7 +54,7 @@ class Text:
 
     @property
     def special(self) -> frozenset[str]:
-        """Names of special tokens in a chat template's text."""
+        """Return the names of special tokens in a chat template's text."""
         names: frozenset[str] = getattr(self.tokenizer, "special", frozenset())
         return names
 

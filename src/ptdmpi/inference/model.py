@@ -77,12 +77,13 @@ class InferenceModel:
 
     @property
     def seq_length(self) -> int:
-        """The longest sequence that the model takes, in tokens."""
+        """Return the longest sequence that the model takes, in tokens."""
         return self.config.model.seq_length
 
     @property
     def decides(self) -> bool:
-        """True on the one rank of a data rank that has the logits and decides for the others."""
+        """Return True on the one rank of a data rank that has the logits and decides for the
+        others."""
         return self._head is not None and self.axis.rank == 0
 
     def share(self, value: Any) -> Any:

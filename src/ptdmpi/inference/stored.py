@@ -53,12 +53,12 @@ class StoredModel:
 
     @property
     def vocab_size(self) -> int:
-        """The number of rows of the vocabulary's tables."""
+        """Return the number of rows of the vocabulary's tables."""
         return self.manifest[key(WEIGHTS, TIED_NAME)].shape[0]
 
     @property
     def trained_on(self) -> TrainedOn | None:
-        """The data that the weights were trained on, or None.
+        """Return the data that the weights were trained on, or None.
 
         None: an older version or another program wrote them. Raises InputError for a damaged
         manifest.
@@ -79,7 +79,8 @@ class StoredModel:
 
     @property
     def task(self) -> TaskConfig:
-        """The task of its head; `kind` "none" without one. Raises InputError if they disagree."""
+        """Return the task of its head; `kind` "none" without one. Raises InputError if they
+        disagree."""
         try:
             task = TaskConfig.model_validate(self.tree.get("task", {}))
         except ValueError as error:
@@ -93,7 +94,8 @@ class StoredModel:
 
     @property
     def began(self) -> Path | None:
-        """The model that its run began from: the frozen model of adapters, or the initial one.
+        """Return the model that its run began from: the frozen model of adapters, or the initial
+        one.
 
         None if it began from random weights.
         """
@@ -106,7 +108,7 @@ class StoredModel:
 
     @property
     def step(self) -> int:
-        """The number of steps that the weights were trained for."""
+        """Return the number of steps that the weights were trained for."""
         return self.manifest.progress.step
 
     def config(self, ranks: int = 1, precision: str = "fp32", **sizes: int) -> Config:
@@ -190,7 +192,7 @@ class StoredAdapter:
 
     @property
     def trained_on(self) -> TrainedOn | None:
-        """The data that they were trained on; None if another program wrote them.
+        """Return the data that they were trained on; None if another program wrote them.
 
         Raises InputError for a damaged manifest.
         """
@@ -208,7 +210,7 @@ class StoredAdapter:
 
     @property
     def model(self) -> ModelConfig:
-        """The shape of the frozen model as in their training, with their head."""
+        """Return the shape of the frozen model as in their training, with their head."""
         return ModelConfig.model_validate(self.manifest.said["model"])
 
 

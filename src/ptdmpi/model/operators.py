@@ -37,11 +37,11 @@ from ptdmpi.plan.layer.products import Multiply
 
 @dataclass(frozen=True)
 class Context:
-    """What a forward pass knows besides its input.
+    """Inputs of a forward pass other than the activation.
 
-    `stream`: the random stream, None where nothing drops. `documents`: None where each sequence is
-    one. `rotary`: the rotary angles, where they are not those of all positions. `cache`: keys and
-    values of the tokens before.
+    `stream`: the random stream; None without dropout. `documents`: None if each sequence is one
+    document. `rotary`: the rotary angles, if they are not those of all positions. `cache`: keys and
+    values of earlier tokens.
     """
 
     stream: RandomStream | None = None
@@ -55,8 +55,8 @@ class Context:
 
 
 class Build(NamedTuple):
-    """What the modules of a layer are made from besides their row; `selective`: attention's core
-    is recomputed."""
+    """The inputs from which a layer's modules are made, other than their row. `selective`:
+    attention's core is recomputed."""
 
     model: ModelConfig
     axis: TensorAxis
@@ -74,8 +74,9 @@ class Norm(nn.Module):
         size: int | None = None,
         partial_gradient: bool = False,
     ) -> None:
-        """`shared_gradient`: the input is divided where the sequence is, `partial_gradient`: where
-        the heads are (see `Declaration`). `size` is that of the last dim; None: hidden."""
+        """Store the sizes. `shared_gradient`: the input is divided if the sequence is;
+        `partial_gradient`: it is divided if the heads are (see `Declaration`). `size`: that of the
+        last dim; None: hidden."""
         super().__init__()
         self.eps = model.norm_eps
         self.shape = (model.hidden if size is None else size,)
@@ -299,7 +300,7 @@ def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[R
 
 
 def _read_after(rows: Sequence[Operator], name: str) -> bool:
-    """Whether one of `rows` reads a value before it is written anew."""
+    """Return True if one of `rows` reads a value before any of them writes it."""
     for row in rows:
         if name in row.inputs:
             return True

@@ -27,7 +27,7 @@ from ptdmpi.plan.shape import parameters
 
 
 def rotary_table(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [s, 1, 1, head size] of RoPE's angles (Su et al. 2021, arXiv 2104.09864).
+    """Return cos and sin [s, 1, 1, head size] of RoPE's angles (Su et al. 2021, arXiv 2104.09864).
 
     float32. Pairs are (i, i + head size / 2), as in the published LLaMA weights of Hugging Face.
     """
@@ -44,11 +44,12 @@ def rotary_table(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tens
 
 
 def _stretched(frequencies: Tensor, model: ModelConfig) -> Tensor:
-    """RoPE's frequencies for longer contexts, as Llama 3.1 has them: what turns less than
-    `rope_low_factor` times within the original length turns `rope_factor` times slower, what turns
-    more than `rope_high_factor` times stays, and between the two it goes over linearly.
+    """Return RoPE's frequencies for longer contexts, as in Llama 3.1.
 
-    Dubey et al. 2024 do not print it; it is `apply_scaling` of Meta's llama-models.
+    Frequencies with fewer than `rope_low_factor` turns within the original length are divided by
+    `rope_factor`, those with more than `rope_high_factor` turns are kept, and those in between are
+    interpolated linearly. Dubey et al. 2024 do not print this; it is `apply_scaling` of Meta's
+    llama-models.
     """
     turns = model.rope_original_length * frequencies / (2 * math.pi)
     low, high = model.rope_low_factor, model.rope_high_factor
@@ -79,8 +80,9 @@ class Block(nn.Module):
                 step.compute.rotary = rotary
 
     def compiled_by(self, backend: str) -> None:
-        """From now on train as one graph there and one back, by a backend of torch.compile. Layers
-        of one shape share it. Raises in the first forward where something breaks the graph."""
+        """From now on train as one forward and one backward graph, by a backend of torch.compile.
+        Layers of one shape share the graphs. The first forward raises if an operation breaks the
+        graph."""
         # loads torch's compiler, which takes seconds: only here
         compiler.settle(torch.compiler.assume_constant_result)
         self._compiled = torch.compile(
@@ -107,9 +109,9 @@ class Block(nn.Module):
         return run(x, context)
 
     def _keeping(self) -> AbstractContextManager[object]:
-        """How recomputation keeps the one tensor that it does, its input: as it is, or 1/t of it on
-        each rank of the tensor axis, gathered when the backward pass comes to it (the P_a of
-        Rajbhandari et al. 2020, arXiv 1910.02054, section 6.1)."""
+        """Return how recomputation keeps the block's input: whole, or 1/t of it on each tensor
+        rank, gathered in the backward pass (the P_a of Rajbhandari et al. 2020, arXiv 1910.02054,
+        section 6.1)."""
         if not self.partition:
             return nullcontext()
         # the checkpoint's own hooks, inside of these, see what the layer would keep
@@ -158,7 +160,7 @@ class Embedding(nn.Module):
 
 
 class MaskedTransform(Computing):
-    """What BERT puts before its output head: linear, GELU, norm, on [..., h] that every rank of the
+    """BERT's modules before its output head: linear, GELU, norm, on [..., h] that every rank of the
     tensor axis holds (Devlin et al. 2019)."""
 
     def __init__(self, model: ModelConfig, parts: Parts) -> None:

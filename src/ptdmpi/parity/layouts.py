@@ -82,7 +82,7 @@ class ComparedModel:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Its keys of [model]."""
+        """Return its keys of [model]."""
         return {
             "kind": self.kind,
             **MORE.get(self.kind, {}),
@@ -96,12 +96,12 @@ class ComparedModel:
 
     @property
     def adapt(self) -> dict[str, Any]:
-        """Its keys of [adapt]: none, the whole model trains."""
+        """Return its keys of [adapt]: none, the whole model trains."""
         return {}
 
     @property
     def optimizer(self) -> str:
-        """The kind of optimizer that trains it."""
+        """Return the kind of optimizer that trains it."""
         return "adamw"
 
 
@@ -113,7 +113,7 @@ class AdaptedModel(ComparedModel):
 
     @property
     def adapt(self) -> dict[str, Any]:
-        """Its keys of [adapt]."""
+        """Return its keys of [adapt]."""
         if self.method == "ia3":
             return {"method": self.method}
         return {"method": self.method, "rank": 4, "dropout": 0.1 if self.dropout else 0.0}
@@ -125,7 +125,7 @@ class MuonModel(ComparedModel):
 
     @property
     def optimizer(self) -> str:
-        """The kind of optimizer that trains it."""
+        """Return the kind of optimizer that trains it."""
         return "muon"
 
 
@@ -142,12 +142,13 @@ class ComparedLayout(Layout):
 
     @property
     def reference(self) -> "ComparedLayout":
-        """The layout of one rank with the global batch as one microbatch: nothing is divided."""
+        """Return the layout of one rank with the global batch as one microbatch: nothing is
+        divided."""
         return ComparedLayout(micro_size=GLOBAL_SIZE)
 
     @property
     def base(self) -> "ComparedLayout":
-        """The plainest layout whose training must have the same bits.
+        """Return the plainest layout whose training must have the same bits.
 
         It keeps the settings that decide the order of sums: t, b, sequence parallelism and, unless
         the run is reproducible, d. It also keeps whether sharding sums over ranks before it sums
@@ -170,12 +171,14 @@ class ComparedLayout(Layout):
 
     @property
     def has_copies(self) -> bool:
-        """True if groups of data ranks divide the state, and several groups have the same."""
+        """Return True if groups of data ranks divide the state, and several groups have the
+        same."""
         return 1 < self.shards < self.data
 
     @property
     def sums_by_microbatch(self) -> bool:
-        """True if gradients are summed over ranks before they are summed over microbatches."""
+        """Return True if gradients are summed over ranks before they are summed over
+        microbatches."""
         return self.shards_gradients and self.microbatches(GLOBAL_SIZE) > 1
 
 
@@ -188,14 +191,14 @@ class Case:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The value of every factor."""
+        """Return the value of every factor."""
         known = LAYOUT_FACTORS | MODEL_FACTORS
         values = vars(self.layout) | vars(self.model)
         return {name: values[name] for name in known}
 
     @property
     def work(self) -> float:
-        """The cost of a step: layers computed, counted for each microbatch and tensor rank.
+        """Return the cost of a step: layers computed, counted for each microbatch and tensor rank.
 
         At this size a layer takes the same time however small a rank's part of it is.
         """
@@ -205,10 +208,10 @@ class Case:
 
     @property
     def effects(self) -> dict[str, Any]:
-        """The effects of the settings: a switch that is on may have none in a given layout.
+        """Return the effects of the settings: a switch that is on may have none in a given layout.
 
-        Pairs of effects are covered too; otherwise sequence parallelism could meet dropout only
-        at t = 1.
+        Pairs of effects are covered too; otherwise sequence parallelism could meet dropout only at
+        t = 1.
         """
         layout = self.layout
         model = self.model

@@ -65,7 +65,7 @@ def task_curves(run: Run, path: Path) -> None:
     """Draw the score of each task file over the tokens of the run, with its standard error."""
     from matplotlib.ticker import PercentFormatter
 
-    figure, axes = _axes(run, "share of items that are right")
+    figure, axes = _axes(run, "fraction of correct answers")
     for number, (file, results) in enumerate(_task_results(run).items()):
         scores = [task_score(result) for _, result in results]
         axes.errorbar(

@@ -103,7 +103,7 @@ class Attempt:
 
     @property
     def idle(self) -> bool:
-        """True if nothing is left to train, record or save."""
+        """Return True if nothing is left to train, record or save."""
         return not self.pending and (bool(self.over) or self.first >= self.config.run.steps)
 
     def _from_checkpoint(self, start: Handover, fresh: list[str]) -> int:

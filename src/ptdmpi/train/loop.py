@@ -60,7 +60,7 @@ class Loop:
 
     @property
     def first(self) -> int:
-        """The number of steps that were done before this loop."""
+        """Return the number of steps that were done before this loop."""
         return self.attempt.first
 
     def run(self) -> None:

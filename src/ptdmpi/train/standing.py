@@ -18,7 +18,7 @@ class Validated(NamedTuple):
 
     @property
     def finite(self) -> bool:
-        """True if the loss is a finite number."""
+        """Return True if the loss is a finite number."""
         return math.isfinite(self.loss)
 
 
@@ -41,12 +41,12 @@ class Standing:
 
     @property
     def last(self) -> Validated | None:
-        """The newest validation."""
+        """Return the newest validation."""
         return self.seen[-1] if self.seen else None
 
     @property
     def best(self) -> Validated | None:
-        """The first validation with the lowest loss; None if none is finite yet."""
+        """Return the first validation with the lowest loss; None if none is finite yet."""
         finite = [validation for validation in self.seen if validation.finite]
         return min(finite, key=lambda validation: validation.loss, default=None)
 
@@ -64,7 +64,7 @@ class Standing:
 
     @property
     def remark(self) -> str:
-        """The end of the newest validation's line: how it compares to the best one."""
+        """Return the end of the newest validation's line: how it compares to the best one."""
         best = self.best
         if not (self.stop_after_worse or self.keep_best) or best is None:
             return ""

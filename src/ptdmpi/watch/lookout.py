@@ -108,7 +108,8 @@ class Lookout:
             self.requests.obeyed(name)
 
     def stops(self) -> None:
-        """Take note that the training itself prints that it stops; the judge need not."""
+        """Record that the training itself prints its reason to stop, so that rank 0's judge does
+        not."""
         if self.judge is not None:
             self.judge.stopping = True
 

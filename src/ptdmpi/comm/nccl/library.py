@@ -1,7 +1,8 @@
-"""The protocols of a library of queues, and NCCL as such a library, by NVIDIA's `nccl4py`.
+"""The protocols of a library with queues, and NCCL as such a library, through NVIDIA's `nccl4py`.
 
-Everything that the wire decides (who makes ids, in which order ranks connect, which queue waits
-for which mark) stands above this seam: it runs on any library that keeps these four protocols.
+All decisions of the wire (which rank makes ids, in which order ranks connect, which queue waits for
+which mark) are in the callers of these four protocols, and work with any library that implements
+them.
 """
 
 import importlib
@@ -91,13 +92,13 @@ class Library(Protocol):
         """Made by a rank that connects with it, right before it does: until then it listens."""
 
     def connect(self, unique_id: bytes, size: int, rank: int, name: str) -> Connection:
-        """Waits for all `size` ranks."""
+        """Return the connection of rank `rank`; wait for all `size` ranks."""
 
     def stream(self) -> DeviceQueue:
         """Return a new stream, for one connection."""
 
     def computes_in(self) -> DeviceQueue:
-        """The stream that this thread's work goes into."""
+        """Return the stream in which this thread computes."""
 
     def reaches(self, flat: Tensor) -> bool:
         """Return True if the library can send this tensor."""
@@ -220,7 +221,7 @@ def _name(state: int) -> str:
 
 
 def unique_id() -> bytes:
-    """A new id, which needs no GPU."""
+    """Return a new id; this needs no GPU."""
     return bytes(importlib.import_module("nccl.core").get_unique_id().as_bytes)
 
 
@@ -256,6 +257,6 @@ def loaded() -> tuple[str, str]:
 
 
 def libraries(maps: Iterable[str]) -> list[str]:
-    """The different libnccl that are mapped, by the lines of /proc/PID/maps."""
+    """Return the different libnccl files that are mapped, from the lines of /proc/PID/maps."""
     paths = (line.split(maxsplit=5)[5] for line in maps if len(line.split(maxsplit=5)) == 6)
     return sorted({path for path in paths if Path(path).name.startswith("libnccl.so")})

@@ -34,7 +34,7 @@ class Queued:
         self._tensors: Sequence[Tensor] = tensors
 
     def wait(self) -> None:
-        """Raises WireError if the connection has failed."""
+        """Wait for the operation. Raises WireError if the connection has failed."""
         self._line.check(self.label)
         self._line.library.computes_in().wait_event(self._event)
         self._tensors = ()
@@ -98,7 +98,7 @@ class Line:
         return self._failed
 
     def check(self, label: str) -> None:
-        """Raises WireError if the connection has failed."""
+        """Check the connection. Raises WireError if it has failed."""
         if error := self.failure():
             raise WireError(f"{label}: {error}")
 
@@ -164,7 +164,8 @@ class NcclCarrier:
         return line.begin("receive", line.connection.receive, flat, there)
 
     def _way(self, pair: Pair, peer: int) -> tuple[Line, int]:
-        """The line of a directed pair, or that of the group; and who `peer` is on it."""
+        """Return the line for a directed pair, or that of the group, and the rank of `peer` on
+        it."""
         line = self.pairs.get(pair)
         return (self.whole, peer) if line is None else (line, pair.index(peer))
 
@@ -192,7 +193,7 @@ class NcclCommunicator(RoutedCommunicator):
 
     @classmethod
     def load(cls, everyone: MPI.Comm, device: torch.device) -> Library:
-        """The library on this rank's device."""
+        """Return the library on this rank's device."""
         return Nccl(device)
 
     @classmethod
@@ -228,8 +229,8 @@ class NcclCommunicator(RoutedCommunicator):
 def agreed_ids(
     library: Library, control: MPI.Comm, group: str, pairs: Sequence[Pair]
 ) -> tuple[bytes, dict[Pair, bytes]]:
-    """The id of a group, made by its rank 0, and those of its pairs, made by their senders; or, on
-    all its ranks, InputError with what has happened to one of them."""
+    """Return the id of a group, made by its rank 0, and those of its pairs, made by their senders.
+    If a rank could not make one, all raise InputError with the reason."""
     rank = control.Get_rank()
     # an exception is sent like an id: who waits for an id that does not come waits for ever
     whole = control.bcast(_new_id(library) if rank == 0 else None, root=0)
@@ -249,7 +250,7 @@ def agreed_ids(
 
 
 def _new_id(library: Library) -> tuple[bytes, str]:
-    """An id, or nothing and why."""
+    """Return a new id, or None and the reason."""
     try:
         return library.unique_id(), ""
     except Exception as error:

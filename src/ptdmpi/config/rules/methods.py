@@ -90,7 +90,7 @@ def _loss_scale_rules(section: DataParallelConfig, precision: PrecisionConfig) -
 
 
 def _unused(section: DataParallelConfig) -> Iterator[str]:
-    """Keys that say something to a method or a compressor that does not hear it."""
+    """Yield the keys that the chosen method or compressor does not use."""
     fields = type(section).model_fields.items()
     given = {key for key, field in fields if getattr(section, key) != field.default}
     for key, methods in USED_BY.items():

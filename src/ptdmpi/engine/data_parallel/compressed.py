@@ -49,7 +49,7 @@ class Compressed(DataParallel):
 
     @property
     def settled(self) -> bool:
-        """True if nothing is under way."""
+        """Return True if nothing is under way."""
         return not self._midway
 
     def replicas_lost(self) -> None:

@@ -154,15 +154,15 @@ class ProductKernel:
 
 
 class PackedKernel:
-    """FlashAttention of the documents laid end to end, which takes half types on GPUs only. It
-    gives no logarithms of sums."""
+    """FlashAttention over concatenated documents; it accepts only half types, on GPUs. It returns
+    no log-sum-exp."""
 
     def __init__(self, scores: Scores) -> None:
         self.scores = scores
 
     def takes(self, given: Input) -> bool:
-        """Return True for windows and documents, not in blocks, of types and sizes that
-        FlashAttention has."""
+        """Return True for windows and documents, not in blocks, if FlashAttention has a kernel for
+        their types and sizes."""
         q = given.q
         if not _is_limited(self.scores, given) or _in_blocks(q) or q.device.type == "cpu":
             return False
@@ -246,13 +246,13 @@ class BlockedKernel:
 
 
 class WholeKernel:
-    """PyTorch's kernel of full attention. On a GPU it returns no logarithms of sums."""
+    """PyTorch's kernel of full attention. On a GPU it returns no log-sum-exp."""
 
     def __init__(self, scores: Scores, kernels: Kernels) -> None:
         self.scores, self.kernels = scores, kernels
 
     def takes(self, given: Input) -> bool:
-        """Return True: it takes every input that is neither limited nor capped."""
+        """Return True: this last kernel accepts every input that the others left."""
         return True
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:

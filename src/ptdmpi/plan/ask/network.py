@@ -138,8 +138,8 @@ def machines(pricer: Pricer, pod_nodes: int | None) -> list[tuple[str, Pricer]]:
 
 
 def answer(pricer: Pricer, ranks: int, pod_nodes: int | None) -> Reply:
-    """Return the cost of each change, in the layout that is best without it and in its own best
-    one."""
+    """Return the cost of each change to the machine: in the layout that is best without the change,
+    and in the layout that is best with it."""
     found: list[What] = []
     for name, changed in machines(pricer, pod_nodes):
         note(f"ptdmpi ask: {name}")

@@ -4,14 +4,14 @@ With S ranks in a shard group and d / S such groups a step of m microbatches has
 
     ZeRO 0   one sum of the gradients over all d
     ZeRO 1   one reduce-scatter within the group, a sum of the shard over the groups, one gather of
-             the weights behind the update
-    ZeRO 2   m reduce-scatters of each unit, each behind its backward; the rest as under 1, but unit
-             by unit
-    ZeRO 3   also a gather of each unit in front of its forward and of its backward, frozen ones
-             included, none behind the update
+             the weights after the update
+    ZeRO 2   m reduce-scatters of each unit, each after its backward; the rest as under ZeRO 1, but
+             unit by unit
+    ZeRO 3   also a gather of each unit, frozen ones included, before its forward and before its
+             backward, and none after the update
 
 (Rajbhandari et al. 2020, arXiv 1910.02054, section 7; groups: Zhao et al. 2023, arXiv 2304.11277,
-section 3.2.2). A unit is the embedding, a layer, or the head, or for DeepSpeed of 2021 a tensor.
+section 3.2.2). A unit is the embedding, a layer, or the head; for DeepSpeed of 2021 it is a tensor.
 """
 
 from functools import cache, partial
@@ -30,8 +30,8 @@ VIEW_S = 2e-6  # the host's time for an operation in Python (pytorch/pytorch iss
 
 
 class InOps(NamedTuple):
-    """Seconds of messages that belong to a stage's forward, and to its backward, of a microbatch;
-    `last_s`: of the message that nothing of the step comes behind."""
+    """Seconds of the messages in a stage's forward and backward of one microbatch. `last_s`:
+    seconds of the step's last message, which no computation can hide."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -39,18 +39,18 @@ class InOps(NamedTuple):
 
 
 class Behind(NamedTuple):
-    """Seconds of messages behind the last backward: of gradients, and of updated weights."""
+    """Seconds of messages after the last backward: of gradients, and of updated weights."""
 
     gradients_s: float = 0.0
     weights_s: float = 0.0
 
 
 class StagePlaces(NamedTuple):
-    """What the messages in the ops of a stage follow from, on a data axis with ZeRO 2 or 3.
+    """The properties of a stage that determine the messages in its ops under ZeRO 2 or 3.
 
-    `layers`, of which the first `idle` have no backward; `ends`: whether it is the first and the
-    last of the model. `stays`: places that are still gathered when an op begins. `gathers`: how
-    often DeepSpeed gathers a tensor in a microbatch.
+    The first `idle` of its `layers` have no backward. `ends`: whether the stage is the first, and
+    the last, of the model. `stays`: number of places that are still gathered when an op begins.
+    `gathers`: how often DeepSpeed gathers a tensor in a microbatch.
     """
 
     gathers_weights: bool
@@ -64,9 +64,9 @@ class StagePlaces(NamedTuple):
 
 
 class DataAxis:
-    """Seconds of a rank's messages over the data axis, of one model on one machine.
+    """Seconds of a rank's messages over the data axis, for one model on one machine.
 
-    `elements` are always the parameters of one rank.
+    `elements` always counts the parameters of one rank.
     """
 
     def __init__(self, machine: Machine, model: Model) -> None:
@@ -79,24 +79,25 @@ class DataAxis:
         self._unit_pair_s = cache(self._one_unit_s)
         self._in_ops, self._behind = cache(self._counted_in_ops), cache(self._counted_behind)
 
-    # -- who talks to whom -----------------------------------------------------------------------
+    # -- groups ---------------------------------------------------------------------------------
 
     def _group(self, ranks: int, stride: int) -> Group:
-        """`ranks` of the data axis that stand `stride` ranks of a node's order apart."""
+        """Return the group of `ranks` data ranks whose numbers differ by `stride`."""
         return Group(ranks, min(max(1, self.cluster.node.devices // stride), ranks))
 
     def shard_group(self, layout: Layout) -> Group:
-        """Those that share state out: neighbours, t ranks apart."""
+        """Return the group that shards state: neighbours, t ranks apart."""
         return self._group(layout.shards, layout.tensor)
 
     def replicas(self, layout: Layout) -> Group:
-        """Those that hold copies of a rank's shard: one in each shard group."""
+        """Return the group of ranks with copies of the same shard: one in each shard group."""
         return self._group(layout.data // layout.shards, layout.tensor * layout.shards)
 
-    # -- behind the pipeline ---------------------------------------------------------------------
+    # -- after the pipeline ----------------------------------------------------------------------
 
     def behind(self, layout: Layout, elements: float) -> Behind:
-        """What follows the last backward; the tied table's sum over the pipeline's ends too."""
+        """Return the seconds of messages after the last backward, with the sum of a tied table
+        over the two ends of the pipeline."""
         gradients_s, weights_s = self._ends_s(layout) + self._norms_s(layout, elements), 0.0
         for unit, count in self._units(layout, elements):
             groups = self.shard_group(layout), self.replicas(layout)
@@ -106,8 +107,8 @@ class DataAxis:
         return Behind(gradients_s, weights_s)
 
     def _units(self, layout: Layout, elements: float) -> list[tuple[float, int]]:
-        """(elements, how many) of what travels as one behind the pipeline: all, or as many layers
-        as there would be, and the rest."""
+        """Return (elements, count) of the messages after the pipeline: one of all `elements`, or
+        one for each whole layer in them and one for the rest."""
         layer = self.layer_elements(layout.tensor)
         by_layer = covers_gradients(layout.zero) and layer > 0
         if not by_layer or self.cluster.software.zero_unit == "tensor":
@@ -127,7 +128,8 @@ class DataAxis:
         return Behind(gradients_s, weights_s)
 
     def _norms_s(self, layout: Layout, elements: float) -> float:
-        """The norms of rows of sharded gradients are gathered, for no cut divides a row."""
+        """Return the seconds of gathering the norms of rows of sharded gradients. (No shard divides
+        a row.)"""
         if layout.shards == 1 or self.cluster.software.zero_unit == "tensor":
             return 0.0
         return self.machine.all_gather_s(
@@ -135,8 +137,8 @@ class DataAxis:
         )
 
     def _ends_s(self, layout: Layout) -> float:
-        """The first and the last stage sum the gradients of a tied table: of it or, where gradients
-        are sharded, of each rank's shard."""
+        """Return the seconds in which the first and the last stage sum the gradients of a tied
+        table, or, if gradients are sharded, each rank's shard of them."""
         if layout.pipeline == 1 or not self.model.tie_embeddings or self.model.adapt.adapts:
             return 0.0
         shards = layout.sharing.gradient_shards
@@ -148,8 +150,11 @@ class DataAxis:
     # -- in the ops ------------------------------------------------------------------------------
 
     def in_ops(self, layout: Layout, layers: int, ends: tuple[bool, bool], idle: int = 0) -> InOps:
-        """What ZeRO 2 and 3 send in each microbatch's ops of a stage of so many layers, the first
-        of them `idle`, that is, as `ends` says, the first or the last of the model."""
+        """Return the seconds of ZeRO's messages in the ops of one microbatch in a stage.
+
+        The first `idle` of its `layers` have no backward; `ends` says whether the stage is the
+        first, and the last, of the model. ZeRO 0 and 1 send nothing there.
+        """
         if not layout.shards_gradients:
             return InOps()
         stage = StagePlaces(
@@ -175,7 +180,7 @@ class DataAxis:
                 size = sum(map(sum, places))
                 whole_s = self.machine.reduce_scatter_s(size * self.gradient_bytes, group)
                 return InOps(0.0, whole_s, whole_s)
-            # Rajbhandari et al. 2020, section 7.2.2: the weights are let go after each use
+            # Rajbhandari et al. 2020, section 7.2.2: the weights are freed after each use
             return InOps(gathered_s, (gathers - 1) * gathered_s + summed_s, summed_s / (layers + 1))
         held = (layers, ends, tensor)
         places = parameters.places(self.model, self.vocab_size, *held, idle=idle)
@@ -190,7 +195,7 @@ class DataAxis:
             pair[0] + sum(self._unit_pair_s(unit, group)[0] for unit in units)
             for pair, units in zip(pairs, self._frozen(*held), strict=True)
         ]
-        skipped = idle + (idle > 0 and ends[0])  # in front of idle layers stands what is frozen
+        skipped = idle + (idle > 0 and ends[0])  # before idle layers there are only frozen weights
         forward_s = sum(gathered[stays:])
         backward_s = sum(gathered[skipped : len(gathered) - stays])
         # the first forward finds none of the weights, for they were updated
@@ -198,8 +203,8 @@ class DataAxis:
         return InOps(forward_s, backward_s + summed_s, pairs[0][1] + first_s)
 
     def least_in_ops_s(self, layout: Layout, layers: float) -> float:
-        """No microbatch's messages in the ops of a rank with so many layers take less, whatever the
-        schedule keeps; what the ends of the model have beside is left out."""
+        """Return a lower bound of the seconds of messages in the ops of one microbatch, for a rank
+        with `layers` layers under any schedule. Embedding and head are not counted."""
         if not layout.shards_gradients:
             return 0.0
         group = self.shard_group(layout)
@@ -218,8 +223,9 @@ class DataAxis:
         return layers * summed_s + 2 * max(0.0, layers - 1) * gathered_s
 
     def _one_unit_s(self, elements: int, group: Group) -> tuple[float, float]:
-        """(its gathering, the sum of its gradient): a buffer of the whole unit is cleared, filled,
-        reduced and scattered, and what comes of it added to this rank's shard."""
+        """Return the seconds of gathering a unit, and of summing its gradient: a buffer of the
+        whole unit is cleared, filled, reduced and scattered, and its part added to the rank's
+        shard."""
         machine, gradients = self.machine, elements * self.gradient_bytes
         summed_s = machine.stream_s(gradients) + machine.reduce_scatter_s(gradients, group)
         summed_s += machine.stream_s(3 * gradients / group.ranks)
@@ -228,7 +234,7 @@ class DataAxis:
     # -- tensor by tensor ------------------------------------------------------------------------
 
     def layer_tensors(self, tensor: int) -> list[int]:
-        """Elements of what trains of a layer, weight by weight, on a tensor rank."""
+        """Return the elements of each trainable weight of a layer on one tensor rank."""
         every = trained(parameters.layer(self.model).values())
         return [size for part in every for size in part.weights(tensor)]
 
@@ -238,12 +244,13 @@ class DataAxis:
     def _all_tensors_s(
         self, tensor: int, layers: int, has_table: bool, group: Group
     ) -> tuple[float, float]:
-        """(gathering, summing) each tensor of a stage's layers and the vocabulary's table, one by
-        one. Small ones cost their start, so no product of sizes stands for them all."""
+        """Return the seconds of gathering, and of summing, all tensors of a stage's layers and the
+        vocabulary's table, one by one. Small tensors cost mostly latency, so the total size
+        alone would not give the time."""
         sizes = self.layer_tensors(tensor)
         pairs = [self._tensor_pair_s(size, group) for size in sizes]
         gathered_s, summed_s = (layers * sum(part) for part in zip(*pairs, strict=True))
-        for units in self._frozen(layers, (False, False), tensor):  # of a layer, as if one
+        for units in self._frozen(layers, (False, False), tensor):  # each unit as one tensor
             gathered_s += sum(self._tensor_pair_s(unit, group)[0] for unit in units)
         if has_table:
             table_s = self._tensor_pair_s(self._table_elements(tensor), group)
@@ -251,8 +258,8 @@ class DataAxis:
         return gathered_s, summed_s
 
     def _one_tensor_s(self, elements: int, group: Group) -> tuple[float, float]:
-        """(its gathering into a buffer that is cleared for it, the sum of its gradient, which is
-        then divided by d), with the copies of torch's list collectives."""
+        """Return the seconds of gathering a tensor into a cleared buffer, and of summing its
+        gradient and dividing it by d, with the copies of torch's list collectives."""
         machine = self.machine
         weights, gradients = elements * machine.element_bytes, elements * self.gradient_bytes
         gathered_s = machine.all_gather_s(weights, group) + machine.stream_s(weights)
@@ -261,7 +268,8 @@ class DataAxis:
         return gathered_s + listed_s, summed_s + listed_s
 
     def _listed_s(self, elements: int, ranks: int) -> float:
-        """torch's list collectives need a view of each rank's part, and copy it by a kernel."""
+        """Return the seconds that torch's list collectives add: a view of each rank's part, and a
+        kernel that copies it."""
         moved_s = self.machine.stream_s(2 * elements * self.machine.element_bytes)
         copied_s = max(ranks * self.cluster.device.kernel_s, moved_s)
         return ranks * VIEW_S + copied_s

@@ -30,7 +30,7 @@ from ptdmpi.plan.machine.kernels import Group, Machine
 @dataclass(frozen=True)
 class Seconds:
     """Time in kernels, in messages over the tensor axis that the kernels wait for, and of the host
-    that launches both. What the host has no time left for is computed later."""
+    that launches both. Work that the host finishes too late delays the kernels."""
 
     compute: float = 0.0
     messages: float = 0.0
@@ -46,12 +46,12 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """The time that passes: the device's or the host's, whichever is longer."""
+        """Return the time that passes: the device's or the host's, whichever is longer."""
         return max(self.compute + self.messages, self.host)
 
     @property
     def launched(self) -> "Seconds":
-        """The same with the time that the device waits for its host in `compute`."""
+        """Return the same time, with the device's wait for its host added to `compute`."""
         waits_s = max(0.0, self.host - self.compute - self.messages)
         return Seconds(self.compute + waits_s, self.messages)
 
@@ -85,8 +85,8 @@ class TensorRank:
                 return machine.flash_s(rows, columns, head_size, products) * seen
 
     def message_s(self, message: Message) -> float:
-        """Return the seconds that kernels wait for a message: what outlasts the product that runs
-        at the same time, where the program overlaps the two."""
+        """Return the seconds that kernels wait for a message. If the program overlaps it with a
+        product, only the time after the product counts."""
         size = message.whole_bytes / message.pieces
         priced = getattr(self.machine, f"{message.collective}_s")
         seconds = message.pieces * priced(size, self.group)
@@ -119,7 +119,7 @@ class LayerTimes(TensorRank):
 
     @property
     def boundary_bytes(self) -> int:
-        """Bytes of the tensor between two layers on this rank."""
+        """Return the bytes of the tensor between two layers on this rank."""
         return self.sizes.boundary_bytes
 
     def _messages(self, phase: Phase) -> list[Message]:
@@ -127,29 +127,30 @@ class LayerTimes(TensorRank):
 
     @cached_property
     def forward(self) -> Seconds:
-        """Forward pass of one layer."""
+        """Return the time of one layer's forward pass."""
         return self.seconds(forward_kernels(self.rows, self.sizes), self._messages("forward"))
 
     @cached_property
     def backward(self) -> Seconds:
-        """Backward pass of one layer, without anything that is recomputed."""
+        """Return the time of one layer's backward pass, without recomputation."""
         kernels = [*backward_kernels(self.rows, self.sizes), *weight_kernels(self.rows, self.sizes)]
         return self.seconds(kernels, self._messages("backward"))
 
     @cached_property
     def weights(self) -> Seconds:
-        """The W of a split backward: products, and the operands gathered for them under sequence
-        parallelism."""
+        """Return the time of W in a split backward: products, and the gathers of their operands
+        under sequence parallelism."""
         return self.seconds(weight_kernels(self.rows, self.sizes), self._messages("weights"))
 
     @cached_property
     def split_backward(self) -> Seconds:
-        """Both parts of a split backward: no weight's gradient hides the messages of the first."""
+        """Return the times of I and W in a split backward: no weight gradient hides the messages of
+        I."""
         kernels = backward_kernels(self.rows, self.sizes)
         return self.seconds(kernels, self._messages("inputs")) + self.weights
 
     def recomputed(self, layout: Layout) -> Seconds:
-        """Return the time of what the backward pass of `layout` computes again first.
+        """Return the time of the recomputation at the beginning of a backward pass of `layout`.
 
         A partitioned input is gathered for it.
         """
@@ -166,7 +167,7 @@ class LayerTimes(TensorRank):
 
     @property
     def launches(self) -> tuple[int, int]:
-        """Kernels and messages of a forward and of a backward."""
+        """Return the kernels and messages of a forward and of a backward."""
         backward = [
             *backward_kernels(self.rows, self.sizes),
             *weight_kernels(self.rows, self.sizes),
@@ -187,9 +188,9 @@ def forward_kernels(rows: Iterable[Operator], sizes: Sizes) -> Iterator[Kernel]:
 def backward_kernels(
     rows: Iterable[Operator], sizes: Sizes, input_trains: bool = True
 ) -> Iterator[Kernel]:
-    """Yield the kernels of a backward pass but those of `weight_kernels`.
+    """Yield the kernels of a backward pass except those of `weight_kernels`.
 
-    Without `input_trains` the rows up to the first that trains have no input's gradient to make.
+    Without `input_trains`, the rows up to the first trained one compute no gradient of their input.
     """
     for row in rows:
         if input_trains:
@@ -204,9 +205,9 @@ def weight_kernels(rows: Iterable[Operator], sizes: Sizes) -> Iterator[Kernel]:
 
 
 class EndTimes(TensorRank):
-    """Times of what a model has before its first layer and after its last one, on a tensor rank.
+    """Times of the operators before the first layer and after the last one, on a tensor rank.
 
-    The host's time is left out: there is one of each in a model of many layers.
+    The host's time is left out: a model has one of each, and many layers.
     """
 
     def __init__(self, machine: Machine, model: Model, layout: Layout) -> None:
@@ -227,7 +228,8 @@ class EndTimes(TensorRank):
 
     @cached_property
     def embedding_backward(self) -> Seconds:
-        """All of it is the table's gradient: a split backward leaves it for its W."""
+        """Return the time of the embedding's backward. All of it is the table's gradient, so a
+        split backward has it in W."""
         if not any(row.trains for row in self.embedding):
             return Seconds()
         sent = messages(self.embedding, self.sizes, "backward")
@@ -246,13 +248,13 @@ class EndTimes(TensorRank):
 
     @cached_property
     def head_weights(self) -> Seconds:
-        """The W of a split backward."""
+        """Return the time of W in a split backward."""
         sent = messages(self.head, self.sizes, "weights", self.head_input_trains)
         return self._pass(weight_kernels(self.head, self.sizes), sent)
 
     @property
     def total_s(self) -> float:
-        """Forward and backward of both ends."""
+        """Return the seconds of forward and backward of both ends."""
         passes: Sequence[Seconds] = (
             self.embedding_forward,
             self.embedding_backward,

@@ -1,10 +1,11 @@
-"""What a layout needs of a rank's memory: the one account, of plans and of the guard in training.
+"""The memory of a rank in a layout: the one model for plans and for the check before training.
 
-Parameters are those of the table that the model is built from (`plan.shape.parameters`),
-activations the inventory of `activations`, and what is in flight at once the schedule's own order,
-walked (`plan.schedule.flight`). Sharded state follows Rajbhandari et al. 2020 (arXiv 1910.02054,
-section 5), with a float32 gradient where the summed one is narrower: with S shards and 16-bit
-weights 2 + 4 + 12/S bytes of a parameter under ZeRO 1, 2 + (4 + 12)/S under 2, 18/S under 3.
+The parameters are those of the table that the model is built from (`plan.shape.parameters`), the
+activations those of `plan.cost.stage_memory`. The number of microbatches in flight comes from the
+schedule's own order (`plan.schedule.flight`). Sharded state follows Rajbhandari et al. 2020 (arXiv
+1910.02054, section 5), with an additional float32 gradient where gradients are summed in a half
+type. With S shards and 16-bit weights, a parameter takes 2 + 4 + 12/S bytes under ZeRO 1,
+2 + (4 + 12)/S under ZeRO 2, and 18/S under ZeRO 3.
 """
 
 from collections.abc import Sequence
@@ -28,32 +29,32 @@ from ptdmpi.plan.schedule.orders import KINDS, Placement
 from ptdmpi.plan.shape.codes import largest_tile
 from ptdmpi.plan.shape.parameters import frozen_layer
 
-# Of state in a file: read ahead and written behind, two pieces of it at once.
+# State in a file is read ahead and written back in pieces, two of which are in memory at once.
 CHUNK_BYTES = 64 * 2**20
-MOST_FLIGHTS = 10_000  # that are remembered
+MOST_FLIGHTS = 10_000  # cached results
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one rank at its peak, by part; `host`: of what is offloaded from its device, in the
-    host's memory, and of room for what comes there to be updated."""
+    """Bytes of one rank at its peak, by part. `host` counts the state that is offloaded to the
+    host's memory, and the buffers there for tensors that are updated on the host."""
 
     weights: float
     gradients: float
-    optimizer: float  # moments, and masters beside narrower weights
+    optimizer: float  # moments, and masters if the weights are narrower
     activations: float
-    working: float  # what one backward pass needs beside
+    working: float  # further needs of one backward pass
     runtime: float = 0.0  # context of the device, buffers of messages
     host: float = 0.0
 
     @property
     def parts(self) -> dict[str, float]:
-        """Those of the total by name."""
+        """Return the parts of the total by name."""
         return {name: count for name, count in asdict(self).items() if name != "host"}
 
     @property
     def standing(self) -> float:
-        """What is there all the time."""
+        """Return the bytes that are in use all the time."""
         return self.weights + self.gradients + self.optimizer + self.runtime
 
     @property
@@ -62,8 +63,8 @@ class Footprint:
 
 
 class StateBytes(NamedTuple):
-    """Bytes of what a rank has all the time: weights, gradients and the optimizer's state on its
-    device, and what the host has of them."""
+    """Bytes in use all the time: weights, gradients and the optimizer's state on a rank's device,
+    and its offloaded state in the host's memory."""
 
     weights: int
     gradients: int
@@ -72,39 +73,41 @@ class StateBytes(NamedTuple):
 
     @property
     def on_device(self) -> int:
-        """All of it but the host's."""
+        """Return the bytes on the device."""
         return self.weights + self.gradients + self.optimizer
 
 
 def _placed(offload: str, optimizer: int, rooms: int, on_host: bool) -> tuple[int, int]:
-    """(what of the optimizer's bytes is on the device, what is in a host apart from it)."""
+    """Return (bytes of the optimizer on the device, bytes in the memory of a separate host)."""
     held = min(optimizer, 2 * CHUNK_BYTES) if offload == "disk" else optimizer
     return (held, 0) if on_host or offload == "none" else (0, held + rooms)
 
 
 def _how(layout: Layout) -> tuple[Sharing, str]:
-    """How state is sharded and offloaded."""
+    """Return how state is sharded and offloaded."""
     return layout.sharing, layout.offload
 
 
 def _shards(sharing: Sharing) -> tuple[int, int, int, int]:
-    """Into how many parts a rank's weights, gradients, copies of these for the optimizer, and the
-    optimizer's state are cut: of each of `_each_bytes`."""
+    """Return the number of shards of weights, gradients, their copies for the optimizer, and the
+    optimizer's state, in the order of `_each_bytes`."""
     whole_update = (sharing.state_shards, sharing.state_shards)
     return sharing.weight_shards, sharing.gradient_shards, *whole_update
 
 
 def _ours(wide_products: bool, kept_block: int, on_host: bool) -> Software:
-    """This trainer, as a run computes."""
+    """Return this trainer's `Software` with the settings of a run."""
     changes = {"wide_products": wide_products, "kept_block": kept_block}
     return TRAINER.model_copy(update={**changes, "repeats_keys": not on_host})
 
 
 class MemoryModel(StageMemory):
-    """Memory of one model in one compute type as a program runs it; what layouts have in common is
-    counted once. `runtime_bytes`: what a rank's memory holds before its first tensor. `on_host`:
-    the device is the host, so that what is offloaded to its memory stays where it is. `method`: the
-    numbers that stand beside masters, and what data ranks receive into."""
+    """Memory of one model in one compute type under a program; shared results are cached by layout.
+
+    `runtime_bytes`: bytes in use before the first tensor. `on_host`: the device is the host, so
+    offloading to its memory moves nothing. `method`: gives the kinds of optimizer state per master,
+    and the receive buffers of the data axis.
+    """
 
     def __init__(
         self,
@@ -139,24 +142,24 @@ class MemoryModel(StageMemory):
         on_host: bool = True,
         kept_block: int = 0,
     ) -> "MemoryModel":
-        """That of a training; `wide_products` and `kept_block` as of `Software`."""
+        """Return the model for a training; `wide_products` and `kept_block` as in `Software`."""
         told = (config.model, vocab_size, config.precision.compute)
         software = _ours(wide_products, kept_block, on_host)
         return cls(*told, software, on_host=on_host, method=RunMethod.of(config))
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
-        """The pipeline ranks one of which needs most: where an earlier one holds no less, the first
-        of those whose stages are alike; else all."""
+        """Return pipeline ranks that include the one with the highest peak: one rank of each kind
+        if earlier ranks hold no less than later ones, otherwise all ranks."""
         if not KINDS[layout.schedule].earlier_holds_more:
             return tuple(range(layout.pipeline))
         return self._distinct(Cut.of(layout), layout.recompute_layers)
 
     def peak(self, layout: Layout, rank: int, microbatches: int) -> Footprint:
-        """What pipeline rank `rank` needs in a step of `microbatches`.
+        """Return the bytes that pipeline rank `rank` needs in a step of `microbatches`.
 
-        The most at any moment of the rank's order: what the microbatches in flight keep, what the
-        running op needs beside, and one tensor each way on either side where there is another
-        stage: an activation and a gradient.
+        This is the maximum over the rank's ops in order: the tensors kept by the microbatches in
+        flight, the working memory of the running op, and for each neighbouring stage an
+        activation and a gradient.
         """
         kept, working = self._held(layout, rank, microbatches)
         weights, gradients, optimizer, host = self._state(layout, rank)
@@ -171,7 +174,7 @@ class MemoryModel(StageMemory):
         )
 
     def _held(self, layout: Layout, rank: int, microbatches: int) -> tuple[int, int]:
-        """(bytes kept, bytes needed beside) when a rank's ops have most."""
+        """Return (bytes kept, working bytes) at the moment when a rank's ops need most."""
         key = _flight_key(layout, rank, microbatches)
         if key not in self._flights:
             if len(self._flights) > MOST_FLIGHTS:
@@ -196,13 +199,16 @@ class MemoryModel(StageMemory):
         return max(moments, key=sum)
 
     def largest(self, layout: Layout, microbatches: int) -> tuple[int, Footprint]:
-        """(pipeline rank, its peak) of the rank that needs most."""
+        """Return the pipeline rank with the highest peak, and that peak."""
         peaks = [(r, self.peak(layout, r, microbatches)) for r in self.distinct_ranks(layout)]
         return max(peaks, key=lambda found: found[1].total)
 
     def fits(self, layout: Layout, microbatches: int, capacity_bytes: float) -> bool:
-        """Whether every pipeline rank's memory suffices. What stands all the time, and what is kept
-        at the least, is asked first: most layouts of a large model fail there."""
+        """Return True if every pipeline rank has enough memory.
+
+        The first check uses only the state and a lower bound of the activations, because it already
+        excludes most layouts of a large model.
+        """
         room = capacity_bytes - self.runtime_bytes
         ranks = self.distinct_ranks(layout)
         standing = self._stands(Cut.of(layout), layout.tensor, _how(layout), ranks)
@@ -222,20 +228,20 @@ class MemoryModel(StageMemory):
         return self._state(layout, rank).host
 
     def _state(self, layout: Layout, rank: int) -> "StateBytes":
-        """The bytes of a pipeline rank's state."""
+        """Return the bytes of a pipeline rank's state."""
         return self._standing(Cut.of(layout), layout.tensor, rank, _how(layout))
 
     def _counted_stands(
         self, cut: Cut, tensor: int, how: tuple[Sharing, str], ranks: tuple[int, ...]
     ) -> list[int]:
-        """Bytes that each of some pipeline ranks has on its device all the time."""
+        """Return the bytes of state on the device, for each pipeline rank in `ranks`."""
         return [self._standing(cut, tensor, rank, how).on_device for rank in ranks]
 
     def _counted_standing(
         self, cut: Cut, tensor: int, rank: int, how: tuple[Sharing, str]
     ) -> "StateBytes":
-        """`_state`, `how` it is sharded and offloaded. The buffers' alignment is left out. Where
-        compute and master type agree there is one set of weights."""
+        """Return `_state` for state that is sharded and offloaded according to `how`. The alignment
+        of buffers is ignored. If compute and master type are equal, there is one set of weights."""
         sharing, offload = how
         every, train, shared = self._elements(cut, tensor, rank)
         # weight and optimizer of a tied table are one, but lookup and head each add to a gradient
@@ -247,7 +253,7 @@ class MemoryModel(StageMemory):
             for count, shards, each in zip(counts, _shards(sharing), self._each_bytes, strict=True)
         )
         weights += self.frozen_bytes(cut, tensor, rank, every - train, sharing.weight_shards)
-        if self.method.matrices:  # of which the shard with most to keep has fewest
+        if self.method.matrices:  # the shard with the most state has the fewest elements of them
             fewest = min(one.elements for one in self.dealt(cut, tensor, rank, sharing))
             optimizer -= fewest * self.wide_bytes
         # room on the host for gradients that are updated there, and weights that are the masters
@@ -258,15 +264,15 @@ class MemoryModel(StageMemory):
 
     @cached_property
     def _each_bytes(self) -> tuple[int, int, int, int]:
-        """Bytes of one parameter: weight, gradient, its copy in float32 for the optimizer where it
-        is summed in a half type, and the kinds of state with a master."""
+        """Return the bytes of one parameter: its weight, its gradient, the float32 copy of a
+        gradient that is summed in a half type, and the optimizer's state with the master."""
         summed, wide = self.software.gradient_bytes, self.wide_bytes
         widened = FLOAT32.bytes if summed < FLOAT32.bytes else 0
         state = self.method.kinds + (self.compute_bytes < FLOAT32.bytes)
         return self.compute_bytes, max(summed, self.compute_bytes), widened, state * wide
 
     def parameter_bytes(self, layout: Layout) -> float:
-        """Bytes of a parameter in all that stands between steps, at least."""
+        """Return a lower bound of the bytes of state for one parameter."""
         weights, summed, widened, optimizer = (
             each / shards
             for shards, each in zip(_shards(layout.sharing), self._each_bytes, strict=True)
@@ -275,7 +281,7 @@ class MemoryModel(StageMemory):
         return weights + summed + widened + optimizer * (layout.offload == "none")
 
     def _counted_values(self, tensor: int) -> int:
-        """Bytes of the values that a product makes of a weight in few bits, on one of `tensor`
+        """Return the bytes into which a product unpacks a quantized weight, on one of `tensor`
         ranks."""
         layout = Layout(tensor, 1, 1)
         sizes = Sizes(self.model, layout, self.precision, self.software, self.on_host)
@@ -284,15 +290,16 @@ class MemoryModel(StageMemory):
     def least_frozen_bytes(
         self, layout: Layout, elements: float, layers: float, tensor: int
     ) -> float:
-        """What stands of the frozen weights of so many layers on one of `tensor` ranks, and of the
-        rest of so many `elements`, at least."""
+        """Return a lower bound of the bytes of `elements` frozen weights, of which `layers` layers
+        may be quantized, on one of `tensor` ranks."""
         packed, packed_bytes = frozen_layer(self.model, tensor)
         in_full = (elements - layers * packed) * self.compute_bytes
         return in_full / layout.sharing.weight_shards + layers * packed_bytes
 
     def beside_bytes(self, layout: Layout, rank: int) -> int:
-        """What any backward of a rank needs beside its own: an activation and a gradient under way
-        on each side that has a stage, and what is gathered of sharded state."""
+        """Return the bytes that every backward of a rank needs in addition to its own working
+        memory: an activation and a gradient in transit for each neighbour, and gathered sharded
+        state."""
         stages = placement_of(layout).stages_of(rank)
         # with several chunks a rank may hold an end of the model and yet have both neighbours
         sides = any(s > 0 for s in stages) + any(s + 1 < layout.stages for s in stages)
@@ -300,8 +307,9 @@ class MemoryModel(StageMemory):
         return around + self._whole_bytes(layout, rank)
 
     def _whole_bytes(self, layout: Layout, rank: int) -> int:
-        """What is whole for a moment though it is sharded: the gradient of a unit before ZeRO 2 and
-        3 share it out, and the weights that ZeRO 3 gathers, each unit one ahead of its use."""
+        """Return the bytes of sharded state that is whole for a moment: the gradient of a unit
+        before ZeRO 2 and 3 scatter it, and the weights that ZeRO 3 gathers one unit ahead of its
+        use."""
         if not layout.shards_gradients:
             return 0
         place, pair, whole = self.largest_places(Cut.of(layout), layout.tensor, rank)
@@ -314,16 +322,16 @@ class MemoryModel(StageMemory):
 
 
 def _flight_key(layout: Layout, rank: int, microbatches: int) -> tuple[object, ...]:
-    """What a rank's ops hold follows from this, whatever is sharded: a search asks for all ways to
-    shard one after the other."""
+    """Return the settings that determine what a rank's ops hold. Sharding is not one of them, so a
+    search that tries all ways of sharding reuses the result."""
     sizes = (layout.tensor, layout.pipeline, layout.virtual, layout.micro_size)
     how = (layout.schedule, layout.sequence_parallel, layout.recompute, layout.recompute_layers)
     return *sizes, *how, layout.first_layers, rank, microbatches
 
 
 def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: int) -> int:
-    """Bytes that a rank keeps at the least when it has most: those of the forwards before its first
-    backward, each as if it were of the smallest stage. No order is walked for that."""
+    """Return a lower bound of the activations that a rank keeps at its peak: all forwards before
+    its first backward, each with the bytes of the smallest stage. It needs no walk of the order."""
     key = _flight_key(layout, rank, microbatches)
     if key not in memory.least_flights:
         sizes = (layout.pipeline, layout.virtual, microbatches)
@@ -334,9 +342,12 @@ def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: in
 
 
 def _beside(memory: MemoryModel, layout: Layout, rank: int, kept: int, working: int) -> int:
-    """`working` with what is beside it, or what data ranks tell each other, or an update of whole
-    matrices needs, when nothing is in flight, where that is more; what arrives under forwards is
-    there at the same time, and what is known of neighbours all the time."""
+    """Return all working memory of a rank, in bytes.
+
+    This is the larger of the needs during the backward (`working`, `beside_bytes`) and those after
+    it, when no activations are kept: the messages of data ranks, or an update of whole matrices.
+    Messages that overlap with the forwards add to the first. Copies of neighbours add to both.
+    """
     method = memory.method
     sizes = (layout.data, memory.trained(layout, rank), memory.wide_bytes)
     told, copies = method.room_bytes(*sizes, memory.tile), method.copies_bytes(*sizes)
@@ -346,7 +357,7 @@ def _beside(memory: MemoryModel, layout: Layout, rank: int, kept: int, working: 
         how = (Cut.of(layout), layout.tensor, rank, layout.sharing)
         size, widens = memory.compute_bytes, memory.software.wide_products
         room = max(one.room_bytes(layout.tensor, size, widens) for one in memory.dealt(*how))
-        working = max(working, room - kept)  # behind the backwards, as what is told
+        working = max(working, room - kept)  # after the backwards, like the messages
     return copies + (working + told if method.section.overlap else max(working, told - kept))
 
 
@@ -360,8 +371,8 @@ def _sort(
     recompute_layers: int | None,
     stage: int,
 ) -> Sort:
-    """What a stage's memory follows from: its layers without a backward, the others by mode, and
-    the ends of the model."""
+    """Return what determines a stage's memory: the number of its layers without a backward, its
+    other layers by recomputation, and whether it is the first and the last of the model."""
     layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
     own, idle = layers[stage], model.idle(layers[stage])
     others = tuple(segments(layout, own[idle:]))
@@ -371,7 +382,8 @@ def _sort(
 def _distinct_ranks(
     model: ModelConfig, layers: Sequence[range], cut: Cut, recompute_layers: int | None
 ) -> tuple[int, ...]:
-    """The first of the pipeline ranks whose stages are alike; `layers` are those of each stage."""
+    """Return the first pipeline rank of each kind; `layers` has the layers of each stage. Ranks are
+    of one kind if their stages are (`_sort`)."""
     placed = cut.placed
     first: dict[object, int] = {}
     for rank in range(placed.pipeline):
@@ -387,8 +399,8 @@ def _sorts(
     recompute_layers: int | None,
     rank: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(a stage of each sort, the number of each stage's sort) of a pipeline rank: stages of one
-    sort keep and need the same, whatever the layout's other settings are."""
+    """Return an example stage of each sort, and the number of each stage's sort, for a pipeline
+    rank. Stages of one sort need the same memory, whatever the layout's other settings are."""
     sorts: dict[Sort, int] = {}
     examples: list[int] = []
     numbers: list[int] = []

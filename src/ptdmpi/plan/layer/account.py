@@ -1,6 +1,6 @@
-"""The words of an operator's account: kernels, messages, and tensors that stay in memory.
+"""The terms of an operator's account: kernels, messages, and tensors that stay in memory.
 
-An operator (`operator.py`) says in these words what it does. A cluster prices kernels and messages
+An operator (`operator.py`) describes its work in these terms. A cluster prices kernels and messages
 (`plan.cost.layer`); memory and traffic add up items and bytes (`folds.py`).
 """
 
@@ -24,7 +24,8 @@ class MatrixProduct:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations: a multiplication and an addition for each of m n k."""
+        """Return the floating-point operations: a multiplication and an addition for each of m n
+        k."""
         return 2.0 * self.batch * self.m * self.n * self.k
 
 
@@ -32,7 +33,7 @@ class MatrixProduct:
 class MemoryPass:
     """A kernel that moves `moved_bytes` (read and written) and computes next to nothing.
 
-    `launches`: the kernels that the bytes are dealt to.
+    `launches`: the number of kernels among which the bytes are divided.
     """
 
     moved_bytes: float
@@ -44,8 +45,8 @@ class MemoryPass:
 class Elementwise:
     """Kernels over `elements`, each of which moves so many bytes of every element.
 
-    `kind` names the operation ("gelu", "layernorm_backward"): a cluster that was measured has a
-    time per element for it.
+    `kind` names the operation ("gelu", "layernorm_backward"): a cluster file with measurements has
+    a time per element for it.
     """
 
     kind: str
@@ -75,7 +76,7 @@ class FusedAttention:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations as model FLOPs count them, of all columns."""
+        """Return the floating-point operations as model FLOPs count them, over all columns."""
         return 2.0 * self.products * self.rows * self.columns * self.head_size
 
 

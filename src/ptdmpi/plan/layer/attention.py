@@ -1,4 +1,4 @@
-"""The core of attention: heads from the first linear's output, and what they make of each other."""
+"""The core of attention: heads from the first linear's output, and the heads' outputs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class SplitHeads(Operator):
         return dict(self.norms)
 
     def _normalised(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
-        """The kernels of both norms, which are priced as one."""
+        """Yield the kernels of both norms, which are priced as one."""
         if not self.norms:
             return
         heads = sum(_priced_heads(sizes))
@@ -67,14 +67,16 @@ class SplitHeads(Operator):
         yield from self._normalised(sizes, backward=False)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """The gradients of queries, keys and values are put side by side, and go through norms."""
+        """Yield the kernels that join the gradients of queries, keys and values, and the norms'
+        backward."""
         yield from self._normalised(sizes, backward=True)
         heads, kv_heads = _priced_heads(sizes)
         width = (heads + 2 * kv_heads) * sizes.model.head_size
         yield MemoryPass(sizes.tokens * width * 2 * sizes.compute_bytes)
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """The norms' input is all that the linear gave: queries and keys are views of it."""
+        """Yield the norms' input: the linear's whole output, because queries and keys are views of
+        it."""
         if not self.norms:
             return
         heads, kv_heads = local_heads(sizes)
@@ -89,31 +91,32 @@ class SplitHeads(Operator):
 
 
 def _priced_heads(sizes: Sizes) -> tuple[int, int]:
-    """Heads of a tensor rank as times count them: ranks beyond the key heads share one of them."""
+    """Return the heads of a tensor rank for prices of time: ranks beyond the number of key heads
+    share one."""
     model, tensor = sizes.model, sizes.layout.tensor
     return model.heads // tensor, max(1, model.kv_heads // tensor)
 
 
 @dataclass(frozen=True)
 class Attend(Operator):
-    """softmax(Q K^T) V by head, with its mask, cap, window and dropout; heads side by side again.
+    """softmax(Q K^T) V by head, with mask, cap, window and dropout; then the heads are joined.
 
-    Scores that are written to memory are a s^2 b / t elements; FlashAttention keeps none (Dao et
+    Scores that are written to memory have a s^2 b / t elements; FlashAttention keeps none (Dao et
     al. 2022, arXiv 2205.14135, algorithm 4).
     """
 
     recomputed_selectively: ClassVar[bool] = True
 
     def multiplications(self, model: ModelConfig) -> float:
-        """Q K^T and weights V: all s positions, or the window where a layer has one (the mean over
-        the layers)."""
+        """Return those of Q K^T and of weights V, per position: over all s positions, or over the
+        window if a layer has one (the mean over layers)."""
         return 2 * model.attention_width * model.mean_keys
 
     # -- time -------------------------------------------------------------------------------------
 
     def core(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
-        """Yield the kernels from query, key, value to the heads' outputs. Capped scores are unfused
-        everywhere."""
+        """Yield the kernels from query, key, value to the heads' outputs. Capped scores are never
+        fused."""
         s, d = sizes.model.seq_length, sizes.model.head_size
         batch = sizes.layout.micro_size * _priced_heads(sizes)[0]
         capped = sizes.model.attention_softcap > 0.0
@@ -137,7 +140,7 @@ class Attend(Operator):
         yield from self.core(sizes, backward=False)
 
     def _merged(self, sizes: Sizes) -> Kernel:
-        """Heads side by side again, or, in the backward, apart."""
+        """Yield the kernel that joins the heads, or, in the backward, splits them."""
         heads, _ = _priced_heads(sizes)
         width = heads * sizes.model.head_size
         return MemoryPass(sizes.tokens * width * 2 * sizes.compute_bytes)
@@ -153,7 +156,8 @@ class Attend(Operator):
     # -- memory -----------------------------------------------------------------------------------
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Its output stays, too: the kernels' backward reads it, and it is the next row's input."""
+        """Yield the tensors kept for the backward. The output is one of them: the kernels' backward
+        reads it, and the next row has it as input."""
         width = sizes.share(sizes.model.attention_width)
         yield Item(f"{self.name}.output", sizes.tokens * width, sizes.compute_bytes)
         if not sizes.fused_attention:
@@ -178,8 +182,8 @@ class Attend(Operator):
             yield from self._kept_by_kernels(sizes)
 
     def _kept_by_published_program(self, sizes: Sizes) -> Iterator[Item]:
-        """As Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1) count it for Megatron-LM:
-        dropout, and nothing fused but the softmax."""
+        """Yield the tensors that Megatron-LM keeps by the account of Korthikanti et al. 2022 (arXiv
+        2205.05198, section 4.1): with dropout, and only the softmax fused."""
         c, per_head = sizes.compute_bytes, sizes.tokens * sizes.model.head_size
         heads, kv_heads = local_heads(sizes)
         scores = sizes.tokens * heads * sizes.model.seq_length
@@ -190,7 +194,7 @@ class Attend(Operator):
         yield Item("attention.value", kv_heads * per_head, c)
 
     def _kept_scores(self, sizes: Sizes) -> Iterator[Item]:
-        """What the explicit core keeps, whose probabilities are dropped from."""
+        """Yield the scores and probabilities that the explicit core keeps for its dropout."""
         model = sizes.model
         scores = sizes.tokens * local_heads(sizes)[0] * model.seq_length
         if model.attention == "causal":
@@ -202,7 +206,8 @@ class Attend(Operator):
         yield Item("attention.softmax.dropped", scores, sizes.operand_bytes, "none")
 
     def _kept_by_kernels(self, sizes: Sizes) -> Iterator[Item]:
-        """What kernels that keep no scores keep besides their operands."""
+        """Yield the tensors that kernels without stored scores keep in addition to their
+        operands."""
         model, c = sizes.model, sizes.compute_bytes
         heads, kv_heads = local_heads(sizes)
         per_head = sizes.tokens * model.head_size
@@ -216,15 +221,16 @@ class Attend(Operator):
             yield Item("attention.output.copy", heads * per_head, sizes.wide_bytes, "none")
 
     def forward_bytes(self, sizes: Sizes) -> int:
-        """Queries, keys, values and the output, and their copies where products are widened."""
+        """Return the bytes of queries, keys, values and the output, and of copies where products
+        are widened."""
         each = sizes.compute_bytes
         if sizes.operand_bytes > each:
             each += sizes.operand_bytes
         return 4 * sizes.tokens * local_heads(sizes)[0] * sizes.model.head_size * each
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Gradients of the softmax's output and input, or, of kernels that keep no scores, of the
-        operands."""
+        """Return the bytes of the gradients of the softmax's output and input, or, for kernels
+        without stored scores, of the operands' gradients."""
         model = sizes.model
         rows = sizes.tokens * local_heads(sizes)[0]
         if model.attention_dropout > 0.0:
@@ -232,7 +238,7 @@ class Attend(Operator):
         return 4 * rows * model.head_size * sizes.operand_bytes + capped_block_bytes(sizes)
 
     def drawing_bytes(self, sizes: Sizes) -> int:
-        """Hashes of the mask next to scores and weights."""
+        """Return the bytes of the mask's hashes, next to scores and weights."""
         if sizes.model.attention_dropout == 0.0:
             return 0
         scores = sizes.tokens * local_heads(sizes)[0] * sizes.model.seq_length

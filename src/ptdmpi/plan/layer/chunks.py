@@ -1,7 +1,8 @@
-"""How many logits of a microbatch the loss widens to float32 at once: no bit depends on it.
+"""The number of logits of a microbatch that the loss widens to float32 at once; no bit depends on
+it.
 
-On a CPU 1 MiB, which the caches of a core hold. On a device 64 MiB, so that its kernels are few and
-long. For devices this is reasoned, not measured.
+On a CPU this is 1 MiB, which fits into a core's caches. On a device it is 64 MiB, so that kernels
+are few and long. The value for devices is reasoned, not measured.
 """
 
 HOST_ELEMENTS = 2**18

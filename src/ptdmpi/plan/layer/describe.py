@@ -1,6 +1,6 @@
-"""What a model consists of: its layer, its embedding and its head, each as operators in order.
+"""The parts of a model: its layer, its embedding and its head, each as operators in order.
 
-This is the one list. The model is built from it and computes it row by row
+There is no other list. The model is built from it and computes it row by row
 (`model/transformer.py`); parameters, time, memory, traffic and FLOPs are folds over it
 (`folds.py`). A layer is a list of sublayers, each of which adds something to the residual stream x
 [s, b, h]:
@@ -45,15 +45,16 @@ class Sublayer:
 
 @dataclass(frozen=True)
 class LayerBuild:
-    """The model that the sublayers of one layer are of, and whether its linears have adapters."""
+    """The model to which the sublayers of one layer belong, and whether its linears have
+    adapters."""
 
     model: ModelConfig
     adapted: bool
 
     @property
     def residual_std(self) -> float:
-        """Standard deviation of weights whose outputs add up in the residual stream: smaller by
-        sqrt(2 l) (Radford et al. 2019, GPT-2, section 2.3)."""
+        """Return the standard deviation of weights whose outputs are added to the residual stream:
+        smaller by sqrt(2 l) (Radford et al. 2019, GPT-2, section 2.3)."""
         return self.model.init_std / math.sqrt(2 * self.model.layers)
 
     def product(self, name: str, linear: Linear, source: str, target: str) -> Multiply:
@@ -155,7 +156,7 @@ def norm_part(
 def adapters_of(
     model: ModelConfig, name: str, linear: Linear
 ) -> tuple[tuple[str, LowRankPair | Scale], ...]:
-    """Return what trains next to a linear: `attention.qkv.lora_q` and so on."""
+    """Return the trainable parts next to a linear: `attention.qkv.lora_q` and so on."""
     adapt = model.adapt
     found: list[tuple[str, LowRankPair | Scale]] = []
     for number, (target, (row, output)) in enumerate(targets_of(adapt, model.gates).items()):
@@ -184,7 +185,7 @@ def adapters_of(
 
 
 def embedding(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
-    """Return what is before the first layer: ids -> x."""
+    """Return the operators before the first layer: ids -> x."""
     h, std = model.hidden, model.init_std
     trains = not model.adapt.adapts
     table = Table(vocab_size, h, std, split=True, trains=trains)
@@ -203,9 +204,9 @@ def embedding(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
 
 
 def head(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
-    """Return what is after the last layer: x -> the loss.
+    """Return the operators after the last layer: x -> the loss.
 
-    The weight of "head" is the embedding's, where they are tied.
+    If the weights are tied, the weight of "head" is the embedding's.
     """
     trains = not model.adapt.adapts
     rows: list[Operator] = []
@@ -231,7 +232,7 @@ def head(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
 
 
 def _masked_transform(model: ModelConfig, trains: bool) -> list[Operator]:
-    """What BERT puts before its output head: linear, GELU, norm (Devlin et al. 2019)."""
+    """Return BERT's operators before its output head: linear, GELU, norm (Devlin et al. 2019)."""
     h = model.hidden
     dense = Linear(h, (h,), model.head_bias, model.init_std, trains=trains)
     norm = norm_part(model, sees="all", trains=trains)
@@ -251,7 +252,7 @@ def _masked_transform(model: ModelConfig, trains: bool) -> list[Operator]:
 
 
 def _sentence_order(model: ModelConfig, trains: bool) -> list[Operator]:
-    """The pooler and two logits: are two segments in their order (Lan et al. 2020, arXiv
+    """Return the pooler and its two logits: are two segments in their order (Lan et al. 2020, arXiv
     1909.11942)?"""
     h, std = model.hidden, model.init_std
     pooler = Linear(h, (h,), model.head_bias, std, trains=trains)
@@ -266,15 +267,16 @@ def _sentence_order(model: ModelConfig, trains: bool) -> list[Operator]:
 def _of_samples(
     name: str, source: str, target: str, linear: Linear, *, shares_input: bool
 ) -> Multiply:
-    """The row of a linear on one position of each sequence, which every rank has whole."""
+    """Return the row of a linear on one position of each sequence, which every rank has whole."""
     return Multiply(name, (source,), (target,), linear, rows="samples", shares_input=shares_input)
 
 
 def _task(model: ModelConfig) -> list[Operator]:
-    """A head for a task: BERT classifies from its first token, through the pooler (Devlin et al.
-    2019, section 4.1), a decoder from its last one, by a linear alone (Radford et al. 2018).
+    """Return the head for a task.
 
-    It trains next to adapters, too: frozen weights know nothing of the task.
+    BERT classifies from its first token, through the pooler (Devlin et al. 2019, section 4.1), a
+    decoder from its last one, by a linear alone (Radford et al. 2018). The head trains next to
+    adapters, too, because frozen weights have not seen the task.
     """
     h, std = model.hidden, model.init_std
     has_backward = model.idle() < model.layers

@@ -28,7 +28,7 @@ def norm_operands(sizes: Sizes, name: str, norm: Norm) -> Iterator[Item]:
 class Normalize(Operator):
     """LayerNorm or RMSNorm over the last dim: [rows, h] -> [rows, h].
 
-    `joins`: its input also goes past it, so its gradient is the sum of two.
+    `joins`: the input is also the residual, so its gradient is the sum of two.
     """
 
     norm: Norm
@@ -42,12 +42,12 @@ class Normalize(Operator):
         return sizes.rows(self.rows) * self.norm.size
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Its input is read and its output written."""
+        """Yield one pass that reads the input and writes the output."""
         yield Elementwise(sizes.model.norm, self._elements(sizes), (2 * sizes.compute_bytes,))
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """The input's gradient (dy, x; dx), those of its weights (dy, x), and the sum of the former
-        with the gradient that came past it."""
+        """Yield the passes for the input's gradient (dy, x; dx) and the weights' (dy, x), and the
+        sum of the input's gradient with that of the residual."""
         e = sizes.compute_bytes
         moved = (3 * e, 2 * e, 3 * e) if self.joins else (5 * e,)
         yield Elementwise(f"{sizes.model.norm}_backward", self._elements(sizes), moved)
@@ -64,8 +64,8 @@ class Normalize(Operator):
 
 @dataclass(frozen=True)
 class Activate(Operator):
-    """GELU or the like: [rows, gates width] -> [rows, width]; with two gates one multiplies the
-    activation of the other (Shazeer 2020, arXiv 2002.05202).
+    """GELU or another activation: [rows, gates width] -> [rows, width]. With two gates the
+    activation of one is multiplied by the other (Shazeer 2020, arXiv 2002.05202).
 
     `width` is that of the output on all tensor ranks; `split`: the tensor axis divides it.
     """
@@ -81,7 +81,8 @@ class Activate(Operator):
         return sizes.rows(self.rows) * width
 
     def _priced_elements(self, sizes: Sizes) -> int:
-        """As times count them: the padding of a width that t does not divide is left out."""
+        """Return the elements for prices of time, without the padding of a width that t does not
+        divide."""
         width = self.width // sizes.layout.tensor if self.split else self.width
         return sizes.rows(self.rows) * width
 
@@ -100,8 +101,8 @@ class Activate(Operator):
         return self.gates * self._elements(sizes) * sizes.compute_bytes
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """The input's gradient, and the gate's product on its way. Under sequence parallelism the
-        gathered gradient of the linear after it counts as if it were still there."""
+        """Return the bytes of the input's gradient and of the gate's product. Under sequence
+        parallelism the gathered gradient of the next linear is still counted."""
         size = self.gates * self._elements(sizes)
         if self.gates == 2:
             size += self._elements(sizes)
@@ -112,9 +113,9 @@ class Activate(Operator):
 
 @dataclass(frozen=True)
 class AddResidual(Operator):
-    """x + dropout(y): [rows, h] both, and the same where nothing is dropped.
+    """x + dropout(y), both [rows, h]; without dropout the plain sum.
 
-    `mask` is what the mask is called in memory, `place` the number of its mask in the layer.
+    `mask` is the mask's name in memory, `place` its number in the layer.
     """
 
     mask: str
@@ -125,12 +126,14 @@ class AddResidual(Operator):
         return sizes.rows(self.rows) * sizes.model.hidden
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Branch and residual are read, their sum is written, and where dropout acts its mask."""
+        """Yield one pass that reads branch and residual and writes their sum, and with dropout its
+        mask."""
         moved = 3 * sizes.compute_bytes + MASK_BYTES * sizes.software.dropout
         yield MemoryPass(self._elements(sizes) * moved)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Without dropout the gradient of a sum is the sum's own: nothing is moved."""
+        """Yield the pass of dropout's backward. Without dropout the gradient of a sum is the
+        gradient of both terms, and nothing is moved."""
         if sizes.software.dropout:
             yield MemoryPass(self._elements(sizes) * (2 * sizes.compute_bytes + MASK_BYTES))
 
@@ -139,7 +142,7 @@ class AddResidual(Operator):
             yield Item(self.mask, self._elements(sizes), 1)
 
     def drawing_bytes(self, sizes: Sizes) -> int:
-        """Hashes next to what they drop from and the gradient that waits."""
+        """Return the bytes of the mask's hashes, next to the branch and the gradient."""
         if not sizes.drops:
             return 0
         local = self._elements(sizes)

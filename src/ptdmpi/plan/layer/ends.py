@@ -1,4 +1,5 @@
-"""What a model has before its first layer and after its last one: lookups, output head and loss."""
+"""The operators before a model's first layer and after its last one: lookups, output head and
+loss."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ class LookUp(Operator):
         yield MemoryPass(sizes.tokens * self.table.hidden * 2 * sizes.compute_bytes)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """A dense gradient is cleared, filled and added, or only the rows that were looked up."""
+        """Yield the passes of the table's gradient: a dense one is cleared, filled and added;
+        otherwise only the rows that were looked up are."""
         if not self.table.trains:
             return
         e, g = sizes.compute_bytes, sizes.software.gradient_bytes
@@ -65,7 +67,7 @@ class LookUp(Operator):
             yield Item("embedding.elsewhere", sizes.tokens, 1)
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """The gradient of the activations, which are the sum of rows of the tables."""
+        """Yield the gradient of the activations, which are sums of the tables' rows."""
         size = sizes.local_tokens * self.table.hidden
         yield Item("embedding.gradient", size, sizes.compute_bytes)
         yield from self.kept(sizes, "none")
@@ -82,7 +84,7 @@ class AddRows(Operator):
         return {self.name: self.table}
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """The gradient of a slice of a table, which is as large as the table."""
+        """Yield the gradient of a slice of a table, which is as large as the table."""
         if self.by_position:
             yield Item(self.name, self.table.rows * self.table.hidden, sizes.compute_bytes)
 
@@ -104,8 +106,8 @@ class DropEmbedding(Operator):
 class SelectPositions(Operator):
     """Activations [local, h] -> [k, b, h] at some positions of each sequence, whole on every rank.
 
-    They are the predicted ones, and `samples`: one of each sequence. `has_backward`: something
-    before it trains.
+    These are the predicted positions, or with `samples` one of each sequence. `has_backward`: a
+    part before it trains.
     """
 
     predicted: bool
@@ -130,9 +132,9 @@ class SelectPositions(Operator):
 
 @dataclass(frozen=True)
 class Predict(Operator):
-    """[predicted, h] -> this rank's logits [predicted, V/t], capped where the model says so.
+    """[predicted, h] -> this rank's logits [predicted, V/t], capped if the model caps them.
 
-    `selected`: every rank has all of the input's rows, for they were selected before.
+    `selected`: every rank has all rows of the input, because they were selected before.
     `shares_input`: its input is part of a tensor that another row keeps.
     """
 
@@ -155,8 +157,8 @@ class Predict(Operator):
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
         columns = self._columns(sizes)
         yield MatrixProduct(sizes.predicted, self.linear.inputs, columns)
-        # A decoder's head has no bias. The pass over its logits' gradient has been part of the
-        # price since the calibration against published steps, and stays so.
+        # A decoder's head has no bias. The pass over its logits' gradient is part of the price
+        # nevertheless, because the calibration against published steps included it.
         if sizes.model.head_bias and self.linear.trains:
             yield MemoryPass(sizes.predicted * columns * sizes.compute_bytes)
 
@@ -201,7 +203,8 @@ class Predict(Operator):
             yield Item("head.bias", columns, sizes.wide_bytes)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """The account of programs of 2021 has the loss alone."""
+        """Return the bytes of the gradients. Published accounts of programs of 2021 count only
+        those of the loss."""
         if not sizes.fused_attention:
             return 0
         columns = self._columns(sizes)
@@ -216,9 +219,9 @@ class Predict(Operator):
 
 @dataclass(frozen=True)
 class CrossEntropy(Operator):
-    """Logits [predicted, V/t] and labels -> the summed loss, in float32 at least.
+    """Logits [predicted, V/t] and labels -> the summed loss, in float32 or wider.
 
-    `columns`: the whole vocabulary, or the classes of a task, which no rank divides.
+    `columns`: the whole vocabulary, or the classes of a task, which are not divided over ranks.
     """
 
     columns: int
@@ -232,8 +235,8 @@ class CrossEntropy(Operator):
         return sizes.predicted * self._local_columns(sizes)
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Logits are widened, then one kernel each: the greatest, shifted, exponentials, their sum,
-        their quotient. Those that reduce read only."""
+        """Yield the kernels: widen the logits, take their maximum, shift them, take exponentials,
+        sum these, divide. Reductions only read."""
         e, w = sizes.compute_bytes, sizes.wide_bytes
         moved: tuple[float, ...] = (w, 2 * w, 2 * w, w, 2 * w)
         if e != w:
@@ -248,16 +251,16 @@ class CrossEntropy(Operator):
         yield Elementwise("loss_backward", self.logits(sizes), moved)
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
-        """The greatest logit of each token; then the sum of exponentials and the label's logit,
-        which published programs send in two messages."""
+        """Yield the maximum of each token's logits; then the sum of exponentials and the label's
+        logit, which published programs send in two messages."""
         if phase == "forward" and self.split and sizes.layout.tensor > 1:
             size = sizes.predicted * sizes.wide_bytes
             yield Message("all_reduce", size)
             yield Message("all_reduce", 2 * size, pieces=2)
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Logits as they are, and of each row the greatest and the sum of exponentials; programs of
-        2021, and a task's head, keep probabilities in float32."""
+        """Yield the logits, and the maximum and sum of exponentials of each row. Programs of 2021,
+        and a task's head, keep probabilities in float32."""
         logits = self.logits(sizes)
         if sizes.fused_attention and self.split:
             yield Item("loss.logits", logits, sizes.compute_bytes)
@@ -269,8 +272,8 @@ class CrossEntropy(Operator):
             yield Item("loss.here", sizes.predicted, 1)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Some rows of the logits widened. The gradient takes the place of the logits; of a soft
-        cap it is next to them."""
+        """Return the bytes of some widened rows of logits. The gradient is written over the logits;
+        with a soft cap it is a tensor of its own."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         logits = self.logits(sizes)
         if not self.split:

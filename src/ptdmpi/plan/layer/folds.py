@@ -25,7 +25,7 @@ def operators(sublayers: Iterable[Sublayer]) -> tuple[Operator, ...]:
 
 
 def parts_of(rows: Iterable[Operator]) -> dict[str, Part]:
-    """Return what trains or multiplies in these rows, by name."""
+    """Return the parts of these rows with weights, trained or frozen, by name."""
     parts: dict[str, Part] = {}
     for row in rows:
         parts |= row.parts()
@@ -41,7 +41,7 @@ def multiplications(rows: Iterable[Operator], model: ModelConfig) -> float:
 
 
 def frozen_multiplications(rows: Iterable[Operator], model: ModelConfig) -> float:
-    """Return those of them with weights that do not train."""
+    """Return `multiplications` of the products whose weights do not train."""
     products = [row for row in rows if isinstance(row, Multiply)]
     return sum(row.multiplications(model) - row.trained_multiplications() for row in products)
 
@@ -54,8 +54,8 @@ def messages(
 ) -> Iterator[Message]:
     """Yield the messages of these rows in a phase.
 
-    `input_trains`: something before the rows trains, so the first of them has an input's gradient;
-    later ones have one as soon as a row before them trains.
+    `input_trains`: a part before the rows trains, so the first row computes its input's gradient.
+    Otherwise the rows after the first trained one do.
     """
     for row in rows:
         yield from row.messages(sizes, phase, input_trains)
@@ -63,8 +63,8 @@ def messages(
 
 
 def recomputed(rows: Rows, sizes: Sizes) -> Rows:
-    """Return the rows that full recomputation computes again: up to the last that keeps anything
-    (torch's checkpoint stops there)."""
+    """Return the rows that full recomputation computes again: all up to the last row that keeps a
+    tensor (torch's checkpoint stops there)."""
     needed = [number for number, row in enumerate(rows, 1) if row.keeps_at_its_end(sizes)]
     return rows[: max(needed, default=0)]
 
@@ -73,8 +73,8 @@ def recomputed(rows: Rows, sizes: Sizes) -> Rows:
 
 
 def items(rows: Rows, sizes: Sizes, mode: str) -> list[Item]:
-    """Return every tensor that a layer's backward needs; `kept` says which of them stay under a
-    mode of recomputation. The input of the layer is all that full recomputation keeps."""
+    """Return every tensor that a layer's backward needs; `kept` selects those that stay under a
+    mode of recomputation. Full recomputation keeps only the layer's input."""
     first = f"{rows[0].name}.input"
     tensors = [Item(first, sizes.local_tokens * sizes.model.hidden, sizes.compute_bytes, "full")]
     for row in rows:
@@ -88,7 +88,7 @@ def layer_items(sizes: Sizes, mode: str) -> list[Item]:
 
 
 def kept_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
-    """Return the bytes that rows outside of layers keep, which nothing recomputes."""
+    """Return the bytes that rows outside of layers keep; these are never recomputed."""
     return sum(total_bytes(row.kept(sizes, "none")) for row in rows)
 
 
@@ -98,13 +98,14 @@ def operand_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
 
 
 def adding_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
-    """Return the most that W needs besides its operands: it adds one gradient after the other."""
+    """Return the maximal bytes that W needs in addition to its operands: it adds one gradient after
+    the other."""
     return max((row.adding_bytes(sizes) for row in rows), default=0)
 
 
 def value_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
-    """Return the bytes of the values of the largest weight in few bits, and what is next to them
-    while they are made; 0 where no product takes a weight from few bits."""
+    """Return the bytes of the largest quantized weight when it is unpacked, and of the working
+    memory for that; 0 if no weight is quantized."""
     products = [row for row in rows if isinstance(row, Multiply)]
     largest = max((row.quantized_elements(sizes) for row in products), default=0)
     return largest * sizes.compute_bytes + min(largest, chunk_elements(sizes.on_host)) * CHUNK_BYTES
@@ -112,18 +113,18 @@ def value_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
 
 def idle_bytes(rows: Rows, sizes: Sizes) -> int:
     """Return the bytes that the forward of a layer without a backward needs: at most those that it
-    would keep for one, or what a row has at once next to the residual stream."""
+    would keep for a backward, or those of one row next to the residual stream."""
     most = max(row.forward_bytes(sizes) for row in rows) + sizes.boundary_bytes
     return max(total_bytes(kept(items(rows, sizes, "none"), "none")), most)
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes of one layer under a mode of recomputation, of one microbatch.
+    """Bytes of one layer under a mode of recomputation, for one microbatch.
 
-    `kept`: from its forward to its backward. `works`: the most that its backward needs besides what
-    this layer and those before it keep. `input_works`: the same in the I of a split backward, where
-    the operands of later rows are there as well.
+    `kept`: from its forward to its backward. `works`: the maximum that its backward needs in
+    addition to what this layer and earlier ones keep. `input_works`: the same in the I of a split
+    backward, which also holds the operands of later rows.
     """
 
     kept: int
@@ -132,11 +133,11 @@ class LayerBytes:
 
 
 def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> LayerBytes:
-    """Walk a layer's backward from its last row to its first, and find where it needs most.
+    """Walk a layer's backward from its last row to its first, and return its maximum of memory.
 
-    At each row its own need comes on top of the gradient of the residual stream and of what was
-    computed again. What later sublayers kept is gone, and so are the inputs of later rows of its
-    own sublayer, the next one's excepted: its gradient is there instead.
+    Each row needs its own memory, the gradient of the residual stream, and the recomputed tensors.
+    Tensors of later sublayers are freed by then, and so are the inputs of later rows of its own
+    sublayer, except for the next row's, which its gradient has replaced.
     """
     rows = operators(sublayers)
     tensors = items(rows, sizes, mode)
@@ -144,7 +145,7 @@ def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> Layer
     again = total_bytes(tensors) - whole
     stays = whole
     if mode == "full" and sizes.layout.partition_activations and sizes.layout.tensor > 1:
-        # the share stays; what is gathered of it is there with all that is recomputed
+        # only the share stays; it is gathered while the layer is recomputed
         stays = whole // sizes.layout.tensor
         again += whole
     works = 0
@@ -165,13 +166,14 @@ def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> Layer
         own = [item for row in sublayer.operators for item in row.kept(sizes, mode)]
         gone += total_bytes(own)
         operands += operand_bytes(sublayer.operators, sizes)
-    if mode == "full":  # the last act of recomputation is to draw the last mask
+    if mode == "full":  # recomputation ends with the drawing of the last mask
         works = max(works, again + rows[-1].drawing_bytes(sizes))
     return LayerBytes(stays, works, max(works, input_works))
 
 
 def _backwards(sublayer: Sublayer, sizes: Sizes) -> Iterator[tuple[Operator, int]]:
-    """Each row from the last to the first, and the bytes of later rows' inputs that are gone."""
+    """Yield each row from the last to the first, with the bytes of later rows' inputs that are
+    freed."""
     freed = 0
     after = 0
     for row in reversed(sublayer.operators):
@@ -181,7 +183,8 @@ def _backwards(sublayer: Sublayer, sizes: Sizes) -> Iterator[tuple[Operator, int
 
 
 def _last_input(sublayer: Sublayer, sizes: Sizes) -> int:
-    """Bytes of the input of a sublayer's last product, which stays as an operand until W."""
+    """Return the bytes of the input of a sublayer's last product, which is kept as an operand until
+    W."""
     products = [row for row in sublayer.operators if isinstance(row, Multiply)]
     if not products:
         return 0

@@ -1,5 +1,5 @@
-"""Matrices in few bits: each row in blocks, of each block one scale in full and a code of every
-element. What codes stand for, and how many bytes they take; without torch."""
+"""Quantized matrices: rows in blocks, with one float32 scale for each block and a code for each
+element. The values of codes, and their bytes; without torch."""
 
 import itertools
 import math
@@ -10,13 +10,13 @@ from ptdmpi.config.choices import CodesName
 from ptdmpi.config.model import QuantizeConfig
 
 CODES = get_args(CodesName)
-# Who works on a matrix does so on so many elements at once, with so many bytes of each beside; a
-# device that is not the host, whose launches cost more than its cache saves, on more.
+# A host unpacks a matrix in chunks of so many elements, with so many bytes of working memory for
+# each. Another device takes larger chunks: its launches cost more than its caches would save.
 CHUNK_ELEMENTS, CHUNK_BYTES, DEVICE_CHUNKS = 1 << 18, 24, 16
-# Kernels that make the values of such a chunk: integers of bytes, levels, products, their type.
+# Kernels that unpack a chunk: bytes to integers, levels, products with scales, the compute type.
 UNPACKING_KERNELS = 4
 SCALE_BYTES = 4  # float32, whatever the compute type is
-# What the two parts of a matrix are called in files, in the place of its weights.
+# Names of a matrix's two parts in files; they replace "weights".
 KIND_OF_CODES, KIND_OF_SCALES = "codes", "scales"
 
 # Quantiles of a normal distribution, half of them for each sign, so that each of the 16 is met
@@ -43,12 +43,13 @@ NF4 = (
 
 @dataclass(frozen=True)
 class LowBit:
-    """A matrix [o, i] in few bits: `codes` of its elements, and a scale of each `block` of a row.
+    """The format of a quantized matrix [o, i]: a code for each element, and a scale for each
+    `block` of a row.
 
-    An element is its code's level times the scale of its block. Levels of int8 and int4 are whole
-    numbers; the greatest magnitude of a block is 127 of int8 and, by the sign of the scale, -8 of
-    int4 (absmax). Those of nf4 lie between -1 and 1. Those of uint4 count from a least value, which
-    each block has beside its scale.
+    An element is the level of its code times the scale of its block. The levels of int8 and int4
+    are integers; the largest magnitude of a block is 127 for int8 and -8 for int4, with the scale's
+    sign (absmax). The levels of nf4 are between -1 and 1. The levels of uint4 count from a minimum,
+    which each block stores next to its scale.
     """
 
     codes: CodesName
@@ -56,17 +57,17 @@ class LowBit:
 
     @classmethod
     def of(cls, section: QuantizeConfig) -> "LowBit | None":
-        """What a run asks for; None: its products take weights as they are."""
+        """Return the format that a run asks for; None if its products use weights unquantized."""
         return None if section.weights == "none" else cls(section.weights, section.block)
 
     @property
     def bits(self) -> int:
-        """How many a code has."""
+        """Return the bits of a code."""
         return 8 if self.codes == "int8" else 4
 
     @property
     def levels(self) -> tuple[float, ...]:
-        """What each code stands for, ascending; a float32 holds them exactly."""
+        """Return the value of each code, ascending; each is exact in float32."""
         if self.codes == "nf4":
             return NF4
         first = 0 if self.codes == "uint4" else -(2 ** (self.bits - 1))
@@ -74,52 +75,53 @@ class LowBit:
 
     @property
     def numbers(self) -> int:
-        """How many float32 a block has: its scale, and of uint4 the least value behind it."""
+        """Return the float32 numbers of a block: its scale, and for uint4 then its minimum."""
         return 2 if self.codes == "uint4" else 1
 
     @property
     def reach(self) -> float:
-        """The level of a block's greatest magnitude; of uint4, of its greatest value."""
+        """Return the level of a block's largest magnitude, or, for uint4, of its largest value."""
         return self.levels[0 if self.codes == "int4" else -1]
 
     @property
     def middles(self) -> tuple[float, ...]:
-        """Between which two levels values change from one to the next: ascending, one fewer."""
+        """Return the thresholds between neighbouring levels, ascending; one fewer than levels."""
         return tuple((low + high) / 2 for low, high in itertools.pairwise(self.levels))
 
     def code_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """The bytes of a matrix's codes, row by row."""
+        """Return the shape of a matrix's codes in bytes, row by row."""
         return rows, columns * self.bits // 8
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """The scales of a matrix, a block's `numbers` side by side."""
+        """Return the shape of a matrix's scales: the `numbers` of all blocks of a row in one
+        line."""
         return rows, columns // self.block * self.numbers
 
     def bytes_of(self, rows: int, columns: int) -> int:
-        """Bytes of a matrix: its codes and its scales."""
+        """Return the bytes of a matrix: its codes and its scales."""
         scales = math.prod(self.scale_shape(rows, columns)) * SCALE_BYTES
         return rows * columns * self.bits // 8 + scales
 
     @property
     def bits_per_element(self) -> float:
-        """How many an element of a large matrix takes, scales included."""
+        """Return the bits per element of a large matrix, scales included."""
         return self.bits + 8 * SCALE_BYTES * self.numbers / self.block
 
 
 def chunk_elements(on_host: bool) -> int:
-    """On how many elements of a matrix a device works at once."""
+    """Return the number of elements of a matrix that a device unpacks at once."""
     return CHUNK_ELEMENTS * (1 if on_host else DEVICE_CHUNKS)
 
 
 def unpacking(
     form: LowBit, shape: tuple[int, int], compute_bytes: int, on_host: bool
 ) -> tuple[float, int]:
-    """Return (bytes that are moved, kernels) when the values of a matrix of (inputs, outputs) are
-    made once, as `ptdmpi.model.low_bit` does.
+    """Return (bytes that are moved, kernels) for unpacking a matrix of (inputs, outputs) once, as
+    `ptdmpi.model.low_bit` does.
 
-    Codes are read and written as four bytes, these read and levels written, read and products
-    written, these with the least value, where there is one, once more, read and written in the
-    compute type.
+    The passes: codes are read and written as four bytes each; these are read and levels written;
+    levels are read and products with the scales written; with a minimum, these are read and written
+    once more; and they are read and written in the compute type.
     """
     inputs, outputs = shape
     added = form.numbers - 1

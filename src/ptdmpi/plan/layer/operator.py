@@ -41,7 +41,7 @@ class Operator:
 
     @property
     def trains(self) -> bool:
-        """Whether any of its parts trains."""
+        """Return True if any of its parts trains."""
         return any(part.trains for part in self.parts().values())
 
     def multiplications(self, model: ModelConfig) -> float:

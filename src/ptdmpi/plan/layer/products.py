@@ -40,21 +40,22 @@ class Multiply(Operator):
 
     @cached_property
     def pairs(self) -> tuple[LowRankPair, ...]:
-        """Its low-rank adapters."""
+        """Return its low-rank adapters."""
         return tuple(part for _, part in self.adapters if isinstance(part, LowRankPair))
 
     @property
     def keeps_input(self) -> bool:
-        """Whether a gradient needs its input."""
+        """Return True if a gradient needs its input."""
         return self.linear.trains or bool(self.pairs)
 
     @property
     def is_column(self) -> bool:
-        """Whether the tensor axis divides its outputs."""
+        """Return True if the tensor axis divides its outputs."""
         return self.linear.split == "columns"
 
     def _rows_of_ends(self, sizes: Sizes) -> tuple[int, int]:
-        """Rows of this rank's input and of its output, outside of the collectives."""
+        """Return the rows of this rank's input and of its output, before and after the
+        collectives."""
         rows = sizes.rows(self.rows)
         if self.rows != "whole" or self.linear.split is None:
             return rows, rows
@@ -67,7 +68,7 @@ class Multiply(Operator):
         return weights + sum(pair.rank * (pair.inputs + pair.outputs) for pair in self.pairs)
 
     def trained_multiplications(self) -> float:
-        """Return those of `multiplications` whose weights train."""
+        """Return `multiplications` of the products whose weights train."""
         weights = self.linear.inputs * sum(self.linear.outputs) * self.linear.trains
         return weights + sum(pair.rank * (pair.inputs + pair.outputs) for pair in self.pairs)
 
@@ -83,7 +84,7 @@ class Multiply(Operator):
             yield pair.rank, outputs, True
 
     def _unpacked(self, sizes: Sizes) -> Iterator[Kernel]:
-        """The values of a frozen weight in few bits, which each pass makes anew."""
+        """Yield the kernels that unpack a frozen quantized weight, in every pass."""
         if self.quantized is None or self.linear.trains:
             return
         moved, launches = unpacking(
@@ -106,11 +107,11 @@ class Multiply(Operator):
 
     @property
     def is_attention(self) -> bool:
-        """Whether its outputs are the heads of attention."""
+        """Return True if its outputs are the heads of attention."""
         return self.linear.most is not None
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """The input's gradient, and the bias' sum."""
+        """Yield the kernels of the input's gradient and of the bias's sum."""
         rows = sizes.rows(self.rows)
         yield from self._unpacked(sizes)
         for inputs, outputs, _ in self._matrices(sizes):
@@ -140,7 +141,7 @@ class Multiply(Operator):
         gathers = sizes.divides_sequence
         if phase == "forward" and gathers:
             yield Message("all_gather", size)
-        # the input is gathered again for the weights' gradients, behind the input's gradient
+        # the input is gathered again for the weights' gradients, during the input's gradient
         if phase == "backward" and gathers and self.keeps_input:
             yield Message("all_gather", size, behind=MatrixProduct(rows, inputs, outputs))
         if phase == "backward" and input_trains:
@@ -156,7 +157,7 @@ class Multiply(Operator):
             yield summed(sizes, size)
         if not sizes.divides_sequence:
             return
-        # of a frozen linear the output's gradient is of use if something before it trains
+        # a frozen linear needs the output's gradient only if a part before it trains
         if phase in ("backward", "inputs") and (input_trains or self.trains):
             yield Message("all_gather", size)
         if phase == "weights" and self.keeps_input:
@@ -177,15 +178,17 @@ class Multiply(Operator):
             yield Item(f"{self.name}.adapter{number}", rows * width, sizes.compute_bytes)
 
     def keeps_at_its_end(self, sizes: Sizes) -> bool:
-        """A scale before a row-parallel linear has what it keeps before the linear's sum."""
+        """Return True for a scale before a row-parallel linear: it keeps a tensor from before the
+        linear's sum."""
         return self.keeps_input or (bool(self.adapters) and self.is_column)
 
     def _input_elements(self, sizes: Sizes) -> int:
         return self._rows_of_ends(sizes)[0] * self.linear.local(sizes.layout.tensor)[0]
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Its input and its output's gradient; under sequence parallelism this rank's positions of
-        the one that is gathered. Its bias' gradient is there already, and waits to be added."""
+        """Yield its input and its output's gradient; under sequence parallelism only this rank's
+        positions of the gathered one. The bias's gradient is computed in I, and waits there to be
+        added."""
         c = sizes.compute_bytes
         outputs = self.linear.local(sizes.layout.tensor)[1]
         gradient = self._rows_of_ends(sizes)[1] * outputs
@@ -198,7 +201,7 @@ class Multiply(Operator):
             yield from self._operands_of_adapters(sizes, gradient)
 
     def _operands_of_adapters(self, sizes: Sizes, gradient: int) -> Iterator[Item]:
-        """The operands that all adapters share, and what is narrow of each."""
+        """Yield the operands that all adapters share, and the narrow tensors of each."""
         c, rows = sizes.compute_bytes, sizes.rows(self.rows)
         if self.pairs:
             yield Item(f"{self.name}.input", self._input_elements(sizes), c)
@@ -221,9 +224,11 @@ class Multiply(Operator):
         return rows * sum(shape) * sizes.compute_bytes + copied_bytes(sizes, shape, rows)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """The input's gradient, and what the weight's takes on its way into `main_grad`.
+        """Return the bytes of the input's gradient, and of the weight's until it is added to
+        `main_grad`.
 
-        A column-parallel linear has the input's gradient first, a row-parallel one the weight's.
+        A column-parallel linear computes the input's gradient first, a row-parallel one the
+        weight's.
         """
         result = linear_backward(
             sizes,
@@ -242,7 +247,7 @@ class Multiply(Operator):
         return sizes.rows(self.rows) * width * sizes.compute_bytes
 
     def adding_bytes(self, sizes: Sizes) -> int:
-        """Whichever needs most, its weight or one of its adapters."""
+        """Return the larger need of its weight and of its adapters."""
         most = adding_bytes(sizes, self.linear) if self.linear.trains else 0
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         for pair in self.pairs:

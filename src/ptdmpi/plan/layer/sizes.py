@@ -33,24 +33,26 @@ class Sizes:
 
     @property
     def tokens(self) -> int:
-        """s b."""
+        """Return the positions of a microbatch, s b."""
         return self.model.seq_length * self.layout.micro_size
 
     @property
     def local_tokens(self) -> int:
-        """Positions of this rank between the blocks: s b, or s b / t under sequence parallelism."""
+        """Return this rank's positions between the blocks: s b, or s b / t under sequence
+        parallelism."""
         if self.layout.sequence_parallel:
             return self.tokens // self.layout.tensor
         return self.tokens
 
     @property
     def predicted(self) -> int:
-        """Positions of a microbatch whose tokens are asked for: s b, or the masked ones."""
+        """Return the positions of a microbatch whose tokens are predicted: s b, or the masked
+        ones."""
         each = self.model.predictions() if self.predictions is None else self.predictions
         return each * self.layout.micro_size
 
     def rows(self, rows: Rows) -> int:
-        """Return the number that a symbol of `Rows` stands for."""
+        """Return the number of rows for a symbol of `Rows`."""
         match rows:
             case "whole":
                 return self.tokens
@@ -63,37 +65,39 @@ class Sizes:
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of a number in weights and activations."""
+        """Return the bytes of a number in weights and activations."""
         return PRECISIONS[self.precision].compute.bytes
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes of a number in softmaxes, losses and master weights: float32 at least."""
+        """Return the bytes of a number in softmaxes, losses and master weights: float32 or
+        wider."""
         return PRECISIONS[self.precision].master.bytes
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes of a number in the operands of a product."""
+        """Return the bytes of a number in the operands of a product."""
         return self.wide_bytes if self.software.wide_products else self.compute_bytes
 
     @property
     def boundary_bytes(self) -> int:
-        """Bytes of an activation between two layers, or of its gradient, on this rank."""
+        """Return the bytes of an activation between two layers, or of its gradient, on this
+        rank."""
         return self.local_tokens * self.model.hidden * self.compute_bytes
 
     @property
     def divides_sequence(self) -> bool:
-        """Whether tensor ranks hold different positions between blocks."""
+        """Return True if tensor ranks hold different positions between blocks."""
         return self.layout.sequence_parallel and self.layout.tensor > 1
 
     @property
     def drops(self) -> bool:
-        """Whether anything is dropped between the blocks."""
+        """Return True if there is dropout between the blocks."""
         return self.software.dropout or self.model.dropout > 0.0
 
     @property
     def fused_attention(self) -> bool:
-        """Whether the program's attention keeps its scores on chip."""
+        """Return True if the program's attention keeps its scores on chip."""
         return self.software.attention == "flash"
 
     def share(self, size: int) -> int:

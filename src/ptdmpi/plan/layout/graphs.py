@@ -48,7 +48,7 @@ class Topology(ABC):
 
     @property
     def most_neighbours(self) -> int:
-        """The most messages that a rank sends in a step."""
+        """Return the most messages that a rank sends in a step."""
         steps = range(self.period or 1)
         return max(len(self.destinations(k, i)) for k in steps for i in range(self.size))
 
@@ -69,7 +69,7 @@ class Topology(ABC):
 
     @property
     def told(self) -> str:
-        """A description for people: the graph, and its spectral gap."""
+        """Return a description for people: the graph, and its spectral gap."""
         again = "another graph in each step" if self.period is None else f"{self.period} graphs"
         turns = "" if self.period == 1 else f", {again}"
         most = self.most_neighbours
@@ -80,7 +80,7 @@ class Topology(ABC):
 
     @property
     def spectral_gap(self) -> float:
-        """1 - `contraction`: 1 if a period averages exactly, near 0 if averaging is slow."""
+        """Return 1 - `contraction`: 1 if a period averages exactly, near 0 if averaging is slow."""
         return 1.0 - self.contraction()
 
 

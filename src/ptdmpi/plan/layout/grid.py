@@ -30,7 +30,8 @@ class Axis:
 
     @property
     def sums_losses(self) -> bool:
-        """True if its ranks see different tokens: losses, their counts and gradients are summed."""
+        """Return True if its ranks see different tokens: losses, their counts and gradients are
+        summed."""
         return self.reads_samples or self.cuts_sequence
 
 
@@ -83,12 +84,12 @@ class Grid:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Names of the axes, fastest first."""
+        """Return the names of the axes, fastest first."""
         return tuple(axis for axis, _ in self.sizes)
 
     @property
     def size(self) -> int:
-        """Number of ranks, the product over the axes: n = t p d."""
+        """Return the number of ranks, the product over the axes: n = t p d."""
         return math.prod(size for _, size in self.sizes)
 
     def resized(self, axis: str, size: int) -> "Grid":
@@ -135,7 +136,8 @@ class Grid:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The names of all groups in which ranks communicate: the axes, and the derived groups."""
+        """Return the names of all groups in which ranks communicate: the axes, and the derived
+        groups."""
         return (*self.axes, *ALONG, ENDS, WORLD)
 
     def members(self, rank: int, group: str) -> tuple[int, ...]:
@@ -187,7 +189,8 @@ class Grid:
 
     @property
     def data_size(self) -> int:
-        """d, the number of ranks that read different samples for the same part of the model."""
+        """Return d, the number of ranks that read different samples for the same part of the
+        model."""
         return math.prod(self[axis] for axis in self.along(DATA))
 
     def part(self, coordinates: Coordinates) -> tuple[int, ...]:
@@ -200,7 +203,7 @@ class Grid:
 
     @property
     def parts(self) -> set[tuple[int, ...]]:
-        """All parts of the state; together they are the whole state."""
+        """Return all parts of the state; together they are the whole state."""
         cuts = (range(size) for axis, size in self.sizes if axis_named(axis).cuts_state)
         return set(itertools.product(*cuts))
 

@@ -59,13 +59,13 @@ class RunMethod:
 
     @property
     def kinds(self) -> int:
-        """The number of values of the masters' type that are kept for a parameter besides its
-        master."""
+        """Return the number of values of the masters' type that are kept for a parameter besides
+        its master."""
         return self.moments + len(self.section.kinds)
 
     @property
     def averaged_kinds(self) -> int:
-        """The number of kinds of state that are averaged if replicas differ."""
+        """Return the number of kinds of state that are averaged if replicas differ."""
         if self.section.average_moments:
             return 1 + self.moments
         return 1

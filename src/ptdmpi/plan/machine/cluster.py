@@ -182,7 +182,7 @@ class Cluster(FrozenTable):
 
     @property
     def on_host(self) -> bool:
-        """True if the host is the device, so that both have the same memory."""
+        """Return True if the host is the device, so that both have the same memory."""
         return self.measured is not None and not self.measured.asynchronous
 
     def lacks(self, offload: str) -> list[str]:

@@ -38,7 +38,7 @@ class Group:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes of the group."""
+        """Return the number of nodes of the group."""
         return -(-self.ranks // self.per_node)
 
 
@@ -110,7 +110,7 @@ class Machine:
 
     @cached_property
     def _step_s(self) -> dict[tuple[int, int], float]:
-        """The seconds of one step along the summed dimension, by tile.
+        """Return the seconds of one step along the summed dimension, by tile.
 
         The FLOPs determine it, or for small tiles the shared memory. A column and a row are written
         there and read by each of the warps that share the tile: four, or eight for the largest.
@@ -162,19 +162,20 @@ class Machine:
 
     @cached_property
     def link_rate(self) -> float:
-        """The rate that a link within a node reaches, in bytes per second."""
+        """Return the rate that a link within a node reaches, in bytes per second."""
         return self.cluster.node.link_bytes_per_s * self.cluster.efficiency.link_fraction
 
     @cached_property
     def network_step_s(self) -> float:
-        """The seconds of a ring's step over the network: a step in a node, and the fabric."""
+        """Return the seconds of a ring's step over the network: a step in a node, and the
+        fabric."""
         node = self.cluster.node
         fabric_s = 2 * node.adapter_latency_s + node.switches * node.switch_latency_s
         return self.cluster.efficiency.link_step_s + fabric_s
 
     @property
     def adapter_share(self) -> float:
-        """The number of adapters per device."""
+        """Return the number of adapters per device."""
         return self.cluster.node.adapters / self.cluster.node.devices
 
     def ring_rate(self, group: Group) -> float:

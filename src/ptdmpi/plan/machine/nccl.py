@@ -2,9 +2,8 @@
 
 NCCL chooses algorithm and protocol by a cost model that its authors measured: the time of a step
 over a link and over a network, the fraction of the rate that a protocol reaches, the largest rate
-of trees. Its constants (v2.9, src/graph/tuning.cc) are data sheets of the software, so this file
-has the same values. Steps within a node are calibrated (`link_step_s`) and agree with NCCL's
-constants: 2.0 and 1.9 us.
+of trees. This file has the same constants as NCCL 2.9 (src/graph/tuning.cc). Steps within a node
+are calibrated (`link_step_s`) and agree with NCCL's constants: 2.0 and 1.9 us.
 """
 
 import math
@@ -50,7 +49,7 @@ class Fabric:
 
     @property
     def per_node(self) -> float:
-        """The number of ranks per node."""
+        """Return the number of ranks per node."""
         return self.ranks / self.nodes
 
     def share(self, protocol: Protocol) -> float:

@@ -133,7 +133,7 @@ class Op(NamedTuple):
 
     @property
     def row(self) -> OpKind:
-        """The row of the op's kind in the table."""
+        """Return the row of the op's kind in the table."""
         return OP_KINDS[self.kind]
 
     @classmethod

@@ -40,17 +40,17 @@ class Placement:
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
+        """Return the number of stages."""
         return len(self.ranks)
 
     @cached_property
     def pipeline(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return max(self.ranks) + 1
 
     @property
     def virtual(self) -> int:
-        """Stages per rank, v; the same number on every rank."""
+        """Return the stages per rank, v, the same on every rank."""
         return self.stages // self.pipeline
 
     @cached_property
@@ -84,22 +84,22 @@ class Schedule:
 
     @property
     def pipeline(self) -> int:
-        """Number of ranks, p."""
+        """Return the number of ranks, p."""
         return len(self.orders)
 
     @property
     def virtual(self) -> int:
-        """Chunks of the model per rank, v."""
+        """Return the chunks of the model per rank, v."""
         return self.placement.virtual
 
     @property
     def stages(self) -> int:
-        """Number of stages, p v."""
+        """Return the number of stages, p v."""
         return self.placement.stages
 
     @cached_property
     def letters(self) -> frozenset[str]:
-        """The kinds of the schedule's ops."""
+        """Return the kinds of the schedule's ops."""
         return frozenset(op.kind for order in self.orders for op in order)
 
     def rank_of(self, stage: int) -> int:
@@ -159,7 +159,7 @@ class Schedule:
 
     @property
     def closed_form(self) -> str:
-        """The formula of `bubble_closed_form` as text."""
+        """Return the formula of `bubble_closed_form` as text."""
         return KINDS[self.kind].bubble.text
 
 

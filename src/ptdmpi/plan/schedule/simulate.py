@@ -44,7 +44,7 @@ class Span:
 
     @property
     def computes(self) -> bool:
-        """True for an op of a schedule, False for a message or work outside the pipeline."""
+        """Return True for an op of a schedule, False for a message or work outside the pipeline."""
         return kind_of_span(self.kind) is not None
 
 
@@ -63,17 +63,18 @@ class Timeline:
 
     @cached_property
     def start_s(self) -> float:
-        """The start of the first span; 0 without spans."""
+        """Return the start of the first span; 0 without spans."""
         return min((span.start_s for span in self.spans), default=0.0)
 
     @cached_property
     def makespan_s(self) -> float:
-        """The time from the start of the first span to the end of the last; 0 without spans."""
+        """Return the time from the start of the first span to the end of the last; 0 without
+        spans."""
         return max((span.end_s for span in self.spans), default=0.0) - self.start_s
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that appear, ascending."""
+        """Return the ranks that appear, ascending."""
         return tuple(sorted({span.rank for span in self.spans}))
 
     @cached_property
@@ -161,12 +162,14 @@ class Costs:
 
     @property
     def input_s(self) -> float:
-        """The time of the part of a split backward that computes the gradient of the input."""
+        """Return the time of the part of a split backward that computes the gradient of the
+        input."""
         return self.backward_s - self.weight_s
 
     @property
     def weight_s(self) -> float:
-        """The time of the part of a split backward that computes the gradients of weights."""
+        """Return the time of the part of a split backward that computes the gradients of
+        weights."""
         return self.backward_s * self.weight_share
 
     def duration_s(self, op: Op) -> float:

@@ -45,7 +45,7 @@ class Space:
     dp_overlap: bool = False
     partition_activations: bool = False
     data: tuple[int, ...] | None = None  # sizes of the data axis
-    sequences: int = 1  # kept together in a microbatch: candidates of a question
+    sequences: int = 1  # per question in a microbatch (one for each candidate answer)
 
     @property
     def settings(self) -> dict[str, Any]:

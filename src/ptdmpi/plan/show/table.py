@@ -200,7 +200,7 @@ def _beside(result: dict[str, Any]) -> Iterator[str]:
     """Yield the choices by the rules of the paper."""
     model = result["microbatch_model"]
     ruled = result["heuristic"]
-    yield "beside it, by Narayanan et al. 2021"
+    yield "next to it, by Narayanan et al. 2021"
     if ruled is None:
         yield "  takeaways 1 to 3   no layout that follows them is legal and fits"
     else:

@@ -16,7 +16,7 @@ from ptdmpi.config import Config
 from ptdmpi.engine.engine import Engine
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import synthetic
-from ptdmpi.model.batch import Batch, MicrobatchPass
+from ptdmpi.model.batch import Microbatch, MicrobatchPass
 from ptdmpi.model.kernels.choice import HostChoice
 from ptdmpi.model.parameters import data_types
 from ptdmpi.model.state import WEIGHTS, Piece
@@ -57,7 +57,7 @@ def tokens(config: Config, step: int, vocab_size: int = VOCAB_SIZE) -> tuple[Ten
 
 def microbatches(
     config: Config, step: int, data_rank: int, *, masked: bool = True, vocab_size: int = VOCAB_SIZE
-) -> list[Batch]:
+) -> list[Microbatch]:
     """Return a data rank's microbatches of the global batch of `step`."""
     ids, weights = tokens(config, step, vocab_size)
     m, b = config.microbatches, config.batch.micro_size
@@ -66,7 +66,7 @@ def microbatches(
         x = ids[start : start + b].t()
         mask = weights[start : start + b].t().contiguous() if masked else None
         samples = torch.arange(start, start + b) + step * config.batch.global_size
-        batch = Batch(x[:-1].contiguous(), x[1:].contiguous(), mask, samples)
+        batch = Microbatch(x[:-1].contiguous(), x[1:].contiguous(), mask, samples)
         if config.model.classifies:
             batch = as_classified(batch, config)
         elif config.model.masked:
@@ -75,12 +75,12 @@ def microbatches(
     return batches
 
 
-def passes(batches: Iterable[Batch], step: int | None = 0) -> list[MicrobatchPass]:
+def passes(batches: Iterable[Microbatch], step: int | None = 0) -> list[MicrobatchPass]:
     """The batches as microbatches of a step, of losses that are summed."""
     return [MicrobatchPass(number, batch, step) for number, batch in enumerate(batches)]
 
 
-def as_classified(batch: Batch, config: Config) -> Batch:
+def as_classified(batch: Microbatch, config: Config) -> Microbatch:
     """Return the sequences as samples of a task, whose classes follow from their numbers."""
     rows, each = len(batch.samples), config.task.sequences
     classes = max(config.task.choices, config.task.classes)

@@ -18,7 +18,7 @@ from benchmarks import turns
 from ptdmpi.comm.world import World
 from ptdmpi.config import Layout, synthetic_config
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.plan.layout.grid import grid_of
 
 MODEL = {"layers": 4, "hidden": 512, "heads": 8, "seq_length": 512}
@@ -36,7 +36,7 @@ def built(ranks: int) -> Engine:
     return Engine(config, world.split(grid_of(config)), VOCAB_SIZE)
 
 
-def batches(rank: int) -> list[Batch]:
+def batches(rank: int) -> list[Microbatch]:
     """Return the microbatches of a rank."""
     generator = torch.Generator().manual_seed(rank)
     shape = (MODEL["seq_length"] + 1, MICRO_SIZE)
@@ -44,7 +44,7 @@ def batches(rank: int) -> list[Batch]:
     made = []
     for _ in range(MICROBATCHES):
         ids = torch.randint(VOCAB_SIZE, shape, generator=generator)
-        made.append(Batch(ids[:-1], ids[1:], None, samples))
+        made.append(Microbatch(ids[:-1], ids[1:], None, samples))
     return made
 
 

@@ -20,7 +20,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import Config, resolve
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model import buffer
-from ptdmpi.model.batch import Batch, Placing
+from ptdmpi.model.batch import Microbatch, Placing
 from ptdmpi.model.kernels import agreement
 from ptdmpi.model.parameters import Entry
 from ptdmpi.plan.cost.memory import MemoryModel
@@ -55,7 +55,7 @@ def configuration(
     return resolve(tree, ranks)
 
 
-def batches(config: Config, vocab_size: int, step: int) -> list[Batch]:
+def batches(config: Config, vocab_size: int, step: int) -> list[Microbatch]:
     """Return a step's microbatches of random tokens, on the host."""
     generator = torch.Generator().manual_seed(step)
     shape = (config.model.seq_length + 1, config.batch.global_size)
@@ -63,7 +63,7 @@ def batches(config: Config, vocab_size: int, step: int) -> list[Batch]:
     samples = torch.arange(config.batch.global_size).split(config.batch.micro_size)
     parts = ids.split(config.batch.micro_size, dim=1)
     return [
-        Batch(part[:-1].contiguous(), part[1:].contiguous(), None, numbers)
+        Microbatch(part[:-1].contiguous(), part[1:].contiguous(), None, numbers)
         for part, numbers in zip(parts, samples, strict=True)
     ]
 

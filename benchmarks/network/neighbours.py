@@ -86,13 +86,13 @@ class Averaging:
     def _batch(self):
         import torch
 
-        from ptdmpi.model.batch import Batch
+        from ptdmpi.model.batch import Microbatch
 
         generator = torch.Generator().manual_seed(self.done * self.world.size + self.world.rank)
         shape = (MODEL["seq_length"] + 1, 2)
         ids = torch.randint(VOCAB_SIZE, shape, generator=generator)
         samples = torch.arange(2) + 2 * (self.done * self.world.size + self.world.rank)
-        return Batch(ids[:-1].contiguous(), ids[1:].contiguous(), None, samples)
+        return Microbatch(ids[:-1].contiguous(), ids[1:].contiguous(), None, samples)
 
 
 def rank(rounds: int) -> None:

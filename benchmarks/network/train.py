@@ -113,7 +113,7 @@ class _Trainer:
         """Return this data rank's part of a global batch that depends on the step alone."""
         import torch
 
-        from ptdmpi.model.batch import Batch
+        from ptdmpi.model.batch import Microbatch
 
         generator = torch.Generator().manual_seed(step)
         global_size = self.config.batch.global_size
@@ -127,7 +127,7 @@ class _Trainer:
         for start in range(first, first + own, size):
             part = ids[start : start + size].t()
             numbers = samples[start : start + size]
-            microbatch = Batch(part[:-1].contiguous(), part[1:].contiguous(), None, numbers)
+            microbatch = Microbatch(part[:-1].contiguous(), part[1:].contiguous(), None, numbers)
             microbatches.append(microbatch)
         return microbatches
 

@@ -86,7 +86,7 @@ def _step_s(world: Any, case: TimedCase, turns: Turns) -> float:
 
     from ptdmpi.config import synthetic_config
     from ptdmpi.engine.engine import Engine
-    from ptdmpi.model.batch import Batch
+    from ptdmpi.model.batch import Microbatch
     from ptdmpi.plan.layout.grid import grid_of
 
     model = load_model(turns.model)
@@ -102,7 +102,7 @@ def _step_s(world: Any, case: TimedCase, turns: Turns) -> float:
     ids = torch.randint(model.vocab_size, (model.config.seq_length + 1, case.layout.micro_size))
     axes["tensor"].broadcast(ids)
     samples = torch.arange(case.layout.micro_size)
-    batch = Batch(ids[:-1], ids[1:].contiguous(), None, samples)
+    batch = Microbatch(ids[:-1], ids[1:].contiguous(), None, samples)
     times = []
     for step in range(turns.steps):
         axes.world.barrier()

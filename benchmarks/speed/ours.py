@@ -13,7 +13,7 @@ from benchmarks.speed.case import Row, synthetic_ids
 from ptdmpi.base.heap import give_back, keep_freed
 from ptdmpi.comm.world import World, fail_together
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.kernels import Kernels, host
 from ptdmpi.model.kernels.attention import AttentionCore
 from ptdmpi.model.kernels.blocks import Scores
@@ -50,7 +50,7 @@ class OurTrainer:
         self.engine.compute_by(choice)
         give_back()
 
-    def batch(self, step: int) -> list[Batch]:
+    def batch(self, step: int) -> list[Microbatch]:
         """Return this rank's microbatches of a step."""
         size = self.row.case.micro_size
         ids = synthetic_ids(self.row, step)
@@ -58,7 +58,7 @@ class OurTrainer:
         mine = ids[first : first + self.microbatches * size]
         samples = torch.arange(len(mine)) + step * self.row.case.global_size + first
         return [
-            Batch(
+            Microbatch(
                 part[:, :-1].t().contiguous(),
                 part[:, 1:].t().contiguous(),
                 weights=None,
@@ -67,7 +67,7 @@ class OurTrainer:
             for part, numbers in zip(mine.split(size), samples.split(size), strict=True)
         ]
 
-    def step(self, step: int, batch: list[Batch]) -> float:
+    def step(self, step: int, batch: list[Microbatch]) -> float:
         """Train a step and return its loss."""
         return self.engine.step(step, batch).loss
 

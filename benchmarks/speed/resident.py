@@ -17,7 +17,7 @@ from ptdmpi.base.heap import give_back, keep_freed
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config, Layout, synthetic_config
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.kernels import USUAL
 from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.cost.memory import MemoryModel
@@ -75,7 +75,7 @@ def main() -> None:
     give_back()
     _, built = process_bytes()
     ids = torch.randint(options.vocabulary, (SEQUENCE + 1, 1))
-    batch = Batch(ids[:-1], ids[1:], None, torch.tensor([axes["data"].rank]))
+    batch = Microbatch(ids[:-1], ids[1:], None, torch.tensor([axes["data"].rank]))
     for step in range(STEPS):
         begin_s = time.perf_counter()
         engine.step(step, [batch])

@@ -26,7 +26,7 @@ from ptdmpi.base.heap import give_back, keep_freed
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config, Layout, synthetic_config
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.kernels import USUAL
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layout.grid import grid_of
@@ -51,7 +51,7 @@ def built(config: Config, world: World) -> tuple[Engine, Callable[[int], None]]:
     engine = Engine(config, world.split(grid_of(config)), vocab_size)
     shape = (config.model.seq_length + 1, config.batch.micro_size)
     ids = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    batch = Batch(ids[:-1], ids[1:], None, torch.arange(shape[1]))
+    batch = Microbatch(ids[:-1], ids[1:], None, torch.arange(shape[1]))
 
     def train(step: int) -> None:
         engine.step(step, [batch])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ptdmpi.comm import launch
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -44,7 +44,7 @@ def begin(path: Path, folder: Path, rank: int, alpha: float) -> None:
     peft.get_peft_model(model_of(path), config).save_pretrained(folder)
 
 
-def seen(batch: Batch) -> dict[str, Tensor]:
+def seen(batch: Microbatch) -> dict[str, Tensor]:
     """Return a microbatch as arguments of their model: ids [b, s]; if its rows have several
     documents, also positions and a mask [b, 1, s, s] of the keys that each query sees."""
     ids = batch.inputs.t()
@@ -59,7 +59,7 @@ def seen(batch: Batch) -> dict[str, Tensor]:
     }
 
 
-def loss_of(model: Any, batch: Batch) -> Tensor:
+def loss_of(model: Any, batch: Microbatch) -> Tensor:
     """Return the sum of a microbatch's losses, by the weights of its tokens."""
     logits = model(**seen(batch)).logits
     losses = torch.nn.functional.cross_entropy(
@@ -70,7 +70,9 @@ def loss_of(model: Any, batch: Batch) -> Tensor:
     return (losses * batch.weights.t().flatten()).sum()
 
 
-def stepped(model: Any, config: Any, batches: list[list[Batch]], rates: list[float]) -> list[float]:
+def stepped(
+    model: Any, config: Any, batches: list[list[Microbatch]], rates: list[float]
+) -> list[float]:
     """Train by AdamW, and return the loss of each step."""
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     own = config.optimizer

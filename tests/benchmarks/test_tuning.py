@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.tuning import layouts, lora_full, one_line, theirs
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.documents import Documents
 from tests.convert import _hugging_face
 
@@ -53,12 +53,12 @@ def test_lora_plans_less_than_half_of_full_tunings_memory(base):
     assert lora_full.greatest_length(base, "none") < 8192  # activations are those of full tuning
 
 
-def packed() -> Batch:
+def packed() -> Microbatch:
     """Two rows of 8, of three documents."""
     ids = torch.randint(_hugging_face.V, (9, 2), generator=torch.Generator().manual_seed(0))
     weights = torch.ones(8, 2)
     weights[4, 0] = 0.0
-    return Batch(ids[:-1], ids[1:], weights, torch.arange(2), Documents.of(NUMBERS))
+    return Microbatch(ids[:-1], ids[1:], weights, torch.arange(2), Documents.of(NUMBERS))
 
 
 def test_documents_do_not_see_each_other_in_theirs():
@@ -77,7 +77,7 @@ def test_their_loss_of_packed_rows_is_that_of_the_documents_apart():
     apart = 0.0
     for row, begin, end in batch.documents.pieces:
         cut = (slice(begin, end), slice(row, row + 1))
-        piece = Batch(batch.inputs[cut], batch.labels[cut], batch.weights[cut], batch.samples)
+        piece = Microbatch(batch.inputs[cut], batch.labels[cut], batch.weights[cut], batch.samples)
         apart += theirs.loss_of(model, piece)
     assert float(total.detach()) == pytest.approx(float(apart.detach()), rel=1e-5)
 

@@ -17,7 +17,7 @@ from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.inference.model import open_inference
 from ptdmpi.inference.stored import open_model
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.transformer import SentenceOrder
 from tests import _stored
 from tests.convert._hugging_face import saved
@@ -96,7 +96,7 @@ def test_the_self_check_sees_both_heads_and_both_segments(tmp_path, monkeypatch)
     forward = SentenceOrder.forward
     for place, name, wrong in (
         (SentenceOrder, "forward", lambda self, x: forward(self, x).flip(-1)),
-        (check, "Batch", lambda *rest, types: Batch(*rest, types=types.flip(0))),
+        (check, "Microbatch", lambda *rest, types: Microbatch(*rest, types=types.flip(0))),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, wrong)

@@ -19,7 +19,7 @@ from ptdmpi.data.labelled import LabelledFile, LabelledForm, LabelledRow
 from ptdmpi.evaluate.run import evaluate
 from ptdmpi.inference.model import open_inference
 from ptdmpi.inference.stored import open_model
-from ptdmpi.inference.tensors import as_batch
+from ptdmpi.inference.tensors import as_tensors
 from ptdmpi.model.transformer import Classes
 from tests import _stored
 from tests._runs import loop
@@ -59,7 +59,7 @@ def ours(comm, folder, candidates: int, adapter=None) -> torch.Tensor:
     file = LabelledFile("", "", "", "", rows(first), candidates, nothing, 0, 0)
     form = LabelledForm(model.seq_length, 0, first, 1)
     some = [(file, sample) for sample in range(samples)]
-    batch = as_batch(form.microbatch(some, np.arange(samples), np.ones(samples)))
+    batch = as_tensors(form.microbatch(some, np.arange(samples), np.ones(samples)))
     scores = model.scores(batch)
     model.finish()
     return scores

@@ -55,7 +55,7 @@ def step_of_all_ranks(datasets, size, micro_size, k):
     assert all(
         batch.inputs.shape == batch.labels.shape == (micro_size, SEQ_LENGTH) for batch in batches
     )
-    names = ("sample_ids", "inputs", "labels")
+    names = ("samples", "inputs", "labels")
     return [np.concatenate([getattr(batch, name) for batch in batches]) for name in names]
 
 
@@ -78,7 +78,7 @@ def test_rows_are_the_samples_of_the_order(datasets):
     where, sample = order.locate(np.arange(24, 36))
     assert (rows[:, 0] == where * 10000 + sample * SEQ_LENGTH).all()
     assert (np.concatenate([batch.labels for batch in microbatches]) == rows + 1).all()
-    assert rows.dtype == np.int64 and microbatches[0].loss_mask is None
+    assert rows.dtype == np.int64 and microbatches[0].weights is None
 
 
 def test_an_epoch_has_no_repeats(datasets):
@@ -111,7 +111,7 @@ def test_validation_covers_each_sample_once(datasets, size, micro_size, max_samp
         microbatches = list(batches.microbatches())
         counts.add((len(microbatches), batches.count))
         for batch in microbatches:
-            mask = np.ones(batch.inputs.shape) if batch.loss_mask is None else batch.loss_mask
+            mask = np.ones(batch.inputs.shape) if batch.weights is None else batch.weights
             assert (mask.min(axis=1) == mask.max(axis=1)).all()
             seen += batch.inputs[mask[:, 0] > 0, 0].tolist()
             assert batch.inputs.shape == (micro_size, SEQ_LENGTH)
@@ -122,7 +122,7 @@ def test_validation_covers_each_sample_once(datasets, size, micro_size, max_samp
 def test_prefetcher_gives_the_steps_in_order_and_ends(datasets):
     batches = make_batches(datasets, 0, 1)
     prefetcher = Prefetcher(batches, 3, 9)
-    firsts = [step[0].sample_ids[0] for step in prefetcher]
+    firsts = [step[0].samples[0] for step in prefetcher]
     assert firsts == [12 * k for k in range(3, 9)]
     with pytest.raises(StopIteration):
         next(prefetcher)

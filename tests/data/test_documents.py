@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ptdmpi.data.batches import Microbatch
+from ptdmpi.data.batches import MicrobatchRows
 from ptdmpi.data.documents import Windows, with_documents
 from tests._texts import byte_shards, tokens_of
 
@@ -31,9 +31,9 @@ def by_hand(length: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     return windows, owners
 
 
-def microbatch(dataset, ids: np.ndarray, mask: np.ndarray | None = None) -> Microbatch:
+def microbatch(dataset, ids: np.ndarray, mask: np.ndarray | None = None) -> MicrobatchRows:
     rows = dataset.read(ids, LENGTH)
-    return Microbatch(ids, rows[:, :-1], rows[:, 1:], mask)
+    return MicrobatchRows(rows[:, :-1], rows[:, 1:], mask, ids)
 
 
 def all_windows(dataset) -> tuple[Windows, np.ndarray]:
@@ -56,8 +56,8 @@ def test_the_last_token_of_a_document_has_no_label(dataset):
     windows, ids = all_windows(dataset)
     formed = with_documents(windows, microbatch(dataset, ids))
     owners = np.array(by_hand(LENGTH)[1])
-    assert (formed.loss_mask == (owners[:, 1:] == owners[:, :-1])).all()
-    ends = formed.loss_mask == 0.0
+    assert (formed.weights == (owners[:, 1:] == owners[:, :-1])).all()
+    ends = formed.weights == 0.0
     assert (formed.inputs[ends] == 256).all() and ends.any()
     assert (formed.documents == windows.documents(ids)[:, :-1]).all()
 
@@ -68,4 +68,4 @@ def test_windows_inside_a_document_stay_as_they_are(dataset):
     assert with_documents(windows, inside) is inside
     padded = microbatch(dataset, np.array([0, 0]), np.array([[1.0] * 8, [0.0] * 8], np.float32))
     formed = with_documents(windows, padded)
-    assert formed.loss_mask[0].sum() == 7 and not formed.loss_mask[1].any()
+    assert formed.weights[0].sum() == 7 and not formed.weights[1].any()

@@ -160,7 +160,7 @@ def test_microbatches_do_not_depend_on_the_layout(dataset, size, micro_size):
 
     alone = batches(0, 1, 1)
     dealt = [batch for rank in range(size) for batch in batches(rank, size, micro_size)]
-    for name in ("sample_ids", "inputs", "labels", "loss_mask", "masked", "types", "order"):
+    for name in ("samples", "inputs", "labels", "weights", "masked", "types", "order"):
         mine, theirs = ([getattr(batch, name) for batch in of] for of in (dealt, alone))
         assert np.array_equal(np.concatenate(mine), np.concatenate(theirs)), name
     padded = [batch.documents for batch in alone]
@@ -182,8 +182,8 @@ def test_rows_that_fill_up_a_validation_do_not_count(dataset):
     )
     windows = Windows([dataset], lambda n: (np.zeros_like(n), np.minimum(n, 5)), length)
     first, last = (made(windows, microbatch) for microbatch in batches.microbatches())
-    assert (first.loss_mask.sum(1) > 0).all()
-    assert (last.loss_mask[:2].sum(1) > 0).all() and not last.loss_mask[2:].any()
+    assert (first.weights.sum(1) > 0).all()
+    assert (last.weights[:2].sum(1) > 0).all() and not last.weights[2:].any()
     assert (last.order[2:] == -1).all()
 
 

@@ -252,11 +252,11 @@ def test_training_counts_answers_alone(comm, tmp_path):
         with loop(comm, tmp_path, changes) as made:
             batches = next(made.feed.steps(0))
             for batch in batches:
-                assert batch.sample_ids.shape == (1,)
-                numbers, samples = made.feed.course.order.locate(batch.sample_ids)
+                assert batch.samples.shape == (1,)
+                numbers, samples = made.feed.course.order.locate(batch.samples)
                 weights = made.feed.source.train[0].weights(0)
                 start = int(samples[0]) * 100
-                assert (batch.loss_mask[0] == weights[start + 1 : start + 101]).all()
+                assert (batch.weights[0] == weights[start + 1 : start + 101]).all()
                 assert batch.documents is not None and numbers[0] == 0
             made.run()
         records = (tmp_path / f"run-{len(seen)}" / "metrics.jsonl").read_text().splitlines()

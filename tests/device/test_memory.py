@@ -10,7 +10,7 @@ from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError, resolve
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.cost.memory import MemoryModel
@@ -51,7 +51,7 @@ def peak_bytes(comm, model: dict, vocab_size: int, micro_size: int, mode: str) -
         axes = World(comm).split(grid_of(config), wire_named())
         engine = Engine(config, axes, vocab_size, device)
         ids = torch.zeros(model["seq_length"], micro_size, dtype=torch.long)
-        batch = Batch(ids, ids, None, torch.zeros(micro_size, dtype=torch.long))
+        batch = Microbatch(ids, ids, None, torch.zeros(micro_size, dtype=torch.long))
         batches = [batch.each(lambda one: one.to(device)) for _ in range(2)]
         SEEN.begin()
         engine.step(0, batches)

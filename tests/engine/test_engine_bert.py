@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.tensor_parallel import select_positions
 from tests._configs import layout
@@ -115,7 +115,7 @@ def samples(shape: dict[str, int], count: int) -> tuple[Tensor, ...]:
     return ids, types, lengths, labels, torch.arange(count) % 2
 
 
-def microbatches(given: tuple[Tensor, ...], size: int) -> list[Batch]:
+def microbatches(given: tuple[Tensor, ...], size: int) -> list[Microbatch]:
     ids, types, lengths, labels, order = given
     batches = []
     for start in range(0, len(ids), size):
@@ -126,7 +126,7 @@ def microbatches(given: tuple[Tensor, ...], size: int) -> list[Batch]:
         targets = labels[rows].gather(1, masked)
         numbers = (torch.arange(ids.shape[1]) >= lengths[rows, None]).long()
         batches.append(
-            Batch(
+            Microbatch(
                 inputs=ids[rows].t().contiguous(),
                 labels=targets.clamp(min=0).t().contiguous(),
                 weights=(targets >= 0).float().t().contiguous(),
@@ -171,7 +171,7 @@ def expectation(shape: dict[str, int], given: tuple[Tensor, ...]) -> Expected:
     )
 
 
-def check_logits(engine: Engine, batch: Batch, expected: Expected) -> None:
+def check_logits(engine: Engine, batch: Microbatch, expected: Expected) -> None:
     """Logits of both heads, for the first microbatch, are the expected ones."""
     if engine.axes["pipeline"].size == 1:
         (stage,) = engine.stages.values()

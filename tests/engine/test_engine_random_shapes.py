@@ -22,7 +22,7 @@ from ptdmpi.convert.family import counterparts
 from ptdmpi.convert.from_hf import from_hf
 from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.inference.stored import StoredModel, declarations, open_model
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.plan.shape.parameters import parameter_count
 from tests._engines import build, load, logits_of, whole_gradients
 from tests._layers import difference
@@ -145,19 +145,19 @@ def weights_of(stored: StoredModel) -> dict[str, Tensor]:
     return whole
 
 
-def next_tokens(model, length: int) -> tuple[Tensor, Tensor, list[Batch]]:
+def next_tokens(model, length: int) -> tuple[Tensor, Tensor, list[Microbatch]]:
     """Their logits of the first two samples [2, s, V] and loss; all four as microbatches."""
     ids = torch.randint(model.config.vocab_size, (4, length + 1))
     logits = model(ids[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     batches = [
-        Batch(two[:, :-1].t().contiguous(), two[:, 1:].t().contiguous(), None, torch.arange(2))
+        Microbatch(two[:, :-1].t().contiguous(), two[:, 1:].t().contiguous(), None, torch.arange(2))
         for two in ids.split(2)
     ]
     return logits[:2], loss, batches
 
 
-def masked_tokens(model, length: int) -> tuple[Tensor, Tensor, list[Batch]]:
+def masked_tokens(model, length: int) -> tuple[Tensor, Tensor, list[Microbatch]]:
     """The same at the masked positions [2, k, V], with padding, and with both heads' loss."""
     shape = {"vocab_size": model.config.vocab_size, "seq_length": length}
     ids, types, lengths, labels, _ = samples(shape, 4)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ptdmpi.model.batch import Batch, MicrobatchPass
+from ptdmpi.model.batch import Microbatch, MicrobatchPass
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.stage import Stage
 from ptdmpi.plan.shape.parameters import parameter_count
@@ -45,7 +45,7 @@ def placed_stage(comm, changes, precision: str, sequence_parallel: bool) -> Plac
     return placed
 
 
-def run(placed: Placed, batch: Batch, scale: float, order_weight: float = 0.0) -> torch.Tensor:
+def run(placed: Placed, batch: Microbatch, scale: float, order_weight: float = 0.0) -> torch.Tensor:
     weights = {"order": order_weight} if order_weight else {}
     microbatch = MicrobatchPass(0, batch, 0, scale, weights)
     placed.layer.forward_microbatch(microbatch, None)
@@ -53,17 +53,17 @@ def run(placed: Placed, batch: Batch, scale: float, order_weight: float = 0.0) -
     return microbatch.total
 
 
-def packed_batch() -> Batch:
+def packed_batch() -> Microbatch:
     """Random ids; the last token of a document has no label."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(VOCAB_SIZE, (S + 1, B), generator=generator)
     weights = torch.ones(B, S)
     weights[:, :-1] = (NUMBERS[:, 1:] == NUMBERS[:, :-1]).float()
     documents = Documents.of(NUMBERS)
-    return Batch(ids[:-1], ids[1:], weights.t().contiguous(), torch.arange(B), documents)
+    return Microbatch(ids[:-1], ids[1:], weights.t().contiguous(), torch.arange(B), documents)
 
 
-def loss_of_documents(weights, model, batch: Batch) -> torch.Tensor:
+def loss_of_documents(weights, model, batch: Microbatch) -> torch.Tensor:
     """Each document alone through the serial model."""
     losses = []
     for row, begin, end in batch.documents.pieces:
@@ -105,7 +105,7 @@ def test_explicit_attention_respects_documents_too(comm):
     assert not torch.equal(placed.layer.hidden(batch, None, 1)[:5, 1], first[0])
 
 
-def masked_batch(types: int) -> Batch:
+def masked_batch(types: int) -> Microbatch:
     """Samples of LENGTHS tokens with 3, 1 and 2 masked ones; the second has no sentence order."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(VOCAB_SIZE, (S, B), generator=generator)
@@ -114,7 +114,7 @@ def masked_batch(types: int) -> Batch:
     weights = torch.tensor([[1.0, 1, 1], [1, 0, 1], [1, 0, 0]])
     segments = (torch.arange(S)[:, None] >= torch.tensor([7, 9, 3])).long() if types else None
     numbers = (torch.arange(S) >= torch.tensor(LENGTHS)[:, None]).long()
-    return Batch(
+    return Microbatch(
         ids,
         labels,
         weights,
@@ -126,7 +126,7 @@ def masked_batch(types: int) -> Batch:
     )
 
 
-def serial_losses(weights, model, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def serial_losses(weights, model, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed losses of masked tokens and of sentence orders, each sample alone and without its
     padding."""
     tokens, orders = [], []

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ptdmpi.model.batch import Batch, MicrobatchPass
+from ptdmpi.model.batch import Microbatch, MicrobatchPass
 from ptdmpi.model.boundary import Boundary
 from ptdmpi.model.stage import Stage
 from tests import _reference as reference
@@ -20,11 +20,11 @@ SHAPES = {
 }
 
 
-def batch(s: int, b: int) -> Batch:
+def batch(s: int, b: int) -> Microbatch:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(VOCAB_SIZE, (s + 1, b), generator=generator)
     weights = (torch.rand(s, b, generator=generator) < 0.6).float()
-    return Batch(ids[:-1], ids[1:], weights, torch.arange(b))
+    return Microbatch(ids[:-1], ids[1:], weights, torch.arange(b))
 
 
 def whole_model(comm, changes, precision: str, sequence_parallel: bool) -> Placed:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.output.losses import SummedLoss
 from tests._configs import layout
@@ -36,7 +36,7 @@ def given(kind: str, length: int, vocab_size: int) -> tuple[Tensor, Tensor, Tens
     return ids, types, lengths, labels
 
 
-def batches(engine: Engine, kind: str) -> list[Batch]:
+def batches(engine: Engine, kind: str) -> list[Microbatch]:
     """This data rank's microbatches; BERT looks at the first token, GPT at the last one."""
     config, masked = engine.config, engine.config.model.masked
     ids, types, lengths, labels = given(kind, config.model.seq_length, engine.vocab_size)
@@ -48,7 +48,7 @@ def batches(engine: Engine, kind: str) -> list[Batch]:
         padding = (torch.arange(ids.shape[1]) >= lengths[rows, None]).long()
         asked = torch.zeros(1, b, dtype=torch.int64) if masked else lengths[None, rows] - 1
         found.append(
-            Batch(
+            Microbatch(
                 inputs=ids[rows].t().contiguous(),
                 labels=labels[None, start // n : (start + b) // n],
                 weights=None,

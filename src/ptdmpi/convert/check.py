@@ -15,7 +15,7 @@ from ptdmpi.convert.plan import Plan
 from ptdmpi.convert.reference import FORWARD, Question
 from ptdmpi.convert.tensors import TYPES, WeightFiles
 from ptdmpi.inference.stored import StoredModel, loaded_layer
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.buffer import ParameterBuffer
 
 # The allowed difference of two logits, relative to the greatest magnitude of all logits.
@@ -107,7 +107,7 @@ def _logits(
     # the token that a head for a task reads: the first or the last one
     at = torch.full((1, len(ids)), 0 if config.model.masked else ids.shape[1] - 1)
     labels = ids.t()[:1] if question.classifies else ids.t()
-    batch = Batch(ids.t(), labels, None, nothing, None, at, types=types)
+    batch = Microbatch(ids.t(), labels, None, nothing, None, at, types=types)
     x: Tensor | None = None
     heads: tuple[Tensor, ...] = ()
     with stored.reader() as reader:

@@ -18,19 +18,21 @@ _WINDOW_SAMPLES = 1 << 14
 _BLOCK_SAMPLES = 64
 
 
-class Microbatch(NamedTuple):
-    """A microbatch of b sequences of s tokens.
+class MicrobatchRows(NamedTuple):
+    """A microbatch as it is read: b rows of s tokens, in arrays on the host.
 
-    `inputs` and `labels` are two views of one int64 [b, s + 1] array. Neither is contiguous, so use
-    numpy's `reshape`, not `view`. The samples of a masked language model (`ptdmpi.data.masked`)
-    have k labels each, at the positions `masked`: `labels` and `loss_mask` are then [b, k].
+    `ptdmpi.inference.tensors` makes the `Microbatch` that a model computes with of it: tensors of
+    the same names. `inputs` and `labels` are two views of one int64 [b, s + 1] array. Neither is
+    contiguous, so use numpy's `reshape`, not `view`. The samples of a masked language model
+    (`ptdmpi.data.masked`) have k labels each, at the positions `masked`: `labels` and `weights` are
+    then [b, k].
     """
 
-    # int64 [b]: global sample indices in training, samples of the dataset in validation
-    sample_ids: np.ndarray
     inputs: np.ndarray  # int64 [b, s]
     labels: np.ndarray  # int64 [b, s]: the inputs one token further
-    loss_mask: np.ndarray | None  # float32 [b, s], 0 where a token does not count; None: all count
+    weights: np.ndarray | None  # float32 [b, s], 0 where a token does not count; None: all count
+    # int64 [b]: global sample numbers in training, samples of the dataset in validation
+    samples: np.ndarray
     documents: np.ndarray | None = None  # int64 [b, s]: document of each token; None: one per row
     masked: np.ndarray | None = None  # int64 [b, k]: positions of the labels
     types: np.ndarray | None = None  # int64 [b, s]: segment 0 or 1
@@ -49,7 +51,7 @@ class _Block(NamedTuple):
     """Consecutive steps that were read together."""
 
     steps: range
-    microbatches: list[Microbatch]
+    microbatches: list[MicrobatchRows]
 
 
 class TrainBatches:
@@ -116,10 +118,10 @@ class TrainBatches:
         # iterating over an array is the cheapest way to make many views
         ids = window.ids[part].reshape(-1, self._micro_size)
         rows = rows.reshape(*ids.shape, -1)  # [microbatches, b, s + 1]
-        parts = map(Microbatch, ids, rows[..., :-1], rows[..., 1:], repeat(None))
+        parts = map(MicrobatchRows, rows[..., :-1], rows[..., 1:], repeat(None), ids)
         return _Block(range(first, first + steps), list(parts))
 
-    def step(self, k: int) -> list[Microbatch]:
+    def step(self, k: int) -> list[MicrobatchRows]:
         """Return this rank's m microbatches of step k. Raise InputError for a token id outside the
         vocabulary.
 
@@ -143,8 +145,8 @@ class ValidationBatches:
     """The validation microbatches of one data rank: the first samples of a dataset, in their order.
 
     Microbatches are dealt to the data ranks in contiguous blocks, as in training. Every rank has
-    the same number of them (`count`): rows after the last sample repeat it, with a loss mask of
-    zeros. `samples` is the number of samples that count, over all data ranks.
+    the same number of them (`count`): rows after the last sample repeat it, with weights of
+    0. `samples` is the number of samples that count, over all data ranks.
     """
 
     def __init__(
@@ -168,24 +170,24 @@ class ValidationBatches:
         self._micro_size = micro_size
         self._first = data_rank * self.count
 
-    def microbatches(self) -> Iterator[Microbatch]:
-        """Yield this rank's microbatches, read one at a time. Only those with padded rows have a
-        loss mask."""
+    def microbatches(self) -> Iterator[MicrobatchRows]:
+        """Yield this rank's microbatches, read one at a time. Only those with padded rows have
+        weights."""
         for number in range(self._first, self._first + self.count):
             ids = np.arange(number * self._micro_size, (number + 1) * self._micro_size)
             # all ranks need the same number of microbatches, or their collectives would not match
             rows = self._dataset.read(np.minimum(ids, self.samples - 1), self._seq_length)
-            mask = None
+            weights = None
             if ids[-1] >= self.samples:
-                mask = np.zeros((self._micro_size, self._seq_length), dtype=np.float32)
-                mask[ids < self.samples] = 1.0
-            yield Microbatch(ids, rows[:, :-1], rows[:, 1:], mask)
+                weights = np.zeros((self._micro_size, self._seq_length), dtype=np.float32)
+                weights[ids < self.samples] = 1.0
+            yield MicrobatchRows(rows[:, :-1], rows[:, 1:], weights, ids)
 
 
 class Steps(Protocol):
     """A source of the microbatches of each step."""
 
-    def step(self, k: int) -> list[Microbatch]:
+    def step(self, k: int) -> list[MicrobatchRows]:
         """Return the microbatches of step k (from 0)."""
         ...
 
@@ -203,7 +205,7 @@ class Prefetcher:
         self._steps = iter(range(first_step, last_step))
         # one worker: steps are then read in turn, and `TrainBatches` keeps the block it read last
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
-        self._ahead: deque[Future[list[Microbatch]]] = deque()
+        self._ahead: deque[Future[list[MicrobatchRows]]] = deque()
         for _ in range(depth):
             self._submit()
 
@@ -211,10 +213,10 @@ class Prefetcher:
         for step in islice(self._steps, 1):
             self._ahead.append(self._thread.submit(self._batches.step, step))
 
-    def __iter__(self) -> Iterator[list[Microbatch]]:
+    def __iter__(self) -> Iterator[list[MicrobatchRows]]:
         return self
 
-    def __next__(self) -> list[Microbatch]:
+    def __next__(self) -> list[MicrobatchRows]:
         """Return the microbatches of the next step."""
         if not self._ahead:
             self.close()

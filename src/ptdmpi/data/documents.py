@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from ptdmpi.config import InputError
-from ptdmpi.data.batches import Microbatch, Steps
+from ptdmpi.data.batches import MicrobatchRows, Steps
 from ptdmpi.data.shards import Dataset
 
 _OPEN_DOCUMENTS = 512  # shards whose document offsets are mapped at a time
@@ -80,12 +80,12 @@ class LabelWeights:
         return weights
 
 
-def with_weights(weights: LabelWeights, microbatch: Microbatch) -> Microbatch:
-    """Return the microbatch with the labels' weights in its loss mask."""
-    counts = weights.of(microbatch.sample_ids)
-    if microbatch.loss_mask is not None:
-        counts *= microbatch.loss_mask
-    return microbatch._replace(loss_mask=counts)
+def with_weights(weights: LabelWeights, microbatch: MicrobatchRows) -> MicrobatchRows:
+    """Return the microbatch with the weights of its labels."""
+    counts = weights.of(microbatch.samples)
+    if microbatch.weights is not None:
+        counts *= microbatch.weights
+    return microbatch._replace(weights=counts)
 
 
 def _shard_weights(datasets: Sequence[Dataset], dataset: int, shard: int) -> np.ndarray:
@@ -96,31 +96,31 @@ def _document_offsets(datasets: Sequence[Dataset], dataset: int, shard: int) -> 
     return datasets[dataset].documents(shard)
 
 
-def with_documents(windows: Windows, microbatch: Microbatch) -> Microbatch:
+def with_documents(windows: Windows, microbatch: MicrobatchRows) -> MicrobatchRows:
     """Return the microbatch with document numbers, so that attention and positions start again in
     each document.
 
-    The loss mask leaves out the last token of each document: the token after it begins a new text.
+    The last token of each document has the weight 0: the token after it begins a new text.
     """
-    numbers = windows.documents(microbatch.sample_ids)
+    numbers = windows.documents(microbatch.samples)
     if not numbers.any():
         return microbatch
     counts = (numbers[:, 1:] == numbers[:, :-1]).astype(np.float32)
-    if microbatch.loss_mask is not None:
-        counts *= microbatch.loss_mask
+    if microbatch.weights is not None:
+        counts *= microbatch.weights
     documents: np.ndarray | None = numbers[:, :-1]
     if not numbers[:, :-1].any():
         documents = None
-    return microbatch._replace(documents=documents, loss_mask=counts)
+    return microbatch._replace(documents=documents, weights=counts)
 
 
 class FormedBatches:
     """Training batches whose windows `form` makes into samples, in the thread that reads them."""
 
-    def __init__(self, batches: Steps, form: Callable[[Microbatch], Microbatch]) -> None:
+    def __init__(self, batches: Steps, form: Callable[[MicrobatchRows], MicrobatchRows]) -> None:
         self._batches = batches
         self._form = form
 
-    def step(self, k: int) -> list[Microbatch]:
+    def step(self, k: int) -> list[MicrobatchRows]:
         """Return the formed microbatches of step k."""
         return [self._form(microbatch) for microbatch in self._batches.step(k)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ptdmpi.data.batches import Microbatch
+from ptdmpi.data.batches import MicrobatchRows
 from ptdmpi.data.order import SampleOrder
 
 
@@ -64,7 +64,7 @@ class LabelledForm:
 
     def microbatch(
         self, samples: Sequence[tuple[LabelledFile, int]], ids: np.ndarray, counts: np.ndarray
-    ) -> Microbatch:
+    ) -> MicrobatchRows:
         """Return a microbatch of n samples, so of n * `sequences` rows.
 
         `samples` names each by its file and its number in the file, `ids` (int [n]) has their
@@ -85,12 +85,12 @@ class LabelledForm:
             if not self.first:
                 positions[number] = len(row.ids) - 1
         labels = np.array([[file.labels[sample]] for file, sample in samples], dtype=np.int64)
-        return Microbatch(
+        return MicrobatchRows(
             # each sequence has its own number, so that no two have the same dropout mask
-            sample_ids=(ids[:, None] * sequences + np.arange(sequences)).reshape(-1),
+            samples=(ids[:, None] * sequences + np.arange(sequences)).reshape(-1),
             inputs=inputs,
             labels=labels,
-            loss_mask=None if counts.all() else counts.astype(np.float32)[:, None],
+            weights=None if counts.all() else counts.astype(np.float32)[:, None],
             documents=padding if self.first and padding.any() else None,
             masked=positions,
             types=types,
@@ -122,7 +122,7 @@ class LabelledBatches:
         share = samples // data_size
         self._mine = data_rank * share + np.arange(share)
 
-    def step(self, k: int) -> list[Microbatch]:
+    def step(self, k: int) -> list[MicrobatchRows]:
         """Return this rank's microbatches of step k (from 0)."""
         start = self._order.start
         ids = start.sample + (k - start.step) * self._samples + self._mine
@@ -143,7 +143,7 @@ def in_order(
     data_rank: int,
     data_size: int,
     most: int | None = None,
-) -> Iterator[Microbatch]:
+) -> Iterator[MicrobatchRows]:
     """Yield data rank `data_rank`'s microbatches of the first `most` samples of a file (None: all).
 
     A microbatch has `micro` samples. Microbatches are dealt to the ranks in contiguous blocks, and

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ptdmpi.config import DataConfig, ModelConfig
-from ptdmpi.data.batches import Microbatch
+from ptdmpi.data.batches import MicrobatchRows
 from ptdmpi.data.documents import Windows
 from ptdmpi.data.shards import Dataset
 from ptdmpi.data.words import read_vocabulary
@@ -63,10 +63,10 @@ class MaskedSamples:
         shares = 1.0 / np.arange(1, data.mask_ngram + 1)
         self.ngram_limits = np.cumsum(shares / shares.sum())
 
-    def __call__(self, windows: Windows, microbatch: Microbatch) -> Microbatch:
+    def __call__(self, windows: Windows, microbatch: MicrobatchRows) -> MicrobatchRows:
         """Return the masked samples of a microbatch of windows."""
-        documents = windows.documents(microbatch.sample_ids)[:, :-1]
-        rows = zip(microbatch.sample_ids.tolist(), microbatch.inputs, documents, strict=True)
+        documents = windows.documents(microbatch.samples)[:, :-1]
+        rows = zip(microbatch.samples.tolist(), microbatch.inputs, documents, strict=True)
         samples = [self.sample(window, own, number) for number, window, own in rows]
         ids = np.full((len(samples), self.seq_length), self.eod_id, dtype=np.int64)
         types = np.zeros_like(ids)
@@ -82,13 +82,13 @@ class MaskedSamples:
             labels[row, : len(sample.masked)] = sample.labels
             weights[row, : len(sample.masked)] = 1.0
         orders = np.array([sample.order for sample in samples], dtype=np.int64)
-        if microbatch.loss_mask is not None:  # some rows only pad a validation
-            weights *= microbatch.loss_mask[:, :1]
-            orders[microbatch.loss_mask[:, 0] == 0.0] = -1
+        if microbatch.weights is not None:  # some rows only pad a validation
+            weights *= microbatch.weights[:, :1]
+            orders[microbatch.weights[:, 0] == 0.0] = -1
         return microbatch._replace(
             inputs=ids,
             labels=labels,
-            loss_mask=weights,
+            weights=weights,
             documents=padding if padding.any() else None,
             masked=masked,
             types=types,

@@ -25,7 +25,7 @@ from ptdmpi.engine.offload import storage_of, with_room
 from ptdmpi.engine.optimizer import LossScale, Optimizer, learning_rate, require_groups
 from ptdmpi.engine.replicas import Replicas
 from ptdmpi.engine.runner import Runner
-from ptdmpi.model.batch import Batch, MicrobatchPass
+from ptdmpi.model.batch import Microbatch, MicrobatchPass
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.flat import ALL, Portion
 from ptdmpi.model.kernels import Kernels, compiler
@@ -158,7 +158,7 @@ class Engine:
         """Return this rank's view of the replicas of the model."""
         return Replicas(self.config, self.axes["data"], self.state, self.reduction)
 
-    def step(self, step: int, batches: Sequence[Batch]) -> StepResult:
+    def step(self, step: int, batches: Sequence[Microbatch]) -> StepResult:
         """Do one optimizer step (0-based `step`) on this data rank's microbatches; return its
         results."""
         watch = self.stopwatch()
@@ -224,7 +224,7 @@ class Engine:
         return Stopwatch(self.axes["pipeline"].rank, self.place, self.axes.clock)
 
     def accumulate(
-        self, step: int, batches: Sequence[Batch], watch: Stopwatch
+        self, step: int, batches: Sequence[Microbatch], watch: Stopwatch
     ) -> tuple[dict[str, float], list[MicrobatchPass]]:
         """Run forward and backward of all microbatches; this rank's sums are left in the buffer.
 
@@ -246,7 +246,7 @@ class Engine:
         self.runner.run(self.schedule, self.program, passes, watch)
         return counts, passes
 
-    def evaluate(self, batches: Sequence[Batch]) -> dict[str, SummedLoss]:
+    def evaluate(self, batches: Sequence[Microbatch]) -> dict[str, SummedLoss]:
         """Return the losses of all data ranks' `batches` by name, without training; equal on all
         ranks. The task's loss is over tokens alone, so that the exponential of its mean is a
         perplexity."""
@@ -260,7 +260,7 @@ class Engine:
         sums = self._summed(arriving.tolist())
         return _named(sums, self._counts(batches))
 
-    def _counts(self, batches: Sequence[Batch]) -> dict[str, float]:
+    def _counts(self, batches: Sequence[Microbatch]) -> dict[str, float]:
         """Return the number of terms of each loss in the global batch, by name; equal on all
         ranks."""
         mine = {

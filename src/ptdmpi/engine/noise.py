@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ptdmpi.comm.communicator import Communicator
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class OwnGradient:
     tokens: float
 
     @classmethod
-    def of(cls, norm: float, batches: Sequence[Batch]) -> "OwnGradient":
+    def of(cls, norm: float, batches: Sequence[Microbatch]) -> "OwnGradient":
         """Return the part of a rank with these microbatches and the norm of their gradient."""
         return cls(norm, sum(batch.tokens for batch in batches))
 

@@ -14,7 +14,7 @@ from ptdmpi.evaluate.scoring import BATCH_TOKENS
 from ptdmpi.generate.text import find_text, name_of
 from ptdmpi.inference.model import InferenceModel
 from ptdmpi.inference.stored import StoredModel
-from ptdmpi.inference.tensors import as_batch
+from ptdmpi.inference.tensors import as_tensors
 from ptdmpi.terminal.progress import progress
 
 
@@ -42,11 +42,11 @@ def predictions(model: InferenceModel, file: LabelledFile, form: LabelledForm) -
     chosen: dict[int, int] = {}
     with progress("classifying", len(microbatches), "batch") as advance:
         for microbatch in microbatches:
-            batch = as_batch(microbatch).each(lambda tensor: tensor.to(model.device))
+            batch = as_tensors(microbatch).each(lambda tensor: tensor.to(model.device))
             scores = model.scores(batch)
             advance(1)
             if scores is not None:
-                numbers = microbatch.sample_ids[:: file.sequences] // file.sequences
+                numbers = microbatch.samples[:: file.sequences] // file.sequences
                 best = scores.argmax(-1).tolist()
                 chosen |= dict(zip(numbers.tolist(), best, strict=True))
     model.finish()

@@ -27,7 +27,7 @@ from ptdmpi.inference.stored import (
     open_adapter,
     open_model,
 )
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.flat import Portion
@@ -115,7 +115,7 @@ class InferenceModel:
 
         return self._through(ids, advance)
 
-    def scores(self, batch: Batch) -> Tensor | None:
+    def scores(self, batch: Microbatch) -> Tensor | None:
         """Return scores [samples, n] of classes or candidates on the last stage; None on others.
 
         The model needs a head for a task. Call `finish` after the last call.

@@ -1,34 +1,36 @@
-"""Microbatches of arrays as batches of tensors."""
+"""The one place where a microbatch as it is read becomes the tensors that a model computes with."""
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from ptdmpi.data.batches import Microbatch
-from ptdmpi.model.batch import Batch
+from ptdmpi.data.batches import MicrobatchRows
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.documents import Documents
 
 
-def as_batch(microbatch: Microbatch) -> Batch:
-    """Return a microbatch [b, s] as tensors [s, b] on the host."""
+def as_tensors(rows: MicrobatchRows) -> Microbatch:
+    """Return a microbatch of arrays [b, s] as tensors [s, b] on the host, all positions of it."""
 
-    def sequence_first(array: np.ndarray) -> torch.Tensor:
-        """Return [s, b] of [b, s]; sequence parallelism then divides contiguous memory."""
-        return torch.from_numpy(array).t().contiguous()
-
-    def perhaps(array: np.ndarray | None) -> torch.Tensor | None:
-        """Return `sequence_first(array)`, or None of None."""
-        return None if array is None else sequence_first(array)
+    def perhaps(array: np.ndarray | None) -> Tensor | None:
+        """Return `_sequence_first(array)`, or None of None."""
+        return None if array is None else _sequence_first(array)
 
     documents = None
-    if microbatch.documents is not None:
-        documents = Documents.of(torch.from_numpy(microbatch.documents))
-    return Batch(
-        inputs=sequence_first(microbatch.inputs),
-        labels=sequence_first(microbatch.labels),
-        weights=perhaps(microbatch.loss_mask),
-        samples=torch.from_numpy(microbatch.sample_ids),
+    if rows.documents is not None:
+        documents = Documents.of(torch.from_numpy(rows.documents))
+    return Microbatch(
+        inputs=_sequence_first(rows.inputs),
+        labels=_sequence_first(rows.labels),
+        weights=perhaps(rows.weights),
+        samples=torch.from_numpy(rows.samples),
         documents=documents,
-        masked=perhaps(microbatch.masked),
-        types=perhaps(microbatch.types),
-        order=perhaps(microbatch.order),
+        masked=perhaps(rows.masked),
+        types=perhaps(rows.types),
+        order=perhaps(rows.order),
     )
+
+
+def _sequence_first(array: np.ndarray) -> Tensor:
+    """Return [s, b] of [b, s], contiguous: a rank's positions are then one piece of memory."""
+    return torch.from_numpy(array).t().contiguous()

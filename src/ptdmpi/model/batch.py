@@ -15,9 +15,12 @@ ALIGNMENT_BYTES = 256  # of each tensor of a step in their common memory
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The tensors of one microbatch: inputs and labels [s, b] of token ids, weights [s, b] or None
-    (all 1), and the global sample numbers [b].
+class Microbatch:
+    """A microbatch as a model computes with it: inputs and labels [s, b] of token ids, weights
+    [s, b] or None (all 1), and the global sample numbers [b].
+
+    Labels are one token further than inputs in the whole sequence, so a rank may take any positions
+    of both. `ptdmpi.inference.tensors` makes it of the rows that are read.
 
     `documents` is set if a sequence holds several documents. In a masked language model, labels and
     weights [k, b] belong to the `masked` positions [k, b]; `types` [s, b] are the segment numbers,
@@ -48,7 +51,7 @@ class Batch:
         object.__setattr__(self, "tokens", float(tokens))
         object.__setattr__(self, "orders", int(orders))
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Microbatch":
         """Return the same microbatch with `change` applied to each of its tensors; counts stay."""
         changed = copy.copy(self)
         for name, value in vars(self).items():
@@ -72,7 +75,7 @@ class MicrobatchPass:
     """
 
     number: int
-    batch: Batch
+    batch: Microbatch
     step: int | None = None
     scale: float = 1.0
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -111,7 +114,7 @@ class Placing:
         self._copies = copies_of(device)
         self._ring: list[_Slot] = []
 
-    def place(self, batches: Sequence[Batch]) -> list[Batch]:
+    def place(self, batches: Sequence[Microbatch]) -> list[Microbatch]:
         """Return the microbatches on the device; kernels started from now on may use them."""
         if self.device.type == "cpu":
             return list(batches)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ptdmpi.config import Config, ModelConfig
-from ptdmpi.model.batch import Batch, MicrobatchPass
+from ptdmpi.model.batch import Microbatch, MicrobatchPass
 from ptdmpi.model.boundary import Arrival, Boundary, Departure
 from ptdmpi.model.built import declare_as_described
 from ptdmpi.model.low_bit import codes
@@ -117,13 +117,13 @@ class Stage(nn.Module):
         """Return the number of microbatches whose activations are held."""
         return len(self._in_flight)
 
-    def logits(self, batch: Batch, x: Tensor | None, step: int | None) -> Tensor:
+    def logits(self, batch: Microbatch, x: Tensor | None, step: int | None) -> Tensor:
         """Return this stage's output. On the last stage these are the logits of its part of the
         vocabulary, at all positions [s, b, V/t] or at the masked ones [k, b, V/t]."""
         x = self.hidden(batch, x, step)
         return self.output.logits(batch, x) if isinstance(self.output, TokenOutput) else x
 
-    def hidden(self, batch: Batch, x: Tensor | None, step: int | None) -> Tensor:
+    def hidden(self, batch: Microbatch, x: Tensor | None, step: int | None) -> Tensor:
         """Return the output of this stage's layers for the batch, or for the stage's input `x`."""
         return self.advance(batch.inputs, x, self._context(batch, step), batch.types)
 
@@ -145,7 +145,7 @@ class Stage(nn.Module):
     def _enter(self, place: str, x: Tensor) -> Tensor:
         return x if self.walk is None else self.walk.enter(place, x)
 
-    def _context(self, batch: Batch, step: int | None) -> Context:
+    def _context(self, batch: Microbatch, step: int | None) -> Context:
         stream = rotary = None
         if self.drops and step is not None:
             stream = RandomStream.of(self.seed, step, batch.samples)
@@ -163,7 +163,7 @@ class Stage(nn.Module):
         assert isinstance(self.output, TokenOutput), "a last stage with logits of tokens"
         return self.output.of_all(x)
 
-    def scores(self, batch: Batch, x: Tensor, step: int | None) -> Tensor:
+    def scores(self, batch: Microbatch, x: Tensor, step: int | None) -> Tensor:
         """Return the scores [samples, n] of each class, or of each candidate, from the last stage's
         activations, in float32 at least."""
         assert isinstance(self.output, ClassOutput), "a last stage with scores of classes"

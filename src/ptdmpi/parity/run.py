@@ -13,7 +13,7 @@ from ptdmpi.comm.wires import Wire
 from ptdmpi.comm.world import Axes, World
 from ptdmpi.config import Config, Layout, ModelConfig, synthetic_config
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.state import WEIGHTS, Piece, assemble
 from ptdmpi.parity.layouts import GLOBAL_SIZE, SEQ_LENGTH, Case
@@ -83,7 +83,7 @@ def configuration(task: TrainingTask) -> Config:
     )
 
 
-def microbatches(config: Config, case: Case, step: int, data_rank: int) -> list[Batch]:
+def microbatches(config: Config, case: Case, step: int, data_rank: int) -> list[Microbatch]:
     """Return one data rank's microbatches of the global batch of `step`.
 
     The tokens are random, and the same in every layout. In models with masked tokens, each sequence
@@ -100,7 +100,7 @@ def microbatches(config: Config, case: Case, step: int, data_rank: int) -> list[
     for start in range(data_rank * m * b, (data_rank + 1) * m * b, b):
         rows = slice(start, start + b)
         sequences = ids[rows].t()  # [s + 1, b]
-        batch = Batch(
+        batch = Microbatch(
             inputs=sequences[:-1].contiguous(),
             labels=sequences[1:].contiguous(),
             weights=None,
@@ -117,7 +117,7 @@ def microbatches(config: Config, case: Case, step: int, data_rank: int) -> list[
     return batches
 
 
-def as_masked(batch: Batch, model: ModelConfig) -> Batch:
+def as_masked(batch: Microbatch, model: ModelConfig) -> Microbatch:
     """Return the same tokens as masked samples.
 
     The tokens of a sequence decide which of its positions are masked, and its number decides the

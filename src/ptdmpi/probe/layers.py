@@ -18,7 +18,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import Config, synthetic_config
 from ptdmpi.config.layout import Layout
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model.batch import Batch, MicrobatchPass
+from ptdmpi.model.batch import Microbatch, MicrobatchPass
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.plan.machine.cluster import Cluster, Model
@@ -238,7 +238,7 @@ class Layers:
             times.append(clock() - start)
         return times
 
-    def _rest_s(self, engine: Engine, step: int, batch: Batch) -> float:
+    def _rest_s(self, engine: Engine, step: int, batch: Microbatch) -> float:
         """Return the seconds of a whole step outside forward, backward, sum and update."""
         self.bench.everyone.barrier()
         start = time.perf_counter()
@@ -247,11 +247,13 @@ class Layers:
         spans = result.spans
         return time.perf_counter() - start - sum(span.end_s - span.start_s for span in spans)
 
-    def _batch(self, case: ProbedModel) -> Batch:
+    def _batch(self, case: ProbedModel) -> Microbatch:
         # one seed for all ranks, since ranks of a tensor axis need the same tokens
         generator = torch.Generator().manual_seed(1)
         shape = (case.seq_length + 1, case.micro_size)
         ids = torch.randint(case.vocab_size, shape, generator=generator)
         samples = torch.arange(case.micro_size)
-        batch = Batch(ids[:-1].contiguous(), ids[1:].contiguous(), weights=None, samples=samples)
+        batch = Microbatch(
+            ids[:-1].contiguous(), ids[1:].contiguous(), weights=None, samples=samples
+        )
         return batch.each(lambda tensor: tensor.to(self.bench.device))

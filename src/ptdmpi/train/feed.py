@@ -11,7 +11,7 @@ import torch
 from ptdmpi.base.words import counted
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.config import Config, InputError
-from ptdmpi.data.batches import Microbatch, Prefetcher, Steps, TrainBatches, ValidationBatches
+from ptdmpi.data.batches import MicrobatchRows, Prefetcher, Steps, TrainBatches, ValidationBatches
 from ptdmpi.data.bigram import Bigram
 from ptdmpi.data.documents import (
     FormedBatches,
@@ -26,10 +26,10 @@ from ptdmpi.data.masked import MaskedSamples
 from ptdmpi.data.order import SampleOrder
 from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate.labelled import read
-from ptdmpi.inference.tensors import as_batch
+from ptdmpi.inference.tensors import as_tensors
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import Samples, begun
-from ptdmpi.model.batch import Batch, Placing
+from ptdmpi.model.batch import Microbatch, Placing
 from ptdmpi.train.task_files import task_framing
 
 if TYPE_CHECKING:  # its import starts MPI; data is also opened without MPI
@@ -49,7 +49,7 @@ class SampleSource(Protocol):
     def steps(self, order: SampleOrder, data: Communicator) -> Steps:
         """Return the training microbatches of a rank of the data axis `data`, in this order."""
 
-    def validation(self, number: int, data: Communicator) -> Iterator[Microbatch]:
+    def validation(self, number: int, data: Communicator) -> Iterator[MicrobatchRows]:
         """Yield this data rank's microbatches of validation dataset `number`.
 
         Every data rank has the same number of them.
@@ -90,7 +90,9 @@ class ShardSource:
         )
         return FormedBatches(batches, self._form(self._train, order.locate))
 
-    def _form(self, datasets: list[Dataset], locate: Locate) -> Callable[[Microbatch], Microbatch]:
+    def _form(
+        self, datasets: list[Dataset], locate: Locate
+    ) -> Callable[[MicrobatchRows], MicrobatchRows]:
         """Return the function that makes samples of windows of tokens.
 
         `locate` maps sample numbers to datasets and places in them.
@@ -98,13 +100,13 @@ class ShardSource:
         windows = Windows(datasets, locate, self.length)
         if self.masked is not None:
             return partial(self.masked, windows)
-        forms: list[Callable[[Microbatch], Microbatch]] = []
+        forms: list[Callable[[MicrobatchRows], MicrobatchRows]] = []
         if any(dataset.row_length for dataset in datasets):
             forms.append(partial(with_weights, LabelWeights(datasets, locate, self.length)))
         if self.config.data.document_boundaries:
             forms.append(partial(with_documents, windows))
 
-        def apply_all(microbatch: Microbatch) -> Microbatch:
+        def apply_all(microbatch: MicrobatchRows) -> MicrobatchRows:
             """Apply the forms one after the other."""
             for form in forms:
                 microbatch = form(microbatch)
@@ -112,7 +114,7 @@ class ShardSource:
 
         return apply_all
 
-    def validation(self, number: int, data: Communicator) -> Iterator[Microbatch]:
+    def validation(self, number: int, data: Communicator) -> Iterator[MicrobatchRows]:
         """Yield this data rank's microbatches of a validation dataset."""
         dataset = self._valid[number]
         batches = ValidationBatches(
@@ -195,7 +197,7 @@ class TaskSource:
             data_size=data.size,
         )
 
-    def validation(self, number: int, data: Communicator) -> Iterator[Microbatch]:
+    def validation(self, number: int, data: Communicator) -> Iterator[MicrobatchRows]:
         """Yield this data rank's microbatches of a validation file."""
         return in_order(
             self._valid[number],
@@ -252,17 +254,17 @@ class Feed:
         batches = self.source.steps(self.course.order, self.axes["data"])
         return Prefetcher(batches, first, self.config.run.steps)
 
-    def place(self, microbatches: list[Microbatch]) -> list[Batch]:
+    def place(self, microbatches: list[MicrobatchRows]) -> list[Microbatch]:
         """Return microbatches as tensors [s, b] on the device, valid until the next call."""
-        return self._placing.place([as_batch(microbatch) for microbatch in microbatches])
+        return self._placing.place([as_tensors(microbatch) for microbatch in microbatches])
 
-    def validation(self) -> Iterator[tuple[int, list[Microbatch]]]:
+    def validation(self) -> Iterator[tuple[int, list[MicrobatchRows]]]:
         """Yield this data rank's validation microbatches in groups, each with its dataset's number.
 
         Every rank yields the same number of groups, of the same sizes.
         """
         for number in range(len(self.valid)):
-            group: list[Microbatch] = []
+            group: list[MicrobatchRows] = []
             for microbatch in self.source.validation(number, self.axes["data"]):
                 group.append(microbatch)
                 if len(group) == VALIDATION_GROUP:

@@ -9,7 +9,7 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import Config
 from ptdmpi.data.batches import Prefetcher
 from ptdmpi.engine.corruption import CorruptState
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.kernels.agreement import DeviceChoice, trying
 from ptdmpi.train.live import Completed, Handover
 from ptdmpi.train.parts import assemble
@@ -113,7 +113,7 @@ class Loop:
         self.journal.close()
         self.lookout.close()  # last: it unlocks the directory, to which nothing is written any more
 
-    def _step(self, step: int, feed: Prefetcher) -> tuple[Completed, list[Batch]]:
+    def _step(self, step: int, feed: Prefetcher) -> tuple[Completed, list[Microbatch]]:
         """Train on the batches of step `step` (from 0), and return them with its result."""
         self.lookout.place.step = step + 1
         watch = self.engine.stopwatch()
@@ -130,7 +130,7 @@ class Loop:
         # stopwatch belong to this rank's device.
         return Completed(step + 1, replace(result, watch=None), elapsed_s), batches
 
-    def _conclude(self, done: Completed, batches: Sequence[Batch] | None = None) -> None:
+    def _conclude(self, done: Completed, batches: Sequence[Microbatch] | None = None) -> None:
         """Record a step; then validate, save and stop, each if it is due or asked for."""
         step = done.step
         # the vote comes first: it also collects the memory of all ranks, which the record has

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ptdmpi.engine.engine import Engine, StepResult
 from ptdmpi.engine.runner import OpHook
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.stage import Stage
 from ptdmpi.model.transformer import Block
@@ -71,7 +71,7 @@ class Skips:
         self.say = say
         self.in_a_row = 0
 
-    def after(self, step: int, result: StepResult, batches: Sequence[Batch]) -> None:
+    def after(self, step: int, result: StepResult, batches: Sequence[Microbatch]) -> None:
         """Judge the result of step `step` (from 0), trained on `batches`; every rank calls it.
 
         Raises SystemExit (1) on every rank after more than `max_skips` skipped steps in a row. It
@@ -100,7 +100,7 @@ class Skips:
             self.say(f"stopped: more than run.max_skips = {self.max_skips} steps were skipped")
             raise SystemExit(FAILED_EXIT_CODE)
 
-    def _explained(self, finding: Finding | None, batches: Sequence[Batch]) -> tuple[str, str]:
+    def _explained(self, finding: Finding | None, batches: Sequence[Microbatch]) -> tuple[str, str]:
         """Return in words what was not finite, and the samples that it may come from."""
         if finding is None:
             where = "not finite once, finite when computed again: a fault of the hardware is likely"
@@ -116,7 +116,7 @@ class Skips:
         return where, f"{first} to {first + self.engine.config.batch.global_size - 1}"
 
 
-def examine(engine: Engine, step: int, batches: Sequence[Batch]) -> Finding | None:
+def examine(engine: Engine, step: int, batches: Sequence[Microbatch]) -> Finding | None:
     """Compute step `step` again, and return its first value that is not finite.
 
     Every rank calls it and gets the same; None if all values are finite now. The gradients are zero
@@ -172,7 +172,7 @@ def _weights(engine: Engine) -> Iterator[Finding]:
 class _Watcher(OpHook):
     """This rank's first output, loss and gradient that are not finite, each with its op."""
 
-    def __init__(self, engine: Engine, batches: Sequence[Batch]) -> None:
+    def __init__(self, engine: Engine, batches: Sequence[Microbatch]) -> None:
         self.engine = engine
         self.samples = [tuple(batch.samples.tolist()) for batch in batches]
         self.findings: list[Finding] = []

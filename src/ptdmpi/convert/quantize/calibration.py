@@ -13,7 +13,7 @@ from torch import Tensor
 from ptdmpi.config import Config, InputError
 from ptdmpi.data.shards import Dataset
 from ptdmpi.inference.stored import StoredModel
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.stage import Stage
 
 ROWS = 8  # sequences that go through a layer together
@@ -106,6 +106,6 @@ def _add(sums: dict[str, Tensor], name: str, module: Any, inputs: tuple[Tensor, 
         sums[name] = product
 
 
-def _batch(rows: Tensor) -> Batch:
+def _batch(rows: Tensor) -> Microbatch:
     ids = rows.t().contiguous()
-    return Batch(ids, ids, None, torch.zeros(len(rows), dtype=torch.int64))
+    return Microbatch(ids, ids, None, torch.zeros(len(rows), dtype=torch.int64))

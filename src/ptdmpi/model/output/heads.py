@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ptdmpi.config import ModelConfig
 from ptdmpi.model import built
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.operators import Context, Norm
 from ptdmpi.model.output.cross_entropy import cross_entropy
 from ptdmpi.model.output.losses import ORDER, RIGHT, TASK
@@ -38,7 +38,7 @@ class Output(ABC):
         return x if self.final_norm is None else self.final_norm(x)
 
     @abstractmethod
-    def losses(self, batch: Batch, x: Tensor, context: Context) -> dict[str, Tensor]:
+    def losses(self, batch: Microbatch, x: Tensor, context: Context) -> dict[str, Tensor]:
         """Return the losses of a microbatch, each summed, from the normalized activations; the
         first is the task's."""
 
@@ -67,7 +67,7 @@ class TokenOutput(Output):
         """Return the logits [..., V/t] of activations [..., h]."""
         return self.head(self.transformed(x))
 
-    def logits(self, batch: Batch, x: Tensor) -> Tensor:
+    def logits(self, batch: Microbatch, x: Tensor) -> Tensor:
         """Return the logits at the positions that have labels: all of them [s, b, V/t]."""
         return self.token_logits(x)
 
@@ -76,7 +76,7 @@ class TokenOutput(Output):
         parallelism."""
         return (self.token_logits(x),)
 
-    def losses(self, batch: Batch, x: Tensor, context: Context) -> dict[str, Tensor]:
+    def losses(self, batch: Microbatch, x: Tensor, context: Context) -> dict[str, Tensor]:
         """Return the loss of all tokens."""
         logits = self.token_logits(x)
         return {TASK: cross_entropy(logits, batch.labels, batch.weights, self.axis)}
@@ -106,7 +106,7 @@ class MaskedOutput(TokenOutput):
         """Return the activations after BERT's linear, GELU and norm."""
         return x if self.mlm is None else self.mlm(x)
 
-    def logits(self, batch: Batch, x: Tensor) -> Tensor:
+    def logits(self, batch: Microbatch, x: Tensor) -> Tensor:
         """Return the logits [k, b, V/t] at the masked positions."""
         if batch.masked is None:
             return self.token_logits(x)
@@ -117,7 +117,7 @@ class MaskedOutput(TokenOutput):
         tokens = self.token_logits(x)
         return (tokens,) if self.sentence is None else (tokens, self.sentence(x[0]))
 
-    def losses(self, batch: Batch, x: Tensor, context: Context) -> dict[str, Tensor]:
+    def losses(self, batch: Microbatch, x: Tensor, context: Context) -> dict[str, Tensor]:
         """Return the loss of the masked tokens, and that of the sentence orders."""
         if batch.masked is None:
             return super().losses(batch, x, context)
@@ -140,7 +140,7 @@ class ClassOutput(Output):
         self.classes = Classes(model, parts, axis)
         self.modules["sentence"] = self.classes
 
-    def scores(self, batch: Batch, x: Tensor, context: Context) -> Tensor:
+    def scores(self, batch: Microbatch, x: Tensor, context: Context) -> Tensor:
         """Return the scores [samples, n] of each class, or of each candidate, in float32 at
         least."""
         assert batch.masked is not None, "says at which position a sequence is judged"
@@ -150,7 +150,7 @@ class ClassOutput(Output):
         scores = scores.view(batch.labels.shape[1], -1)
         return scores if scores.dtype == torch.float64 else scores.float()
 
-    def losses(self, batch: Batch, x: Tensor, context: Context) -> dict[str, Tensor]:
+    def losses(self, batch: Microbatch, x: Tensor, context: Context) -> dict[str, Tensor]:
         """Return the loss of the samples, and the number of correctly classified ones."""
         scores = self.scores(batch, x, context)
         labels = batch.labels[0]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ptdmpi.config import ModelConfig
-from ptdmpi.model.batch import Batch
+from ptdmpi.model.batch import Microbatch
 
 TASK = "task"
 ORDER = "order"
@@ -44,7 +44,7 @@ class LossKind:
     """
 
     used_by: Callable[[ModelConfig], bool]
-    count: Callable[[Batch], float]
+    count: Callable[[Microbatch], float]
     key: str = ""
     trains: bool = True
 

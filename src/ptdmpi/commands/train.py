@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ptdmpi.comm import launch
+from ptdmpi.comm import launch, starting
 from ptdmpi.config import InputError, load
 from ptdmpi.terminal.program import Command
 from ptdmpi.terminal.say import note
@@ -56,7 +56,7 @@ def command(
     # a signal during the start-up must not be lost
     with StopRequest() as signals:
         # MPI is initialised by this import: before torch starts its threads
-        with launch.loading():
+        with launch.loading(), starting.watched():
             from ptdmpi.comm.world import World, fail_together
 
         world = World()

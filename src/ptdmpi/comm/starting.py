@@ -1,0 +1,136 @@
+"""The start of ranks that may be lost: a rank that dies before MPI_Init ends the job.
+
+Under `mpirun --with-ft ulfm` the launcher does not end a job that loses a rank, and the other ranks
+wait in MPI_Init for the lost one, for ever. So each rank starts a small process that looks at the
+ranks of its node until MPI is initialized. It is no thread: MPI_Init keeps Python's lock. This file
+is the program of that process, too, and imports nothing but the standard library.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+LOOK_S = 0.5  # between two looks at the ranks
+# Until the launcher has started all ranks of a node; it needs some milliseconds for each.
+COMPLETE_S = 10.0
+# Until MPI is initialized, for the loss of a rank that nobody on its own node could see.
+LIMIT_S = 600.0
+TURN_S = 2.0  # between the watchers of a node, until one of them has ended the job
+LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prte", "prted")
+JOB, LOCAL_SIZE = "PMIX_NAMESPACE", "OMPI_COMM_WORLD_LOCAL_SIZE"
+LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
+
+
+@contextlib.contextmanager
+def watched(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Let a process watch the ranks of this node, while MPI is imported inside.
+
+    It does nothing unless the launcher was told to keep a job that loses a rank.
+    """
+    told = all(name in environ for name in (JOB, LOCAL_RANK, LOCAL_SIZE))
+    keeps = environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true")
+    if not (told and keeps):
+        yield
+        return
+    # its environment must not look like that of a rank
+    own = {name: value for name, value in environ.items() if name != LOCAL_RANK}
+    program = [
+        sys.executable,
+        "-I",
+        "-S",
+        __file__,
+        environ[JOB],
+        environ[LOCAL_SIZE],
+        environ[LOCAL_RANK],
+    ]
+    watcher = subprocess.Popen([*program, str(os.getpid())], env=own, stdin=subprocess.PIPE)
+    try:
+        yield
+    finally:
+        watcher.communicate(b".")
+
+
+def main(job: str, size: int, place: int, rank_pid: int) -> None:
+    """Look at the `size` ranks of `job` on this node until a byte arrives; if one is missing, end
+    the job. `place` and `rank_pid` are the local number and the process of the rank that started
+    this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks and their launcher
+    launcher = launcher_of(rank_pid)
+    begin = time.monotonic()
+    complete = False
+    reads = [sys.stdin.fileno()]
+    while True:
+        if select.select(reads, [], [], LOOK_S)[0]:
+            if os.read(reads[0], 1):
+                return
+            reads = []  # the rank is gone
+        waited_s = time.monotonic() - begin
+        living = ranks_of(job)
+        complete = complete or len(living) == size
+        if len(living) < size and (complete or waited_s > COMPLETE_S):
+            reason = f"a rank on {socket.gethostname()} died before MPI was initialized"
+        elif waited_s > LIMIT_S:
+            reason = f"MPI was not initialized within {LIMIT_S:.0f} s: a rank may be lost"
+        else:
+            continue
+        # one of the watchers is enough; a launcher that is told twice prints more
+        time.sleep(TURN_S * sum(other < place for other in living))
+        end(launcher, reason)
+        return
+
+
+def end(launcher: int | None, reason: str) -> None:
+    """Print why the job ends, and end it by its launcher, unless that has ended already."""
+    with contextlib.suppress(ProcessLookupError):
+        if launcher is not None:
+            os.kill(launcher, 0)
+        print(f"ptdmpi: error: {reason}; start the same command again", file=sys.stderr, flush=True)
+        if launcher is not None:
+            time.sleep(0.2)  # the launcher forwards the line before it hears of the end
+            os.kill(launcher, signal.SIGTERM)
+
+
+def ranks_of(job: str) -> set[int]:
+    """Return the local numbers of the living ranks of a job on this node."""
+    ranks = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            variables = environment(folder)
+            if variables.get(JOB) == job and LOCAL_RANK in variables:
+                ranks.add(int(variables[LOCAL_RANK]))
+    return ranks
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Return the environment of a process; empty if it has ended, or belongs to another user."""
+    try:
+        text = (folder / "environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    pairs = (line.partition("=") for line in text.split("\0"))
+    return {name: value for name, _, value in pairs}
+
+
+def launcher_of(pid: int) -> int | None:
+    """Return the launcher's process above a rank on this node; None if there is none."""
+    while pid > 1:
+        try:
+            # after the name, which may contain blanks: state, parent
+            name, _, rest = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")
+        except OSError:
+            return None
+        if name.partition("(")[2] in LAUNCHERS:
+            return pid
+        pid = int(rest.split()[1])
+    return None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -1,3 +1,52 @@
-"""A trainer of large language models over MPI (PTD-P: Narayanan et al. 2021, arXiv 2104.04473)."""
+"""A trainer of large language models over MPI (PTD-P: Narayanan et al. 2021, arXiv 2104.04473).
+
+From Python: `Run` trains, `load` opens a trained model, `plan` predicts layouts, `open_shards`
+reads token shards. Each is imported when it is first used: planning needs neither torch nor MPI.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ptdmpi.base.errors import InputError
+    from ptdmpi.generate.loaded import LoadedModel, load
+    from ptdmpi.inference.windows import TokenWindows, open_shards
+    from ptdmpi.plan.ask.layouts import plan
+    from ptdmpi.train.hooks import Hook
+    from ptdmpi.train.run import Run
 
 __version__ = "0.3.0"
+__all__ = [
+    "Hook",
+    "InputError",
+    "LoadedModel",
+    "Run",
+    "TokenWindows",
+    "load",
+    "open_shards",
+    "plan",
+]
+
+# name -> its module
+_OWNERS = {
+    "Hook": "ptdmpi.train.hooks",
+    "InputError": "ptdmpi.base.errors",
+    "LoadedModel": "ptdmpi.generate.loaded",
+    "Run": "ptdmpi.train.run",
+    "TokenWindows": "ptdmpi.inference.windows",
+    "load": "ptdmpi.generate.loaded",
+    "open_shards": "ptdmpi.inference.windows",
+    "plan": "ptdmpi.plan.ask.layouts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of the API with its module, in the environment that MPI and torch need."""
+    if name not in _OWNERS:
+        raise AttributeError(f"module 'ptdmpi' has no attribute {name!r}")
+    importlib.import_module("ptdmpi.comm.launch").prepare()
+    return getattr(importlib.import_module(_OWNERS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -21,7 +21,7 @@ from ptdmpi.inference.stored import config_of, open_model
 from ptdmpi.model.low_bit.codes import packed
 from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.train.checks import checked
-from ptdmpi.train.tasks import live_model
+from ptdmpi.train.tasks.measured import live_model
 from tests import _stored
 from tests._configs import layout
 from tests._engines import HALVES, build, foreseen_by, measured, steps_of, whole_weights

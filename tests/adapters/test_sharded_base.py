@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ptdmpi.comm.world import World
-from ptdmpi.train.tasks import live_model
+from ptdmpi.train.tasks.measured import live_model
 from tests import _stored
 from tests._configs import layout
 from tests._engines import assert_same_bits, build, logical, steps_of, train

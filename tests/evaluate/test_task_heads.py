@@ -19,7 +19,7 @@ from ptdmpi.evaluate.run import evaluate
 from ptdmpi.plan.machine.cluster import load_cluster
 from ptdmpi.plan.search import choose
 from ptdmpi.train.checks import checked
-from ptdmpi.train.task_files import task_framing
+from ptdmpi.train.tasks.files import task_framing
 from tests._configs import tree
 from tests._engines import from_root, whole_weights
 from tests._runs import configuration, log, loop, records, tensors

@@ -6,6 +6,7 @@ import pytest
 
 from ptdmpi.checkpoint.save import Saved, SaveFailed
 from ptdmpi.config import CheckpointConfig
+from ptdmpi.train.hooks import Hooks
 from ptdmpi.train.saving import Saving
 from ptdmpi.watch.requests import Save
 
@@ -43,7 +44,14 @@ class _Disk:
 def _run(disk: _Disk, last_step: int, stop: int = 0) -> tuple[list[str], list[int]]:
     lines: list[str] = []
     records: list[dict] = []
-    saving = Saving(disk, last_step, lines.append, lambda **values: records.append(values))
+    saving = Saving(
+        disk,
+        last_step,
+        lines.append,
+        lambda **values: records.append(values),
+        verify=lambda: None,
+        hooks=Hooks(),
+    )
     for step in range(1, (stop or last_step) + 1):
         saving.after_step(step, Save.NOW if step == stop else Save.NO)
     return lines, [record["step"] for record in records]

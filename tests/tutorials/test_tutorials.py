@@ -58,6 +58,7 @@ def test_coming_from_another_trainer(tmp_path):
     assert (tmp_path / "runs/theirs/done").exists()
 
 
-def test_the_example_in_python(tmp_path):
-    for block in _page.blocks("../reference/python.md"):
-        assert float(_page.run_block(block, tmp_path, _page.prepare(tmp_path))) > 0
+def test_the_examples_in_python(tmp_path):
+    printed = _page.run("../reference/python.md", tmp_path)
+    assert "\n0 20 " in printed and "torch.Size([4, 32])" in printed
+    assert (tmp_path / "runs/first/checkpoints/step-00000020").exists()

@@ -2,11 +2,12 @@
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.examine import checkpoints, newest
 from ptdmpi.checkpoint.load import drawn, load, load_tensors, on_root, took_mean
-from ptdmpi.checkpoint.manifest import Manifest, Progress
+from ptdmpi.checkpoint.manifest import EXTRAS, Manifest, Progress
 from ptdmpi.checkpoint.retention import Retention
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.config import InputError, SharedInputError
@@ -34,6 +35,7 @@ class Resumption:
         self.mean = course.config.data_parallel.checkpoint == "average"
         self.followed: Path | None = None
         self.mean_of = 0
+        self.extras: dict[str, Any] = {}  # those of the checkpoint that was loaded
 
     def resume(self, wanted: str, lost: bool = False) -> tuple[Progress | None, list[str]]:
         """Load the checkpoint that `checkpoint.resume = wanted` names. Return its progress (None:
@@ -60,6 +62,7 @@ class Resumption:
         for candidate in on_root(self.world, lambda: self._candidates(wanted)):
             loaded = load(self.state, self.world, candidate, self._judge, self.mean or lost)
             if isinstance(loaded, Manifest):
+                self.extras = dict(loaded.said.get(EXTRAS, {}))
                 if took_mean(self.state, loaded):
                     self.mean_of = loaded.replicas
                 if wanted != "auto":

@@ -14,17 +14,17 @@ the messages are not mixed with those of a step.
 
 import contextlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ptdmpi.checkpoint import best
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.boxes import Outgoing, write
 from ptdmpi.checkpoint.load import on_root
-from ptdmpi.checkpoint.manifest import Progress, Written, write_manifest
+from ptdmpi.checkpoint.manifest import EXTRAS, Progress, Written, write_manifest
 from ptdmpi.checkpoint.outgoing import OutgoingState
 from ptdmpi.checkpoint.resume import Resumption
 from ptdmpi.checkpoint.retention import Retention
@@ -63,6 +63,7 @@ class _Flight:
     temporary: Path
     progress: Progress
     validation_loss: float | None
+    extras: dict[str, Any]
     since: float
     writing: Future[Written]
     publishing: Future[tuple[float, str | None]] | None = None  # rank 0 only
@@ -86,6 +87,8 @@ class Checkpoints:
         self.config = course.config.checkpoint
         self.world = axes.world
         self.validated: tuple[int, float] | None = None
+        # what else rank 0's program stores in each manifest, as JSON by name
+        self.extras: Callable[[], dict[str, Any]] = dict
         self.retention = Retention(directory, self.config)
         self.resumption = Resumption(self.world, state, course, self.retention)
         mean = course.config.data_parallel.checkpoint == "average"
@@ -147,7 +150,7 @@ class Checkpoints:
         loss = None
         if self.validated is not None and self.validated[0] == step:
             loss = self.validated[1]
-        self._flight = _Flight(temporary, self._progress(step), loss, since, writing)
+        self._flight = _Flight(temporary, self._progress(step), loss, self.extras(), since, writing)
         self._flight.stall_s = time.perf_counter() - begin
         if self.config.asynchronous:
             return done
@@ -223,6 +226,8 @@ class Checkpoints:
         removed."""
         model = self.course.config.model.model_dump()
         lineage = {**self.course.in_manifest(), **best.in_manifest(flight.validation_loss)}
+        if flight.extras:
+            lineage[EXTRAS] = flight.extras
         write_manifest(flight.temporary, flight.progress, model, written, lineage)
         self.retention.publish(flight.temporary)
         write_s = time.perf_counter() - flight.since

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -238,6 +239,22 @@ def _abort(communicators: Iterable[Communicator]) -> None:
             communicator.abort()
 
 
+def end_together(world: World) -> None:
+    """From now on, an exception that this rank does not catch ends all ranks, as by
+    `fail_together`."""
+    usual = sys.excepthook
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print the exception and end all ranks; a single rank ends as usual."""
+        if world.size == 1 and not isinstance(error, InputError):
+            usual(kind, error, trace)
+            return
+        with fail_together(world):
+            raise error
+
+    sys.excepthook = end
+
+
 @contextlib.contextmanager
 def fail_together(world: World) -> Iterator[None]:
     """End every rank when one fails, within seconds, non-zero, with the failing rank's name.
@@ -247,7 +264,7 @@ def fail_together(world: World) -> Iterator[None]:
     """
     try:
         yield
-    except SystemExit:
+    except (SystemExit, GeneratorExit):
         raise
     except SharedInputError as error:
         if world.rank == 0:

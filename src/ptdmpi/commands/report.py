@@ -88,7 +88,7 @@ def _print_timelines(timelines: list[Timeline]) -> None:
 
 
 def _written(
-    loaded: report.Run, foreseen: Timeline | None, output: Path | None
+    loaded: report.RecordedRun, foreseen: Timeline | None, output: Path | None
 ) -> tuple[list[Path], list[str]]:
     """Write pictures and trace. Return their paths, and lines on what could not be written.
 
@@ -137,7 +137,9 @@ def _several(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None
     note_all(unwritten)
 
 
-def _compared(loaded: list[report.Run], output: Path | None) -> tuple[list[Path], list[str]]:
+def _compared(
+    loaded: list[report.RecordedRun], output: Path | None
+) -> tuple[list[Path], list[str]]:
     """Draw the comparison. Return its path, or a line on why it could not be written.
 
     Raise InputError if `output` was given and cannot be written.

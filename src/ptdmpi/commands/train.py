@@ -62,7 +62,7 @@ def command(
         world = World()
         with fail_together(world):
             with launch.loading():
-                from ptdmpi.train import recover
+                from ptdmpi.train.run import Launch, Run
 
             note("ptdmpi train: checking configuration and data")
             tree = world.on_root(lambda: load(config, overrides))
@@ -70,4 +70,4 @@ def command(
                 from ptdmpi.probe.layout_auto import with_best_layout
 
                 tree = with_best_layout(tree, overrides, world)
-            recover.train(tree, world, signals)
+            Run(tree, launch=Launch(world, signals)).train()

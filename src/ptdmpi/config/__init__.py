@@ -8,7 +8,7 @@ memory, and all mistakes of a file are reported together.
 from ptdmpi.base.errors import InputError, SharedInputError
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.configuration import Config
-from ptdmpi.config.files import load, resolve, synthetic_config, to_toml
+from ptdmpi.config.files import load, resolve, synthetic_config, to_toml, with_values
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.methods import DataParallelConfig
 from ptdmpi.config.model import ModelConfig, QuantizeConfig
@@ -56,4 +56,5 @@ __all__ = [
     "rules",
     "synthetic_config",
     "to_toml",
+    "with_values",
 ]

@@ -63,6 +63,27 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     target[name] = value
 
 
+def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree with values replaced by their names, such as "run.steps"; None unsets a key.
+
+    Raises InputError for a name that is no SECTION.KEY.
+    """
+    sections = {
+        name: dict(section) if isinstance(section, Mapping) else section
+        for name, section in tree.items()
+    }
+    for key, value in values.items():
+        name, dot, leaf = key.partition(".")
+        section = sections.setdefault(name, {})
+        if not (dot and leaf and isinstance(section, dict)):
+            raise InputError(f"{key}: no key of a section; write a name such as run.steps")
+        if value is None:
+            section.pop(leaf, None)
+        else:
+            section[leaf] = str(value) if isinstance(value, Path) else value
+    return sections
+
+
 def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) -> Config:
     """Return the complete configuration of `tree` on `ranks` ranks, spare ones included, of which a
     node has `node_ranks` (None: not known, and one node is taken to have all).

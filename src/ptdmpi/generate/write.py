@@ -1,5 +1,6 @@
 """Continuations of prompts, as texts."""
 
+import copy
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ from ptdmpi.inference.stored import StoredModel, kind_of
 from ptdmpi.terminal.progress import progress
 
 MAX_NEW_TOKENS = 100
+# the options that need no other model
+CHANGEABLE = {"batch", "max_new_tokens", "samples", "seed", "temperature", "top_k", "top_p"}
 
 
 def write(run: Path, world: World, **options: Any) -> list[dict[str, Any]]:
@@ -71,8 +74,7 @@ class Writer:
         """Load the model at `run`; `options` are those of `ptdmpi generate`."""
         self.world = world
         self.options = options
-        chosen = {key: options[key] for key in ("temperature", "top_k", "top_p", "seed")}
-        self.sampling = world.on_root(lambda: Sampling(**chosen))
+        self.sampling = world.on_root(self._sampling)
         self.model: InferenceModel
         self.stored: StoredModel
         self.model, self.stored = open_inference(
@@ -86,6 +88,23 @@ class Writer:
         # on rank 0 first: its InputError is raised on every rank
         world.on_root(lambda: find_text(self.stored, options["tokenizer"]) and None)
         self.text = find_text(self.stored, options["tokenizer"])
+
+    def _sampling(self) -> Sampling:
+        names = ("temperature", "top_k", "top_p", "seed")
+        return Sampling(**{name: self.options[name] for name in names})
+
+    def changed(self, **options: Any) -> "Writer":
+        """Return a writer of the same model with other options of its continuations. Raises
+        InputError, and TypeError for an option that is not of them."""
+        unknown = sorted(options.keys() - CHANGEABLE)
+        if unknown:
+            raise TypeError(
+                f"no option {', '.join(unknown)}; legal: {', '.join(sorted(CHANGEABLE))}"
+            )
+        writer = copy.copy(self)
+        writer.options = {**self.options, **options}
+        writer.sampling = self.world.on_root(writer._sampling)
+        return writer
 
     def prepare(self, given: Sequence[Given]) -> list[Prompt]:
         """Return the prompts of `samples` continuations of each text. Raises InputError."""

@@ -8,7 +8,7 @@ import numpy as np
 from ptdmpi.config import Config, InputError
 from ptdmpi.lineage.course import Course
 from ptdmpi.train.feed import SampleSource
-from ptdmpi.train.task_files import text_of
+from ptdmpi.train.tasks.files import text_of
 
 SHOWN = 2  # samples of the batch
 CHARACTERS = 400  # of each

@@ -1,12 +1,12 @@
 """The report of a run after it: a table, pictures and a trace out of its directory."""
 
 from ptdmpi.report.pictures import centred_means, loss_curve, task_curves, write
-from ptdmpi.report.run import Run, read
+from ptdmpi.report.run import RecordedRun, read
 from ptdmpi.report.steps import compute_window, planned, shares, timelines
 from ptdmpi.report.summary import rows_of, summary, table
 
 __all__ = [
-    "Run",
+    "RecordedRun",
     "centred_means",
     "compute_window",
     "loss_curve",

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from ptdmpi.base.words import counted
-from ptdmpi.report.run import Run
+from ptdmpi.report.run import RecordedRun
 from ptdmpi.report.status import binned
 
 POINTS = 400  # of a curve
@@ -39,7 +39,7 @@ pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: 13px; }
 """
 
 
-def page(run: Run, rows: Sequence[tuple[str, str]], pictures: Iterable[Path]) -> str:
+def page(run: RecordedRun, rows: Sequence[tuple[str, str]], pictures: Iterable[Path]) -> str:
     """Return the page: the table `rows`, curves, `pictures` (PNG files), configuration, log."""
     last = run.steps[-1]
     name = escape(str(run.config["run"]["name"]))
@@ -77,7 +77,7 @@ def _texts(path: Path) -> list[tuple[str, str]]:
     return texts
 
 
-def _curves(run: Run) -> Iterable[str]:
+def _curves(run: RecordedRun) -> Iterable[str]:
     """Yield a figure for each curve that the run has recorded."""
     validations = [(record["step"], record["validation_loss"]) for record in run.validations]
     for key, title in CURVES.items():
@@ -136,6 +136,8 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def write(run: Run, rows: Sequence[tuple[str, str]], pictures: Iterable[Path], path: Path) -> None:
+def write(
+    run: RecordedRun, rows: Sequence[tuple[str, str]], pictures: Iterable[Path], path: Path
+) -> None:
     """Write the page. Raise OSError if that fails."""
     path.write_text(page(run, rows, pictures), encoding="utf-8")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.plan.show import draw
 from ptdmpi.plan.show.trace import chrome_trace
-from ptdmpi.report.run import Run
+from ptdmpi.report.run import RecordedRun
 from ptdmpi.report.steps import timelines
 from ptdmpi.sinks.record import task_score
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def write(run: Run, foreseen: Timeline | None, folder: Path) -> list[Path]:
+def write(run: RecordedRun, foreseen: Timeline | None, folder: Path) -> list[Path]:
     """Draw the pictures and the trace of a run into `folder`, and return their paths.
 
     `foreseen`: the predicted step, drawn above the measured one. Raise InputError if the folder
@@ -39,7 +39,7 @@ def write(run: Run, foreseen: Timeline | None, folder: Path) -> list[Path]:
     return paths
 
 
-def loss_curve(run: Run, path: Path) -> None:
+def loss_curve(run: RecordedRun, path: Path) -> None:
     """Draw the training loss, its running mean, validations, and the loss of a bigram model."""
     figure, axes = _axes(run, "loss (nats per token)")
     tokens = [record["tokens"] for record in run.steps]
@@ -61,7 +61,7 @@ def loss_curve(run: Run, path: Path) -> None:
     draw.save(figure, path)
 
 
-def task_curves(run: Run, path: Path) -> None:
+def task_curves(run: RecordedRun, path: Path) -> None:
     """Draw the score of each task file over the tokens of the run, with its standard error."""
     from matplotlib.ticker import PercentFormatter
 
@@ -86,7 +86,7 @@ def task_curves(run: Run, path: Path) -> None:
     draw.save(figure, path)
 
 
-def _task_results(run: Run) -> dict[str, list[tuple[int, dict[str, Any]]]]:
+def _task_results(run: RecordedRun) -> dict[str, list[tuple[int, dict[str, Any]]]]:
     """Return the tokens and the result of each time that a task file was asked, by file."""
     tokens = tokens_by_step(run)
     results = defaultdict(list)
@@ -97,12 +97,12 @@ def _task_results(run: Run) -> dict[str, list[tuple[int, dict[str, Any]]]]:
     return results
 
 
-def tokens_by_step(run: Run) -> dict[int, int]:
+def tokens_by_step(run: RecordedRun) -> dict[int, int]:
     """Return the tokens that the run had trained on after each recorded step."""
     return {record["step"]: record["tokens"] for record in run.steps}
 
 
-def validation_points(run: Run) -> list[tuple[int, float]]:
+def validation_points(run: RecordedRun) -> list[tuple[int, float]]:
     """Return the tokens and the loss of each validation after a recorded step."""
     tokens = tokens_by_step(run)
     return [
@@ -112,7 +112,7 @@ def validation_points(run: Run) -> list[tuple[int, float]]:
     ]
 
 
-def _axes(run: Run, label: str) -> tuple["Figure", "Axes"]:
+def _axes(run: RecordedRun, label: str) -> tuple["Figure", "Axes"]:
     """Return an empty picture over the tokens of a run; `label` is that of the vertical axis."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter

@@ -19,7 +19,7 @@ VALIDATION = ("validation_loss", "validation_perplexity", "validation_accuracy")
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """The contents of a run directory.
 
     `config` trained the last step, `measured_config` the step of the newest timeline, `measured`.
@@ -36,7 +36,7 @@ class Run:
     attempts: list[trained.TrainedSteps]
 
 
-def read(path: Path) -> Run:
+def read(path: Path) -> RecordedRun:
     """Return the run of directory `path`. Raise InputError if it is no run directory."""
     try:
         config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
@@ -57,7 +57,7 @@ def read(path: Path) -> Run:
         newest = timelines[-1]
         measured = _timeline(newest)
         measured_step = int(newest.stem.removeprefix("step-"))
-    return Run(
+    return RecordedRun(
         path=path,
         config=trained.config_at(attempts, None, config),
         steps=steps,

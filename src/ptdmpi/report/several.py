@@ -7,7 +7,7 @@ from typing import Any
 
 from ptdmpi.plan.show.table import lines
 from ptdmpi.report.pictures import validation_points
-from ptdmpi.report.run import Run
+from ptdmpi.report.run import RecordedRun
 from ptdmpi.report.status import binned
 from ptdmpi.report.summary import rows_of
 
@@ -17,7 +17,7 @@ NAMES = ("run.name", "run.dir")
 POINTS = 200  # of each curve
 
 
-def table(runs: Sequence[Run], numbers: Sequence[dict[str, Any]]) -> str:
+def table(runs: Sequence[RecordedRun], numbers: Sequence[dict[str, Any]]) -> str:
     """Return a table as text: a column for each run, a row for each number that any of them has."""
     columns = []
     for summary in numbers:
@@ -29,7 +29,7 @@ def table(runs: Sequence[Run], numbers: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines(rows))
 
 
-def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
+def differing(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
     """Return the settings that differ between runs, each with one value for each run.
 
     The value is None if a run has no such key. The runs' names and directories are left out.
@@ -49,7 +49,7 @@ def _flat(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def settings_table(runs: Sequence[Run], settings: Mapping[str, Sequence[Any]]) -> str:
+def settings_table(runs: Sequence[RecordedRun], settings: Mapping[str, Sequence[Any]]) -> str:
     """Return a table as text: a row for each setting that differs, a column for each run."""
     rows = [
         [key, *("-" if v is None else str(v) for v in row), ""] for key, row in settings.items()
@@ -57,13 +57,13 @@ def settings_table(runs: Sequence[Run], settings: Mapping[str, Sequence[Any]]) -
     return "\n".join(lines([["setting", *labels(runs), ""], *rows]))
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
+def labels(runs: Sequence[RecordedRun]) -> list[str]:
     """Return the names of the runs, or their directories if two have the same name."""
     names = [str(run.config["run"]["name"]) for run in runs]
     return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 
 
-def picture(runs: Sequence[Run], path: Path) -> None:
+def picture(runs: Sequence[RecordedRun], path: Path) -> None:
     """Draw the loss of each run over tokens, smoothed to POINTS points, and validations as dots."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
@@ -87,7 +87,7 @@ def picture(runs: Sequence[Run], path: Path) -> None:
     figure.savefig(path)
 
 
-def largest_gap(runs: Sequence[Run]) -> dict[str, Any] | None:
+def largest_gap(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:
     """Return how far the losses of two runs are apart, over the steps that both have.
 
     Return None unless there are two runs, with a common step.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ptdmpi.plan.schedule.ops import OP_KINDS, Op
 from ptdmpi.plan.schedule.orders import build
 from ptdmpi.plan.schedule.simulate import Timeline, simulate
-from ptdmpi.report.run import Run
+from ptdmpi.report.run import RecordedRun
 
 # kinds of spans that are no ops, by their words in the table
 PARTS = {
@@ -44,7 +44,7 @@ class MeasuredCosts:
         return 0.0
 
 
-def planned(run: Run, measured: Timeline) -> Timeline:
+def planned(run: RecordedRun, measured: Timeline) -> Timeline:
     """Simulate the run's schedule with the mean op times of `measured` and without messages.
 
     The bubble of the result is the schedule's own.
@@ -57,7 +57,7 @@ def planned(run: Run, measured: Timeline) -> Timeline:
     return Timeline(timeline.spans, f"planned: {parallel['schedule']} with the measured op times")
 
 
-def timelines(run: Run, measured: Timeline, foreseen: Timeline | None) -> list[Timeline]:
+def timelines(run: RecordedRun, measured: Timeline, foreseen: Timeline | None) -> list[Timeline]:
     """Return the predicted step, if there is one, the planned step and the measured step."""
     steps = [planned(run, measured), compute_window(measured)]
     if foreseen is not None:

@@ -6,7 +6,7 @@ from typing import Any
 from ptdmpi.config import InputError
 from ptdmpi.config.zero import covers_state
 from ptdmpi.report import noise, traffic, trained
-from ptdmpi.report.run import VALIDATION, Run
+from ptdmpi.report.run import VALIDATION, RecordedRun
 from ptdmpi.report.steps import PARTS, compute_window, planned, shares
 from ptdmpi.sinks.record import median, task_score
 
@@ -16,7 +16,7 @@ Rows = list[tuple[str, str]]
 _VALIDATION_KEYS = (*VALIDATION[1:], "validation_sentence_order_loss", "validation_losses")
 
 
-def summary(run: Run) -> dict[str, Any]:
+def summary(run: RecordedRun) -> dict[str, Any]:
     """Return the numbers of the table, in its order. Raise InputError if no step is recorded."""
     if not run.steps:
         raise InputError(f"{run.path}: metrics.jsonl holds no step yet")
@@ -29,7 +29,7 @@ def summary(run: Run) -> dict[str, Any]:
     return numbers
 
 
-def _progress(run: Run) -> dict[str, Any]:
+def _progress(run: RecordedRun) -> dict[str, Any]:
     """Return how far the run is, in which layout, and on which data."""
     last = run.steps[-1]
     numbers: dict[str, Any] = {
@@ -59,7 +59,7 @@ def _drawn(paths: list[str], record: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _quality(run: Run) -> dict[str, Any]:
+def _quality(run: RecordedRun) -> dict[str, Any]:
     """Return losses and scores of validations and tasks, and the noise of gradients."""
     numbers: dict[str, Any] = {}
     if run.validations:
@@ -76,7 +76,7 @@ def _quality(run: Run) -> dict[str, Any]:
     return numbers
 
 
-def _speed(run: Run) -> dict[str, Any]:
+def _speed(run: RecordedRun) -> dict[str, Any]:
     """Return medians of times and rates in the last layout, memory, traffic, parts of a step."""
     last = run.steps[-1]
     same_layout = [

@@ -178,6 +178,9 @@ class Attempt:
         except SystemExit as stop:
             why = self.why or f"exit code {stop.code}"
             raise
+        except GeneratorExit:  # a program that trains step by step has left its loop
+            self.why = why = "left before its last step"
+            raise
         except BaseException as error:
             first_line, _, _ = str(error).partition("\n")
             why = f"failed: {type(error).__name__}: {first_line}"

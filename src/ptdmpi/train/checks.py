@@ -29,7 +29,7 @@ from ptdmpi.plan.layout.topology import topology_of
 from ptdmpi.plan.machine.cluster import load_cluster
 from ptdmpi.sinks.sinks import require
 from ptdmpi.train.feed import source_of
-from ptdmpi.train.task_files import task_files
+from ptdmpi.train.tasks.files import task_files
 
 
 def checked(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) -> Config:

@@ -30,7 +30,7 @@ from ptdmpi.inference.tensors import as_tensors
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import Samples, begun
 from ptdmpi.model.batch import Microbatch, Placing
-from ptdmpi.train.task_files import task_framing
+from ptdmpi.train.tasks.files import task_framing
 
 if TYPE_CHECKING:  # its import starts MPI; data is also opened without MPI
     from ptdmpi.comm.world import Axes

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ptdmpi.comm.world import World
@@ -11,6 +11,7 @@ from ptdmpi.data.batches import Prefetcher
 from ptdmpi.engine.corruption import CorruptState
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.kernels.agreement import DeviceChoice, trying
+from ptdmpi.train.hooks import Hooks
 from ptdmpi.train.live import Completed, Handover
 from ptdmpi.train.parts import assemble
 from ptdmpi.train.stopping import Stopping
@@ -32,13 +33,16 @@ class Loop:
         world: World,
         signals: StopRequest,
         handover: Handover | None = None,
+        *,
+        hooks: Hooks | None = None,
     ) -> None:
         """Prepare the run; every rank calls it (see `parts.assemble`).
 
         `handover` is what the survivors of a lost rank bring. Raises InputError if the run cannot
         begin.
         """
-        parts = assemble(config, world, signals, handover)
+        self.hooks = hooks or Hooks()
+        parts = assemble(config, world, signals, handover=handover, hooks=self.hooks)
         self.config = config
         self.world = world
         self.axes = parts.axes
@@ -64,10 +68,16 @@ class Loop:
         return self.attempt.first
 
     def run(self) -> None:
+        """Train to the end, as `steps` does."""
+        for _ in self.steps():
+            pass
+
+    def steps(self) -> Iterator[Completed]:
         """Train from the current step to the last one, or until `run.stop_after_worse` ends it.
 
-        Raises SystemExit on every rank: 75 after saving, if a stop was requested before the last
-        step; 1 if too many steps in a row were not finite; 3 or 4 if its state is corrupt.
+        Yield each step after its record, validation and checkpoint. Raises SystemExit on every
+        rank: 75 after saving, if a stop was requested before the last step; 1 if too many steps in
+        a row were not finite; 3 or 4 if its state is corrupt.
         """
         with (
             trying(self._backends()),
@@ -75,7 +85,7 @@ class Loop:
         ):
             if not self.attempt.idle:
                 try:
-                    self._train()
+                    yield from self._train()
                 except CorruptState as error:
                     self.stopping.corrupt(error)
             self.lookout.finish()
@@ -86,11 +96,13 @@ class Loop:
         choice = self.attempt.choice
         return choice.attention if isinstance(choice, DeviceChoice) else ()
 
-    def _train(self) -> None:
+    def _train(self) -> Iterator[Completed]:
         with contextlib.closing(self.feed.steps(self.first)) as feed:
             self.lookout.place.enter("training")
             if self.completed is not None:  # a rank was lost between this step's update and its end
-                self._conclude(self.completed)
+                asked = self._conclude(self.completed)
+                yield self.completed
+                self._stop_if_asked(asked)
             elif self.validation.owed(self.first):
                 self._make_up(self.first)
             asked = self._vote()  # a request may have come while the run was starting
@@ -103,7 +115,9 @@ class Loop:
                     self.stopping.end_early(why, self.concluded)
                     break
                 self.completed, batches = self._step(step, feed)
-                self._conclude(self.completed, batches)
+                asked = self._conclude(self.completed, batches)
+                yield self.completed
+                self._stop_if_asked(asked)
         self.journal.keep_timeline(self.concluded)
 
     def close(self) -> None:
@@ -130,14 +144,16 @@ class Loop:
         # stopwatch belong to this rank's device.
         return Completed(step + 1, replace(result, watch=None), elapsed_s), batches
 
-    def _conclude(self, done: Completed, batches: Sequence[Microbatch] | None = None) -> None:
-        """Record a step; then validate, save and stop, each if it is due or asked for."""
+    def _conclude(self, done: Completed, batches: Sequence[Microbatch] | None = None) -> Asked:
+        """Record a step; then validate and save, each if it is due or asked for. Return what the
+        ranks ask for afterwards."""
         step = done.step
         # the vote comes first: it also collects the memory of all ranks, which the record has
         asked = self._vote()
         self._record(done, asked)
         if batches is not None:
             self.skips.after(step - 1, done.result, batches)
+        self.hooks.step_ended(done)
         if self.validation.due(step) and not asked.stop:
             asked = self.validation.after_step(step)
             self.saving.checkpoints.validated = self.validation.standing.last
@@ -145,8 +161,13 @@ class Loop:
         if self.config.run.on_failure == "shrink":
             self.axes.world.barrier()  # after it, every rank knows that rank 0 has the record
         self.concluded = step
-        if step < self.config.run.steps and not self.validation.standing.over:
-            self.stopping.stop_if_asked(asked, step)
+        return asked
+
+    def _stop_if_asked(self, asked: Asked) -> None:
+        """Stop after the last step that was concluded, if the ranks ask for it and steps are
+        left."""
+        if self.concluded < self.config.run.steps and not self.validation.standing.over:
+            self.stopping.stop_if_asked(asked, self.concluded)
 
     def _make_up(self, step: int) -> None:
         """Do the validation and the tasks after `step`, which a stop of an earlier start broke off.

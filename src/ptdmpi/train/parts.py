@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,13 +18,14 @@ from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.train.attempt import Attempt
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.feed import Feed
+from ptdmpi.train.hooks import Hooks
 from ptdmpi.train.live import Handover
 from ptdmpi.train.nonfinite import Skips
 from ptdmpi.train.records.journal import Journal
 from ptdmpi.train.records.rates import Rates, agreed_peak_flops, device_name, peak_memory_bytes
 from ptdmpi.train.saving import Saving
 from ptdmpi.train.standing import standing_of
-from ptdmpi.train.tasks import Tasks
+from ptdmpi.train.tasks.measured import Tasks
 from ptdmpi.train.validation import Validation
 from ptdmpi.watch.lookout import Lookout
 from ptdmpi.watch.profile import Profile
@@ -57,7 +59,12 @@ class Parts:
 
 
 def assemble(
-    config: Config, world: World, signals: StopRequest, handover: Handover | None = None
+    config: Config,
+    world: World,
+    signals: StopRequest,
+    *,
+    handover: Handover | None,
+    hooks: Hooks,
 ) -> Parts:
     """Make the parts of a run, load its state, and open its run directory; every rank calls it.
 
@@ -73,7 +80,7 @@ def assemble(
         journal.say(axes.carried_by)
     lookout = Lookout(config, axes, world, signals, say=journal.say)
     try:
-        parts = _with_state(world, lookout, journal, device=device, handover=handover)
+        parts = _with_state(world, lookout, journal, device=device, handover=handover, hooks=hooks)
     except Exception:
         lookout.close()  # its threads would go on: nothing else refers to it
         raise
@@ -88,6 +95,7 @@ def _with_state(
     *,
     device: torch.device,
     handover: Handover | None,
+    hooks: Hooks,
 ) -> Parts:
     """Make the parts that hold data, weights or checkpoints, and load the state of the run."""
     config = journal.config
@@ -100,10 +108,10 @@ def _with_state(
         engine = Engine(config, axes, feed.vocab_size, device, lookout.place)
     profile = Profile(config.run, world.rank, device, say)
     skips = Skips(engine, lookout.ranks.name, config.run.max_skips, say)
-    folder = Path(config.run.dir) / "checkpoints"
-    checkpoints = Checkpoints(folder, engine.state, axes, feed.course)
+    checkpoints = _checkpoints(engine, feed, hooks)
     start = handover or Handover(config.checkpoint.resume)
     attempt = Attempt(world, engine, checkpoints, start)
+    hooks.restore(checkpoints.resumption.extras)
     concluded = attempt.first
     if start.unfinished is not None:
         concluded -= 1
@@ -115,11 +123,7 @@ def _with_state(
     journal.directory = attempt.open(concluded, journal.show)
     attempt.choose(engine, memory, say)
 
-    def vote() -> Asked:
-        """Return the requests of all ranks; every rank calls it."""
-        return lookout.vote(peak_memory_bytes(engine.device))
-
-    verify = engine.verification.before_save
+    vote = partial(_vote, lookout, engine)
     tasks = Tasks(engine, feed.course, world, journal)
     parts = Parts(
         config=config,
@@ -134,13 +138,40 @@ def _with_state(
         lookout=lookout,
         profile=profile,
         skips=skips,
-        saving=Saving(checkpoints, config.run.steps, say, journal.keep, verify),
-        validation=Validation(config, feed, engine, tasks, vote=vote, standing=standing),
+        saving=_saving(checkpoints, journal, engine, hooks),
+        validation=Validation(
+            config, feed, engine, tasks, vote=vote, standing=standing, hooks=hooks
+        ),
         journal=journal,
         vote=vote,
     )
     _begin_log(parts, device, resumed_live=handover is not None)
     return parts
+
+
+def _vote(lookout: Lookout, engine: Engine) -> Asked:
+    """Return the requests of all ranks; every rank calls it."""
+    return lookout.vote(peak_memory_bytes(engine.device))
+
+
+def _checkpoints(engine: Engine, feed: Feed, hooks: Hooks) -> Checkpoints:
+    """Return the checkpoints of the run directory, which keep the states of the hooks too."""
+    folder = Path(engine.config.run.dir) / "checkpoints"
+    checkpoints = Checkpoints(folder, engine.state, engine.axes, feed.course)
+    checkpoints.extras = hooks.states
+    return checkpoints
+
+
+def _saving(checkpoints: Checkpoints, journal: Journal, engine: Engine, hooks: Hooks) -> Saving:
+    """Return what saves the run, after its state was verified."""
+    return Saving(
+        checkpoints,
+        engine.config.run.steps,
+        journal.say,
+        journal.keep,
+        verify=engine.verification.before_save,
+        hooks=hooks,
+    )
 
 
 def _begin_log(parts: Parts, device: torch.device, resumed_live: bool) -> None:

@@ -11,6 +11,7 @@ import gc
 import importlib
 import sys
 import time
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.seats import seats, widest
 from ptdmpi.train import live
-from ptdmpi.train.checks import checked
+from ptdmpi.train.hooks import Hooks
 from ptdmpi.train.live import Account, Completed, Handover, Holding, Route
 from ptdmpi.train.loop import Loop
 from ptdmpi.train.records.directory import append_lines
@@ -35,20 +36,6 @@ SPARE_POLL_S = 0.02  # how often a spare rank tests whether it is needed
 FINISHED = 1  # the lowest of the bits that all agree on; the exit code is in the bits above it
 
 
-def train(tree: dict[str, Any], world: World, signals: StopRequest) -> None:
-    """Train by the configuration `tree` (sections as parsed from TOML); every rank calls it.
-
-    Raises InputError for a configuration that cannot be used, and SystemExit with the exit code if
-    that is not 0.
-    """
-    config = world.on_root(lambda: checked(tree, world.size, world.local_size))
-    if config.run.on_failure == "abort":
-        Loop(config, world, signals).run()
-        return
-    world.on_root(ulfm.require)
-    Survivors(config, world, signals).run()
-
-
 class Survivors:
     """One rank of a run that survives the loss of others.
 
@@ -56,8 +43,11 @@ class Survivors:
     those lost since the last attempt trained. `failed_at` is the time of that loss.
     """
 
-    def __init__(self, config: Config, world: World, signals: StopRequest) -> None:
+    def __init__(
+        self, config: Config, world: World, signals: StopRequest, *, hooks: Hooks | None = None
+    ) -> None:
         self.config = config
+        self.hooks = hooks or Hooks()
         self.world = world
         self.signals = signals
         self.grid = grid_of(config)
@@ -69,10 +59,11 @@ class Survivors:
         # buffers of messages whose communicator was revoked: MPI may still read them
         self.stranded: list[Any] = []
 
-    def run(self) -> None:
+    def steps(self) -> Iterator[Completed]:
         """Make attempts until the run has ended, or too few ranks are left for the model.
 
-        Raises SystemExit with the exit code if that is not 0.
+        Yield the steps that this rank takes part in. Raises SystemExit with the exit code if that
+        is not 0.
         """
         # The first optimizer imports this, which takes seconds: too long for a spare rank that is
         # called in. Frozen, imported modules are not searched for garbage, so that old engines are
@@ -81,7 +72,7 @@ class Survivors:
         gc.freeze()
         while True:
             with fail_together(self.world):
-                outcome = self._attempt()
+                outcome = yield from self._attempt()
             if outcome & FINISHED:
                 break
             self._put_away()
@@ -100,10 +91,10 @@ class Survivors:
         if code:
             raise SystemExit(code)
 
-    def _attempt(self) -> int:
+    def _attempt(self) -> Generator[Completed, None, int]:
         """Take a place and train, or wait; return the bits that all living ranks agreed on."""
         try:
-            code = self._work()
+            code = yield from self._work()
         except SharedInputError as error:  # it was not raised on the spare ranks
             raise InputError(str(error)) from None
         except InputError:
@@ -122,13 +113,13 @@ class Survivors:
         # A rank that left before all are done would be missing in the recovery of the others.
         return ulfm.agree(self.world, FINISHED | code << 1)
 
-    def _work(self) -> int | None:
+    def _work(self) -> Generator[Completed, None, int | None]:
         """Train to the end and return the exit code; on a spare rank, return None at once."""
         loop = self._take_place()
         if loop is None:
             return None
         try:
-            loop.run()
+            yield from loop.steps()
         except SystemExit as stop:  # all ranks of the loop stop alike
             return int(stop.code or 0)
         return 0
@@ -152,7 +143,7 @@ class Survivors:
         handles = live.give(world, self.holding, ways)
         if crew is not None:
             handover = self._handover(accounts, step, ways) if self.news else None
-            loop = Loop(self._resolved(), crew, self.signals, handover)
+            loop = Loop(self._resolved(), crew, self.signals, handover, hooks=self.hooks)
             self.world.last_words = crew.last_words
         for handle in handles:
             handle.wait()

@@ -5,6 +5,7 @@ from functools import partial
 
 from ptdmpi.base.words import file_size
 from ptdmpi.checkpoint.save import Checkpoints, Saved, SaveFailed
+from ptdmpi.train.hooks import Hooks
 from ptdmpi.watch.requests import Save
 
 
@@ -24,7 +25,9 @@ class Saving:
         last_step: int,
         say: Callable[[str], None],
         record: Callable[..., None],
+        *,
         verify: Callable[[], None],
+        hooks: Hooks,
     ) -> None:
         """`last_step` is the run's; `say` prints a line, `record` writes a record of values.
         `verify` raises an error if the state must not be saved."""
@@ -34,6 +37,7 @@ class Saving:
         self.say = say
         self.record = record
         self.verify = verify
+        self.hooks = hooks
         self.failures = 0
         self.retry_step: int | None = None
         self.newest: tuple[int, str] | None = None
@@ -90,3 +94,4 @@ class Saving:
             checkpoint_stall_s=saved.stall_s,
             checkpoint_write_s=saved.write_s,
         )
+        self.hooks.saved(saved.step, saved.path)

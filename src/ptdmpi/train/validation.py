@@ -9,8 +9,9 @@ from ptdmpi.config import Config
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.output.losses import RIGHT, TASK, SummedLoss, recorded, summed
 from ptdmpi.train.feed import Feed
+from ptdmpi.train.hooks import Hooks
 from ptdmpi.train.standing import Standing
-from ptdmpi.train.tasks import Tasks
+from ptdmpi.train.tasks.measured import Tasks
 from ptdmpi.watch.requests import Asked, Save
 
 
@@ -29,6 +30,7 @@ class Validation:
         *,
         vote: Callable[[], Asked],
         standing: Standing,
+        hooks: Hooks,
     ) -> None:
         """`vote` returns what the ranks ask for: a stop breaks a long validation off."""
         self.config = config
@@ -38,6 +40,8 @@ class Validation:
         self.journal = tasks.journal
         self.vote = vote
         self.standing = standing
+        self.hooks = hooks
+        self.values: dict[str, Any] = {}  # of the record of the last validation
         # the loss that a model must beat to have learned more than pairs of tokens: reported once
         self.bigram_pending = config.log.bigram_baseline and bool(feed.valid)
 
@@ -64,6 +68,16 @@ class Validation:
     def _asks_tasks(self, step: int) -> bool:
         """Return True if the tasks are due after `step` and have not been evaluated."""
         return self.tasks.due(step) and self.standing.tasks_step < step
+
+    def measured(self, step: int) -> dict[str, Any]:
+        """Return the values of the validation after `step`: of the one that was due, or of one that
+        is made now. {} if a stop breaks it off, or without validation data."""
+        last = self.standing.last
+        if self.feed.valid and (last is None or last.step < step or not self.values):
+            with self.engine.replicas.averaged():
+                if self._validate(step).stop:
+                    return {}
+        return self.values
 
     def after_step(self, step: int) -> Asked:
         """Measure, record and report what is due; return what the ranks ask for afterwards.
@@ -105,6 +119,8 @@ class Validation:
             text += f"  (bigram model: loss {loss:.4f})"
             self.bigram_pending = False
         self.journal.keep(step=step, **values)
+        self.values = values
+        self.hooks.validated(step, values)
         # one loss decides what follows on all ranks: rank 0's
         loss = self.engine.axes.world.broadcast_object(values["validation_loss"])
         if self.standing.take(step, loss) and not asked.save:

@@ -189,6 +189,15 @@ def answer(request: LayoutRequest) -> LayoutPlan:
     return LayoutPlan(pricer, best.layout, numbers)
 
 
+def plan(model: str, cluster: str, **options: Any) -> dict[str, Any]:
+    """Return what `ptdmpi plan --model MODEL --cluster CLUSTER ... --json` prints.
+
+    `options` are those of the command, such as ranks=64, layout="t=8,p=4,d=2" or zero=3. Neither
+    torch nor MPI is needed. Raises InputError as `answer` does, and TypeError for another option.
+    """
+    return answer(LayoutRequest(model, cluster, **options)).numbers
+
+
 def _pricer(request: LayoutRequest) -> Pricer:
     cluster = load_cluster(request.cluster)
     model = request.adapted(load_model(request.model))

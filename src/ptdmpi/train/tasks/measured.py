@@ -17,7 +17,7 @@ from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.sharded import GatheredWeights
 from ptdmpi.sinks.record import task_score
 from ptdmpi.train.records.journal import Journal
-from ptdmpi.train.task_files import task_files, text_of
+from ptdmpi.train.tasks.files import task_files, text_of
 from ptdmpi.watch.requests import Asked, Save
 
 ITEMS = 64  # questions to each data rank between two votes on whether the run is to stop

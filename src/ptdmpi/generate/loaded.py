@@ -1,0 +1,101 @@
+"""A trained model that a program asks."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptdmpi.comm.world import World, end_together
+from ptdmpi.config import Config, InputError
+from ptdmpi.generate.generator import ROWS
+from ptdmpi.generate.prompts import Given
+from ptdmpi.generate.write import Writer
+from ptdmpi.inference.model import InferenceModel
+
+
+class LoadedModel:
+    """A trained model with its tokenizer, on all ranks that the launcher started.
+
+    Every rank calls every method with the same arguments, and gets the same results.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self.model: InferenceModel = writer.model
+        self.config: Config = writer.model.config
+        self.checkpoint: Path = writer.stored.checkpoint
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without a begin or an end."""
+        return list(self._writer.text.encode(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        return self._writer.text.decode(ids)
+
+    def generate(self, prompt: str | Sequence[str], **options: Any) -> list[str]:
+        """Return the continuation of each prompt.
+
+        `options` are those of `ptdmpi generate`: max_new_tokens, samples (of each prompt),
+        temperature, top_k, top_p and seed. The texts do not depend on the layout. Raises InputError
+        for a prompt that the model cannot continue, and TypeError for another option.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        writer = self._writer.changed(**options)
+        world = writer.world
+        given = [Given(text) for text in prompts]
+        ready = world.on_root(lambda: writer.prepare(given))
+        records = writer.continuations(given, ready)
+        texts = [record["text"] for record in records]
+        shared: list[str] = world.control.bcast(texts, root=0)
+        return shared
+
+    def log_probabilities(self, ids: Sequence[int]) -> list[float]:
+        """Return the log probability in nats of each of `ids` but the first, given those before
+        it. Raises InputError if they are fewer than 2, or more than a sequence and one."""
+        model = self.model
+        most = model.seq_length + 1
+        if not 2 <= len(ids) <= most:
+            raise InputError(f"{len(ids)} ids; legal: 2 to {most}")
+        tokens = torch.tensor(list(ids), device=model.device)[:, None]
+        scored = model.log_probabilities(tokens[:-1], tokens[1:])
+        model.finish()
+        values = None if scored is None else scored[0][:, 0].tolist()
+        shared: list[float] = model.share(values)
+        return shared
+
+
+def load(
+    run: str | Path,
+    *,
+    layout: str | None = None,
+    precision: str | None = None,
+    adapter: str | Path | None = None,
+    tokenizer: str | None = None,
+    ema: bool = False,
+) -> LoadedModel:
+    """Return the newest checkpoint of `run`: a run directory, a checkpoint, or a converted model.
+
+    `layout` such as "t=2,p=2": the ranks of each model; None: those of the run, if they are there.
+    `precision`: None: that of the run. `adapter`: adapters over it. `ema`: the weights' average.
+    Every rank calls it. Raises InputError, on all ranks, if it cannot be loaded. An exception that
+    one rank does not catch ends all.
+    """
+    world = World()
+    end_together(world)
+    options = {
+        "layout": layout,
+        "precision": precision,
+        "adapter": None if adapter is None else Path(adapter),
+        "tokenizer": tokenizer,
+        "ema": ema,
+        "max_new_tokens": None,
+        "samples": 1,
+        "batch": ROWS,
+        "temperature": 1.0,
+        "top_k": None,
+        "top_p": 1.0,
+        "seed": 0,
+    }
+    return LoadedModel(Writer(Path(run), world, options))

@@ -1,0 +1,43 @@
+"""Token shards as a data set of torch."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset as TorchDataset
+
+from ptdmpi.data.shards import Dataset
+
+
+class TokenWindows(TorchDataset[dict[str, Tensor]]):
+    """The samples of a directory of token shards, in the order of the shards.
+
+    Sample i has "input_ids" and "labels", int64 [seq_length] each: the labels are the tokens one to
+    the right. A run draws the same samples, in an order of its own.
+    """
+
+    def __init__(self, shards: Dataset, seq_length: int) -> None:
+        self.shards = shards
+        self.seq_length = seq_length
+        self._samples = shards.samples(seq_length)
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        """Return sample `number`; raise IndexError if there is none."""
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
+        (row,) = self.shards.read(np.array([number % len(self)]), self.seq_length)
+        tokens = torch.from_numpy(row)
+        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+
+def open_shards(directory: str | Path, seq_length: int) -> TokenWindows:
+    """Return the samples of `seq_length` tokens in a directory of shards.
+
+    Tokens are verified when they are first read. Raises InputError if the directory has no shards,
+    if they do not fit together, or if no shard has a whole sample.
+    """
+    return TokenWindows(Dataset(directory, verified=True), seq_length)

@@ -1,0 +1,1 @@
+"""The tasks that a run trains on, or is measured by."""

@@ -1,0 +1,198 @@
+"""`ptdmpi.Run`: a program's own loop over a run, its hooks, and what it may call in between."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tomlkit
+import torch
+
+from ptdmpi.comm.world import World
+from ptdmpi.config import InputError, with_values
+from ptdmpi.train.hooks import Hook, Hooks
+from ptdmpi.train.run import Launch, Run
+from ptdmpi.watch.requests import StopRequest
+from tests._mpirun import mpirun
+from tests._runs import configuration, corpus
+from tests.parallel import parallel
+
+LAYOUTS = {1: {}, 2: {"parallel.tensor": 2}, 4: {"parallel.tensor": 2, "parallel.pipeline": 2}}
+
+
+class Noted(Hook):
+    """Notes the calls, and keeps the number of steps that it has seen."""
+
+    def __init__(self):
+        self.calls = []
+        self.seen = 0
+
+    def step_ended(self, step):
+        self.seen += 1
+        self.calls.append(("step", step.step))
+
+    def validated(self, step, values):
+        self.calls.append(("validated", step, values["validation_loss"]))
+
+    def saved(self, step, path):
+        self.calls.append(("saved", step, path.name))
+
+    def stopped(self, step, why):
+        self.calls.append(("stopped", step, why))
+
+    def state(self):
+        return {"seen": self.seen}
+
+    def restore(self, state):
+        self.seen = state["seen"]
+
+
+def made(comm, folder, changes, hooks=()):
+    """The run on the ranks of a test's communicator."""
+    if comm.rank == 0 and not (folder / "train").exists():
+        corpus(folder)
+    comm.Barrier()
+    tree = configuration(folder, {**LAYOUTS[comm.size], **changes})
+    return Run(tree, hooks=hooks, launch=Launch(World(comm), StopRequest()))
+
+
+def losses(folder):
+    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [record["loss"] for record in records if "loss" in record]
+
+
+@parallel(ranks=[1, 4])
+def test_a_loop_of_ones_own_trains_as_the_command(comm, tmp_path):
+    steps = []
+    for step in made(comm, tmp_path, {"run.steps": 4}):
+        steps.append((step.step, step.result.loss))
+    made(comm, tmp_path, {"run.steps": 4, "run.dir": str(tmp_path / "other/run")}).train()
+    if comm.rank == 0:
+        other = losses(tmp_path / "other")
+        assert steps == list(enumerate(other, 1)) and losses(tmp_path) == other
+        assert (tmp_path / "run/done").exists()
+
+
+@parallel(ranks=[2])
+def test_a_run_is_left_and_taken_up_again_with_the_state_of_its_hooks(comm, tmp_path):
+    valid = {"run.steps": 5, "data.valid": str(tmp_path / "valid")}
+    whole = [step.result.loss for step in made(comm, tmp_path, valid)]
+    here = {**valid, "run.dir": str(tmp_path / "other/run")}
+    noted = Noted()
+    run = made(comm, tmp_path, here, [noted])
+    for step in run:
+        if step.step == 2:
+            values = run.validate()
+            assert run.validate() == values  # nothing is measured twice after a step
+            path = run.save()
+            assert run.save() == path and path.name.endswith("2")
+        if step.step == 3:
+            break
+    assert noted.calls[:2] == [("step", 1), ("step", 2)]
+    assert ("validated", 2, values["validation_loss"]) in noted.calls
+    assert ("saved", 2, path.name) in noted.calls
+    assert noted.calls[-1] == ("stopped", 3, "left before its last step")
+    again = Noted()
+    resumed = made(comm, tmp_path, here, [again])
+    assert again.seen == 2 and resumed.step == 2
+    rest = [step.result.loss for step in resumed]
+    assert rest == whole[2:] and again.seen == 5
+    assert again.calls[-1] == ("stopped", 5, "done")
+    assert again.calls[-2][0] == "saved"
+
+
+@parallel(ranks=[2])
+def test_model_state_and_axes_are_this_ranks(comm, tmp_path):
+    run = made(comm, tmp_path, {"run.steps": 1})
+    names = [name for name, _ in run.model["0"].named_parameters()]
+    assert "layers.0.attention.qkv.weight" in names and run.axes["tensor"].size == 2
+    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    (step,) = run
+    assert step.step == 1 and run.state.counters.updates == 1
+    moved = [name for name, p in run.model.named_parameters() if not torch.equal(p, before[name])]
+    assert len(moved) > len(before) // 2
+
+
+def test_two_hooks_of_one_name_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="same name"):
+        Hooks([Noted(), Noted()])
+
+
+PROGRAM = """
+import sys
+import ptdmpi
+run = ptdmpi.Run(sys.argv[1], {{"run.steps": 3}})
+for step in run:
+    {body}
+print("ended", run.step, run.axes.world.rank)
+"""
+AS_IT_IS = "pass"
+FAILS_ON_ONE_RANK = "assert run.axes.world.rank == 0, 'a mistake of mine'"
+
+
+def program(folder, body, ranks, **changes):
+    """Run a program of its own loop under mpirun; return the finished process."""
+    corpus(folder)
+    config = folder / "config.toml"
+    tree = configuration(folder, {**LAYOUTS[ranks], **changes})
+    config.write_text(tomlkit.dumps(tree))
+    script = folder / "program.py"
+    script.write_text(PROGRAM.format(body=body))
+    return mpirun(ranks, [str(script), str(config)], timeout_s=60, check=False)
+
+
+def test_a_program_trains_under_mpirun(tmp_path):
+    done = program(tmp_path, AS_IT_IS, 2)
+    assert done.returncode == 0, done.stderr
+    ends = sorted(line for line in done.stdout.splitlines() if line.startswith("ended"))
+    assert ends == ["ended 3 0", "ended 3 1"]
+
+
+def test_a_mistake_of_one_rank_ends_all(tmp_path):
+    done = program(tmp_path, FAILS_ON_ONE_RANK, 2)
+    assert done.returncode == 1
+    assert "a mistake of mine" in done.stderr and "[rank 1 on " in done.stderr
+
+
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path):
+    done = program(tmp_path, AS_IT_IS, 2, **{"model.heads": 3})
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "ptdmpi: error: " in done.stderr and "heads" in done.stderr
+
+
+def test_signals_are_handled_as_before_after_a_run(tmp_path):
+    """Ctrl-C ends the program again once the run has ended."""
+    usual = "signal.getsignal(signal.SIGINT) is signal.default_int_handler"
+    body = f"import signal; assert not {usual}\nassert {usual}"
+    body = body.replace("\nassert", "\nimport signal\nassert")
+    done = program(tmp_path, body, 1)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_is_light_until_something_is_used():
+    """Importing it loads neither torch nor MPI, nor does planning."""
+    code = (
+        "import sys, ptdmpi; ptdmpi.plan(model='gpt3-125m', cluster='selene', ranks=8); "
+        "print({'torch', 'mpi4py.MPI', 'h5py'} & set(sys.modules), dir(ptdmpi))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("set() ") and "'Run'" in done.stdout
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    import ptdmpi
+
+    with pytest.raises(AttributeError, match="no attribute 'train_fast'"):
+        getattr(ptdmpi, "train_" + "fast")
+    for name in ptdmpi.__all__:
+        assert getattr(ptdmpi, name).__doc__
+
+
+def test_settings_name_keys_of_sections():
+    tree = with_values({"run": {"steps": 1, "name": "a"}}, {"run.steps": 2, "run.name": None})
+    assert tree == {"run": {"steps": 2}}
+    assert with_values({}, {"log.every_steps": 5}) == {"log": {"every_steps": 5}}
+    for key in ("steps", "run.", ""):
+        with pytest.raises(InputError, match="no key of a section"):
+            with_values({}, {key: 1})

@@ -34,9 +34,10 @@ setup(
     description="Trains large language models over MPI: tensor, pipeline and data parallelism",
     license="MIT",
     python_requires=">=3.11",
-    package_dir={"": "src", "data_prep": "data_prep"},
-    packages=[*find_packages("src"), "data_prep", "data_prep.chat"],
-    package_data={"ptdmpi": ["presets/**/*.toml"]},
+    # `ptdmpi run` needs the script that sets the environment of MPI
+    package_dir={"": "src", "data_prep": "data_prep", "ptdmpi.jobs": "jobs"},
+    packages=[*find_packages("src"), "ptdmpi.jobs", "data_prep", "data_prep.chat"],
+    package_data={"ptdmpi": ["presets/**/*.toml"], "ptdmpi.jobs": ["mpi-env.sh"]},
     install_requires=[
         "click>=8.1,<9",
         "h5py>=3.10,<4",

@@ -6,7 +6,7 @@ import click
 
 from ptdmpi.base.words import file_size, short
 from ptdmpi.comm import launch
-from ptdmpi.commands.options import EMA, PATH
+from ptdmpi.terminal.options import EMA, PATH
 from ptdmpi.terminal.program import CommandGroup
 
 

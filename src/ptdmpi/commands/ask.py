@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from ptdmpi.commands.options import AS_JSON, PATH, Number, NumberList
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import complete, parse
 from ptdmpi.config.legality import layout_mistakes
@@ -21,6 +20,7 @@ from ptdmpi.plan.machine.cluster import cluster_names
 from ptdmpi.plan.search.search import search
 from ptdmpi.plan.search.space import Space
 from ptdmpi.plan.show.draw import check_picture
+from ptdmpi.terminal.options import AS_JSON, PATH, Number, NumberList
 from ptdmpi.terminal.program import CommandGroup
 from ptdmpi.terminal.say import note
 

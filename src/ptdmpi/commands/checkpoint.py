@@ -12,8 +12,8 @@ from ptdmpi.checkpoint import best
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint import examine as check
 from ptdmpi.checkpoint.manifest import QUANTIZATION, Manifest, sound_manifest
-from ptdmpi.commands.options import AS_JSON, PATH
 from ptdmpi.config import InputError
+from ptdmpi.terminal.options import AS_JSON, PATH
 from ptdmpi.terminal.program import CommandGroup
 
 

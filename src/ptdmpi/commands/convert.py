@@ -11,7 +11,7 @@ import click
 
 from ptdmpi.base.words import counted, file_size, short
 from ptdmpi.comm import launch
-from ptdmpi.commands.options import AS_JSON, EMA, PATH
+from ptdmpi.terminal.options import AS_JSON, EMA, PATH
 from ptdmpi.terminal.program import CommandGroup
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ptdmpi.comm import launch
-from ptdmpi.commands.options import AS_JSON
 from ptdmpi.config import InputError
+from ptdmpi.terminal.options import AS_JSON
 from ptdmpi.terminal.program import Command
 from ptdmpi.terminal.say import note
 

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ptdmpi.comm import launch
-from ptdmpi.commands.options import PATH, options_of_a_trained_model
+from ptdmpi.terminal.options import PATH, options_of_a_trained_model
 from ptdmpi.terminal.program import Command, mendable_paths
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ptdmpi.comm import launch
-from ptdmpi.commands.options import PATH, options_of_a_trained_model
 from ptdmpi.config import InputError
+from ptdmpi.terminal.options import PATH, options_of_a_trained_model
 from ptdmpi.terminal.program import Command, mendable_paths
 from ptdmpi.terminal.say import note
 

@@ -6,9 +6,9 @@ from typing import Any
 import click
 
 from ptdmpi.base.disk import replacing
-from ptdmpi.commands.options import PATH
 from ptdmpi.config import InputError
 from ptdmpi.preview.draft import SMALL, Wish, draft
+from ptdmpi.terminal.options import PATH
 from ptdmpi.terminal.program import Command
 
 

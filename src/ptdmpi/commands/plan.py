@@ -8,7 +8,6 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ptdmpi.commands.options import AS_JSON, Number, ShardGroup
 from ptdmpi.config import InputError, load
 from ptdmpi.config.choices import OFFLOADS, RECOMPUTE_MODES, SCHEDULES
 from ptdmpi.config.section import MOST_BATCH, MOST_RANKS
@@ -17,6 +16,7 @@ from ptdmpi.plan.layer.low_bit import CODES
 from ptdmpi.plan.machine.cluster import cluster_names
 from ptdmpi.plan.show import table
 from ptdmpi.plan.show.draw import check_picture
+from ptdmpi.terminal.options import AS_JSON, Number, ShardGroup
 from ptdmpi.terminal.program import Command
 from ptdmpi.terminal.say import note
 

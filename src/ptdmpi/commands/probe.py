@@ -9,8 +9,8 @@ import click
 from ptdmpi.base.heap import keep_freed
 from ptdmpi.base.words import counted
 from ptdmpi.comm import launch
-from ptdmpi.commands.options import AS_JSON
 from ptdmpi.config.precision import PRECISIONS
+from ptdmpi.terminal.options import AS_JSON
 from ptdmpi.terminal.program import Command
 
 

@@ -8,11 +8,11 @@ import click
 
 from ptdmpi.base.words import file_size, short
 from ptdmpi.comm import launch
-from ptdmpi.commands.options import AS_JSON, EMA, PATH
 from ptdmpi.config import InputError
 from ptdmpi.config.choices import CodesName
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.plan.layer.low_bit import LowBit
+from ptdmpi.terminal.options import AS_JSON, EMA, PATH
 from ptdmpi.terminal.program import Command, mendable_paths
 
 INTEGER_CODES: dict[str, CodesName] = {"8": "int8", "4": "int4"}

@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from ptdmpi.commands.options import AS_JSON
 from ptdmpi.config import InputError
 from ptdmpi.config.choices import default_schedule
 from ptdmpi.config.legality import MOST_FORWARDS
@@ -17,6 +16,7 @@ from ptdmpi.plan.schedule.orders import KINDS, Schedule, build
 from ptdmpi.plan.schedule.simulate import Costs, Timeline, simulate
 from ptdmpi.plan.show import draw
 from ptdmpi.plan.show.trace import chrome_trace
+from ptdmpi.terminal.options import AS_JSON
 from ptdmpi.terminal.program import Command
 
 

@@ -1,0 +1,81 @@
+"""`ptdmpi run`: start a training and its launcher, and start the ranks anew if they are lost."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from pydantic import ValidationError
+
+from ptdmpi.config import InputError, RunConfig, load
+from ptdmpi.terminal.launched import launched_size
+from ptdmpi.terminal.options import Number
+from ptdmpi.terminal.program import Command
+
+
+@click.command(
+    cls=Command,
+    exit_codes="Exit codes: 0 done, 2 bad input, 75 stopped on request after saving (the same "
+    "command goes on), else a failure.",
+)
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("-n", "ranks", type=click.IntRange(1), help="Ranks [default: the scheduler's].")
+@click.option("--hosts", default="", metavar="A:4,B:4", help="Hosts, and ranks on each of them.")
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set any key.")
+@click.option("--layout", type=click.Choice(["auto"]), help="Search the best layout that fits.")
+@click.option(
+    "--restarts",
+    type=click.IntRange(0),
+    default=5,
+    show_default=True,
+    help="Starts in a row that may bring no new step.",
+)
+@click.option(
+    "--grow-every",
+    "grow_s",
+    type=Number(),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often a run that has lost nodes asks whether they are back.",
+)
+def command(config: Path, ranks: int | None, overrides: tuple[str, ...], **options: Any) -> None:
+    """Train the model that the TOML file CONFIG describes, and keep it training, for example
+
+    ptdmpi run -n 4 CONFIG --set parallel.tensor=2
+
+    It starts mpirun, or inside a Slurm allocation srun, with the settings that MPI needs. Ctrl-C
+    stops the run after the present step and saves. If a rank dies, hangs or loses its node, the
+    ranks are started anew within the same job and go on from the newest state, on the nodes that
+    are left.
+    """
+    from ptdmpi.supervise.environment import mpi_environment
+    from ptdmpi.supervise.place import place_of
+    from ptdmpi.supervise.supervisor import SupervisedJob, Supervisor
+
+    if launched_size() > 1:
+        raise InputError("ptdmpi run starts the launcher itself: call it without mpirun or srun")
+    tree = load(config, overrides)
+    run = _run_section(config, tree)
+    environment = mpi_environment()
+    place = place_of(options["hosts"], environment)
+    wanted = ranks or place.ranks
+    if not wanted:
+        raise InputError("how many ranks? legal: -n RANKS, or a job of Slurm or PBS")
+    words = [str(config)]
+    for override in overrides:
+        words += ["--set", override]
+    if options["layout"]:
+        words += ["--layout", options["layout"]]
+    job = SupervisedJob(tuple(words), tree, run, wanted, options["restarts"], options["grow_s"])
+    sys.exit(Supervisor(job, place.filled(wanted), environment).run())
+
+
+def _run_section(config: Path, tree: dict[str, Any]) -> RunConfig:
+    """Return the section [run]. Raise InputError, one line, if it cannot be used."""
+    try:
+        return RunConfig.model_validate(tree.get("run", {}))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise InputError(f"{config}: run.{key}: {first['msg']}") from None

@@ -1,0 +1,38 @@
+"""The environment of MPI programs, as `jobs/mpi-env.sh` sets it: the only place that knows it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ptdmpi.config import InputError
+
+SCRIPT = "mpi-env.sh"
+# Open MPI passes on its own variables; of the others a rank on another host needs these.
+PASSED_ON = ("OMP_NUM_THREADS", "MPI4PY_LIBMPI", "PYTHONPATH", "PTDMPI_COPIES")
+
+
+def script() -> Path:
+    """Return the path of `mpi-env.sh`: in `jobs/` of a clone, or in the installed package.
+
+    Raise InputError if it is in neither.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "jobs", package.parents[1] / "jobs"):
+        if (folder / SCRIPT).is_file():
+            return folder / SCRIPT
+    raise InputError(f"{SCRIPT} is not installed: install the package again")
+
+
+def mpi_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return `environ` with the settings of `mpi-env.sh`; variables that are set stay."""
+    environment = dict(environ)
+    if sys.prefix != sys.base_prefix:
+        environment.setdefault("VIRTUAL_ENV", sys.prefix)
+    dump = "import json, os; print(json.dumps(dict(os.environ)))"
+    command = ["bash", "-c", f'. "$0" && exec "{sys.executable}" -Sc "{dump}"', str(script())]
+    printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    found: dict[str, str] = json.loads(printed.stdout)
+    return found

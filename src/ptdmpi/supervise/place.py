@@ -1,0 +1,187 @@
+"""The nodes on which a job may start ranks, and the launcher's command line for them.
+
+Inside an allocation the nodes are those of the scheduler: Slurm starts ranks by steps of `srun`,
+PBS by mpirun with the names of its node file. Elsewhere they are the hosts that the user names, or
+this machine.
+"""
+
+import math
+import os
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ptdmpi.config import InputError
+from ptdmpi.supervise.environment import PASSED_ON
+
+# A node that does not start `true` within this time is lost.
+PROBE_S = 20.0
+
+
+@dataclass(frozen=True)
+class LaunchHost:
+    """A host, and the number of ranks that it takes; 0: an equal share of all ranks."""
+
+    name: str
+    ranks: int = 0
+
+
+@dataclass(frozen=True)
+class LaunchPlace:
+    """The nodes of a job in the order in which they are filled; none: this machine.
+
+    `launcher` is "mpirun" (Open MPI's options), "mpiexec" (those of MPICH and PALS) or "srun", with
+    `options` for every start. `ranks` is what the scheduler gives, or 0.
+    """
+
+    launcher: str
+    nodes: tuple[LaunchHost, ...] = ()
+    options: tuple[str, ...] = ()
+    ranks: int = 0
+
+    def filled(self, ranks: int) -> "LaunchPlace":
+        """Return the place with the number of ranks of each node decided, for `ranks` ranks.
+
+        Raise InputError if the nodes do not take that many.
+        """
+        if not self.nodes:
+            return replace(self, ranks=ranks)
+        share = math.ceil(ranks / len(self.nodes))
+        nodes = tuple(LaunchHost(node.name, node.ranks or share) for node in self.nodes)
+        most = sum(node.ranks for node in nodes)
+        if ranks > most:
+            raise InputError(f"-n {ranks}: the hosts take {most} ranks; legal: name:ranks, ...")
+        return replace(self, nodes=nodes, ranks=ranks)
+
+    def room(self, nodes: Sequence[LaunchHost]) -> int:
+        """Return the number of ranks that `nodes`, some of this place's, take."""
+        if not self.nodes:
+            return self.ranks
+        return sum(node.ranks for node in nodes)
+
+    def command(self, ranks: int, nodes: Sequence[LaunchHost]) -> list[str]:
+        """Return the launcher's words that start `ranks` ranks on the first of `nodes`."""
+        used: list[LaunchHost] = []
+        for node in nodes:
+            if self.room(used) < ranks:
+                used.append(node)
+        words = [self.launcher, *self.options, "-n", str(ranks)]
+        names = ",".join(node.name for node in used)
+        most = max((node.ranks for node in used), default=0)
+        if not used:
+            return words
+        if self.launcher == "srun":
+            count = str(len(used))
+            return [*words, "-N", count, f"--ntasks-per-node={most}", "--nodelist", names]
+        if self.launcher == "mpiexec":
+            return [*words, "-ppn", str(most), "-hosts", names]
+        hosts = ",".join(f"{node.name}:{node.ranks}" for node in used)
+        passed = [word for name in PASSED_ON if name in os.environ for word in ("-x", name)]
+        return [*words, *passed, "--host", hosts]
+
+    def probe(self, node: LaunchHost) -> list[str]:
+        """Return the words that start a program on one node, which tells whether it lives."""
+        if self.launcher == "srun":
+            options = ["--overlap", "--mpi=none", "-n", "1", "-N", "1", "--nodelist", node.name]
+            return ["srun", *options, "true"]
+        if self.launcher == "mpiexec":
+            return ["mpiexec", "-n", "1", "-hosts", node.name, "true"]
+        return ["mpirun", "-n", "1", "--host", node.name, "true"]
+
+    def living(self, environment: Mapping[str, str]) -> tuple[LaunchHost, ...]:
+        """Return the nodes that start a program now, all asked at once."""
+        if not self.nodes:
+            return ()
+
+        def lives(node: LaunchHost) -> bool:
+            try:
+                asked = subprocess.run(
+                    self.probe(node),
+                    env=dict(environment),
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    timeout=PROBE_S,
+                    start_new_session=True,
+                )
+            except (OSError, subprocess.TimeoutExpired):
+                return False
+            return asked.returncode == 0
+
+        with ThreadPoolExecutor(len(self.nodes)) as threads:
+            alive = list(threads.map(lives, self.nodes))
+        return tuple(node for node, here in zip(self.nodes, alive, strict=True) if here)
+
+
+def place_of(hosts: str, environment: Mapping[str, str]) -> LaunchPlace:
+    """Return the place of a job: `hosts` ("a,b" or "a:4,b:4"), the allocation, or this machine.
+
+    Raise InputError if there is no launcher, or a host has no number of ranks after its colon.
+    """
+    path = environment.get("PATH")
+    if not hosts and "SLURM_JOB_ID" in environment and shutil.which("srun", path=path):
+        return _slurm(environment)
+    program = next((name for name in ("mpirun", "mpiexec") if shutil.which(name, path=path)), "")
+    if not program:
+        raise InputError("no mpirun on PATH: load the site's MPI, or pip install 'ptdmpi[mpi]'")
+    launcher = "mpiexec"
+    if "Open MPI" in _version(program, environment):
+        launcher = "mpirun"
+    if not hosts and "PBS_NODEFILE" in environment:
+        return _pbs(launcher, Path(environment["PBS_NODEFILE"]))
+    return LaunchPlace(launcher, tuple(_host(word) for word in hosts.split(",") if word))
+
+
+def _host(word: str) -> LaunchHost:
+    name, colon, ranks = word.strip().partition(":")
+    if not name or (colon and not (ranks.isdigit() and int(ranks))):
+        raise InputError(f"--hosts {word}: write name or name:ranks, for example n1:4,n2:4")
+    return LaunchHost(name, int(ranks or 0))
+
+
+def _pbs(launcher: str, node_file: Path) -> LaunchPlace:
+    try:
+        lines = Counter(node_file.read_text().split())
+    except OSError as error:
+        raise InputError(f"PBS_NODEFILE {node_file}: {error.strerror}") from None
+    nodes = tuple(LaunchHost(name, count) for name, count in lines.items())
+    return LaunchPlace(launcher, nodes, ranks=lines.total())
+
+
+def _slurm(environment: Mapping[str, str]) -> LaunchPlace:
+    """Return the nodes of a Slurm allocation. An exit code does not end the step, for the ranks do
+    not stop at the same moment; the rest of a step ends 60 s after its first rank."""
+    names = subprocess.run(
+        ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")],
+        env=dict(environment),
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    ranks = int(environment.get("SLURM_NTASKS", "0"))
+    options = ["--kill-on-bad-exit=0", "--wait=60", "--no-kill"]
+    if "SLURM_MPI_TYPE" not in environment:
+        options.append(f"--mpi={_plugin(environment)}")
+    if cores := environment.get("SLURM_CPUS_PER_TASK"):
+        options.append(f"--cpus-per-task={cores}")  # srun does not inherit it since 22.05
+    share = math.ceil(ranks / max(1, len(names)))
+    return LaunchPlace(
+        "srun", tuple(LaunchHost(name, share) for name in names), tuple(options), ranks
+    )
+
+
+def _plugin(environment: Mapping[str, str]) -> str:
+    """Return Slurm's plugin for the MPI library: Open MPI has pmix, MPICH and its kin pmi2; Cray's
+    machines, which have no mpirun, cray_shasta."""
+    if not shutil.which("mpirun", path=environment.get("PATH")):
+        return "cray_shasta"
+    return "pmix" if "Open MPI" in _version("mpirun", environment) else "pmi2"
+
+
+def _version(program: str, environment: Mapping[str, str]) -> str:
+    asked = subprocess.run(
+        [program, "--version"], env=dict(environment), capture_output=True, text=True
+    )
+    return asked.stdout + asked.stderr

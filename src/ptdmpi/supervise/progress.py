@@ -1,0 +1,54 @@
+"""What a run directory says of the progress of its run, while its ranks are being supervised."""
+
+import contextlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+TAIL_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """The progress of the run in the directory `path`, which is to reach `steps` steps."""
+
+    path: Path
+    steps: int
+
+    def newest_step(self) -> int:
+        """Return the last step that has a record; 0 without any."""
+        with contextlib.suppress(OSError):
+            with open(self.path / "metrics.jsonl", "rb") as file:
+                size = file.seek(0, 2)
+                file.seek(max(0, size - TAIL_BYTES))
+                lines = file.read().splitlines()
+            for line in reversed(lines):
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    record = json.loads(line)
+                    if "loss" in record:
+                        return int(record["step"])
+        return 0
+
+    def done(self) -> int | None:
+        """Return the steps of a run that has ended; None while it has not."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return int(json.loads((self.path / "done").read_text())["steps"])
+        return None
+
+    def newest_checkpoint(self) -> tuple[str, int] | None:
+        """Return name and time of the newest checkpoint; None without one. It changes with every
+        save."""
+        latest = self.path / "checkpoints" / "latest"
+        with contextlib.suppress(OSError):
+            name = latest.read_text(errors="replace").strip()
+            if re.fullmatch(r"step-\d+", name):
+                return name, latest.stat().st_mtime_ns
+        return None
+
+    def log(self, line: str) -> None:
+        """Append a line to the run's log, if the run has one."""
+        log = self.path / "log.txt"
+        if log.is_file():
+            with contextlib.suppress(OSError), open(log, "a") as file:
+                file.write(line + "\n")

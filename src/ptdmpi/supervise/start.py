@@ -1,0 +1,105 @@
+"""One start of the ranks: the launcher's process, its signals, and how it ended."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ptdmpi.supervise.output import LauncherOutput
+
+# Launchers need a moment to install their handlers, and ranks to end after their launcher.
+POLL_S = 0.05
+GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of one start. `code`: the launcher's exit code, 128 + N for signal N. `failed`: by an
+    exception or a hang of the program, as its ranks have said."""
+
+    code: int
+    failed: bool
+
+
+class LauncherStart:
+    """A launcher with its ranks, in a session of its own, so that Ctrl-C does not reach it: Open
+    MPI's would give its ranks a quarter of a second."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start `command`; raise OSError if it cannot be."""
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None and self.process.stderr is not None
+        pipes = [(self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)]
+        self.output = LauncherOutput(pipes, self.ask_to_stop)
+
+    def ask_to_stop(self) -> None:
+        """Ask the ranks to stop after this step and to save; launchers pass SIGUSR1 on."""
+        self._send(signal.SIGUSR1)
+
+    def end(self) -> None:
+        """Have the launcher end its ranks now."""
+        self._send(signal.SIGTERM)
+
+    def running(self) -> bool:
+        """Return True until the launcher has ended."""
+        return self.process.poll() is None
+
+    def finish(self, quiet: bool) -> Ended:
+        """Return how the launcher ended, once no process of its session on this machine is left.
+
+        Its notices are printed if no rank has said why, except with `quiet` and after an end that
+        was asked for.
+        """
+        code = self.process.wait()
+        self._end_session()
+        self.output.finish(GRACE_S)
+        if code < 0:
+            code = 128 - code
+        if not (quiet or self.output.said or code in (0, 2, 75)):
+            self.output.tell()
+        return Ended(code, self.output.failed)
+
+    def _send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    def _end_session(self) -> None:
+        """Kill ranks that outlive the launcher: they would hold the run's lock."""
+        end = time.monotonic() + GRACE_S
+        while left := _session(self.process.pid):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > end:
+                return
+            time.sleep(POLL_S)
+
+
+def _session(leader: int) -> list[int]:
+    """Return the living processes of a session on this machine."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            if os.getsid(int(entry.name)) == leader and not _is_zombie(entry):
+                members.append(int(entry.name))
+    return members
+
+
+def _is_zombie(process: Path) -> bool:
+    return "State:\tZ" in (process / "status").read_text()

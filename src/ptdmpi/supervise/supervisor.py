@@ -1,0 +1,212 @@
+"""The supervisor of a job: it starts the ranks, and starts them anew when they are lost.
+
+It is one process around the launcher. It holds no state of the training: what a restart goes on
+from are checkpoints, and copies in the memory of the nodes, which outlive the ranks.
+"""
+
+import contextlib
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ptdmpi.base.words import counted
+from ptdmpi.config import InputError, RunConfig, resolve
+from ptdmpi.config.methods import replicas_differ
+from ptdmpi.supervise.judge import Starts, judged
+from ptdmpi.supervise.place import LaunchHost, LaunchPlace
+from ptdmpi.supervise.progress import RunProgress
+from ptdmpi.supervise.start import POLL_S, Ended, LauncherStart
+
+AGAIN_S = 5.0  # a second request counts from here on, as for the ranks
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class SupervisedJob:
+    """What is to be run: `words` after `ptdmpi train`, and the configuration that they name.
+
+    `restarts`: starts in a row that may bring no new step. `grow_s`: the seconds between two looks
+    for lost nodes that have come back.
+    """
+
+    words: tuple[str, ...]
+    tree: Mapping[str, Any]
+    run: RunConfig
+    ranks: int
+    restarts: int
+    grow_s: float
+
+
+class Supervisor:
+    """One job, from its first start to its exit code."""
+
+    def __init__(
+        self, job: SupervisedJob, place: LaunchPlace, environment: Mapping[str, str]
+    ) -> None:
+        self.job = job
+        self.place = place
+        self.environment = environment
+        self.progress = RunProgress(Path(job.run.dir), job.run.steps)
+        self.record = Starts()
+        self.ranks = job.ranks
+        self.started_from = self.progress.newest_checkpoint()
+        self.starts = 0
+        self._start: LauncherStart | None = None
+        self._requests = 0
+        self._asked_s = 0.0
+        self._growing = False
+        self._looked_s = 0.0
+
+    def run(self) -> int:
+        """Start the ranks until the run has ended; return the exit code."""
+        for number in REQUESTS:
+            signal.signal(number, self._request)
+        nodes: Sequence[LaunchHost] = self.place.nodes
+        while True:
+            ended = self._attempt(nodes)
+            if self._complete(ended):
+                return 0
+            if not self._growing or ended.code != 75:
+                verdict = self._judge(ended)
+                if verdict is not None:
+                    return verdict
+            self._growing = False
+            nodes = self.place.living(self.environment)
+            ranks = self._fitting(self.place.room(nodes))
+            if not ranks:
+                self._say(f"{self.place.room(nodes)} of {self.job.ranks} ranks are left: too few")
+                return ended.code or 1
+            if self._requests:
+                return 75
+            self.ranks = ranks
+            self._say_again(ended, nodes)
+
+    # -- one start -------------------------------------------------------------------------------
+
+    def _attempt(self, nodes: Sequence[LaunchHost]) -> Ended:
+        """Start the ranks and wait until they have ended."""
+        train = [*_program(), "train", *self.job.words, *self._overrides()]
+        command = [*self.place.command(self.ranks, nodes), *train]
+        try:
+            start = LauncherStart(command, self.environment)
+        except OSError as error:
+            raise InputError(f"{command[0]}: {error.strerror}") from None
+        self.starts += 1
+        self._start = start
+        if self._requests:  # it came before there was a launcher
+            start.ask_to_stop()
+        self._looked_s = time.monotonic()
+        while start.running():
+            time.sleep(POLL_S)
+            self._grow_if_possible(start)
+        self._start = None
+        return start.finish(quiet=self._requests > 0)
+
+    def _overrides(self) -> list[str]:
+        """Return the settings by which this start differs from the first: it resumes, in a layout
+        of fewer ranks perhaps, and measures no kernel anew."""
+        settings = []
+        if self.starts:
+            settings.append("run.kernels=kept")
+            saved = self.progress.newest_checkpoint() != self.started_from
+            if saved and self._wanted() == "never":
+                settings.append("checkpoint.resume=auto")
+        if self.ranks != self.job.ranks:
+            settings.append("parallel.data=auto")
+        return [word for setting in settings for word in ("--set", setting)]
+
+    def _wanted(self) -> str:
+        section = self.job.tree.get("checkpoint", {})
+        return str(section.get("resume", "auto"))
+
+    def _complete(self, ended: Ended) -> bool:
+        done = self.progress.done()
+        return done is not None and (ended.code == 0 or done >= self.job.run.steps)
+
+    def _judge(self, ended: Ended) -> int | None:
+        """Return the exit code if this was the last start."""
+        step = self.progress.newest_step()
+        asked = self._requests > 0
+        before = self.record
+        verdict = judged(ended, before, step, asked=asked, restarts=self.job.restarts)
+        self.record = before.after(ended, step)
+        if verdict.why:
+            self._say(verdict.why)
+        return verdict.code
+
+    # -- fewer ranks, and all of them again ------------------------------------------------------
+
+    def _fitting(self, room: int) -> int:
+        """Return the most ranks, up to those of the job, that `room` holds and the model can use.
+
+        The data axis alone shrinks, so the update stays the same. Replicas that differ are a part
+        of the method: their number stays.
+        """
+        if room >= self.job.ranks:
+            return self.job.ranks
+        tree = {**self.job.tree, "parallel": {**self.job.tree.get("parallel", {}), "data": "auto"}}
+        for ranks in range(room, 0, -1):
+            with contextlib.suppress(InputError):
+                if not replicas_differ(resolve(tree, ranks).data_parallel):
+                    return ranks
+        return 0
+
+    def _grow_if_possible(self, start: LauncherStart) -> None:
+        """Ask the ranks to stop and save once more of them fit again, after a loss of nodes."""
+        waited = time.monotonic() - self._looked_s
+        if self.ranks == self.job.ranks or self._growing or waited < self.job.grow_s:
+            return
+        room = self.place.room(self.place.living(self.environment))
+        self._looked_s = time.monotonic()
+        if self._fitting(room) > self.ranks and start.running() and not self._requests:
+            self._growing = True
+            self._say("nodes have come back: saving, and starting on more ranks")
+            start.ask_to_stop()
+
+    # -- requests and words ----------------------------------------------------------------------
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        """Pass a request to stop on to the ranks; the third one ends them."""
+        now = time.monotonic()
+        if self._requests and now - self._asked_s < AGAIN_S:
+            return
+        self._requests += 1
+        self._asked_s = now
+        start = self._start
+        name = signal.Signals(number).name
+        if self._requests == 1:
+            self._say(f"{name}: stopping after this step, and saving; once more stops it at once")
+        if start is not None and self._requests < 3:
+            start.ask_to_stop()
+        elif start is not None:
+            start.end()
+
+    def _say_again(self, ended: Ended, nodes: Sequence[LaunchHost]) -> None:
+        step = self.progress.newest_step()
+        lost = [node.name for node in self.place.nodes if node not in nodes]
+        where = f"; lost: {', '.join(lost)}" if lost else ""
+        self._say(
+            f"the ranks ended with exit code {ended.code} after step {step}{where}; starting "
+            f"{counted(self.ranks, 'rank')} again (start {self.starts + 1})"
+        )
+
+    def _say(self, line: str) -> None:
+        text = f"ptdmpi run: {line}"
+        self.progress.log(text)
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+
+
+def _program() -> list[str]:
+    """Return the words that start `ptdmpi` as this process was started."""
+    beside = Path(sys.executable).with_name("ptdmpi")
+    if beside.is_file():
+        return [str(beside)]
+    found = shutil.which("ptdmpi")
+    return [found] if found else [sys.executable, "-m", "ptdmpi"]

@@ -1,0 +1,93 @@
+"""`ptdmpi run` with real ranks: exit codes, Ctrl-C in a terminal, and ranks that are killed."""
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests._mpirun import mpirun
+from tests.supervise._job import LIMIT_S, Job, environment, prepare, same, words
+
+pytestmark = pytest.mark.together
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("job"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder):
+    """The directory of a run under plain mpirun that nothing has disturbed."""
+    command = ["-m", "ptdmpi", "train", "config.toml", "--set", "run.dir=undisturbed"]
+    mpirun(2, command, cwd=folder, env=environment())
+    return folder / "undisturbed"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_rank(folder, undisturbed, victim):
+    run = f"killed-{victim}"
+    with Job(folder, words("-n", "2", run=run)) as job:
+        job.wait_for("step 10/24")
+        os.kill(job.ranks()[victim], signal.SIGKILL)
+        assert job.wait() == 0, job.text()
+    assert job.text().count("starting 2 ranks again") == 1
+    assert "resumed after step" in job.text()
+    assert job.text().count("signal 9") == 1  # the launcher's notice, for no rank could say it
+    assert "starting 2 ranks again" in (folder / run / "log.txt").read_text()
+    same(folder / run, undisturbed)
+
+
+def test_bad_input(folder):
+    command = words("-n", "2", "--set", "model.heads=3", run="bad")
+    ended = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert ended.returncode == 2
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("ptdmpi train: ")]
+    assert [line.startswith("ptdmpi: error: ") for line in lines] == [True], ended.stderr
+    assert not (folder / "bad").exists()
+
+
+def test_ctrl_c_in_a_terminal(folder, undisturbed):
+    command = words("-n", "2", run="asked")
+    text, code = _in_terminal(folder, command, b"step 10/24")
+    assert code == 75, text
+    assert "SIGINT: stopping after this step" in text
+    assert "stopped on request after step" in text
+    ended = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert ended.returncode == 0, ended.stderr
+    same(folder / "asked", undisturbed)
+
+
+def _in_terminal(folder, command, until: bytes) -> tuple[str, int]:
+    """Run a command in a terminal of its own, and press Ctrl-C once it has printed `until`."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(folder)
+        os.execvpe(command[0], command, environment())
+    seen = b""
+    pressed = False
+    end = time.monotonic() + LIMIT_S
+    try:
+        while time.monotonic() < end:
+            if not select.select([terminal], [], [], 1.0)[0]:
+                continue
+            try:
+                piece = os.read(terminal, 65536)
+            except OSError:  # the terminal's last process has ended
+                break
+            seen += piece
+            if until in seen and not pressed:
+                os.write(terminal, b"\x03")
+                pressed = True
+        _, status = os.waitpid(child, 0)
+    finally:
+        os.close(terminal)
+    return seen.decode(errors="replace"), os.waitstatus_to_exitcode(status)

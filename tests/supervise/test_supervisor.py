@@ -1,0 +1,247 @@
+"""The supervisor with a stand-in for mpirun, which does what the test says at each start."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ptdmpi.config import InputError
+from ptdmpi.supervise.environment import mpi_environment
+from ptdmpi.supervise.judge import Starts, judged
+from ptdmpi.supervise.place import LaunchHost, LaunchPlace, place_of
+from ptdmpi.supervise.start import Ended
+from tests.parallel import ROOT
+
+# `starts/N` has the Python of start N; `down/NAME` is there while a host is lost.
+MPIRUN = f"""#!{sys.executable}
+import json, os, signal, sys, time
+from pathlib import Path
+words = sys.argv[1:]
+if words == ["--version"]:
+    print("mpirun (Open MPI) 5.0.0")
+    sys.exit()
+if words[-1] == "true":
+    sys.exit(Path("down", words[words.index("--host") + 1]).exists())
+run = Path("r")
+asked = []
+signal.signal(signal.SIGUSR1, lambda number, frame: asked.append(number))
+with open("calls", "a") as calls:
+    calls.write(" ".join(words) + "\\n")
+number = len(open("calls").readlines())
+
+def step(to):
+    run.mkdir(exist_ok=True)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({{"step": to, "loss": 1.0}}) + "\\n")
+
+def save(to):
+    step(to)
+    (run / "checkpoints").mkdir(exist_ok=True)
+    (run / "checkpoints" / "latest").write_text(f"step-{{to:08d}}\\n")
+
+def done(to):
+    step(to)
+    (run / "done").write_text(json.dumps({{"steps": to}}))
+
+def wait():
+    while not asked:
+        time.sleep(0.01)
+    sys.exit(75)
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def fail():
+    print("[rank 1 on n1] Traceback (most recent call last):", file=sys.stderr, flush=True)
+    sys.exit(1)
+
+exec(Path("starts", str(number)).read_text())
+"""
+CONFIG = """
+[run]
+steps = 9
+dir = "r"
+[model]
+layers = 2
+hidden = 16
+heads = 2
+seq_length = 8
+[batch]
+global_size = 8
+[[data.train]]
+path = "train"
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Return a function that runs a job of 4 ranks whose starts do what its arguments say."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mpirun").write_text(MPIRUN)
+    (tmp_path / "bin" / "mpirun").chmod(0o755)
+    (tmp_path / "down").mkdir()
+    (tmp_path / "starts").mkdir()
+    (tmp_path / "config.toml").write_text(CONFIG)
+
+    def run(*starts: str, options: tuple[str, ...] = (), n: int = 4) -> subprocess.Popen:
+        for number, text in enumerate(starts, 1):
+            (tmp_path / "starts" / str(number)).write_text(text)
+        path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
+        kept = {"PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
+        return subprocess.Popen(
+            [sys.executable, "-m", "ptdmpi", "run", "-n", str(n), *options, "config.toml"],
+            cwd=tmp_path,
+            env={"PATH": path, "VIRTUAL_ENV": "/nowhere", **kept},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return run
+
+
+def ends(process: subprocess.Popen) -> tuple[int, str]:
+    """Return exit code and messages of a job."""
+    _, text = process.communicate(timeout=60)
+    return process.returncode, text
+
+
+def calls(folder) -> list[str]:
+    return (folder / "calls").read_text().splitlines()
+
+
+def test_a_killed_start_goes_on_and_asks_for_nothing_anew(job, tmp_path):
+    code, text = ends(job("step(2); die()", "done(9)", options=("--set", "run.kernels=anew")))
+    assert code == 0, text
+    first, second = calls(tmp_path)
+    assert first.startswith("-n 4 ") and second.startswith("-n 4 ")
+    assert "run.kernels=kept" not in first and second.endswith("--set run.kernels=kept")
+    assert "exit code 137 after step 2; starting 4 ranks again" in text
+
+
+@pytest.mark.parametrize("code", [2, 75])
+def test_bad_input_and_a_stop_are_final(job, tmp_path, code):
+    assert ends(job(f"sys.exit({code})"))[0] == code
+    assert len(calls(tmp_path)) == 1
+
+
+def test_a_zero_of_the_launcher_is_not_trusted(job, tmp_path):
+    assert ends(job("step(2)", "done(9)"))[0] == 0
+    assert len(calls(tmp_path)) == 2
+
+
+def test_an_error_that_repeats_at_the_same_step_is_final(job, tmp_path):
+    code, text = ends(job("step(3); fail()", "fail()", "done(9)"))
+    assert code == 1 and "the same step failed twice, after step 3" in text
+    assert len(calls(tmp_path)) == 2
+
+
+def test_deaths_without_a_new_step_are_counted(job, tmp_path):
+    code, text = ends(job("step(3); die()", "die()", "done(9)", options=("--restarts", "1")))
+    assert code == 137 and "2 starts in a row brought no new step" in text
+    assert len(calls(tmp_path)) == 2
+
+
+def test_never_resume_means_the_first_start_alone(job, tmp_path):
+    options = ("--set", "checkpoint.resume=never")
+    assert ends(job("step(1); die()", "save(2); die()", "done(9)", options=options))[0] == 0
+    assert ["resume=auto" in call for call in calls(tmp_path)] == [False, False, True]
+
+
+def test_lost_host_spare_host_and_growth(job, tmp_path):
+    options = ("--hosts", "a:2,b:2,c:1", "--grow-every", "0.2")
+    lost = "step({}); open('down/{}', 'w'); sys.exit(1)"
+    process = job(
+        lost.format(2, "b"),  # 4 ranks on a and b: c takes one rank, so d = 2 on a
+        "step(3); os.remove('down/b'); wait()",
+        "done(9)",
+        options=options,
+    )
+    code, text = ends(process)
+    assert code == 0, text
+    hosts = [call.partition("--host ")[2].split()[0] for call in calls(tmp_path)]
+    assert hosts == ["a:2,b:2", "a:2", "a:2,b:2"]
+    ranks = [call.split()[1] for call in calls(tmp_path)]
+    assert ranks == ["4", "2", "4"]
+    assert "parallel.data=auto" in calls(tmp_path)[1]
+    assert "parallel.data=auto" not in calls(tmp_path)[2]
+    assert "lost: b; starting 2 ranks again" in text and "nodes have come back" in text
+
+
+def test_a_request_reaches_the_ranks(job, tmp_path):
+    process = job("step(1); open('ready', 'w'); wait()")
+    end = time.monotonic() + 30
+    while not (tmp_path / "ready").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert ends(process)[0] == 75
+
+
+def test_notices_of_the_launcher(job, tmp_path):
+    notice = "print('-' * 76 + '\\nprterun noticed X\\n' + '-' * 76, file=sys.stderr)\n"
+    error = "print('ptdmpi: error: no', file=sys.stderr, flush=True)\n"
+    code, text = ends(job(error + notice + "sys.exit(2)"))
+    assert code == 2 and text.splitlines() == ["ptdmpi: error: no"]
+    (tmp_path / "calls").unlink()
+    code, text = ends(job(notice + "die()", options=("--restarts", "0")))
+    assert "prterun noticed X" in text
+
+
+def test_no_mpirun(job, tmp_path):
+    (tmp_path / "bin" / "mpirun").unlink()
+    with contextlib.suppress(FileNotFoundError):
+        if any(os.access(f"{folder}/mpirun", os.X_OK) for folder in ("/usr/bin", "/bin")):
+            pytest.skip("this machine has an mpirun of its own")
+    code, text = ends(job())
+    assert code == 2 and text.startswith("ptdmpi: error: no mpirun on PATH")
+
+
+def test_judgement():
+    killed = Ended(137, failed=False)
+    assert judged(killed, Starts(), 3, asked=False, restarts=1).code is None
+    # a rank that had no handlers yet: nothing was lost
+    assert judged(Ended(138, failed=False), Starts(), 0, asked=True, restarts=1).code == 75
+    assert judged(killed, Starts(), 3, asked=True, restarts=1).code == 137
+    again = Starts(furthest=3, idle=1)
+    assert judged(killed, again, 3, asked=False, restarts=1).code == 137
+    assert judged(killed, again, 4, asked=False, restarts=1).code is None
+
+
+def test_commands_of_launchers():
+    nodes = (LaunchHost("a", 2), LaunchHost("b", 2))
+    slurm = LaunchPlace("srun", nodes, ("--mpi=pmix",), ranks=4)
+    expected = "srun --mpi=pmix -n 4 -N 2 --ntasks-per-node=2 --nodelist a,b"
+    assert slurm.command(4, nodes) == expected.split()
+    assert slurm.command(2, nodes[1:])[-1] == "b"
+    assert LaunchPlace("mpiexec", nodes).command(4, nodes)[-4:] == ["-ppn", "2", "-hosts", "a,b"]
+    assert LaunchPlace("mpirun").command(4, ()) == ["mpirun", "-n", "4"]
+    with pytest.raises(InputError, match="take 4 ranks"):
+        LaunchPlace("mpirun", nodes).filled(5)
+    even = LaunchPlace("mpirun", (LaunchHost("a"), LaunchHost("b"))).filled(5)
+    assert [node.ranks for node in even.nodes] == [3, 3]
+
+
+def test_pbs_node_file(tmp_path):
+    (tmp_path / "mpirun").write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5'\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    (tmp_path / "nodes").write_text("a\na\nb\nb\n")
+    path = f"{tmp_path}:/usr/bin:/bin"
+    place = place_of("", {"PATH": path, "PBS_NODEFILE": str(tmp_path / "nodes")})
+    assert place.ranks == 4
+    assert place.command(4, place.nodes)[-2:] == ["--host", "a:2,b:2"]
+
+
+def test_wrong_hosts(tmp_path):
+    with pytest.raises(InputError, match="--hosts a:x"):
+        place_of("a:x", mpi_environment())
+
+
+def test_environment_is_the_scripts():
+    found = mpi_environment({"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "3"})
+    assert found["OMP_NUM_THREADS"] == "3"
+    assert json.dumps(found["OMPI_ALLOW_RUN_AS_ROOT"]) == '"1"'

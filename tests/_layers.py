@@ -115,7 +115,7 @@ def tensor_axis(comm, sequence_parallel: bool) -> TensorAxis:
 
 def positions(x: Tensor, axis: TensorAxis) -> Tensor:
     """Return this rank's positions of [s, ...], as between blocks."""
-    return x[axis.local_positions(len(x))]
+    return axis.between_blocks().of(x)
 
 
 def columns(x: Tensor, parts: tuple[int, ...], axis: TensorAxis) -> Tensor:

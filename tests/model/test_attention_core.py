@@ -14,7 +14,7 @@ from ptdmpi.model.kernels import activation as activation_kernels
 from ptdmpi.model.kernels import attention as attention_core
 from ptdmpi.model.kernels import choice as choices
 from ptdmpi.model.kernels.attention import AttentionCore
-from ptdmpi.model.kernels.blocks import BlockedAttention, Scores
+from ptdmpi.model.kernels.blocks import BlockedAttention, Scores, Sight
 from ptdmpi.model.kernels.choice import AttentionByLibrary, AttentionByProducts, HostChoice
 from ptdmpi.model.kernels.norm import soft_cap
 from ptdmpi.plan.layer import folds
@@ -104,7 +104,7 @@ def test_new_tokens_see_what_all_at_once_would(kind, kv_heads):
     """Attention under a mask, of the last queries alone, as the key-value cache asks for it."""
     q = torch.randn(2, 4, 20, SIZE, dtype=torch.float64)
     k, v = torch.randn(2, 2, kv_heads, 20, SIZE, dtype=torch.float64)
-    hidden = attention_core.hidden_keys(20, KINDS[kind], None, q.device)
+    hidden = attention_core.hidden_keys(q, Sight(KINDS[kind]))
     seen = torch.ones(20, 20, dtype=torch.bool) if hidden is None else ~hidden
     seen = seen[None, None, -3:].expand(2, 1, 3, 20)
     found = AttentionCore(KINDS[kind]).under_mask(q[:, :, -3:], k, v, seen)

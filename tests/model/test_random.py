@@ -9,6 +9,7 @@ import torch
 from ptdmpi.base.box import Box
 from ptdmpi.model import random
 from ptdmpi.model.random import RandomStream, dropout, initial, mix
+from ptdmpi.model.sequence.positions import Positions
 from tests._layers import whole_initial
 
 SAMPLES = torch.tensor([3, 1000003, 17])
@@ -93,7 +94,8 @@ def test_parts_of_a_mask_are_those_of_the_whole():
     for size in (1, 2, 4, 8):
         rows, heads = 16 // size, 8 // size
         for rank in range(size):
-            place = stream().at(9, first_position=rank * rows)  # `at` starts from the folded key
+            here = Positions().shared(rank, size)
+            place = stream().at(9, positions=here)  # `at` starts from the folded key
             mine = place.hidden_mask((rows, 3, 8), 0.3)
             full = stream().at(9).hidden_mask((16, 3, 8), 0.3)
             assert torch.equal(mine, full[rank * rows : (rank + 1) * rows])

@@ -105,7 +105,7 @@ def test_boundary_brings_activations_across(comm, scatter_gather, sequence_paral
     axis = tensor_axis(comm, sequence_parallel)
     boundary = Boundary(shape, axis, scatter_gather)
     whole = random_tensor("x", shape, "fp32")
-    x = whole[axis.local_positions(shape[0])]
+    x = axis.between_blocks().of(whole)
     message = boundary.pack(x)
     assert message.is_contiguous() and message.numel() == boundary.wire_elements
     assert torch.equal(boundary.unpack(message.clone()), x)

@@ -186,7 +186,7 @@ def dropout_by_local_position() -> Iterator[None]:
     """Every tensor rank draws the mask of the first positions."""
     right = RandomStream.at
 
-    def wrong(stream, *place, first_position=0, first_head=0):
+    def wrong(stream, *place, positions=None, first_head=0):
         return right(stream, *place, first_head=first_head)
 
     with patch.object(RandomStream, "at", wrong):

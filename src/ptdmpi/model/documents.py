@@ -11,6 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ptdmpi.model.sequence.positions import ALL, Positions
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -60,6 +62,8 @@ class Documents:
             offsets=change(self.offsets),
         )
 
-    def others(self) -> Tensor:
-        """Return a mask [b, 1, s, s], bool: True if query and key are in different documents."""
-        return self.numbers[:, None, :, None] != self.numbers[:, None, None, :]
+    def others(self, positions: Positions = ALL) -> Tensor:
+        """Return a mask [b, 1, queries, s], bool, for queries at some positions: True if query and
+        key are in different documents."""
+        queries = positions.of(self.numbers, dim=1)
+        return queries[:, None, :, None] != self.numbers[:, None, None, :]

@@ -22,11 +22,12 @@ from ptdmpi.model.documents import Documents
 from ptdmpi.model.kernels import Computing, Kernels
 from ptdmpi.model.kernels.activation import gated, gelu
 from ptdmpi.model.kernels.attention import AttentionCore, hidden_keys
-from ptdmpi.model.kernels.blocks import Scores
+from ptdmpi.model.kernels.blocks import Scores, Sight
 from ptdmpi.model.kernels.norm import rms_norm, soft_cap
 from ptdmpi.model.kernels.rope import rotate
 from ptdmpi.model.parameters import declare
 from ptdmpi.model.random import RandomStream, dropout
+from ptdmpi.model.sequence.positions import ALL, Positions
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.attention import Attend, SplitHeads
@@ -41,13 +42,14 @@ class Context:
 
     `stream`: the random stream; None without dropout. `documents`: None if each sequence is one
     document. `rotary`: the rotary angles, if they are not those of all positions. `cache`: keys and
-    values of earlier tokens.
+    values of earlier tokens. `positions`: those of the sequence that this rank has in products.
     """
 
     stream: RandomStream | None = None
     documents: Documents | None = None
     rotary: tuple[Tensor, Tensor] | None = None
     cache: KeyValueCache | None = None
+    positions: Positions = ALL
 
     def of_adapters(self, layer: int) -> RandomStream | None:
         """Return the stream by which a layer's adapters drop."""
@@ -168,7 +170,7 @@ class SelfAttention(Computing):
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         if context.stream is None or self.rate == 0.0:
-            return self.attend(q, k, v, context.documents)
+            return self.attend(q, k, v, context.documents, positions=context.positions)
         heads, kv_heads = q.shape[1], k.shape[1]
         if kv_heads != heads:
             group = heads // kv_heads
@@ -178,7 +180,7 @@ class SelfAttention(Computing):
         scores = self.kernels.product(q, k.transpose(-1, -2)) * self.scores.scale
         if self.scores.softcap:
             scores = soft_cap(scores, self.scores.softcap)
-        hidden = hidden_keys(q.shape[2], self.scores, context.documents, q.device)
+        hidden = hidden_keys(k, Sight(self.scores, context.documents, context.positions))
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
         # a sum of s exponentials in a half type loses the small ones
@@ -209,8 +211,7 @@ def drop_hidden(
     """Return [s, b, h], or this rank's positions of it, after dropout."""
     if context.stream is None or rate == 0.0:
         return x
-    first = axis.rank * x.shape[0] if axis.divides_sequence else 0
-    stream = context.stream.at(*place, first_position=first)
+    stream = context.stream.at(*place, positions=axis.between_blocks(context.positions))
     return dropout(x, stream.hidden_mask(x.shape, rate), rate)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ptdmpi.base.box import Box
+from ptdmpi.model.sequence.positions import ALL, Positions
 
 # Elements that are drawn at once: few compared with a large tensor, and a multiple of 16.
 SLAB_ELEMENTS = 2**22
@@ -91,29 +92,36 @@ def mix(value: Tensor) -> Tensor:
 class RandomStream:
     """The random stream of one place in the model at one step.
 
-    `samples` [b] are the global sample numbers of the microbatch. `first_position` is the first of
-    this rank's positions (not 0 under sequence parallelism); `first_head` and `first_channel`
-    likewise.
+    `samples` [b] are the global sample numbers of the microbatch. `positions` are those that a
+    masked tensor has on this rank; `first_head` and `first_channel` are the first of its heads and
+    channels.
     """
 
     key: int
     samples: Tensor
-    first_position: int = 0
+    positions: Positions = ALL
     first_head: int = 0
     first_channel: int = 0
 
     @classmethod
-    def of(cls, seed: int, step: int, samples: Tensor) -> "RandomStream":
-        return cls(fold(seed, step), samples)
+    def of(
+        cls, seed: int, step: int, samples: Tensor, positions: Positions = ALL
+    ) -> "RandomStream":
+        return cls(fold(seed, step), samples, positions)
 
     def at(
-        self, *place: int, first_position: int = 0, first_head: int = 0, first_channel: int = 0
+        self,
+        *place: int,
+        positions: Positions | None = None,
+        first_head: int = 0,
+        first_channel: int = 0,
     ) -> "RandomStream":
-        """Return the stream of a place such as (layer, 0)."""
+        """Return the stream of a place such as (layer, 0), at the same positions if no others are
+        given."""
         return replace(
             self,
             key=fold(self.key, *place),
-            first_position=first_position,
+            positions=positions or self.positions,
             first_head=first_head,
             first_channel=first_channel,
         )
@@ -122,20 +130,21 @@ class RandomStream:
         """Return a mask [s, b, h], bool: True where kept, with probability 1 - rate."""
         s, _, h = shape
         device = self.samples.device
-        positions = torch.arange(self.first_position, self.first_position + s, device=device)
+        positions = self.positions.numbers(s, device)
         rows = mix(mix(self.samples + self.key)[None, :] + positions[:, None] * GOLDEN)
         channels = torch.arange(self.first_channel, self.first_channel + h, device=device)
         return _keep(rows[:, :, None], channels, rate)
 
     def attention_mask(self, shape: Sequence[int], rate: float) -> Tensor:
-        """Return a mask [b, a, s, s], bool: True where kept, with probability 1 - rate."""
-        _, a, s, _ = shape
+        """Return a mask [b, a, queries, s], bool: True where kept, with probability 1 - rate; all s
+        keys are there, and the queries at this rank's positions."""
+        _, a, queries, keys = shape
         device = self.samples.device
         heads = torch.arange(self.first_head, self.first_head + a, device=device)
-        positions = torch.arange(s, device=device)
+        positions = self.positions.numbers(queries, device)
         rows = mix(mix(self.samples + self.key)[:, None] + heads[None, :] * GOLDEN)
         rows = mix(rows[:, :, None] + positions * GOLDEN)
-        return _keep(rows[:, :, :, None], positions, rate)
+        return _keep(rows[:, :, :, None], torch.arange(keys, device=device), rate)
 
 
 def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:

@@ -32,17 +32,19 @@ def _add_rows(total: Tensor, rows: Tensor, dy: Tensor) -> None:
 
 
 class Table(nn.Module):
-    """A table that every rank holds whole, looked up at this rank's positions: [...] -> [..., h];
-    a slice gives its rows."""
+    """A table that every rank holds whole, looked up at this rank's positions: [...] ->
+    [..., h]."""
 
     def __init__(self, rows: int, hidden: int, init_std: float) -> None:
         super().__init__()
         self.weight = declare(1, (rows, hidden), init_std, shared_gradient=True)
 
-    def forward(self, rows: Tensor | slice) -> Tensor:
+    def first(self, count: int) -> Tensor:
+        """Return the first rows, [count, h]."""
+        return self.weight[:count]
+
+    def forward(self, rows: Tensor) -> Tensor:
         """Return the given rows, [..., h]."""
-        if isinstance(rows, slice):
-            return self.weight[rows]
         return _Look.apply(rows, self.weight)
 
 

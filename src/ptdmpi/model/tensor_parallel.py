@@ -31,6 +31,7 @@ from ptdmpi.model.kernels import Computing, Kernels
 from ptdmpi.model.kernels.norm import soft_cap
 from ptdmpi.model.parameters import Parameter, Split, declare
 from ptdmpi.model.random import RandomStream
+from ptdmpi.model.sequence.positions import ALL, Positions
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,10 @@ class TensorAxis:
         """Return `x`, flat, from the `share` that each rank has of it."""
         return self.comm.all_gather(share)
 
-    def local_positions(self, seq_length: int) -> slice:
-        """Return the positions whose activations this rank holds between blocks."""
-        if not self.divides_sequence:
-            return slice(0, seq_length)
-        share = seq_length // self.size
-        return slice(self.rank * share, (self.rank + 1) * share)
+    def between_blocks(self, positions: Positions = ALL) -> Positions:
+        """Return those of a tensor group's positions whose activations this rank holds between
+        blocks."""
+        return positions.shared(self.rank, self.size) if self.divides_sequence else positions
 
 
 def accumulate_bias_gradient(bias: Parameter | None, dy: Tensor) -> None:
@@ -336,7 +335,7 @@ class _SelectPositions(Function):
         # every rank has the whole gradient, and keeps its positions of it
         dx = dy.new_zeros((length, b, h))
         dx.scatter_add_(0, ctx.positions[..., None].expand(-1, -1, h), dy)
-        return dx[ctx.axis.local_positions(length)], None, None
+        return ctx.axis.between_blocks().of(dx), None, None
 
 
 def select_positions(x: Tensor, positions: Tensor, axis: TensorAxis) -> Tensor:

@@ -143,16 +143,17 @@ class Embedding(nn.Module):
         x = self.word(ids)
         if self.scale is not None:  # rounded to the type of x, as Gemma was trained
             x = x * torch.tensor(self.scale, dtype=x.dtype).item()
-        here = self.axis.local_positions(ids.shape[0])
+        between = self.axis.between_blocks(context.positions)
         if self.position is not None and context.cache is not None:
             x = x + self.position(context.cache.positions)
         elif self.position is not None and context.documents is not None:
-            x = x + self.position(context.documents.positions[here])
+            x = x + self.position(between.of(context.documents.positions))
         elif self.position is not None:
-            x = x + self.position(here)[:, None, :]
+            rows = self.position.first(ids.shape[0] * context.positions.parts)
+            x = x + between.of(rows)[:, None, :]
         if self.token_type is not None:
             assert types is not None, "a model that tells segments apart needs to know them"
-            x = x + self.token_type(types[here])
+            x = x + self.token_type(self.axis.between_blocks().of(types))
         if self.norm is not None:
             x = self.norm(x)
         # the embedding counts as the layer before the first

@@ -29,21 +29,27 @@ from torch import Tensor
 
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.kernels import USUAL, Kernels, host
-from ptdmpi.model.kernels.blocks import BlockedAttention, Scores
+from ptdmpi.model.kernels.blocks import BlockedAttention, Scores, Sight
 from ptdmpi.model.kernels.by_products import ProductAttention, ProductWork, by_key_head
 from ptdmpi.model.kernels.choice import QUERY_BLOCK, AttentionByLibrary, AttentionByProducts
 from ptdmpi.model.kernels.norm import soft_cap
+from ptdmpi.model.sequence.positions import ALL, Positions
 
 
 class Input(NamedTuple):
     """The input of attention: queries [b, heads, s, head size]; keys and values, of as many heads
-    or a divisor of that number (grouped queries); and the documents, None if each sequence is one
-    document."""
+    or a divisor of that number (grouped queries); the documents, None if each sequence is one
+    document; and the positions of the queries, if keys and values are of more positions."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     documents: Documents | None
+    positions: Positions = ALL
+
+    def sight(self, scores: Scores) -> Sight:
+        """Return the keys that each query sees by these scores."""
+        return Sight(scores, self.documents, self.positions)
 
 
 class AttentionResult(NamedTuple):
@@ -83,11 +89,17 @@ class AttentionCore:
         )
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Documents | None = None,
+        *,
+        positions: Positions = ALL,
     ) -> Tensor:
         """Return softmax(scores) v, where each position sees only its own document; the arguments
         are those of `Input`."""
-        return self.forward(q, k, v, documents).out
+        return self.forward(q, k, v, documents, positions=positions).out
 
     def forward(
         self,
@@ -96,11 +108,12 @@ class AttentionCore:
         v: Tensor,
         documents: Documents | None = None,
         *,
+        positions: Positions = ALL,
         with_logsumexp: bool = False,
     ) -> AttentionResult:
         """Return the result of `__call__`, and, if `with_logsumexp` and the kernel has them, the
         logarithms of sums of exponentials."""
-        given = Input(q, k, v, documents)
+        given = Input(q, k, v, documents, positions)
         for implementation in self.implementations:
             if implementation.takes(given):
                 return implementation.forward(given, with_logsumexp)
@@ -136,7 +149,7 @@ class ProductKernel:
 
     def _chosen(self, given: Input) -> AttentionByProducts | None:
         # a compiled graph has no blocks, and uses no choice
-        if not self.scores.causal or not _is_long_on_cpu(given.q):
+        if not self.scores.causal or not _is_long_on_cpu(given):
             return None
         chosen = self.kernels.chosen(given.q.device.type, given.q.dtype).attention
         return chosen if isinstance(chosen, AttentionByProducts) else None
@@ -149,7 +162,7 @@ class ProductKernel:
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
         """Compute attention; see `Implementation.forward`."""
         how = self._chosen(given) or AttentionByProducts()
-        work = ProductWork(self.scores, given.documents, how, self.kernels)
+        work = ProductWork(given.sight(self.scores), how, self.kernels)
         return AttentionResult(*ProductAttention.apply(*given[:3], work, with_logsumexp))
 
 
@@ -166,13 +179,15 @@ class PackedKernel:
         q = given.q
         if not _is_limited(self.scores, given) or _in_blocks(q) or q.device.type == "cpu":
             return False
+        if not given.positions.are_all:  # it would need a copy of the keys for each run
+            return False
         # called by its name, it does not pad heads of other sizes (flash_api.cpp)
         fits = _has_flash(q) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
         return fits and _packed_attention() is not None
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
         """Compute attention; see `Implementation.forward`."""
-        q, k, v, documents = given
+        q, k, v, documents, _ = given
         packed_attention = _packed_attention()
         assert packed_attention is not None, "asked by `takes`"
         b, _, s, _ = q.shape
@@ -211,7 +226,7 @@ class MaskedKernel:
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
         """Compute attention; see `Implementation.forward`."""
         q, scale = given.q, self.scores.scale
-        hidden = hidden_keys(q.shape[2], self.scores, given.documents, q.device)
+        hidden = hidden_keys(given.k, given.sight(self.scores))
         keys, values = _for_each_head(q, given.k, given.v)
         if with_logsumexp and q.device.type == "cpu":
             mask = None if hidden is None else _added(hidden, q)
@@ -233,7 +248,7 @@ class BlockedKernel:
         if _is_limited(self.scores, given):
             return True
         q = given.q
-        if not self.scores.causal or _is_grouped(given) or not _is_long_on_cpu(q):
+        if not self.scores.causal or _is_grouped(given) or not _is_long_on_cpu(given):
             return False
         chosen = self.kernels.chosen(q.device.type, q.dtype).attention
         return not (isinstance(chosen, AttentionByLibrary) and q.shape[2] >= chosen.whole_from)
@@ -241,7 +256,7 @@ class BlockedKernel:
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
         """Compute attention; see `Implementation.forward`."""
         wide = (self.kernels.widened(part) for part in given[:3])
-        out, sums = BlockedAttention.apply(*wide, self.scores, given.documents, with_logsumexp)
+        out, sums = BlockedAttention.apply(*wide, given.sight(self.scores), with_logsumexp)
         return AttentionResult(out.to(given.q.dtype), sums)
 
 
@@ -277,8 +292,9 @@ def _is_grouped(given: Input) -> bool:
 
 
 def _is_limited(scores: Scores, given: Input) -> bool:
-    """Return True if windows or documents limit the keys that a query sees."""
-    return given.documents is not None or scores.window > 0
+    """Return True if windows or documents limit the keys that a query sees, or queries are of some
+    positions only."""
+    return given.documents is not None or scores.window > 0 or not given.positions.are_all
 
 
 def _shares_keys(q: Tensor) -> bool:
@@ -308,8 +324,8 @@ def _in_blocks(q: Tensor) -> bool:
     return q.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def _is_long_on_cpu(q: Tensor) -> bool:
-    return _in_blocks(q) and q.shape[2] > QUERY_BLOCK
+def _is_long_on_cpu(given: Input) -> bool:
+    return _in_blocks(given.q) and given.k.shape[2] > QUERY_BLOCK
 
 
 def _fused_on_cpu(
@@ -332,20 +348,19 @@ def _added(hidden: Tensor, q: Tensor) -> Tensor:
     return zeros.masked_fill(hidden, -torch.inf)
 
 
-def hidden_keys(
-    length: int, scores: Scores, documents: Documents | None, device: torch.device
-) -> Tensor | None:
-    """Return the keys that a query does not see, bool [s, s] or [b, 1, s, s]; None if it sees
-    all."""
-    hidden = None
+def hidden_keys(k: Tensor, seen: Sight) -> Tensor | None:
+    """Return which of the keys k [b, heads, s, d] a query does not see, bool [queries, s] or
+    [b, 1, queries, s]; None if each sees all."""
+    hidden, scores = None, seen.scores
     if scores.causal:
-        every = torch.ones(length, length, dtype=torch.bool, device=device)
-        hidden = every.triu(1)
+        keys = torch.arange(k.shape[2], device=k.device)
+        queries = seen.positions.of(keys)[:, None]
+        hidden = keys > queries
         if scores.window:
-            hidden |= every.tril(-scores.window)
-    if documents is None:
+            hidden |= keys <= queries - scores.window
+    if seen.documents is None:
         return hidden
-    others = documents.others()
+    others = seen.documents.others(seen.positions)
     return others if hidden is None else others.logical_or_(hidden)
 
 

@@ -4,7 +4,7 @@ kernel: PyTorch's kernel skips keys above the diagonal only in steps of 512 keys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.autograd import Function
 
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.kernels.choice import QUERY_BLOCK
+from ptdmpi.model.sequence.positions import ALL, Positions
 
 Region = tuple[slice, slice, slice]  # rows, heads, positions
 
@@ -42,40 +43,77 @@ def _band(queries: int, keys: int, window: int, dtype: torch.dtype, device: torc
     return zeros.masked_fill(hidden, -torch.inf)
 
 
-def blocks(
-    q: Tensor, scores: Scores, documents: Documents | None, block: int = QUERY_BLOCK
-) -> Iterator[tuple[Region, Region, Tensor | None]]:
-    """Yield blocks of `block` queries of q [b, heads, s, head size], the keys that each sees, and
-    its mask, to be added; None where it sees all of them."""
-    every = slice(None)
-    whole = [(every, 0, q.shape[2])]
-    if documents is not None:
-        whole = [(slice(row, row + 1), begin, end) for row, begin, end in documents.pieces]
+@dataclass(frozen=True)
+class Sight:
+    """The keys that each query sees, and their scores: by `scores` of its document, if sequences
+    have several. The queries are at `positions`, the keys at all."""
+
+    scores: Scores
+    documents: Documents | None = None
+    positions: Positions = ALL
+
+
+class QueryRun(NamedTuple):
+    """Consecutive queries [first, last) of some rows, in a document of positions [begin, end);
+    `shift` is added to a position for its place among this rank's queries."""
+
+    rows: slice
+    begin: int
+    end: int
+    first: int
+    last: int
+    shift: int
+
+
+def _pieces(length: int, seen: Sight) -> Iterator[QueryRun]:
+    """Yield the queries of sequences of `length`, document by document."""
+    whole = [(slice(None), 0, length)]
+    if seen.documents is not None:
+        whole = [(slice(row, row + 1), begin, end) for row, begin, end in seen.documents.pieces]
+    runs = list(seen.positions.runs(length))
     for rows, begin, end in whole:
+        before = 0
+        for run in runs:
+            first = max(begin, run.start)
+            last = min(end, run.stop)
+            if first < last:
+                yield QueryRun(rows, begin, end, first, last, before - run.start)
+            before += len(run)
+
+
+def blocks(
+    q: Tensor, seen: Sight, block: int = QUERY_BLOCK
+) -> Iterator[tuple[Region, Region, Tensor | None]]:
+    """Yield blocks of `block` queries of q [b, heads, queries, head size], the keys that each sees,
+    and its mask, to be added; None where it sees all of them."""
+    every, scores = slice(None), seen.scores
+    length = q.shape[2] * seen.positions.parts
+    for piece in _pieces(length, seen):
+        rows, begin, shift = piece.rows, piece.begin, piece.shift
         if not scores.causal:
-            yield (rows, every, slice(begin, end)), (rows, every, slice(begin, end)), None
+            queries = slice(piece.first + shift, piece.last + shift)
+            yield (rows, every, queries), (rows, every, slice(begin, piece.end)), None
             continue
         # every block uses the same lower right corner: it depends only on distances
-        band = _band(block, q.shape[2], scores.window, q.dtype, q.device)
-        for first in range(begin, end, block):
-            last = min(first + block, end)
+        band = _band(block, length, scores.window, q.dtype, q.device)
+        for first in range(piece.first, piece.last, block):
+            last = min(first + block, piece.last)
             oldest = begin
             if scores.window:
                 oldest = max(begin, first - scores.window + 1)
             mask = band[first - last :, oldest - last :]
-            yield (rows, every, slice(first, last)), (rows, every, slice(oldest, last)), mask
+            queries = slice(first + shift, last + shift)
+            yield (rows, every, queries), (rows, every, slice(oldest, last)), mask
 
 
-def by_library(
-    q: Tensor, k: Tensor, v: Tensor, scores: Scores, documents: Documents | None
-) -> tuple[Tensor, list[Tensor]]:
+def by_library(q: Tensor, k: Tensor, v: Tensor, seen: Sight) -> tuple[Tensor, list[Tensor]]:
     """Return softmax(scores) v, and the logarithms of the sums of exponentials of each block of
     queries [rows, heads, queries]."""
     out, sums = torch.empty_like(q), []
-    for queries, keys, mask in blocks(q, scores, documents):
+    for queries, keys, mask in blocks(q, seen):
         out[queries], sum_of_exponentials = (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q[queries], k[keys], v[keys], attn_mask=mask, scale=scores.scale
+                q[queries], k[keys], v[keys], attn_mask=mask, scale=seen.scores.scale
             )
         )
         sums.append(sum_of_exponentials)
@@ -85,14 +123,12 @@ def by_library(
 def joined(
     sums: Iterator[Tensor] | list[Tensor],
     q: Tensor,
-    scores: Scores,
-    documents: Documents | None,
-    *,
+    seen: Sight,
     block: int = QUERY_BLOCK,
 ) -> Tensor:
-    """Return the blocks' numbers, one for each query, joined to [b, heads, s]."""
+    """Return the blocks' numbers, one for each query, joined to [b, heads, queries]."""
     whole: Tensor | None = None
-    for (queries, _, _), part in zip(blocks(q, scores, documents, block), sums, strict=True):
+    for (queries, _, _), part in zip(blocks(q, seen, block), sums, strict=True):
         if whole is None:
             whole = part.new_empty(q.shape[:3])
         whole[queries] = part
@@ -107,20 +143,14 @@ class BlockedAttention(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scores: Scores,
-        documents: Documents | None,
-        with_logsumexp: bool = False,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Sight, with_logsumexp: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        out, sums = by_library(q, k, v, scores, documents)
-        ctx.blocks = (scores, documents)
+        out, sums = by_library(q, k, v, seen)
+        ctx.seen = seen
         ctx.save_for_backward(q, k, v, out, *sums)
         if not with_logsumexp:
             return out, None
-        logsumexp = joined(sums, q, scores, documents)
+        logsumexp = joined(sums, q, seen)
         ctx.mark_non_differentiable(logsumexp)
         return out, logsumexp
 
@@ -128,8 +158,7 @@ class BlockedAttention(Function):
     def backward(ctx: Any, dout: Tensor, *nothing: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, *sums = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        scores, documents = ctx.blocks
-        each = zip(blocks(q, scores, documents), sums, strict=True)
+        each = zip(blocks(q, ctx.seen), sums, strict=True)
         for (queries, keys, mask), sum_of_exponentials in each:
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 dout[queries],
@@ -141,9 +170,9 @@ class BlockedAttention(Function):
                 0.0,
                 False,
                 attn_mask=mask,
-                scale=scores.scale,
+                scale=ctx.seen.scores.scale,
             )
             dq[queries] = parts[0]
             dk[keys] += parts[1]
             dv[keys] += parts[2]
-        return dq, dk, dv, None, None, None
+        return dq, dk, dv, None, None

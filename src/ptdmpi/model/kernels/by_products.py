@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ptdmpi.model.documents import Documents
 from ptdmpi.model.kernels import Kernels
-from ptdmpi.model.kernels.blocks import Region, Scores, blocks, by_library, joined
+from ptdmpi.model.kernels.blocks import Region, Sight, blocks, by_library, joined
 from ptdmpi.model.kernels.choice import AttentionByProducts
 
 # The number of scores that are computed at once: 4 MiB in float32, which fit caches.
@@ -21,11 +20,10 @@ BLOCK_SCORES = 1 << 20
 
 @dataclass(frozen=True)
 class ProductWork:
-    """A piece of attention to compute: its scores, its documents, and the choice of products for
-    it."""
+    """A piece of attention to compute: the keys that its queries see, and the choice of products
+    for it."""
 
-    scores: Scores
-    documents: Documents | None
+    seen: Sight
     how: AttentionByProducts
     kernels: Kernels
 
@@ -70,12 +68,12 @@ class ProductAttention(Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.work = work
         logsumexp = None
-        if work.how.library_forward and not work.scores.softcap:
+        if work.how.library_forward and not work.seen.scores.softcap:
             ctx.save_for_backward(q, k, v)
             wide_q, wide_k, wide_v = (work.kernels.widened(part) for part in (q, k, v))
-            out, sums = by_library(wide_q, wide_k, wide_v, work.scores, work.documents)
+            out, sums = by_library(wide_q, wide_k, wide_v, work.seen)
             if with_logsumexp:
-                logsumexp = joined(sums, q, work.scores, work.documents)
+                logsumexp = joined(sums, q, work.seen)
                 ctx.mark_non_differentiable(logsumexp)
             return out.to(q.dtype), logsumexp
         out = torch.empty_like(q)
@@ -84,7 +82,7 @@ class ProductAttention(Function):
             wide_type = torch.promote_types(q.dtype, torch.float32)
             logsumexp = torch.empty(q.shape[:3], dtype=wide_type, device=q.device)
             ctx.mark_non_differentiable(logsumexp)
-        keeps = work.how.keeps and not work.scores.softcap and ctx.needs_input_grad[0]
+        keeps = work.how.keeps and not work.seen.scores.softcap and ctx.needs_input_grad[0]
         for queries, keys, weights, _ in _weighted(q, k, work, logsumexp):
             here = out[queries]
             here.copy_(work.kernels.product(weights, values[keys]).view(here.shape))
@@ -97,7 +95,7 @@ class ProductAttention(Function):
     def backward(ctx: Any, dout: Tensor, *nothing: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, *kept = ctx.saved_tensors
         work: ProductWork = ctx.work
-        kernels, scale = work.kernels, work.scores.scale
+        kernels, scale = work.kernels, work.seen.scores.scale
         wide = torch.promote_types(q.dtype, torch.float32)
         narrow_q, narrow_k, values, dout = (part.contiguous() for part in (q, k, v, dout))
         dq = torch.empty_like(q)
@@ -131,9 +129,7 @@ class ProductAttention(Function):
 def _tiles(q: Tensor, k: Tensor, work: ProductWork) -> Iterator[Tile]:
     """Yield the blocks of queries, of as many heads as BLOCK_SCORES allows."""
     group = q.shape[1] // k.shape[1]
-    for (rows, _, positions), (_, _, seen), mask in blocks(
-        q, work.scores, work.documents, work.how.block
-    ):
+    for (rows, _, positions), (_, _, seen), mask in blocks(q, work.seen, work.how.block):
         tile = len(range(*rows.indices(len(q)))) * (positions.stop - positions.start)
         tile *= group * (seen.stop - seen.start)
         heads = max(1, BLOCK_SCORES // tile)
@@ -148,7 +144,7 @@ def _weighted(
 ) -> Iterator[WeightedTile]:
     """Yield the tiles with their probabilities in the type of q. If `logsumexp` [b, heads, s] is
     given, write the logarithms of sums of exponentials into it."""
-    scores = work.scores
+    scores = work.seen.scores
     wide = torch.promote_types(q.dtype, torch.float32)
     # once for all blocks, and in the layout that is fast in products
     wide_q, wide_k = (x.to(wide, memory_format=torch.contiguous_format) for x in (q, k))

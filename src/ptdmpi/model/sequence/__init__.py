@@ -1,0 +1,1 @@
+"""How a sequence is cut over ranks: the positions of a rank, and attention across them."""

@@ -1,0 +1,81 @@
+"""The positions of the sequence that a rank has.
+
+Labels, rotary angles, learned positions, documents, masks, dropout and sequence parallelism ask a
+`Positions`; nothing else computes where a rank's part of a sequence begins.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Some positions of every sequence, in ascending order; by default all of them.
+
+    An axis of `size` ranks that cuts the sequence gives rank r of c the chunks r and 2c - 1 - r of
+    2c equal ones (zigzag: then causal attention is the same work on every rank; Dubey et al. 2024,
+    arXiv 2407.21783, section 3.3.2). Of these, `share` of `shares` equal shares is meant: sequence
+    parallelism leaves one on each rank of the tensor axis between blocks.
+    """
+
+    rank: int = 0
+    size: int = 1
+    share: int = 0
+    shares: int = 1
+
+    def shared(self, share: int, shares: int) -> "Positions":
+        """Return one of `shares` equal shares of these positions, which are not shares yet."""
+        assert self.shares == 1, "shares of shares have no meaning"
+        return replace(self, share=share, shares=shares)
+
+    @property
+    def parts(self) -> int:
+        """Return the number of equal parts of the sequence, of which this is one."""
+        return self.size * self.shares
+
+    @property
+    def are_all(self) -> bool:
+        """Return True if a rank has the whole sequence."""
+        return self.parts == 1
+
+    def runs(self, length: int) -> Iterator[range]:
+        """Yield the runs of consecutive positions of a sequence of `length`.
+
+        Raise ValueError if it cannot be cut into equal chunks and shares.
+        """
+        if length % self.parts or (self.size > 1 and length % (2 * self.size)):
+            raise ValueError(f"{length} positions cannot be cut for {self}")
+        chunks = [range(length)]
+        if self.size > 1:
+            each = length // (2 * self.size)
+            numbers = (self.rank, 2 * self.size - 1 - self.rank)
+            chunks = [range(number * each, (number + 1) * each) for number in numbers]
+        begin = length // self.parts * self.share
+        end = begin + length // self.parts
+        before = 0  # positions in the chunks before
+        for chunk in chunks:
+            run: range = chunk[max(0, begin - before) : max(0, end - before)]
+            before += len(chunk)
+            if run:
+                yield run
+
+    def of(self, whole: Tensor, dim: int = 0) -> Tensor:
+        """Return the part of a tensor that has all positions in `dim`: a view, or a copy of several
+        runs."""
+        if self.are_all:
+            return whole
+        runs = self.runs(whole.shape[dim])
+        parts = [whole.narrow(dim, run.start, len(run)) for run in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def numbers(self, count: int, device: torch.device) -> Tensor:
+        """Return the positions int64 [count], counted from 0, if a rank has `count` of them."""
+        runs = self.runs(count * self.parts)
+        parts = [torch.arange(run.start, run.stop, device=device) for run in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+ALL = Positions()

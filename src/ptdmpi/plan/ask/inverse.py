@@ -127,7 +127,7 @@ def size_answer(flops: float) -> Reply:
     best, loss = optimal(flops), Loss()
     fitted = loss.best(flops)
     sizes = {
-        name: parameter_count((one := model_of(name, keys)).config, one.vocab_size)
+        name: parameter_count((model := model_of(name, keys)).config, model.vocab_size)
         for name, keys in model_presets().items()
     }
     near = sorted(sizes, key=lambda name: abs(math.log(sizes[name] / best)))[:5]

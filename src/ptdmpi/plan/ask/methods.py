@@ -105,14 +105,14 @@ def _priced(
 ) -> tuple[list[dict[str, Any]], dict[str, list[tuple[float, float]]]]:
     """Return the numbers of each method, and, for the first ones, milliseconds by number of
     replicas."""
-    told = (pricer.cluster, pricer.model, pricer.batch, pricer.machine.dtype)
+    named = (pricer.cluster, pricer.model, pricer.batch, pricer.machine.dtype)
     busiest = max(pricer.memory.elements(layout, rank) for rank in range(layout.pipeline))
     near = pricer.data.replicas(layout).per_node
     entries: list[dict[str, Any]] = []
     lines: dict[str, list[tuple[float, float]]] = {}
     for name, section in sections():
         method = RunMethod(section)
-        other = MethodPricer(*told, method)
+        other = MethodPricer(*named, method)
         axis = MethodAxis(other.machine, other.model, method)
         price, has = other.price(layout), axis.has(busiest)
         entries.append(

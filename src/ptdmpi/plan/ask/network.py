@@ -114,7 +114,7 @@ def machines(pricer: Pricer, pod_nodes: int | None) -> list[tuple[str, Pricer]]:
 
     Raises InputError for a machine that was measured: its times are in tables.
     """
-    cluster, told = pricer.cluster, (pricer.model, pricer.batch, pricer.machine.dtype)
+    cluster, named = pricer.cluster, (pricer.model, pricer.batch, pricer.machine.dtype)
     if cluster.measured is not None:
         raise InputError(
             f"{cluster.name} was measured: its messages are tables of times, in which a rate "
@@ -128,54 +128,55 @@ def machines(pricer: Pricer, pod_nodes: int | None) -> list[tuple[str, Pricer]]:
         ("links half as fast", slower(cluster, links=2)),
         (f"latencies {LATENCY} times as long", distant(cluster, LATENCY)),
     ]
-    found = [(name, Pricer(one, *told)) for name, one in changed]
+    pricers = [(name, Pricer(machine, *named)) for name, machine in changed]
     if pod_nodes is not None:
-        pods = partial(TieredPricer, cluster, *told)
+        pods = partial(TieredPricer, cluster, *named)
         for taper in (2, 4):
             name = f"tapered {taper}:1 between pods of {counted(pod_nodes, 'node')}"
-            found.append((name, pods((pod_nodes, taper))))
-    return found
+            pricers.append((name, pods((pod_nodes, taper))))
+    return pricers
 
 
 def answer(pricer: Pricer, ranks: int, pod_nodes: int | None) -> Reply:
     """Return the cost of each change to the machine: in the layout that is best without the change,
     and in the layout that is best with it."""
-    found: list[What] = []
+    changes: list[What] = []
     for name, changed in machines(pricer, pod_nodes):
         note(f"ptdmpi ask: {name}")
         best = search(changed, Space(ranks), 1)[0]
-        kept = found[0].best.layout if found else best.layout
-        found.append(What(name, changed.price(kept).step_time_s, best))
-    return _told(pricer, ranks, found)
+        kept = changes[0].best.layout if changes else best.layout
+        changes.append(What(name, changed.price(kept).step_time_s, best))
+    return _told(pricer, ranks, changes)
 
 
-def _told(pricer: Pricer, ranks: int, found: Sequence[What]) -> Reply:
-    base_s = found[0].best.step_time_s
+def _told(pricer: Pricer, ranks: int, changes: Sequence[What]) -> Reply:
+    base_s = changes[0].best.step_time_s
     rows = [["network", "step in the same layout", "in its best", "that layout"]]
     entries, bars = [], {}
-    for one in found:
-        same, best = one.same_s / base_s - 1, one.best.step_time_s / base_s - 1
-        other = str(one.best.layout) if one.best.layout != found[0].best.layout else "the same"
-        layout = str(one.best.layout) if one is found[0] else other
-        rows.append([one.name, f"{one.same_s:.2f} s ({same:+.1%})", f"{best:+.1%}", layout])
+    for change in changes:
+        same, best = change.same_s / base_s - 1, change.best.step_time_s / base_s - 1
+        layout = str(change.best.layout)
+        if change is not changes[0] and change.best.layout == changes[0].best.layout:
+            layout = "the same"
+        rows.append([change.name, f"{change.same_s:.2f} s ({same:+.1%})", f"{best:+.1%}", layout])
         entries.append(
             {
-                "network": one.name,
-                "step_time_s": one.same_s,
-                "best_step_time_s": one.best.step_time_s,
-                "best_layout": str(one.best.layout),
+                "network": change.name,
+                "step_time_s": change.same_s,
+                "best_step_time_s": change.best.step_time_s,
+                "best_layout": str(change.best.layout),
             }
         )
-        bars[one.name] = 100 * same
-    worst = max(found, key=lambda one: one.same_s)
+        bars[change.name] = 100 * same
+    worst = max(changes, key=lambda change: change.same_s)
     where = f"{counted(ranks, 'rank')} of {pricer.cluster.name}"
-    half = next(one for one in found if one.name == "adapters half as fast")
+    half = next(change for change in changes if change.name == "adapters half as fast")
     return Reply(
         f"{pricer.model.name} on {where} takes {half.same_s / base_s - 1:+.1%} with adapters half "
         f"as fast ({half.best.step_time_s / base_s - 1:+.1%} in the layout that is best then); "
         f"the most of what was asked: {worst.name}, {worst.same_s / base_s - 1:+.1%}.",
         rows,
         {"ranks": ranks, "changes": entries},
-        f"{pricer.model.name} on {where}, {found[0].best.layout}: what if the network changed",
+        f"{pricer.model.name} on {where}, {changes[0].best.layout}: what if the network changed",
         [Panel("step time, % more", "", bars=bars)],
     )

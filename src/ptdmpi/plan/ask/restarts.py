@@ -91,10 +91,10 @@ def answer(
     tried = sorted({best_s / 8, best_s / 2, best_s, 2 * best_s, 8 * best_s})
     rows = [["save every", "steps", "useful", ""]]
     for interval_s in tried:
-        told = "best" if interval_s == best_s else ""
+        mark = "best" if interval_s == best_s else ""
         every = f"{interval_s / 60:.1f} min"
         count = f"{max(1, round(interval_s / step_time_s))}"
-        rows.append([every, count, f"{failures.useful(interval_s):.1%}", told])
+        rows.append([every, count, f"{failures.useful(interval_s):.1%}", mark])
     return Reply(
         f"{nodes} nodes fail every {failures.between_s / HOUR_S:.1f} h: save every "
         f"{best_s / 60:.0f} minutes (checkpoint.every_steps = {steps}), and {useful:.1%} of the "
@@ -130,7 +130,7 @@ def _curve(failures: Failures) -> Panel:
     return Panel(
         "minutes of training between saves",
         "share of the time that counts",
-        {"useful": [(one / 60, failures.useful(one)) for one in span]},
+        {"useful": [(interval_s / 60, failures.useful(interval_s)) for interval_s in span]},
         mark=(best_s / 60, f"best: {best_s / 60:.1f} min"),
         logarithmic="x",
     )

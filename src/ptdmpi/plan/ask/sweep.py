@@ -26,15 +26,15 @@ def lengths(pricer: Pricer, sizes: Sequence[int]) -> list[Pricer]:
     Raises InputError if that is not a whole number of sequences.
     """
     tokens = pricer.batch * pricer.model.config.seq_length
-    found = []
+    pricers = []
     for size in sizes:
         batch, rest = divmod(tokens, size)
         if rest or not batch:
             raise InputError(f"a step of {tokens:,} tokens is no number of sequences of {size}")
         config = pricer.model.config.model_copy(update={"seq_length": size})
         model = replace(pricer.model, config=config)
-        found.append(Pricer(pricer.cluster, model, batch, pricer.machine.dtype))
-    return found
+        pricers.append(Pricer(pricer.cluster, model, batch, pricer.machine.dtype))
+    return pricers
 
 
 def answer(pricers: Sequence[Pricer], ranks: int, over: str) -> Reply:
@@ -42,21 +42,21 @@ def answer(pricers: Sequence[Pricer], ranks: int, over: str) -> Reply:
 
     Raises InputError if none fits.
     """
-    found: list[tuple[int, Pricer, Price]] = []
+    fastest: list[tuple[int, Pricer, Price]] = []
     reason = ""
     for pricer in pricers:
         size = pricer.batch if over == "batch" else pricer.model.config.seq_length
         note(f"ptdmpi ask: searching layouts at a {over} of {size:,}")
         try:
-            found.append((size, pricer, search(pricer, Space(ranks), 1)[0]))
+            fastest.append((size, pricer, search(pricer, Space(ranks), 1)[0]))
         except InputError as error:
             reason = str(error)
-    if not found:
+    if not fastest:
         raise InputError(reason)
     rows = [[over, "step", "tokens/s per rank", "MFU", "bubble", "layout"]]
     entries: list[dict[str, Any]] = []
     speeds: list[tuple[float, float]] = []
-    for size, pricer, price in found:
+    for size, pricer, price in fastest:
         entry = table.numbers(price, pricer, None)
         tokens = pricer.batch * pricer.model.config.seq_length
         speeds.append((float(size), tokens / price.step_time_s / ranks))
@@ -66,7 +66,7 @@ def answer(pricers: Sequence[Pricer], ranks: int, over: str) -> Reply:
         rows.append([f"{size:,}", step, speed, *shares, words])
         entries.append({over.replace(" ", "_"): size, "tokens_per_s": tokens / price.step_time_s})
         entries[-1] |= entry
-    best, least = (choose(speeds, key=lambda one: one[1]) for choose in (max, min))
+    best, least = (choose(speeds, key=lambda point: point[1]) for choose in (max, min))
     where = f"{counted(ranks, 'rank')} of {pricers[0].cluster.name}"
     left = [f"{p.batch if over == 'batch' else p.model.config.seq_length:,}" for p in pricers]
     left = [size for size in left if size not in {row[0] for row in rows}]
@@ -81,7 +81,7 @@ def answer(pricers: Sequence[Pricer], ranks: int, over: str) -> Reply:
             Panel(
                 over,
                 "MFU",
-                {"MFU": [(size, price.mfu) for size, _, price in found]},
+                {"MFU": [(size, price.mfu) for size, _, price in fastest]},
                 logarithmic="x",
             ),
         ],

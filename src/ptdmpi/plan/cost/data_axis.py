@@ -101,9 +101,9 @@ class DataAxis:
         gradients_s, weights_s = self._ends_s(layout) + self._norms_s(layout, elements), 0.0
         for unit, count in self._units(layout, elements):
             groups = self.shard_group(layout), self.replicas(layout)
-            one = self._behind(layout.sharing, unit, *groups)
-            gradients_s += count * one.gradients_s
-            weights_s += count * one.weights_s
+            each = self._behind(layout.sharing, unit, *groups)
+            gradients_s += count * each.gradients_s
+            weights_s += count * each.weights_s
         return Behind(gradients_s, weights_s)
 
     def _units(self, layout: Layout, elements: float) -> list[tuple[float, int]]:
@@ -219,7 +219,7 @@ class DataAxis:
         if not layout.shards_weights:
             return layers * summed_s
         (frozen,) = self._frozen(1, (False, False), layout.tensor)
-        gathered_s += sum(self._unit_pair_s(one, group)[0] for one in frozen)
+        gathered_s += sum(self._unit_pair_s(size, group)[0] for size in frozen)
         return layers * summed_s + 2 * max(0.0, layers - 1) * gathered_s
 
     def _one_unit_s(self, elements: int, group: Group) -> tuple[float, float]:

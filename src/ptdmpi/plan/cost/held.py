@@ -44,8 +44,9 @@ class HeldParts:
         not."""
         places = places_of(self.layers[stage], self.model.layers)
         for place in places:
-            some = (one for one in self._parts_of(place).items() if one[1].trains == trains)
-            yield from ((place, name, part) for name, part in some)
+            for name, part in self._parts_of(place).items():
+                if part.trains == trains:
+                    yield place, name, part
 
     def of_stage(self, stage: int) -> Iterator[tuple[str, Part]]:
         """Return the trained parts of a stage, with their names in the table."""

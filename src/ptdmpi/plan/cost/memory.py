@@ -8,7 +8,6 @@ type. With S shards and 16-bit weights, a parameter takes 2 + 4 + 12/S bytes und
 2 + (4 + 12)/S under ZeRO 2, and 18/S under ZeRO 3.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from operator import mul
@@ -32,6 +31,9 @@ from ptdmpi.plan.shape.parameters import frozen_layer
 # State in a file is read ahead and written back in pieces, two of which are in memory at once.
 CHUNK_BYTES = 64 * 2**20
 MOST_FLIGHTS = 10_000  # cached results
+
+
+Sort = tuple[int, tuple[tuple[str, int], ...], bool, bool]  # of a stage: see `_sort`
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,8 @@ class MemoryModel(StageMemory):
         self.wide_bytes = PRECISIONS[precision].master.bytes
         self.tile = largest_tile(model, vocab_size)
         self.value_bytes = cache(self._counted_values)
-        self._distinct = cache(lambda *key: _distinct_ranks(self.model, self._splits(key[0]), *key))
-        self.likes = cache(lambda *key: _sorts(self.model, self._splits(key[0]), *key))
+        self._distinct = cache(self._counted_distinct)
+        self.sorts = cache(self._counted_sorts)
         self._standing = cache(self._counted_standing)
         self._stands = cache(self._counted_stands)
         self._flights: dict[tuple[object, ...], tuple[int, int]] = {}
@@ -143,9 +145,9 @@ class MemoryModel(StageMemory):
         kept_block: int = 0,
     ) -> "MemoryModel":
         """Return the model for a training; `wide_products` and `kept_block` as in `Software`."""
-        told = (config.model, vocab_size, config.precision.compute)
+        named = (config.model, vocab_size, config.precision.compute)
         software = _ours(wide_products, kept_block, on_host)
-        return cls(*told, software, on_host=on_host, method=RunMethod.of(config))
+        return cls(*named, software, on_host=on_host, method=RunMethod.of(config))
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
         """Return pipeline ranks that include the one with the highest peak: one rank of each kind
@@ -153,6 +155,45 @@ class MemoryModel(StageMemory):
         if not KINDS[layout.schedule].earlier_holds_more:
             return tuple(range(layout.pipeline))
         return self._distinct(Cut.of(layout), layout.recompute_layers)
+
+    def _counted_distinct(self, cut: Cut, recompute_layers: int | None) -> tuple[int, ...]:
+        """Return the first pipeline rank of each kind. Ranks are of one kind if their stages are
+        (`_sort`)."""
+        layers = self._splits(cut)
+        first: dict[object, int] = {}
+        for rank in range(cut.placed.pipeline):
+            stages = cut.placed.stages_of(rank)
+            sorts = (self._sort(layers[s], recompute_layers, cut.placed, s) for s in stages)
+            first.setdefault(tuple(sorts), rank)
+        return tuple(first.values())
+
+    def _counted_sorts(
+        self, cut: Cut, recompute_layers: int | None, rank: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return an example stage of each sort, and the number of each stage's sort, for a pipeline
+        rank. Stages of one sort need the same memory, whatever the layout's other settings are."""
+        layers = self._splits(cut)
+        numbers: dict[Sort, int] = {}
+        examples: list[int] = []
+        of_stages: list[int] = []
+        for stage in cut.placed.stages_of(rank):
+            sort = self._sort(layers[stage], recompute_layers, cut.placed, stage)
+            if sort not in numbers:
+                numbers[sort] = len(examples)
+                examples.append(stage)
+            of_stages.append(numbers[sort])
+        return tuple(examples), tuple(of_stages)
+
+    def _sort(
+        self, own: range, recompute_layers: int | None, placed: Placement, stage: int
+    ) -> Sort:
+        """Return what determines a stage's memory: the number of its layers (`own`) without a
+        backward, its other layers by recomputation, and whether it is the first and the last of
+        the model."""
+        layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
+        idle = self.model.idle(own)
+        others = tuple(segments(layout, own[idle:]))
+        return idle, others, stage == 0, stage == placed.stages - 1
 
     def peak(self, layout: Layout, rank: int, microbatches: int) -> Footprint:
         """Return the bytes that pipeline rank `rank` needs in a step of `microbatches`.
@@ -183,7 +224,7 @@ class MemoryModel(StageMemory):
         return self._flights[key]
 
     def _in_flight(self, layout: Layout, rank: int, microbatches: int) -> tuple[int, int]:
-        examples, alike = self.likes(Cut.of(layout), layout.recompute_layers, rank)
+        examples, alike = self.sorts(Cut.of(layout), layout.recompute_layers, rank)
         flight = fullest_alike(
             layout.schedule, layout.pipeline, layout.virtual, microbatches, rank, alike
         )
@@ -201,7 +242,7 @@ class MemoryModel(StageMemory):
     def largest(self, layout: Layout, microbatches: int) -> tuple[int, Footprint]:
         """Return the pipeline rank with the highest peak, and that peak."""
         peaks = [(r, self.peak(layout, r, microbatches)) for r in self.distinct_ranks(layout)]
-        return max(peaks, key=lambda found: found[1].total)
+        return max(peaks, key=lambda peak: peak[1].total)
 
     def fits(self, layout: Layout, microbatches: int, capacity_bytes: float) -> bool:
         """Return True if every pipeline rank has enough memory.
@@ -254,7 +295,7 @@ class MemoryModel(StageMemory):
         )
         weights += self.frozen_bytes(cut, tensor, rank, every - train, sharing.weight_shards)
         if self.method.matrices:  # the shard with the most state has the fewest elements of them
-            fewest = min(one.elements for one in self.dealt(cut, tensor, rank, sharing))
+            fewest = min(work.elements for work in self.dealt(cut, tensor, rank, sharing))
             optimizer -= fewest * self.wide_bytes
         # room on the host for gradients that are updated there, and weights that are the masters
         rooms = (1 + (self.compute_bytes >= FLOAT32.bytes)) * self.wide_bytes
@@ -335,7 +376,7 @@ def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: in
     key = _flight_key(layout, rank, microbatches)
     if key not in memory.least_flights:
         sizes = (layout.pipeline, layout.virtual, microbatches)
-        stages, _ = memory.likes(Cut.of(layout), layout.recompute_layers, rank)
+        stages, _ = memory.sorts(Cut.of(layout), layout.recompute_layers, rank)
         each = min(memory.stored_bytes[ACTIVATIONS](layout, stage) for stage in stages)
         memory.least_flights[key] = KINDS[layout.schedule].ahead(rank, *sizes) * each
     return memory.least_flights[key]
@@ -350,64 +391,14 @@ def _beside(memory: MemoryModel, layout: Layout, rank: int, kept: int, working: 
     """
     method = memory.method
     sizes = (layout.data, memory.trained(layout, rank), memory.wide_bytes)
-    told, copies = method.room_bytes(*sizes, memory.tile), method.copies_bytes(*sizes)
+    messages, copies = method.room_bytes(*sizes, memory.tile), method.copies_bytes(*sizes)
     working += memory.beside_bytes(layout, rank)
     working += memory.value_bytes(layout.tensor)
     if method.matrices:
         how = (Cut.of(layout), layout.tensor, rank, layout.sharing)
         size, widens = memory.compute_bytes, memory.software.wide_products
-        room = max(one.room_bytes(layout.tensor, size, widens) for one in memory.dealt(*how))
+        room = max(work.room_bytes(layout.tensor, size, widens) for work in memory.dealt(*how))
         working = max(working, room - kept)  # after the backwards, like the messages
-    return copies + (working + told if method.section.overlap else max(working, told - kept))
-
-
-Sort = tuple[int, tuple[tuple[str, int], ...], bool, bool]
-
-
-def _sort(
-    model: ModelConfig,
-    layers: Sequence[range],
-    placed: Placement,
-    recompute_layers: int | None,
-    stage: int,
-) -> Sort:
-    """Return what determines a stage's memory: the number of its layers without a backward, its
-    other layers by recomputation, and whether it is the first and the last of the model."""
-    layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
-    own, idle = layers[stage], model.idle(layers[stage])
-    others = tuple(segments(layout, own[idle:]))
-    return idle, others, stage == 0, stage == placed.stages - 1
-
-
-def _distinct_ranks(
-    model: ModelConfig, layers: Sequence[range], cut: Cut, recompute_layers: int | None
-) -> tuple[int, ...]:
-    """Return the first pipeline rank of each kind; `layers` has the layers of each stage. Ranks are
-    of one kind if their stages are (`_sort`)."""
-    placed = cut.placed
-    first: dict[object, int] = {}
-    for rank in range(placed.pipeline):
-        found = (_sort(model, layers, placed, recompute_layers, s) for s in placed.stages_of(rank))
-        first.setdefault(tuple(found), rank)
-    return tuple(first.values())
-
-
-def _sorts(
-    model: ModelConfig,
-    layers: Sequence[range],
-    cut: Cut,
-    recompute_layers: int | None,
-    rank: int,
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return an example stage of each sort, and the number of each stage's sort, for a pipeline
-    rank. Stages of one sort need the same memory, whatever the layout's other settings are."""
-    sorts: dict[Sort, int] = {}
-    examples: list[int] = []
-    numbers: list[int] = []
-    for stage in cut.placed.stages_of(rank):
-        sort = _sort(model, layers, cut.placed, recompute_layers, stage)
-        if sort not in sorts:
-            sorts[sort] = len(examples)
-            examples.append(stage)
-        numbers.append(sorts[sort])
-    return tuple(examples), tuple(numbers)
+    if method.section.overlap:
+        return copies + working + messages
+    return copies + max(working, messages - kept)

@@ -60,15 +60,15 @@ def messages(name: str, ranks: int, per_node: int) -> tuple[tuple[float, float],
     other. Raises InputError for a file of edges that does not fit `ranks`.
     """
     graph = topology(name, ranks)
-    found = []
+    messages = []
     for step in range(graph.period or 4):
         all_sent = far = 0
         for rank in range(ranks):
             peers = graph.destinations(step, rank)
             all_sent += len(peers)
             far += sum(peer // per_node != rank // per_node for peer in peers)
-        found.append((far / ranks, (all_sent - far) / ranks))
-    return tuple(found)
+        messages.append((far / ranks, (all_sent - far) / ranks))
+    return tuple(messages)
 
 
 def neighbours(name: str, ranks: int) -> float:
@@ -171,11 +171,11 @@ def sent_bytes(section: DataParallelConfig, sizes: Told, n: int, moments: int = 
             return mixed * sizes.masters * (1 + (moments if section.average_moments else 0))
         case "compressed" | "local":
             every = section.local_steps if section.method == "local" else 1
-            told = code_messages(section, sizes, n)
+            codes = code_messages(section, sizes, n)
             return (
                 sum(
                     PASSES[kind] * size * (n - 1) / n if kind in PASSES else size
-                    for kind, size in told.items()
+                    for kind, size in codes.items()
                 )
                 / every
             )

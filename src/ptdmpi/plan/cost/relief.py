@@ -112,9 +112,10 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
     for grown in GROWTHS:
         for count in range(1, MOST_CHANGES + 1):
             for chosen in itertools.combinations(_steps(step, grown), count):
-                keys = {key: value for one in chosen for key, value in one.items()}
+                keys = {key: value for change in chosen for key, value in change.items()}
                 known = (
-                    one.keys() == keys.keys() or one.items() <= keys.items() for one in fitting
+                    other.keys() == keys.keys() or other.items() <= keys.items()
+                    for other in fitting
                 )
                 if len(keys) < count or any(known):
                     continue
@@ -203,12 +204,12 @@ def _places(step: Step) -> tuple[str, ...]:
 def explain(step: Step, capacity_bytes: float) -> str:
     """Return text with the memory of the rank that needs most, by part, and three changes that
     would fit."""
-    rank, found = step.largest()
+    rank, peak = step.largest()
     lines = [
         f"memory of pipeline rank {rank}, which needs most: "
-        f"{size(found.total)}, and a rank has at most {size(capacity_bytes)}"
+        f"{size(peak.total)}, and a rank has at most {size(capacity_bytes)}"
     ]
-    parts = [(name, n) for name, n in found.parts.items() if n or name != "runtime"]
+    parts = [(name, n) for name, n in peak.parts.items() if n or name != "runtime"]
     lines += [f"  {name:<12}{size(amount):>12}" for name, amount in parts]
     if (on_hosts := step.on_hosts()) > step.host_capacity_bytes:
         lines.append(

@@ -52,8 +52,8 @@ class StepTimes:
         """Return the times of a layer, and of embedding and head, on one tensor rank."""
         key = (layout.tensor, layout.micro_size, layout.sequence_parallel)
         if key not in self._layers:
-            told = (self.machine, self.model, layout)
-            self._layers[key] = LayerTimes(*told), EndTimes(*told)
+            priced = (self.machine, self.model, layout)
+            self._layers[key] = LayerTimes(*priced), EndTimes(*priced)
         return self._layers[key]
 
     def idle_layer(self, layout: Layout) -> LayerTimes:
@@ -211,9 +211,8 @@ class StepTimes:
         groups = self.kernels(layout)[0].group, self.data.shard_group(layout)
         cut, sharing = Cut.of(layout), layout.sharing
         every = (self.memory.dealt(cut, layout.tensor, rank, sharing) for rank in ranks)
-        return max(
-            self.update.matrices_s(one, layout.tensor, *groups) for some in every for one in some
-        )
+        works = itertools.chain.from_iterable(every)
+        return max(self.update.matrices_s(work, layout.tensor, *groups) for work in works)
 
     def least_matrices_s(self, layout: Layout, layers: float) -> float:
         """Return a lower bound in seconds of the update of the whole matrices of `layers` layers:
@@ -221,7 +220,7 @@ class StepTimes:
         if not self.method.matrices:
             return 0.0
         group, t = self.kernels(layout)[0].group, layout.tensor
-        each = (self.update.matrix_s(one, t, group) for one in wholes(self.model.config, t))
+        each = (self.update.matrix_s(matrix, t, group) for matrix in wholes(self.model.config, t))
         return layers * sum(each) / layout.shards
 
 

@@ -149,7 +149,7 @@ class StepTraffic:
         tally, layout = Tally(self.layout.pipeline), self.layout
         shares = layout.tensor if self._is_scattered or layout.sequence_parallel else 1
         tally.add("send", self.whole // shares, self.held.crossings(rank) * self.microbatches)
-        longest = max(self.held.counted(one) for one in range(layout.pipeline))
+        longest = max(map(self.held.counted, range(layout.pipeline)))
         tally.add("all_gather", layout.pipeline * longest * self.sizes.wide_bytes, norms)
         return tally
 
@@ -247,10 +247,10 @@ def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
     weights = [size for unit, size in units.items() if unit != SECOND]
     if of.method.tells_codes(step):
         coded = of.held.elements(rank)
-        told = told_of(of.model, of.vocab_size, coded, element, element)
+        sizes = told_of(of.model, of.vocab_size, coded, element, element)
         gossip = section.method == "decentralized"
         times = of.method.neighbours(tally.ranks, data, step) if gossip else 1
-        for kind, size in code_messages(section, told, tally.ranks).items():
+        for kind, size in code_messages(section, sizes, tally.ranks).items():
             tally.add(kind, round(size), times)
     if tally.ranks > 1:
         of.method.tell(tally, data, step, sum(units.values()), weights, element)

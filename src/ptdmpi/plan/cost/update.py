@@ -56,7 +56,7 @@ class UpdateTimes:
         """Return the seconds of Muon for all matrices that a rank makes orthogonal; included are
         the parts that it sends to others of its shard group and receives from them, and the same
         amount back."""
-        made = (n * self.matrix_s(one, tensor, group) for (one, _), n in some.makes.items())
+        made = (n * self.matrix_s(matrix, tensor, group) for (matrix, _), n in some.makes.items())
         element, crosses = iteration_bytes(self.machine.element_bytes), shards.nodes > 1
         ways = [
             sum(self.machine.send_s(n * element, crosses_nodes=crosses) for n in way.values())

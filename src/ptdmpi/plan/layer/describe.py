@@ -158,7 +158,7 @@ def adapters_of(
 ) -> tuple[tuple[str, LowRankPair | Scale], ...]:
     """Return the trainable parts next to a linear: `attention.qkv.lora_q` and so on."""
     adapt = model.adapt
-    found: list[tuple[str, LowRankPair | Scale]] = []
+    adapters: list[tuple[str, LowRankPair | Scale]] = []
     for number, (target, (row, output)) in enumerate(targets_of(adapt, model.gates).items()):
         if row != name:
             continue
@@ -166,7 +166,7 @@ def adapters_of(
         most = None if linear.most is None else linear.most[output]
         if adapt.method == "ia3":
             size = linear.inputs if linear.split == "rows" else linear.outputs[output]
-            found.append((f"{name}.ia3_{leaf}", Scale(size, output, most)))
+            adapters.append((f"{name}.ia3_{leaf}", Scale(size, output, most)))
             continue
         assert linear.split is not None
         pair = LowRankPair(
@@ -180,8 +180,8 @@ def adapters_of(
             linear.split,
             most,
         )
-        found.append((f"{name}.lora_{leaf}", pair))
-    return tuple(found)
+        adapters.append((f"{name}.lora_{leaf}", pair))
+    return tuple(adapters)
 
 
 def embedding(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:

@@ -38,8 +38,8 @@ def read_edges(path: str, size: int, names: str) -> Topology:
             f"from 0 to {size - 1} in at least one line"
         )
     weights: list[dict[int, Fraction]] = [{} for _ in range(size)]
-    for (one, other), weight in edges.items():
-        weights[one][other] = weights[other][one] = weight or Fraction(0)
+    for (rank, peer), weight in edges.items():
+        weights[rank][peer] = weights[peer][rank] = weight or Fraction(0)
     if not any(edges.values()):
         return Undirected(path, size, lambda rank: set(weights[rank]))
     for rank, row in enumerate(weights):
@@ -68,8 +68,8 @@ def sha256_of(path: str, names: str) -> str:
     It does not depend on the order of the lines or on comments. Raises InputError as `read_edges`,
     except for mistakes that depend on the number of ranks.
     """
-    found = {_edge(path, line, fields, 2**31) for _, line, fields in _lines(path, names)}
-    text = "\n".join(sorted(f"{one} {other} {weight}" for (one, other), weight in found))
+    edges = {_edge(path, line, fields, 2**31) for _, line, fields in _lines(path, names)}
+    text = "\n".join(sorted(f"{first} {second} {weight}" for (first, second), weight in edges))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -94,20 +94,20 @@ def _edge(
 ) -> tuple[tuple[int, int], Fraction | None]:
     """Return the two ranks of a line, ascending, and the weight; None if it has none."""
     try:
-        one, other = (int(field) for field in fields[:2])
+        first, second = (int(field) for field in fields[:2])
         weight = Fraction(fields[2]) if len(fields) > 2 else None
     except (ValueError, ZeroDivisionError):
         raise InputError(f"{where}: {line!r} is no edge; {FORM}") from None
     if len(fields) > 3:
         raise InputError(f"{where}: {line!r} has {len(fields)} columns; {FORM}")
-    for rank in (one, other):
+    for rank in (first, second):
         if not 0 <= rank < size:
             raise InputError(
                 f"{where}: {line!r}: there is no data rank {rank} of d = {size}; legal: 0 to "
                 f"{size - 1}, or another parallel.data"
             )
-    if one == other:
+    if first == second:
         raise InputError(f"{where}: {line!r}: a rank always keeps a part of its own; {FORM}")
     if weight is not None and not 0 < weight < 1:
         raise InputError(f"{where}: {line!r}: a weight is above 0 and below 1")
-    return (min(one, other), max(one, other)), weight
+    return (min(first, second), max(first, second)), weight

@@ -183,8 +183,9 @@ def _pairs(size: int, seed: int, step: int) -> list[int]:
 
     order = sorted(range(size), key=drawn)
     peers = list(range(size))
-    for one, other in zip(order[::2], order[1::2], strict=False):
-        peers[one], peers[other] = other, one
+    for rank, peer in zip(order[::2], order[1::2], strict=False):
+        peers[rank] = peer
+        peers[peer] = rank
     return peers
 
 
@@ -195,9 +196,9 @@ def _completed(rank: int, row: Row) -> Row:
     return {peer: whole[peer] for peer in sorted(whole)}
 
 
-def matrix(found: Topology, step: int) -> list[list[float]]:
+def matrix(topology: Topology, step: int) -> list[list[float]]:
     """Return W of a step, [n][n], each weight rounded once."""
-    return [list(_dense(found.row(step, rank), found.size)) for rank in range(found.size)]
+    return [list(_dense(topology.row(step, rank), topology.size)) for rank in range(topology.size)]
 
 
 def _dense(row: Row, size: int) -> Iterator[float]:

@@ -70,7 +70,10 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
             mates = (_in_replica(grid, grid.coordinates(mate)) for mate in _fast(grid, rank))
             near = {nodes[row[mate]] for mate in mates if mate in row}
             # False sorts first: the same state, then the same node; moving state costs more
-            fit = [(not _holds(grid, held[one], here), nodes[one] not in near) for one in free]
+            fit = [
+                (not _holds(grid, held[survivor], here), nodes[survivor] not in near)
+                for survivor in free
+            ]
             row[seat] = free.pop(fit.index(min(fit)))
         result.append(row[seat])
     return result

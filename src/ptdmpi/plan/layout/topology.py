@@ -95,9 +95,9 @@ def topology(name: str, size: int, seed: int = 0) -> Topology:
     made = TOPOLOGIES.get(name)
     if made:
         return made(size, seed)
-    found = read_edges(name, size, ", ".join(TOPOLOGIES))
-    check(found)
-    return found
+    edges = read_edges(name, size, ", ".join(TOPOLOGIES))
+    check(edges)
+    return edges
 
 
 def file_ranks(section: DataParallelConfig) -> int | None:
@@ -136,29 +136,29 @@ def topology_of(config: Config) -> Topology:
     return topology(name, size, config.run.seed)
 
 
-def check(found: Topology, steps: int = 16) -> None:
+def check(graph: Topology, steps: int = 16) -> None:
     """Raise InputError unless the graphs average over all ranks.
 
     In each step of a period (without a period, in each of the first `steps`) the weights must be
     above 0 and doubly stochastic, and senders and receivers must expect the same messages. The
     graphs of a period must connect all ranks.
     """
-    size, reached = found.size, _Groups(found.size)
-    for step in range(found.period or steps):
-        columns = [dict(found.column(step, rank)) for rank in range(size)]
+    size, reached = graph.size, _Groups(graph.size)
+    for step in range(graph.period or steps):
+        columns = [dict(graph.column(step, rank)) for rank in range(size)]
         if any(sum(column.values()) != 1 for column in columns):
-            raise InputError(f"topology {found.name}: a column of weights does not sum to 1")
+            raise InputError(f"topology {graph.name}: a column of weights does not sum to 1")
         for rank in range(size):
-            row = found.row(step, rank)
+            row = graph.row(step, rank)
             if sum(row.values()) != 1 or min(row.values()) <= 0:
-                raise InputError(f"topology {found.name}: the weights of rank {rank} are no mean")
+                raise InputError(f"topology {graph.name}: the weights of rank {rank} are no mean")
             if any(columns[peer].get(rank) != weight for peer, weight in row.items()):
-                raise InputError(f"topology {found.name}: rank {rank} hears who does not send")
+                raise InputError(f"topology {graph.name}: rank {rank} hears who does not send")
             for peer in row:
                 reached.join(rank, peer)
-    if found.period is not None and len(apart := reached.parts()) > 1:
+    if graph.period is not None and len(apart := reached.parts()) > 1:
         raise InputError(
-            f"topology {found.name}: ranks {_listed(apart[1])} are not connected with "
+            f"topology {graph.name}: ranks {_listed(apart[1])} are not connected with "
             f"{_listed(apart[0])}; legal: edges on which every rank is reached from every other"
         )
 
@@ -169,8 +169,8 @@ class _Groups:
     def __init__(self, size: int) -> None:
         self._above = list(range(size))
 
-    def join(self, one: int, other: int) -> None:
-        self._above[self._top(one)] = self._top(other)
+    def join(self, rank: int, other: int) -> None:
+        self._above[self._top(rank)] = self._top(other)
 
     def _top(self, rank: int) -> int:
         while self._above[rank] != rank:
@@ -180,10 +180,10 @@ class _Groups:
 
     def parts(self) -> list[list[int]]:
         """Return the groups, each ascending, in order of their first rank."""
-        found: dict[int, list[int]] = {}
+        groups: dict[int, list[int]] = {}
         for rank in range(len(self._above)):
-            found.setdefault(self._top(rank), []).append(rank)
-        return list(found.values())
+            groups.setdefault(self._top(rank), []).append(rank)
+        return list(groups.values())
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -51,6 +51,6 @@ def fit_rings(
     columns = np.stack([np.ones_like(steps), steps, np.asarray(moved_bytes, dtype=float)], axis=1)
     weighted = columns / times[:, None]
     scale = weighted.max(axis=0)
-    found, *_ = np.linalg.lstsq(weighted / scale, np.ones_like(times), rcond=None)
-    start, step, per_byte = found / scale
+    solution, *_ = np.linalg.lstsq(weighted / scale, np.ones_like(times), rcond=None)
+    start, step, per_byte = solution / scale
     return float(max(start, 0.0)), float(max(step, 0.0)), float(1 / per_byte)

@@ -139,7 +139,7 @@ class MeasuredMachine(Machine):
                 f"cluster {self.cluster.name}: measured {known if network else 'without messages'};"
                 " run ptdmpi probe with as many ranks as the training will have"
             )
-        table = min(tables, key=lambda one: (abs(math.log(one.ranks / ranks)), one.ranks))
+        table = min(tables, key=lambda table: (abs(math.log(table.ranks / ranks)), table.ranks))
         least_s = min(table.seconds)
         whole_s = interpolate(size, table.sizes_bytes, table.seconds)
         if size > table.sizes_bytes[-1]:

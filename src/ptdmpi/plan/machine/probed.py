@@ -38,8 +38,8 @@ class Gemm(FrozenTable):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         shape = (len(self.m), len(self.n), len(self.k))
-        found = {(len(self.flops_per_s), len(a), len(b)) for a in self.flops_per_s for b in a}
-        if found != {shape}:
+        shapes = {(len(self.flops_per_s), len(a), len(b)) for a in self.flops_per_s for b in a}
+        if shapes != {shape}:
             raise ValueError(f"flops_per_s must be of {' x '.join(map(str, shape))} numbers")
         return self
 

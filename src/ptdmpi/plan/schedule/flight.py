@@ -60,9 +60,9 @@ def fullest(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
     # schedules such as GPipe keep all m: every further round adds as much as one round
     rounds = (microbatches - shorter) // pipeline
     later = []
-    for one, more in zip(first.moments, second.moments, strict=True):
-        grown = zip(one.held, more.held, strict=True)
-        later.append(Moment(one.working, tuple(a + rounds * (b - a) for a, b in grown)))
+    for fewer, more in zip(first.moments, second.moments, strict=True):
+        grown = zip(fewer.held, more.held, strict=True)
+        later.append(Moment(fewer.working, tuple(a + rounds * (b - a) for a, b in grown)))
     return Flight(first.stores, tuple(later))
 
 
@@ -113,7 +113,8 @@ def _walked(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
     }
     now, grown = [0] * len(stores), 0
     seen: dict[tuple[str, int], set[tuple[int, ...]]] = {}
-    told: dict[tuple[str, int], int] = {}  # working -> value of `grown` when it was last recorded
+    # working -> the value of `grown` when it was last recorded
+    recorded: dict[tuple[str, int], int] = {}
     for working, keeps, frees, passing in map(steps.__getitem__, map(KIND_AND_STAGE, ops)):
         trades = keeps is not None and frees is not None  # one comes as the other goes
         if keeps is not None and not trades:
@@ -121,12 +122,12 @@ def _walked(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
             grown += 1
         # record a moment if a store has grown since the last one with the same working memory;
         # without working memory, only before a store shrinks and at the end
-        if working != NOTHING and told.get(working) != grown and not trades:
-            told[working] = told[NOTHING] = grown
+        if working != NOTHING and recorded.get(working) != grown and not trades:
+            recorded[working] = recorded[NOTHING] = grown
             seen.setdefault(working, set()).add(tuple(now))
         going = passing or frees is not None
-        if going and told.get(NOTHING) != grown:
-            told[NOTHING] = grown
+        if going and recorded.get(NOTHING) != grown:
+            recorded[NOTHING] = grown
             seen.setdefault(NOTHING, set()).add(tuple(now))
         if passing and keeps is not None:
             now[keeps] -= 1
@@ -136,7 +137,7 @@ def _walked(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
             seen.setdefault(working, set()).add(tuple(now))
             now[keeps] += 1
             grown += 1
-    if told.get(NOTHING) != grown:
+    if recorded.get(NOTHING) != grown:
         seen.setdefault(NOTHING, set()).add(tuple(now))
     return Flight(stores, tuple(_undominated(seen)))
 
@@ -147,10 +148,10 @@ def _undominated(seen: dict[tuple[str, int], set[tuple[int, ...]]]) -> Iterable[
     A moment with working memory is compared with those of the same working memory, a moment
     without it with all moments.
     """
-    found = [Moment(w, held) for w in sorted(seen) if w != NOTHING for held in _largest(seen[w])]
-    yield from found
+    working = [Moment(w, held) for w in sorted(seen) if w != NOTHING for held in _largest(seen[w])]
+    yield from working
     for held in _largest(seen.get(NOTHING, set())):
-        if not any(_exceeds(moment.held, held) for moment in found):
+        if not any(_exceeds(moment.held, held) for moment in working):
             yield Moment(NOTHING, held)
 
 
@@ -162,5 +163,5 @@ def _largest(states: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return sorted(kept)
 
 
-def _exceeds(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return all(map(ge, one, other))  # asked millions of times in a search
+def _exceeds(held: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return all(map(ge, held, other))  # asked millions of times in a search

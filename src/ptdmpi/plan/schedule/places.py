@@ -44,6 +44,6 @@ def gathers(
     there: set[str] = set()
     for places, step in passes:
         for place in places[::step]:
-            now = [unit for one in at_hand(places, place, step) for unit in uses[one]]
+            now = [unit for near in at_hand(places, place, step) for unit in uses[near]]
             yield from dict.fromkeys(unit for unit in now if unit not in there)
             there = set(now)

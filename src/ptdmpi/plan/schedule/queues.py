@@ -97,15 +97,15 @@ class _Devices:
         waiting = self.queues[peer, self._queue(peer, receive)]
         if not waiting or not self._reached(rank, place) or not self._reached(peer, waiting[0]):
             return False
-        found = self.programs[peer][waiting[0]]
-        if not isinstance(found, Receive) or found.peer != rank:
+        action = self.programs[peer][waiting[0]]
+        if not isinstance(action, Receive) or action.peer != rank:
             return False
-        if found != receive:
-            raise MismatchError(f"rank {rank}: {send} meets the receive {found} of rank {peer}")
+        if action != receive:
+            raise MismatchError(f"rank {rank}: {send} meets the receive {action} of rank {peer}")
         if (rank, send.op) not in self.computed:
             raise MismatchError(f"rank {rank}: {send} runs before {send.op} is computed here")
         self.arrived.add((peer, send.op))
-        self._end(peer, waiting[0], found)
+        self._end(peer, waiting[0], action)
         self._end(rank, place, send)
         return True
 

@@ -98,10 +98,10 @@ def replicas(config: Config, ranks: int) -> tuple[int, ...] | None:
         name = config.data_parallel.topology
         file = f"data_parallel.topology = {name} is a graph over {graph} data ranks"
         split = f'data.split = "by_rank" deals {counted(dealt, "dataset")}'
-        told = [file] if graph is not None else []
-        told += [split] if config.data.split != "shared" else []
+        reasons = [file] if graph is not None else []
+        reasons += [split] if config.data.split != "shared" else []
         raise InputError(
-            f"{', and '.join(told)}: no layout of {counted(ranks, 'rank')} has such a d"
+            f"{', and '.join(reasons)}: no layout of {counted(ranks, 'rank')} has such a d"
         )
     return sizes
 

@@ -72,10 +72,10 @@ def contradiction(space: Space) -> str:
         partition_activations=space.partition_activations,
         shard_group=group,
     )
-    told = [[*layout_mistakes(replace(plain, zero=zero), None, None)] for zero in space.zero]
+    mistakes = [[*layout_mistakes(replace(plain, zero=zero), None, None)] for zero in space.zero]
     if space.shard_group == "node" and not any(map(covers_state, space.zero)):
-        told = [[*found, groups_need_zero("node")] for found in told]
-    fewest = min(told, key=len)  # one stage without a contradiction is enough
+        mistakes = [[*lines, groups_need_zero("node")] for lines in mistakes]
+    fewest = min(mistakes, key=len)  # one stage without a contradiction is enough
     return "; ".join(fewest)
 
 

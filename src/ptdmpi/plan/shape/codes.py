@@ -52,7 +52,7 @@ def _tile(part: Part, cut: int) -> int:
         return part.inputs * sum(part.outputs)
     most = part.most or (cut,) * len(part.outputs)
     shares = zip(part.outputs, most, strict=True)
-    return max(_lines(lines, min(cut, one)) * part.inputs for lines, one in shares)
+    return max(_lines(lines, min(cut, limit)) * part.inputs for lines, limit in shares)
 
 
 def _lines(lines: int, shares: int) -> int:

@@ -54,7 +54,8 @@ def owners(matrices: Iterable[tuple[Sequence[Slice], int]]) -> Iterator[int]:
     """
     busy = Counter[int]()
     for held, cost in matrices:
-        owner = min(held, key=lambda one: (busy[one.shard], one.begin - one.end, one.shard)).shard
+        ranked = [(busy[part.shard], part.begin - part.end, part.shard) for part in held]
+        *_, owner = min(ranked)
         busy[owner] += cost
         yield owner
 
@@ -82,7 +83,7 @@ class Dealt:
         `widens` as in `matrices.room_bytes`.
         """
         travels = self.gives.total() + self.takes.total()
-        each = [room_bytes(*one, tensor, compute_bytes, widens) for one in self.makes]
+        each = [room_bytes(*matrix, tensor, compute_bytes, widens) for matrix in self.makes]
         most = max(given_bytes(self.most, compute_bytes), *each, 0)
         return travels * iteration_bytes(compute_bytes) + most
 
@@ -100,21 +101,21 @@ def dealt(
     `ends`: whether it has the first and the last stage. `sharing`: the stage of ZeRO that cuts its
     units, and the ranks of the group.
     """
-    found = [Dealt() for _ in range(sharing.ranks)]
+    work = [Dealt() for _ in range(sharing.ranks)]
     cut = list(_cut(model, vocab_size, layers, ends, tensor, sharing))
     for (whole, held), owner in zip(
         cut, owners((held, effort(whole.shapes)) for whole, held in cut), strict=True
     ):
         for shard, begin, end in held:
             size = end - begin
-            found[shard].elements += size
+            work[shard].elements += size
             if shard == owner:
-                found[owner].makes[whole, size] += 1
+                work[owner].makes[whole, size] += 1
             else:
-                found[shard].gives[owner] += size
-                found[owner].takes[shard] += size
-                found[shard].most = max(found[shard].most, size)
-    return found
+                work[shard].gives[owner] += size
+                work[owner].takes[shard] += size
+                work[shard].most = max(work[shard].most, size)
+    return work
 
 
 def _cut(

@@ -33,22 +33,22 @@ class Whole(NamedTuple):
 
 def wholes(model: ModelConfig, tensor: int) -> list[Whole]:
     """Return the trained matrices of a layer, in their order."""
-    found = list[Whole]()
+    matrices = list[Whole]()
     for part in layer(model).values():
         if isinstance(part, Linear) and part.trains:
             shapes = tuple((outputs, part.inputs) for outputs in part.outputs)
-            found.append(Whole(shapes, math.prod(part.local(tensor)), part.split is not None))
+            matrices.append(Whole(shapes, math.prod(part.local(tensor)), part.split is not None))
         elif isinstance(part, LowRankPair):
             shapes = (part.rank, part.inputs), (part.outputs, part.rank)
             divided = part.split == "rows", part.split == "columns"
             for shape, local, cut in zip(shapes, part.weights(tensor), divided, strict=True):
-                found.append(Whole((shape,), local, cut))
-    return found
+                matrices.append(Whole((shape,), local, cut))
+    return matrices
 
 
 def matrix_elements(model: ModelConfig, tensor: int) -> int:
     """Return the number of elements of a layer's matrices on a tensor rank."""
-    return sum(one.local for one in wholes(model, tensor))
+    return sum(matrix.local for matrix in wholes(model, tensor))
 
 
 def iteration_bytes(compute_bytes: int) -> int:

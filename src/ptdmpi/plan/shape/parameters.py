@@ -29,14 +29,14 @@ def head(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
 def task_head(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the weights that a model has for its task, and that a model
     trained on text may lack; none if it has no such head."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, part in head(model, 0).items() if model.classifies else ():
         if name != "final_norm":
             linear = as_linear(part, None)
-            found[f"{name}.weight"] = (sum(linear.outputs), linear.inputs)
+            shapes[f"{name}.weight"] = (sum(linear.outputs), linear.inputs)
             if linear.bias:
-                found[f"{name}.bias"] = (sum(linear.outputs),)
-    return found
+                shapes[f"{name}.bias"] = (sum(linear.outputs),)
+    return shapes
 
 
 def layer_elements(model: ModelConfig, tensor: int = 1) -> int:
@@ -88,15 +88,15 @@ def places(
 
     first, last = ends
     table = counted([embedding(model, vocab_size)[WORD_TABLE]]) * model.tie_embeddings
-    found = [[counted(layer(model, 0).values())]] * idle
-    found += [[counted(layer(model).values())]] * (layers - idle)
+    units = [[counted(layer(model, 0).values())]] * idle
+    units += [[counted(layer(model).values())]] * (layers - idle)
     if first:
         front = counted(embedding(model, vocab_size).values())
-        found = [[table, front - table], *found]
+        units = [[table, front - table], *units]
     if last:
         behind = counted(head(model, vocab_size).values())
-        found = [*found, [table, behind - table]]
-    return [[unit for unit in place if unit] for place in found]
+        units = [*units, [table, behind - table]]
+    return [[unit for unit in place if unit] for place in units]
 
 
 def rank_elements(

@@ -105,8 +105,8 @@ def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
 
 def _drawn_kinds(timelines: Sequence[Timeline]) -> list[OpKind]:
     """Return the kinds of ops that occur, in the order of their table."""
-    found = {span.kind for timeline in timelines for span in timeline.spans}
-    return [kind for kind in OP_KINDS.values() if kind.span in found]
+    drawn = {span.kind for timeline in timelines for span in timeline.spans}
+    return [kind for kind in OP_KINDS.values() if kind.span in drawn]
 
 
 def _columns_per_s(timeline: Timeline, columns: int) -> float:
@@ -232,9 +232,9 @@ def _legend(timelines: Sequence[Timeline]) -> list["Patch"]:
     waiting = "waiting for input"
     handles["idle"] = Patch(color=_IDLE, label="idle, or not measured")
     handles[waiting] = Patch(facecolor=_IDLE, edgecolor=_HATCH, hatch="/////", label=waiting, lw=0)
-    found = {span.kind for timeline in timelines for span in timeline.spans}
+    drawn = {span.kind for timeline in timelines for span in timeline.spans}
     for span_kind, tint in _COLORS.items():
-        if span_kind in found:
+        if span_kind in drawn:
             handles[span_kind] = Patch(color=tint, label=span_kind)
     return list(handles.values())
 

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptdmpi.comm.world import World
-from ptdmpi.config import Layout
+from ptdmpi.config import Layout, ModelConfig
+from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.model import operators as modules
 from ptdmpi.model.operators import add
 from ptdmpi.model.parameters import Split, declare
@@ -28,8 +29,9 @@ from ptdmpi.plan.layer.parts import Linear, Part, Table
 from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.machine.measured import machine_of
+from ptdmpi.plan.shape.flops import model_flops
 from ptdmpi.plan.shape.parameters import layer_elements
-from tests._configs import layout
+from tests._configs import layout, small
 from tests._engines import build, steps_of
 from tests._layers import tensor_axis
 from tests.model.layer.test_rows import wrong
@@ -48,6 +50,9 @@ class Convolve(Operator):
 
     def parts(self) -> dict[str, Part]:
         return {self.name: self.taps}
+
+    def multiplications(self, model: ModelConfig) -> float:
+        return self.taps.rows * self.taps.hidden
 
     def _elements(self, sizes: Sizes) -> int:
         return sizes.tokens * sizes.share(self.taps.rows)
@@ -100,10 +105,10 @@ def convolution(build: describe.LayerBuild) -> describe.Sublayer:
     model = build.model
     up = Linear(model.hidden, (WIDTH, WIDTH), False, model.init_std, "columns")
     down = Linear(WIDTH, (model.hidden,), False, build.residual_std, "rows")
-    taps = Table(WIDTH, TAPS, model.init_std, split=True)
+    taps = Table(WIDTH, TAPS, model.init_std, split=True, trains=not model.adapt.adapts)
     return build.sublayer(
         "convolution",
-        3,
+        4,
         build.product("convolution.up", up, "y", "y"),
         Convolve("convolution.filter", ("y",), ("y",), taps),
         build.product("convolution.down", down, "y", "y"),
@@ -137,6 +142,32 @@ def test_the_planner_counts_prices_and_holds_it():
     norm, linears, taps = 2 * 512, 3 * WIDTH * 512, WIDTH * TAPS
     assert with_it[0] - without[0] == norm + linears + taps
     assert with_it[1] > without[1] and with_it[2] > without[2]
+
+
+def test_its_flops_count_twice_backward_only_if_it_trains():
+    """Per token: two FLOPs a multiplication, three times, or twice next to adapters."""
+    model = load_model("l=4,h=512,a=8,s=128")
+    each = 2 * model.config.layers * (3 * WIDTH * 512 + TAPS * WIDTH)
+    frozen = model.config.adapted(AdaptConfig(method="lora", rank=4))
+    for config, times in ((model.config, 3), (frozen, 2)):
+        without = model_flops(config, model.vocab_size, 1)
+        with with_convolution():
+            assert model_flops(config, model.vocab_size, 1) - without == times * each
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2, 3])
+def test_a_mask_number_that_is_taken_is_refused(taken):
+    """It would drop the same elements as another mask: the other sublayers', or an adapter's."""
+
+    def same_place(build: describe.LayerBuild) -> describe.Sublayer:
+        return build.sublayer("other", taken, *convolution(build).operators[1:-1])
+
+    sublayers = (*describe.SUBLAYERS, same_place)
+    with (
+        mock.patch.object(describe, "SUBLAYERS", sublayers),
+        pytest.raises(ValueError, match=rf"other\.residual has the number {taken} of .*another"),
+    ):
+        describe.layer(small({}).model)
 
 
 @parallel(ranks=[1, 2])

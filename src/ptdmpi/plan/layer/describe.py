@@ -10,7 +10,7 @@ There is no other list. The model is built from it and computes it row by row
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ptdmpi.config import ModelConfig
@@ -32,6 +32,8 @@ from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Scale, Sees, Tabl
 from ptdmpi.plan.layer.products import Multiply
 
 WORD_TABLE = "word"  # the part of the embedding that a tied head shares
+# numbers of the dropout masks of a layer that are not in a residual sum (`RandomStream.at`)
+OTHER_MASKS = {2: "attention's weights", 3: "the adapters"}
 Adapters = Mapping[str, tuple[tuple[str, LowRankPair | Scale], ...]]
 
 
@@ -75,7 +77,7 @@ class LayerBuild:
 
         "pre": x + f(norm(x)); "post": norm(x + f(x)) (Vaswani et al. 2017, BERT); "sandwich": as
         "pre", with another norm of what is added (Ding et al. 2021, arXiv 2105.13290). `place`: the
-        number of its dropout mask in the layer.
+        number of its dropout mask in the layer; no other mask has it (`OTHER_MASKS`).
         """
         residual = AddResidual(f"{name}.residual", ("x", "y"), ("x",), f"{name}.mask", place)
         if self.model.block_norm == "post":
@@ -142,7 +144,21 @@ def layer(model: ModelConfig, number: int | None = None) -> tuple[Sublayer, ...]
     at = model.layers - 1 if number is None else number
     adapted = model.adapt.adapts and at >= model.adapt.first_layer
     build = LayerBuild(model, adapted)
-    return tuple(sublayer(build) for sublayer in SUBLAYERS)
+    sublayers = tuple(sublayer(build) for sublayer in SUBLAYERS)
+    _require_own_masks(sublayers)
+    return sublayers
+
+
+def _require_own_masks(sublayers: Iterable[Sublayer]) -> None:
+    """Raise ValueError if two dropout masks of a layer have one number, and so the same values."""
+    users = dict(OTHER_MASKS)
+    for sublayer in sublayers:
+        for row in sublayer.operators:
+            if isinstance(row, AddResidual) and users.setdefault(row.place, row.name) != row.name:
+                raise ValueError(
+                    f"the dropout mask of {row.name} has the number {row.place} of "
+                    f"{users[row.place]}: give its sublayer another `place`"
+                )
 
 
 def norm_part(

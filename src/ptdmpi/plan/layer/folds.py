@@ -42,8 +42,7 @@ def multiplications(rows: Iterable[Operator], model: ModelConfig) -> float:
 
 def frozen_multiplications(rows: Iterable[Operator], model: ModelConfig) -> float:
     """Return `multiplications` of the products whose weights do not train."""
-    products = [row for row in rows if isinstance(row, Multiply)]
-    return sum(row.multiplications(model) - row.trained_multiplications() for row in products)
+    return sum(row.frozen_multiplications(model) for row in rows)
 
 
 # -- messages -------------------------------------------------------------------------------------

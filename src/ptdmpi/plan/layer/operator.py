@@ -49,6 +49,11 @@ class Operator:
         as model FLOPs count them: two FLOPs each, the whole scores of a causal layer included."""
         return 0.0
 
+    def frozen_multiplications(self, model: ModelConfig) -> float:
+        """Return those of `multiplications` with weights that do not train: all, if it has parts
+        and none of them trains."""
+        return self.multiplications(model) if self.parts() and not self.trains else 0.0
+
     # -- time -------------------------------------------------------------------------------------
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:

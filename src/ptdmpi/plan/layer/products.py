@@ -67,10 +67,8 @@ class Multiply(Operator):
         weights = self.linear.inputs * sum(self.linear.outputs)
         return weights + sum(pair.rank * (pair.inputs + pair.outputs) for pair in self.pairs)
 
-    def trained_multiplications(self) -> float:
-        """Return `multiplications` of the products whose weights train."""
-        weights = self.linear.inputs * sum(self.linear.outputs) * self.linear.trains
-        return weights + sum(pair.rank * (pair.inputs + pair.outputs) for pair in self.pairs)
+    def frozen_multiplications(self, model: ModelConfig) -> float:
+        return 0.0 if self.linear.trains else self.linear.inputs * sum(self.linear.outputs)
 
     # -- time -------------------------------------------------------------------------------------
 

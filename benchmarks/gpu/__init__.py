@@ -1,1 +1,1 @@
-"""One GPU, measured in nine minutes at most: what is right, what is quick, and a page about it"""
+"""One GPU, measured in nine minutes at most: correctness, speed, and a page about both"""

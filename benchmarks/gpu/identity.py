@@ -30,7 +30,7 @@ def identity() -> dict[str, Any]:
 
 
 def machinery() -> dict[str, str]:
-    """Return the versions of what torch runs on: CUDA or HIP, driver, cuDNN, libnccl.
+    """Return the versions of the software below torch: CUDA or HIP, driver, cuDNN, libnccl.
 
     Versions that are not here, or cannot be asked for, are left out.
     """

@@ -116,8 +116,8 @@ def loss_formula(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class SmallKernel(NamedTuple):
-    """A small kernel: what this trainer computes it with, its formula, and its inputs on the host
-    in float32, of which the first has a gradient."""
+    """A small kernel: this trainer's implementation, its formula, and its inputs on the host in
+    float32, of which the first has a gradient."""
 
     name: str
     ours: Callable[..., Tensor]
@@ -153,9 +153,9 @@ def _small(model: ModelConfig, micro_size: int, vocab_size: int) -> Iterator[Sma
 def small_kernels(
     device: torch.device, model: ModelConfig, micro_size: int, vocab_size: int
 ) -> Iterator[Row]:
-    """Yield rows of what a layer composes of several operations, forward and backward in bfloat16:
-    as this trainer does, by the formula's operations one by one, and as Inductor fuses them. A row
-    has the seconds, and the distance from the formula in float32."""
+    """Yield rows for the parts of a layer that consist of several operations, forward and backward
+    in bfloat16: as this trainer does, by the formula's operations one by one, and as Inductor fuses
+    them. A row has the seconds, and the distance from the formula in float32."""
     for kernel in _small(model, micro_size, vocab_size):
         wide = [tensor.to(device) for tensor in kernel.inputs]
         exact = kernel.formula(*wide)

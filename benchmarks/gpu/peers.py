@@ -1,5 +1,6 @@
-"""Other trainers on one GPU, each in several settings: what is computed in bfloat16, whether it is
-compiled, and the largest microbatch that fits. All use fused attention and torch's fused AdamW."""
+"""Other trainers on one GPU, each in several settings: the parts in bfloat16, with and without
+compilation, and with the largest microbatch that fits. All use fused attention and torch's fused
+AdamW."""
 
 import importlib
 import importlib.metadata

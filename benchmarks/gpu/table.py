@@ -14,8 +14,8 @@ def filled(text: str, device: str, rows: Mapping[str, Mapping[str, Any]], source
     """Return the table `text` with an entry of attention for a device such as "cuda 9.0".
 
     The entry has the kernels of `rows` that were measured and are accurate, quickest first. It
-    comes before those of other devices, and replaces the device's own. `source` says on what it was
-    measured. Without any such kernel the table is returned as it is.
+    comes before those of other devices, and replaces the device's own. `source` names the machine
+    of the measurement. Without any such kernel the table is returned as it is.
     """
     times = {
         way: rows[way]["s"]

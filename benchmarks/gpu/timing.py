@@ -26,10 +26,10 @@ Row = tuple[str, Callable[[], Numbers]]  # its name, and what measures it
 class Measurement(NamedTuple):
     """A part of the measurement.
 
-    `turn`: parts of a lower turn are measured first, because they are worth more.
-    `s`: the seconds that it takes where all is well, roughly; time is shared out by them.
-    `measure` returns all rows at once, or yields them one by one, so that the rows that were
-    measured remain when the part is cut short.
+    `turn`: parts of a lower turn are measured first, because they are worth more. `s`: the
+    approximate seconds of an undisturbed run, by which the time is divided. `measure` returns all
+    rows at once, or yields them one by one, so that the rows that were measured remain when the
+    part is cut short.
     """
 
     name: str

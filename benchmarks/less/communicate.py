@@ -32,6 +32,7 @@ TRAINED: Mapping[int, Sequence[MethodCase]] = {
     8: [*SOME, *PLAIN[:6]],
     16: [*SOME[:3], PLAIN[0], PLAIN[2], PLAIN[5]],
 }
+LABEL_WIDTH, LABEL_HEIGHT = 0.05, 0.03  # of a label, as a share of the range of all points
 ROUNDS = {4: 3, 8: 2}  # of the part "link", by the number of nodes
 Rows = list[dict[str, Any]]
 
@@ -74,7 +75,7 @@ def theory_lines(lengths: theory.Lengths) -> Iterator[str]:
     yield from _speed_up_lines(lengths)
     curves = theory.topologies(lengths)
     yield from _topology_lines(curves, lengths.topologies)
-    yield "**Local steps**, n = 8, constant rate: error at averages once it falls no more:"
+    yield "**Local steps**, n = 8, constant rate: final error of the averages:"
     yield ""
     by_steps = theory.local(lengths)
     head = ["K", *map(str, by_steps)]
@@ -85,7 +86,7 @@ def theory_lines(lengths: theory.Lengths) -> Iterator[str]:
 
 
 def _speed_up_lines(lengths: theory.Lengths) -> Iterator[str]:
-    yield "**Speed-up.** Error |x_i - x*|^2 that a constant rate ends at, by the number of workers:"
+    yield "**Speed-up.** Final error |x_i - x*|^2 at a constant rate, by the number of workers:"
     yield ""
     rows = [
         [name, *(f"{errors[n]:.3f}" for n in theory.SIZES), f"{errors[4] / errors[16]:.1f}"]
@@ -95,7 +96,7 @@ def _speed_up_lines(lengths: theory.Lengths) -> Iterator[str]:
 
 
 def _topology_lines(curves: Mapping[str, theory.TopologyCurve], steps: int) -> Iterator[str]:
-    yield "**Topologies**, n = 16, falling rate, workers with minima of their own:"
+    yield "**Topologies**, n = 16, falling rate, a different minimum for each worker:"
     yield ""
     rows = [
         [name, f"{curve.gap:.3f}", str(curve.transient or f"> {steps}")]
@@ -177,14 +178,14 @@ def trained_lines(by_ranks: Mapping[int, Rows], steps: int) -> Iterator[str]:
     """Yield the tables of the small GPT: validation losses and bytes of each method."""
     first = by_ranks[min(by_ranks)]
     size = f"{first[0]['parameters']:,} parameters, {steps} steps"
-    yield f"**A small GPT** of {size} of AdamW: validation loss, and how far replicas were apart:"
+    yield f"**A small GPT** of {size} of AdamW: validation loss, and distance between replicas:"
     yield ""
     yield from loss_lines(by_ranks, ALL)
     rate = PLAIN[0].optimizer["learning_rate"]
     yield f"**The same with SGD**, {steps} steps at a rate of {rate}, no momentum, no clipping:"
     yield ""
     yield from loss_lines(by_ranks, PLAIN)
-    yield "**Bytes** of a step, n = 4, mean over ranks, counted as they leave, and by formula:"
+    yield "**Bytes** sent in a step, n = 4, mean over ranks, counted, and by formula:"
     yield ""
     plain = first[0]["sent_bytes"]
     rows = [
@@ -224,23 +225,38 @@ def _picture_theory(
     plt.close(figure)
 
 
+def label_groups(points: Sequence[tuple[float, float]]) -> list[list[int]]:
+    """Return the indices of `points` (bytes, loss) in groups that share a label.
+
+    Labels of two points would overlap if both distances are small: in the logarithm of the bytes,
+    and in the loss, relative to the range of all points. A group grows around its first point.
+    """
+    places = [(math.log10(sent), loss) for sent, loss in points]
+    spans = [max(values) - min(values) or 1.0 for values in zip(*places, strict=True)]
+    groups: list[list[int]] = []
+    for index, place in enumerate(places):
+        for group in groups:
+            first = places[group[0]]
+            shares = [abs(a - b) / span for a, b, span in zip(place, first, spans, strict=True)]
+            if shares[0] < LABEL_WIDTH and shares[1] < LABEL_HEIGHT:
+                group.append(index)
+                break
+        else:
+            groups.append([index])
+    return groups
+
+
 def picture_trained(rows: Rows) -> None:
     """Draw the validation loss over the bytes sent by AdamW, and the losses over steps by SGD."""
     plt = _pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.4), layout="constrained")
-    # methods by their place in the picture: numbers of near ones would cover each other
-    near: dict[tuple[float, float], list[int]] = {}
-    for number, row in enumerate(rows[: len(ALL)], 1):
-        sent = row["sent_bytes"]
-        loss = row["validation_loss"]
-        left.plot(sent, loss, ".", color="tab:blue")
+    points = [(row["sent_bytes"], row["validation_loss"]) for row in rows[: len(ALL)]]
+    for number, (row, point) in enumerate(zip(rows, points, strict=False), 1):
+        left.plot(*point, ".", color="tab:blue")
         left.plot([], [], " ", label=f"{number}  {row['name']}")
-        near.setdefault((round(math.log10(sent), 1), round(loss, 2)), []).append(number)
-    for numbers in near.values():
-        first = rows[numbers[0] - 1]
-        where = (first["sent_bytes"], first["validation_loss"])
-        text = ", ".join(map(str, numbers))
-        left.annotate(text, where, (4, 2), textcoords="offset points", fontsize=7)
+    for places in label_groups(points):
+        text = ", ".join(str(place + 1) for place in places)
+        left.annotate(text, points[places[0]], (4, 2), textcoords="offset points", fontsize=7)
     left.set(xscale="log", xlabel="bytes a rank sends in a step", ylabel="validation loss, AdamW")
     figure.legend(loc="outside lower center", ncols=5, fontsize=7, handlelength=0, frameon=False)
     for row in rows[len(ALL) :]:

@@ -33,8 +33,8 @@ class Problem:
         cls, workers: int, dim: int, *, noise: float, apart: float, seed: int = 0, of: int = 16
     ) -> "Problem":
         """Return a problem with Gaussian rows, whose workers' own minima are `apart` from each
-        other in each element. It is drawn for `of` workers and shared out, so that the mean problem
-        is the same for every number of workers."""
+        other in each element. It is drawn for `of` workers and divided among them, so that the mean
+        problem is the same for every number of workers."""
         random = np.random.default_rng(seed)
         rows = random.standard_normal((of, 4 * dim, dim))
         own = random.standard_normal(dim) + apart * random.standard_normal((of, dim))

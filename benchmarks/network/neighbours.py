@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     results = measured(options.nodes, options.rounds)
     print(f"{results['nodes']} nodes, {LINK}, {results['parameters']:,} parameters in float32")
-    head = ("method", "s a step", "times as quick", "bytes from a node")
+    head = ("method", "s per step", "speed-up", "bytes sent per node")
     print("\n".join(table(head, [row(results["rounds"], side) for side in SIDES])))
 
 

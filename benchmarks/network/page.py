@@ -84,8 +84,9 @@ def measured_lines(results: dict[str, Any]) -> Iterator[str]:
             )
     formula = Compared(**case).zero_bytes / 1e6
     yield ""
-    yield "What the link did for MPI, and what crossed it in a step, both ways together, from the"
-    yield f"smallest batch to the largest, in MB (3 psi elements are {formula:.1f}):"
+    yield "The link as MPI sees it, and the bytes that cross it in a step, in both directions"
+    yield "together, from the smallest batch to the largest, in MB (3 psi elements are"
+    yield f"{formula:.1f}):"
     yield ""
     sizes = list(results["runs"][0]["one_way_s"])
     rows = []

@@ -41,9 +41,9 @@ SHAPES = {**SHORT_KEYS, "V": "vocab_size", "kv_heads": "kv_heads", "ffn_hidden":
 @dataclass(frozen=True)
 class MappedSource:
     """A file of runs and their mapping. `device`, `node`, `software` and `efficiency` replace parts
-    of the preset `cluster`. All rows share `layout` and `model`. `chosen` describes our choices for
-    what the source does not state. With `open_sizes` it does not state v, b and recomputation, and
-    the fastest prediction that fits is taken."""
+    of the preset `cluster`. All rows share `layout` and `model`. `chosen` describes our choices
+    where the source is silent. With `open_sizes` it does not state v, b and recomputation, and the
+    fastest prediction that fits is taken."""
 
     title: str
     file: str

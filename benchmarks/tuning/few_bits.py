@@ -118,9 +118,9 @@ def after_training(
     """Yield rows of int4 of the base, and of the base trained further without rounded weights and
     with them."""
     models = {
-        "not trained on": base,
-        "without": trained("plain"),
-        'with `quantize.weights = "int4"`': trained("aware", "quantize.weights=int4"),
+        "before": base,
+        "trained without": trained("plain"),
+        'trained with `quantize.weights = "int4"`': trained("aware", "quantize.weights=int4"),
     }
     for title, model in models.items():
         for method in METHODS:
@@ -129,7 +129,15 @@ def after_training(
             yield [title, method, *values]
 
 
-HEAD = ("codes, block", "method", "bits an element", "MB", "perplexity in bf16", "then", "more")
+HEAD = (
+    "codes, block",
+    "method",
+    "bits per element",
+    "MB",
+    "perplexity in bf16",
+    "quantized",
+    "increase",
+)
 
 
 def main() -> None:
@@ -158,7 +166,7 @@ def main() -> None:
         further = partial(demo_on, model)
     if not options.further:
         put(PAGE, options.mark, list(table(HEAD, rows(model, options.data, more))))
-    head = (f"{steps} steps more", "method", "perplexity in bf16", "then, in int4")
+    head = (f"{steps} steps more", "method", "perplexity in bf16", "in int4")
     lines = table(head, after_training(model, further, options.data, more))
     put(PAGE, f"{options.mark}-aware", list(lines))
 

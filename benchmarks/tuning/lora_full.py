@@ -132,8 +132,8 @@ def memory_lines(base: Path) -> Iterator[str]:
     yield ""
     yield (
         f"LoRA needs at most {BAR} of the memory of full tuning up to {most['none']:,} tokens of a "
-        f"microbatch, with full recomputation up to {most['full']:,}. Resident memory above that "
-        "of the process before its model was built, over two steps of one microbatch:"
+        f"microbatch, with full recomputation up to {most['full']:,}. Resident memory in "
+        "addition to that before the model was built, over two steps of one microbatch:"
     )
     yield ""
     rows = []
@@ -224,7 +224,7 @@ def _draw_memory(axes: Any, base: Path) -> None:
     names = []
     heights = []
     for length, recompute in ((256, "none"), (2048, "none"), (8192, "none"), (8192, "full")):
-        suffix = "\nrecomputed" if recompute == "full" else ""
+        suffix = "*" if recompute == "full" else ""
         for method, title in METHODS.items():
             names.append(f"{title}\n{length:,}{suffix}")
             heights.append(planned(base, method, length, recompute).parts)
@@ -234,7 +234,7 @@ def _draw_memory(axes: Any, base: Path) -> None:
         axes.bar(range(len(names)), sizes, bottom=bottom, label=part)
         bottom = [below + size for below, size in zip(bottom, sizes, strict=True)]
     axes.set_xticks(range(len(names)), names, fontsize=7)
-    axes.set(ylabel="planned GiB, by tokens of a microbatch")
+    axes.set(ylabel="planned GiB, by tokens of a microbatch (*: recomputed)")
     axes.legend(fontsize=8)
 
 

@@ -37,8 +37,8 @@ def find_records(inputs: Sequence[str]) -> list[CorpusFile]:
 def record_tasks(sources: Sequence[CorpusFile], advance: Callable[[int], object]) -> Iterator[Task]:
     """Yield the tasks of all files; each chunk is of whole lines, one record a line.
 
-    Of a .json array, line n is its element n, counted from 1. `advance` is called with the numbers
-    of bytes read. Raise InputError for a file that cannot be read.
+    In a .json array, line n is element n, counted from 1. `advance` is called with the numbers of
+    bytes read. Raise InputError for a file that cannot be read.
     """
     for source in sources:
         if source.kind == JSONL:

@@ -1,4 +1,4 @@
-"""Adapters beside a frozen model: their gradients are those of the weights that they stand for.
+"""Adapters next to a frozen model: their gradients are those of the weights that they stand for.
 
 Of W' = W + c B A the chain rule gives dA = c B^T dW' and dB = c dW' A^T, of W' = diag(l) W and
 b' = l b it gives dl = sum over columns of dW' W + db' b: so what an engine without adapters finds

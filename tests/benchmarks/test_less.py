@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.less import quadratic, theory
+from benchmarks.less.communicate import label_groups
 from benchmarks.less.quadratic import CompressedDescent, Problem, descend
 from ptdmpi.plan.layout.topology import topology
 
@@ -50,3 +51,8 @@ def test_the_orders_of_theory_hold_in_short():
         assert last["neolithic"] < last["mem_sgd"] < last["ef21"]
     apart = theory.local(SHORT)
     assert apart[32] > apart[1]
+
+
+def test_points_whose_labels_would_overlap_share_one():
+    points = [(1e4, 6.0), (1.02e4, 6.01), (1e6, 5.0), (1e4, 5.5), (1.05e6, 5.9)]
+    assert label_groups(points) == [[0, 1], [2], [3], [4]]

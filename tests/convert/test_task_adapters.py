@@ -211,5 +211,5 @@ def test_the_tokenizer_is_that_of_the_base(comm, tmp_path):
     merge(base, tmp_path / "run", tmp_path / "merged")
     whole = OPTIONS | {"tasks": (text,)}
     assert evaluate(tmp_path / "merged", World(comm), **whole)["tasks"] == tasks
-    with pytest.raises(SharedInputError, match=r"tokenizer bytes .* the model knows"):
+    with pytest.raises(SharedInputError, match=r"tokenizer bytes .* the model expects"):
         evaluate(base, World(comm), **beside | {"tokenizer": "bytes"})

@@ -222,7 +222,7 @@ def test_another_tokenizer_is_refused(run_of_bytes, tmp_path):
     words = [str(run_of_bytes), "--prompt", "a", "--tokenizer", str(tmp_path / "t.json")]
     result = CliRunner().invoke(command, words)
     assert result.exit_code == 2
-    assert f"the model knows {BYTES_SHA256[:12]}: its ids mean another text" in result.stderr
+    assert f"the model expects {BYTES_SHA256[:12]}: its ids stand for other text" in result.stderr
 
 
 @pytest.mark.parametrize("content", ["[", "[1]"])

@@ -132,7 +132,7 @@ def test_what_is_no_number_is_worse_and_never_the_best():
 
 @pytest.mark.parametrize("key", ["run.stop_after_worse", "checkpoint.keep_best"])
 def test_they_need_validations(key):
-    with pytest.raises(InputError, match=f"{key} = 2 goes by validations: it needs data.valid"):
+    with pytest.raises(InputError, match=f"{key} = 2 depends on validations: it needs data.valid"):
         small({key: 2, "log.validate_every_steps": 5})
     with pytest.raises(InputError, match=r"needs log\.validate_every_steps above 0"):
         small({key: 2, "data.valid": "valid"})

@@ -1,1 +1,1 @@
-"""Other trainers, one a file, around the same GPT: what a rank of each does."""
+"""Other trainers, one a file, around the same GPT: the work of one rank."""

@@ -1,4 +1,4 @@
-"""Stand-ins for what torchtitan imports and a machine without a GPU has not."""
+"""Stand-ins for modules that torchtitan imports and a machine without a GPU lacks."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""The one rectangle: a box of a tensor, whatever it is a box of and whoever cuts it."""
+"""Boxes (rectangles) of tensors, for all parts of the program that cut tensors."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -25,7 +25,7 @@ def sync(path: Path) -> None:
 
 def put_in_place(temporary: Path, path: Path) -> None:
     """Give a file that is written its name: its bytes reach the disk before the name does, so no
-    crash leaves a part under it. Takes the place of what has the name. Raises OSError."""
+    crash leaves a part under it. Replace the file of that name. Raises OSError."""
     sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)

@@ -16,7 +16,7 @@ _MMAP_THRESHOLD = -3
 # larger blocks, such as a rank's flat parameters, live as long as the run, and their places would
 # be holes afterwards
 LARGEST_KEPT = 1 << 30
-# whoever sets one of these has a say of his own
+# a user who sets one of these has decided otherwise
 VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 
 
@@ -33,6 +33,7 @@ def keep_freed(environ: Mapping[str, str]) -> bool:
 
 
 def give_back() -> None:
-    """Hand what is free now to the kernel, once: what a set-up took, a step may not want."""
+    """Return the memory that is free now to the kernel, once: a step may not need the memory of a
+    set-up."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

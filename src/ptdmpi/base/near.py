@@ -1,4 +1,4 @@
-"""Numbers near a wrong one: what would be legal, for the texts of mistakes."""
+"""Legal numbers near a wrong one, for error messages."""
 
 import math
 from collections.abc import Iterable

@@ -83,7 +83,7 @@ def take_base(
     state: State, world: Communicator, course: Course, tokenizer_sha256: str | None
 ) -> list[str]:
     """Load the frozen weights of the checkpoint `adapt.base`, and record it in the course; load the
-    head of a task, which trains, as far as the checkpoint has it. Return the names of the head's
+    head of a task, which trains, if the checkpoint has one. Return the names of the head's
     parameters that keep their initial values.
 
     `tokenizer_sha256` is the hash of the weights' tokenizer, used if the checkpoint does not record

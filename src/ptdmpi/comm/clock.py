@@ -32,8 +32,8 @@ class Clock(Protocol):
         """Return a mark of now, after all work that was handed over so far."""
 
     def settle(self) -> None:
-        """Wait for the device, so that all marks so far are done, and lay the two times upon each
-        other. Once a step, where the host waits anyway: marks never make it wait."""
+        """Wait for the device, so that all marks so far are done, and align the two clocks. Once a
+        step, where the host waits anyway: marks never make it wait."""
 
     def asked_from_here(self) -> None:
         """Prepare the calling thread for queries of marks."""
@@ -92,8 +92,8 @@ class _DeviceMark:
 
 
 class DeviceClock:
-    """Marks are events in the queue that is current on the device; they tell the time by the last
-    moment at which the host had waited for it."""
+    """Marks are events in the queue that is current on the device; their times count from the last
+    moment at which the host had waited for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

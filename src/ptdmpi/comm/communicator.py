@@ -34,11 +34,11 @@ class Handle(Protocol):
         """Return when the tensors may be used; on a device its queue waits, not the host."""
 
     def done(self) -> bool:
-        """Return True if the tensors are there already. Never waits."""
+        """Return True if the communication is complete. Never waits."""
 
 
 class _Done:
-    """The handle of what was over when it was begun."""
+    """The handle of an operation that was complete when it began."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -237,7 +237,7 @@ class Communicator(WireTraits, ABC):
         self.isend(tensor, peer).wait()
 
     def recv(self, tensor: Tensor, peer: int) -> Tensor:
-        """Fill `tensor` with what a rank sends, and return it."""
+        """Receive `tensor` from a rank, and return it."""
         self.irecv(tensor, peer).wait()
         return tensor
 
@@ -247,7 +247,7 @@ class Communicator(WireTraits, ABC):
         return self._isend(tensor.view(-1), peer)
 
     def irecv(self, tensor: Tensor, peer: int) -> Handle:
-        """Begin to fill `tensor` with what a rank sends."""
+        """Begin to receive `tensor` from a rank."""
         _require(tensor)
         return self._irecv(tensor.view(-1), peer)
 

@@ -9,8 +9,8 @@ from ptdmpi.comm.pairs import pair_order
 
 
 def exchange(group: Communicator, leaving: Sequence[Tensor], arriving: Sequence[Tensor]) -> None:
-    """Send each rank of a group its tensor of `leaving`, and fill that of `arriving` with what it
-    sends here; all ranks call it.
+    """Send each rank of a group its tensor of `leaving`, and receive its tensor into `arriving`;
+    all ranks call it.
 
     Empty tensors do not travel, and this rank's own are left alone.
     """

@@ -54,8 +54,9 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """While modules are imported: what they make stays, and the garbage collector, which would look
-    through all of it again and again, for a tenth of the time that PyTorch takes, never does."""
+    """Suspend the garbage collector while modules are imported, and exclude their objects from
+    later collections. They stay anyway, and scanning them again and again took a tenth of PyTorch's
+    import."""
     collects = gc.isenabled()
     known = len(sys.modules)
     gc.disable()

@@ -42,7 +42,7 @@ def _host_room(flat: Tensor) -> Tensor:
 
 
 def _ranges(counts: Sequence[int], like: Tensor) -> tuple[Any, MPI.Datatype]:
-    """Return consecutive parts of so many elements in the form for MPI: (sizes, places), bytes."""
+    """Return consecutive parts with `counts` elements in MPI's form: (sizes, places), bytes."""
     sizes = [count * like.element_size() for count in counts]
     places = [sum(sizes[:rank]) for rank in range(len(sizes))]
     return (sizes, places), MPI.BYTE
@@ -87,7 +87,7 @@ class MpiCommunicator(Communicator):
     progress only inside its calls, so that going on meanwhile would gain nothing."""
 
     exact = True
-    posts_early = True  # MPI matches by sender, whatever else is under way
+    posts_early = True  # MPI matches by sender, also while other messages are in transit
 
     def neighbours(
         self, sources: Sequence[int], destinations: Sequence[int], lasting: bool = True
@@ -199,14 +199,14 @@ class MpiCommunicator(Communicator):
 
 class MpiNeighbourhood(Neighbourhood):
     """MPI's own: a distributed graph, and its nonblocking neighbourhood gather (MPI 4.1, sections
-    8.5.4 and 8.8). Begun, all its messages are under way at once; asking `done` gets them on."""
+    8.5.4 and 8.8). All its messages begin at once; calls of `done` let them make progress."""
 
     def __init__(
         self, group: Communicator, sources: Sequence[int], destinations: Sequence[int]
     ) -> None:
         super().__init__(group, sources, destinations)
         assert isinstance(group.control, MPI.Intracomm), "a group is one of ranks, not of two sides"
-        # ranks keep their places: their state is there already
+        # ranks keep their places, where their state is
         self._graph = group.control.Create_dist_graph_adjacent(
             self.sources, self.destinations, reorder=False
         )

@@ -27,7 +27,7 @@ class Passed(Protocol):
 
 
 class Copies(Protocol):
-    """The queue of copies of one device."""
+    """The queue of one device's copies."""
 
     def behind(self, place: Passed) -> contextlib.AbstractContextManager[None]:
         """Return a context whose copies go into this queue, after a place of either queue."""

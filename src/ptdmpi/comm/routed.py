@@ -42,13 +42,13 @@ class Carrier(Protocol):
         """Begin to send `flat` to a rank."""
 
     def irecv(self, flat: Tensor, peer: int) -> Handle:
-        """Begin to fill `flat` with what a rank sends."""
+        """Begin to receive `flat` from a rank."""
 
     def pending(self) -> str:
-        """See `Communicator.pending`."""
+        """Return the collective that the device is in; see `Communicator.pending`."""
 
     def failure(self) -> str:
-        """See `Communicator.failure`."""
+        """Return the error of the connection, if any; see `Communicator.failure`."""
 
     def abort(self) -> None:
         """End what is under way, on this rank; nothing can be begun any more."""

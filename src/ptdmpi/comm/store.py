@@ -85,7 +85,7 @@ class MpiStore(Store):
         self._limit = limit
 
     def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
-        """Until all are there. Raises DistStoreError after the limit."""
+        """Return when all keys are there. Raises DistStoreError after the limit."""
         seconds = (limit or self._limit).total_seconds()
         if not self._ask("wait", tuple(keys), seconds):
             raise DistStoreError(f"no {', '.join(keys)} within {seconds:g} s")
@@ -128,7 +128,7 @@ class _Server:
                 if what != "leave":
                     self._answer(what, arguments, status.Get_source(), tag)
         except MPI.Exception:
-            return  # a rank is lost: who goes on without it makes a store anew
+            return  # a rank is lost; ranks that continue make a new store
 
     def _answer(self, what: str, arguments: tuple[Any, ...], rank: int, tag: int) -> None:
         if what == "wait":
@@ -139,7 +139,7 @@ class _Server:
         self._release()
 
     def _release(self) -> None:
-        """Tell those whose keys are there, and those who have waited too long."""
+        """Answer the ranks whose keys are there, and those that have waited too long."""
         still = []
         for keys, deadline, rank, tag in self.waiting:
             there = self._check(keys)

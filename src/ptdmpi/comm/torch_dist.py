@@ -122,7 +122,8 @@ class Begun:
 
 
 class Attendant:
-    """Waits for gloo's messages, in a thread: it tells only who waits that they are over."""
+    """Waits for gloo's messages, in a thread: only a waiting thread learns that they are
+    complete."""
 
     def __init__(self) -> None:
         self.works: queue.SimpleQueue[tuple[Any, Future[None]] | None] = queue.SimpleQueue()
@@ -243,7 +244,7 @@ class TorchCarrier:
 
     def pending(self) -> str:
         """Return nothing: torch has a watchdog of its own."""
-        return ""  # what was begun and not waited for is its watchdog's, which ends what hangs
+        return ""  # its watchdog ends operations that hang and that no rank waits for
 
     failure = pending
 

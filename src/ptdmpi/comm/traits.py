@@ -15,10 +15,10 @@ class WireError(RuntimeError):
 class WireTraits:
     """The differences between wires, apart from how they move tensors.
 
-    `exact`: sums are taken in ascending rank order, in float32 at least, whatever messages and
-    algorithm; who needs equal bits asks. `posts_early`: a receive may be begun long before its
-    message without holding up what is begun after it. `overlaps`: what was begun gets on while
-    this rank computes, so that it is worth beginning early.
+    `exact`: sums are taken in ascending rank order, in float32 or wider, independently of messages
+    and algorithm; code that needs equal bits checks this. `posts_early`: a receive may be begun
+    long before its message without holding up what is begun after it. `overlaps`: operations make
+    progress while this rank computes, so that it pays to begin them early.
     """
 
     exact: ClassVar[bool] = False

@@ -46,7 +46,7 @@ def rank_lost(world: World, patience_s: float = PATIENCE_S) -> bool:
     while not any(comm.Is_revoked() or comm.Get_failed().Get_size() for comm in world.made):
         if time.monotonic() > end:
             return False
-        # only a call that makes progress lets the news in; it may be told them by an error
+        # only a call that makes progress learns the news, perhaps by an error
         with contextlib.suppress(MPI.Exception):
             world.control.Iprobe()
         time.sleep(0.005)
@@ -57,7 +57,7 @@ def revoke(world: World) -> None:
     """Wake every rank that waits in a communicator of this world, by an error.
 
     All of them must be revoked: a rank that waits in an axis without a dead member waits for one
-    that has left, and hears of the failure in no other way.
+    that has left, and has no other way to learn of the failure.
     """
     for comm in world.made:
         comm.Revoke()
@@ -92,7 +92,7 @@ def shrink(world: World) -> tuple[World, list[Process]]:
 
 def leave(world: World, code: int) -> None:
     """End this process, as all others do: MPI_Finalize can hang after the loss of a rank."""
-    with contextlib.suppress(MPI.Exception):  # a rank that is lost now is missed by nobody
+    with contextlib.suppress(MPI.Exception):  # no rank waits for one that is lost now
         world.control.Barrier()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,5 @@
-"""From the name of a wire to what makes communicators: the one place where wires are chosen."""
+"""The only place where wires are chosen: from the name of a wire to an object that makes
+communicators."""
 
 import importlib
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The only COMM_WORLD: who runs where, the split into axes, and ending together.
+"""The only user of COMM_WORLD: the places of the ranks, the split into axes, and the common end.
 
 Import `ptdmpi.comm.launch` and call its `prepare` first. MPI is initialised on import here, before
 torch starts its threads.
@@ -35,8 +35,8 @@ T = TypeVar("T")
 class Axes:
     """This rank's place in the grid and its communicators: `axes["tensor"]`, `axes["replicas"]`.
 
-    `groups` has one for each of the grid's groups that this rank is in, in the grid's order; of a
-    group that it is not in ("ends", in the middle of a pipeline) it has none.
+    `groups` has one for each of the grid's groups that this rank is in, in the grid's order; for
+    other groups ("ends", in the middle of a pipeline) there is no entry.
     """
 
     grid: Grid
@@ -183,8 +183,8 @@ class World:
         made: dict[str, MPI.Comm] = {}
         for group in own:
             members = grid.members(self.rank, group)
-            # who is in no such group takes part in the call all the same: MPI wants everyone
-            # the lowest rank names a group, so that all its members, and nobody else, say the same
+            # ranks in no such group take part in the call, too: MPI requires all. The lowest rank
+            # is the color of its group, so that exactly the members of a group pass the same
             color = members[0] if members else MPI.UNDEFINED
             made[group] = self.control.Split(color, key=self.rank)
         self._make(*made.values())
@@ -212,9 +212,9 @@ class World:
         )
 
     def abort_wires(self) -> None:
-        """End what is under way on this rank's device, from any thread, when a rank has failed: who
-        waits for its device waits for a message that does not come. Nothing can be sent then but
-        through MPI; a new world connects anew."""
+        """End all operations on this rank's device, from any thread, after a rank has failed.
+        Otherwise a thread that waits for the device would wait for a message that never comes.
+        After that, messages can be sent through MPI only; a new world connects again."""
         _abort(self.connected)
 
     def on_root(self, work: Callable[[], T]) -> T:

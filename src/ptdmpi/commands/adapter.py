@@ -43,7 +43,7 @@ def merge(base: Path, adapter: Path, target: Path, ema: bool) -> None:
 @click.argument("base", type=PATH)
 @click.argument("tuned", type=PATH)
 @click.argument("target", type=PATH)
-@click.option("--rank", type=click.IntRange(1), required=True, help="Of the adapter.")
+@click.option("--rank", type=click.IntRange(1), required=True, help="Adapter rank.")
 def split(base: Path, tuned: Path, target: Path, rank: int) -> None:
     """Write the difference of TUNED and BASE into the directory TARGET, as an adapter.
 

@@ -32,7 +32,7 @@ RANKS = click.option("--ranks", required=True, type=Number(1, MOST_RANKS), help=
 BATCH = click.option(
     "--batch", type=Number(1, MOST_BATCH), help="Sequences per step; default: as published."
 )
-TOKENS = click.option("--tokens", required=True, type=Number(), help="Of the whole training.")
+TOKENS = click.option("--tokens", required=True, type=Number(), help="Length of the training.")
 
 
 def _answered(question: Callable[..., Reply]) -> Any:
@@ -65,11 +65,11 @@ def command() -> None:
 @command.command("ranks")
 @MODEL
 @CLUSTER
-@click.option("--ranks", required=True, type=Number(1, MOST_RANKS), help="At most so many.")
+@click.option("--ranks", required=True, type=Number(1, MOST_RANKS), help="Upper limit of ranks.")
 @BATCH
 @TOKENS
 @click.option("--days", type=Number(), help="The deadline.")
-@click.option("--price", type=Number(), help="Of a rank-hour, in your currency.")
+@click.option("--price", type=Number(), help="Price of a rank-hour.")
 @_answered
 def ranks_command(
     *,
@@ -90,9 +90,9 @@ def ranks_command(
 @CLUSTER
 @RANKS
 @BATCH
-@click.option("--node-days", required=True, type=Number(), help="Between failures of one node.")
-@click.option("--write-gb-s", required=True, type=Number(), help="Of the file system, GB/s.")
-@click.option("--restart-minutes", required=True, type=Number(), help="Failure to first step.")
+@click.option("--node-days", required=True, type=Number(), help="Days between failures of a node.")
+@click.option("--write-gb-s", required=True, type=Number(), help="Rate of the file system.")
+@click.option("--restart-minutes", required=True, type=Number(), help="From failure to first step.")
 @_answered
 def restarts_command(
     *,
@@ -116,7 +116,7 @@ def restarts_command(
 @CLUSTER
 @RANKS
 @BATCH
-@click.option("--pod", type=Number(1, MOST_RANKS), help="Nodes that share the full rate.")
+@click.option("--pod", type=Number(1, MOST_RANKS), help="Number of nodes that share the full rate.")
 @_answered
 def network_command(
     *, model: str, cluster: str, ranks: int, batch: int | None, pod: int | None
@@ -209,7 +209,7 @@ def days_command(
 
 
 @command.command("size")
-@click.option("--flops", required=True, type=Number(), help="Of the whole training.")
+@click.option("--flops", required=True, type=Number(), help="FLOPs of the training.")
 @_answered
 def size_command(flops: float) -> Reply:
     """Find the size of a model for a budget of FLOPs."""

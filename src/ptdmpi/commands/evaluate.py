@@ -37,7 +37,7 @@ from ptdmpi.terminal.program import Command, mendable_paths
 @click.option("--until", multiple=True, default=["\n"], help="Ends an answer [default: newline].")
 @click.option("--extract", help="Regular expression: its last match is the answer.")
 @click.option("--code", multiple=True, type=PATH, help=".jsonl of programs with tests: pass@k.")
-@click.option("--k", multiple=True, type=click.IntRange(1), default=[1], help="Of pass@k [1].")
+@click.option("--k", multiple=True, type=click.IntRange(1), default=[1], help="k of pass@k [1].")
 @click.option(
     "--allow-network", is_flag=True, help="Run programs even if the network cannot be cut off."
 )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     "--batch", type=click.IntRange(1), default=16, show_default=True, help="Prompts at a time."
 )
 @click.option("--max-new-tokens", type=int, help="[default: 100, or what the model has room for]")
-@click.option("--samples", type=click.IntRange(1), default=1, help="Of each prompt.")
+@click.option("--samples", type=click.IntRange(1), default=1, help="Per prompt.")
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="0: greedy.")
 @click.option("--top-k", type=int, help="Sample from the k most likely tokens.")
 @click.option(
@@ -87,7 +87,7 @@ def _talk(run: Path, world: "World", options: Mapping[str, Any]) -> None:
 
     writer = Writer(run, world, options)
     note(
-        f"{writer.stored.checkpoint}: a line is answered by what is likely to follow it; "
+        f"{writer.stored.checkpoint}: each line gets a likely continuation as its answer; "
         "Ctrl-D ends"
     )
     why = Chat(writer).talk(read_line)

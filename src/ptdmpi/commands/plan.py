@@ -95,7 +95,7 @@ def _layout_options(function: Callable[..., None]) -> Callable[..., None]:
 @click.option("--lora", type=Number(1, MOST_BATCH), help="Train adapters of this rank alone.")
 @click.option("--base-bits", type=click.Choice(CODES), help="With --lora: the frozen matrices.")
 @click.option("--base-block", type=Number(2, 2**20), help="Elements with one scale; default 64.")
-@click.option("--tokens", type=Number(), help="Of the whole training: adds days and rank-hours.")
+@click.option("--tokens", type=Number(), help="Length of the training: adds days, rank-hours.")
 @click.option("--png", metavar="FILE", help="Draw the step of the first layout (.png or .svg).")
 @click.option("--memory-png", metavar="FILE", help="Draw its memory over time (.png or .svg).")
 @click.option("--trace", metavar="FILE", help="Write its trace for Perfetto or chrome://tracing.")

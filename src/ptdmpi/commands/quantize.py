@@ -24,7 +24,7 @@ CALIBRATION_SAMPLES = 128  # Frantar et al. 2022, section 4
 @click.argument("source", type=PATH)
 @click.argument("target", type=PATH)
 @click.option("--bits", type=click.Choice(["8", "4"]), default="8", show_default=True)
-@click.option("--block", type=click.IntRange(2), default=64, show_default=True, help="Of a row.")
+@click.option("--block", type=click.IntRange(2), default=64, show_default=True, help="Block size.")
 @click.option("--nf4", is_flag=True, help="4 bits: the levels of NF4 instead of integers.")
 @click.option("--asymmetric", is_flag=True, help="4 bits: a minimum for each block, too.")
 @click.option("--method", type=click.Choice(["absmax", "gptq"]), default="absmax")
@@ -36,7 +36,7 @@ CALIBRATION_SAMPLES = 128  # Frantar et al. 2022, section 4
 @click.option(
     "--evaluate", multiple=True, type=PATH, help="Token shards: perplexity before and after."
 )
-@click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Of --evaluate.")
+@click.option("--precision", type=click.Choice(list(PRECISIONS)), help="For --evaluate.")
 @EMA
 @AS_JSON
 def command(source: Path, target: Path, as_json: bool, **options: Any) -> None:

@@ -90,7 +90,8 @@ def _print_timelines(timelines: list[Timeline]) -> None:
 def _written(
     loaded: report.RecordedRun, foreseen: Timeline | None, output: Path | None
 ) -> tuple[list[Path], list[str]]:
-    """Write pictures and trace. Return their paths, and lines on what could not be written.
+    """Write pictures and trace. Return their paths, and a line for each file that could not be
+    written.
 
     Another user's run is often read-only: its table is still printed. Raise InputError if
     `output` was given and cannot be written.

@@ -45,8 +45,9 @@ class AdaptConfig(Section):
     "all": every linear, of ia3 the paper's three. `first_layer`: layers before it have neither
     these nor a backward. `base`: the model whose weights are frozen.
 
-    "full": nothing is frozen, and all of `base` trains. `resolve` makes of that what it means,
-    `checkpoint.initial`, so nobody else meets it."""
+    "full": nothing is frozen, and all of `base` trains. `resolve` replaces it by
+    `checkpoint.initial`, so no other code sees it.
+    """
 
     method: Bound[AdaptMethod] = "none"
     rank: Bound[Positive] = 8

@@ -22,16 +22,16 @@ class Layout:
     """Sizes of the axes, chunks per rank, microbatch, and how the step is run.
 
     `recompute_layers`: full recomputation takes the first so many layers; None means all.
-    `partition_activations`: each tensor rank keeps 1/t of what it keeps of them (the P_a of
-    Rajbhandari et al. 2020, section 6.1).
+    `partition_activations`: each tensor rank keeps only 1/t of the inputs of recomputed layers (the
+    P_a of Rajbhandari et al. 2020, section 6.1).
 
-    `zero`: what groups of the data axis share out, each rank its part, instead of holding it whole:
-    1 the optimizer's state, 2 the gradients too, 3 the weights too (Rajbhandari et al. 2020, arXiv
-    1910.02054, section 5). `shard_group`: how many neighbours on the data axis such a group has,
-    None all; between groups state is copied (Zhao et al. 2023, arXiv 2304.11277, section 3.2.2).
-    `offload`: where the optimizer's state stands: on the device ("none"), in the host's memory
-    ("optimizer"; Ren et al. 2021, arXiv 2101.06840), or in a file ("disk"). `first_layers`: how
-    many layers the first stage has; None as the split finds best.
+    `zero`: the state that groups of the data axis shard: 1 the optimizer's state, 2 the gradients
+    too, 3 the weights too (Rajbhandari et al. 2020, arXiv 1910.02054, section 5). `shard_group`:
+    how many neighbours on the data axis such a group has, None all; between groups state is copied
+    (Zhao et al. 2023, arXiv 2304.11277, section 3.2.2). `offload`: where the optimizer's state
+    stands: on the device ("none"), in the host's memory ("optimizer"; Ren et al. 2021, arXiv
+    2101.06840), or in a file ("disk"). `first_layers`: how many layers the first stage has; None as
+    the split finds best.
     """
 
     tensor: int
@@ -89,23 +89,23 @@ class Layout:
 
     @property
     def sharing(self) -> Sharing:
-        """Return the stage of ZeRO and the number of ranks that share out what it covers."""
+        """Return the stage of ZeRO and the number of ranks in a shard group."""
         return Sharing(self.zero, self.shards)
 
     @property
     def shards_state(self) -> bool:
-        """Return True if data ranks share out the optimizer's state: each updates a part."""
+        """Return True if data ranks shard the optimizer's state: each updates a part."""
         return covers_state(self.zero) and self.shards > 1
 
     @property
     def shards_gradients(self) -> bool:
-        """Return True if data ranks share out the gradients, which are then reduced in each
+        """Return True if data ranks shard the gradients, which are then reduced in each
         microbatch."""
         return covers_gradients(self.zero) and self.shards > 1
 
     @property
     def shards_weights(self) -> bool:
-        """Return True if data ranks share out the weights, which are then gathered for each use."""
+        """Return True if data ranks shard the weights, which are then gathered for each use."""
         return covers_weights(self.zero) and self.shards > 1
 
     @property

@@ -51,8 +51,8 @@ def chunk_rule(schedule: str, virtual: int) -> Rule:
 
 
 def layout_mistakes(layout: Layout, model: ModelConfig | None, batch: int | None) -> Iterator[str]:
-    """Yield why a layout is not legal for this model and global batch, each with what would be;
-    nothing if it is legal. The rules about a model or batch of None are left out."""
+    """Yield the reasons why a layout is not legal for this model and global batch, each with legal
+    values; nothing if it is legal. The rules about a model or batch of None are left out."""
     return (rule.text() for rule in rules_of(layout, model, batch) if rule.broken)
 
 

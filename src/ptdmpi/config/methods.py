@@ -16,8 +16,8 @@ FeedbackName = Literal["none", "mem_sgd", "double_squeeze", "ef21", "neolithic"]
 
 # Methods after whose step replicas may hold other weights than each other.
 DIFFERING = ("decentralized", "local")
-# Methods whose messages may be codes: of gradients, of what a round of local steps has moved, of
-# how far a replica is from what its neighbours know of it.
+# Methods whose messages may be codes: of gradients, of the change in a round of local steps, or of
+# a replica's difference from its neighbours' copy of it.
 COMPRESSING = ("compressed", *DIFFERING)
 # A key of [data_parallel] -> the methods that use it.
 USED_BY: Mapping[str, tuple[str, ...]] = {
@@ -125,9 +125,9 @@ def replicas_differ(section: DataParallelConfig) -> bool:
 
 
 def stored_numbers(section: DataParallelConfig, moments: int, replicas: int) -> int:
-    """Return how many numbers of each parameter a checkpoint has: weights, `moments` of the
-    optimizer and what the method keeps, of each of so many replicas where they
-    differ and are kept apart."""
+    """Return how many numbers a checkpoint stores per parameter: weights, `moments` of the
+    optimizer, and the method's state, for each replica if replicas differ and are stored
+    separately."""
     kinds = kept_by(section)
     apart = sum(kind not in COMMON for kind in kinds)
     apart += 1 + moments if section.method in DIFFERING else 0

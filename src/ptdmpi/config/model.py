@@ -96,7 +96,8 @@ Cap = Annotated[float, Field(ge=0)]
 
 class QuantizeConfig(Section):
     """The codes in which products take the weights of the layers' linears, in blocks of a row with
-    a scale each: those that train are rounded on the way, those that do not are held so."""
+    a scale each: trained weights are rounded in each product, frozen ones are stored in this
+    form."""
 
     weights: Reported[CodesName | Literal["none"]] = "none"
     block: Reported[Annotated[int, Field(ge=2, le=2**20, multiple_of=2)]] = 64
@@ -146,7 +147,7 @@ class ModelConfig(Section):
     dropout: Reported[Fraction] = 0.0
     attention_dropout: Reported[Fraction] = 0.0
     init_std: Reported[Number] = 0.02
-    # of [adapt]: whoever counts or builds the model asks it for its adapters, too
+    # of [adapt]: the code that counts or builds the model also reads its adapters here
     _adapt: AdaptConfig = PrivateAttr(default_factory=AdaptConfig)
     # of [quantize]: in how few bits products take its matrices, and hold those that do not train
     _quantize: QuantizeConfig = PrivateAttr(default_factory=QuantizeConfig)
@@ -238,7 +239,7 @@ class ModelConfig(Section):
             slides = layer % 2 == 0
         elif not slides:
             slides = layer in self.sliding_layers
-        # what no sample fills is none, and the quicker kernels take it
+        # a window that no sample exceeds is no window, and the faster kernels can run
         return self.sliding_window if slides and self.sliding_window < self.seq_length else 0
 
     @property

@@ -1,7 +1,7 @@
 """The precisions of a run: one row each, read by the model, the planner and the checks.
 
-`precision.compute` names a row. Nothing else lists precisions: what depends on one asks its row for
-the types and their bytes. A new precision is a row here and its name in `PrecisionName`; if its
+`precision.compute` names a row. Nothing else lists precisions: other code reads the types and their
+bytes from this table. A new precision is a row here and its name in `PrecisionName`; if its
 products need more than operands of another type (scales, for instance), also a kernel that takes
 them (`ptdmpi.model.kernels`).
 """
@@ -58,8 +58,7 @@ class Precision:
 
     @property
     def has_masters(self) -> bool:
-        """Return True if master weights are kept besides the weights, as they are of another
-        type."""
+        """Return True if there are master weights of another type than the weights."""
         return self.compute != self.master
 
 

@@ -75,8 +75,8 @@ class RunConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Sizes of the tensor, pipeline and data axes, how the pipeline is run, and which state the
-    data ranks share out among `shard_group` of them (`zero`) or keep off the device (`offload`)."""
+    """Sizes of the tensor, pipeline and data axes, how the pipeline is run, and which state is
+    sharded in groups of `shard_group` data ranks (`zero`) or kept off the device (`offload`)."""
 
     tensor: Reported[Positive] = 1
     pipeline: Reported[Positive] = 1

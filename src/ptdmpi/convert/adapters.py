@@ -234,9 +234,9 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
     merged model whose adapter had at most this rank, the result is that adapter, up to its
     factorization.
 
-    Return the greatest norm of what the adapter leaves of a difference, relative to that
-    difference, and the names of other parameters that differ, which no adapter holds. Raise
-    InputError for models of different shapes, and for weights that are not finite.
+    Return the largest norm of the part of a difference that the adapter does not represent,
+    relative to that difference, and the names of other parameters that differ, which no adapter
+    holds. Raise InputError for models of different shapes, and for weights that are not finite.
     """
     models = open_model(base), open_model(tuned)
     config = models[1].config()

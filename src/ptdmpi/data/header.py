@@ -185,8 +185,8 @@ def read_header(path: str | Path) -> ShardHeader:
     """Open a shard, validate its metadata and close it. The cost does not depend on the number of
     tokens.
 
-    Raise an InputError that names the file, what is wrong and what would be right: no such file,
-    not HDF5, truncated, missing datasets or attributes, a wrong type, layout or version, impossible
+    Raise an InputError that names the file, the mistake and the legal values: no such file, not
+    HDF5, truncated, missing datasets or attributes, a wrong type, layout or version, impossible
     offsets.
     """
     path = Path(path)

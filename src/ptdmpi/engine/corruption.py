@@ -1,10 +1,11 @@
 """Silent corruption: state that changes while nobody writes to it, found by comparing hashes.
 
 Memory and arithmetic units fail without notice now and then (Dixit et al. 2021, arXiv 2102.11245).
-Ranks that hold the same values compare hashes of them before every N-th update. If replicas differ,
-nothing tells which of two is right; among more, the majority is. Each rank also compares its values
-with those that the update before left: this covers state without a replica, and names the rank. The
-values of a step are compared when the step has used them, before the update replaces them.
+Ranks that hold the same values compare hashes of them before every N-th update. If two replicas
+differ, nothing shows which one is right; among more, the majority is. Each rank also compares its
+values with those that the update before left: this covers state without a replica, and names the
+rank. The values of a step are compared when the step has used them, before the update replaces
+them.
 """
 
 import hashlib

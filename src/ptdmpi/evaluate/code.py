@@ -72,7 +72,8 @@ def read(path: Path) -> list[CodeTask]:
 
 @dataclass(frozen=True)
 class CodeAsking:
-    """The way programs are written for each task, and the `ks` for which pass@k is computed."""
+    """The options of code tasks: how programs are written, and the `ks` for which pass@k is
+    computed."""
 
     samples: int
     sampling: Sampling

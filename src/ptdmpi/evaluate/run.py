@@ -209,5 +209,5 @@ def check_dataset(path: Path, stored: StoredModel) -> None:
     if known not in (None, dataset.tokenizer_sha256):
         raise InputError(
             f"{path} was made with tokenizer {dataset.tokenizer} (sha256 "
-            f"{dataset.tokenizer_sha256[:12]}), the model knows {known[:12]}"
+            f"{dataset.tokenizer_sha256[:12]}), the model expects {known[:12]}"
         )

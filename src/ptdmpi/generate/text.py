@@ -98,8 +98,8 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
     known = tokenizer_sha256(stored)
     if known not in (None, tokenizer.sha256):
         raise InputError(
-            f"tokenizer {name} has sha256 {tokenizer.sha256[:12]}, the model knows {known[:12]}: "
-            "its ids mean another text; legal: the tokenizer that it was trained with"
+            f"tokenizer {name} has sha256 {tokenizer.sha256[:12]}, the model expects {known[:12]}: "
+            "its ids stand for other text; legal: the tokenizer that it was trained with"
         )
     prefix: tuple[int, ...] = ()
     ends = {_end_of(stored, tokenizer)}

@@ -118,7 +118,7 @@ class Placing:
         """Return the microbatches on the device; kernels started from now on may use them."""
         if self.device.type == "cpu":
             return list(batches)
-        if self._ring:  # all that was computed so far, with what was placed last
+        if self._ring:  # all computations so far, including the use of the last placed batch
             self._ring[-1].free = self._copies.computed()
         tensors: list[Tensor] = []
 

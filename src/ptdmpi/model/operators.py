@@ -313,7 +313,7 @@ def _read_after(rows: Sequence[Operator], name: str) -> bool:
 def run(steps: Sequence[RowStep], values: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
     """Compute rows in order from named values, and return the values that are left.
 
-    A value is let go with the last row that reads it, so that nothing stays for longer.
+    A value is freed after the last row that reads it.
     """
     for row, compute, last in steps:
         inputs = [values.pop(name) if name in last else values[name] for name in row.inputs]

@@ -231,7 +231,7 @@ class DataTypes:
 
 
 def dtype_of(number: NumberType) -> torch.dtype:
-    """Return the type of numbers as torch has it."""
+    """Return torch's data type."""
     dtype: torch.dtype = getattr(torch, number.name)
     return dtype
 

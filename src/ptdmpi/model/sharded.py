@@ -1,8 +1,8 @@
 """Communication of a stage while it computes: of sharded gradients or weights (`zero` = 2, 3), and
 of sums of gradients that are begun early.
 
-A stage reports to its `Walk` the place that it is at: in forward, in backward, and in what is
-recomputed there. Under `zero` = 3, weights, trained and frozen, are gathered one place ahead and
+A stage reports to its `Walk` the place that it is at: in the forward, in the backward, and in
+recomputation. Under `zero` = 3, weights, trained and frozen, are gathered one place ahead and
 dropped after their place, except frozen quantized matrices, which are whole. Under 2 and 3, the
 gradient of a place is whole only while it is computed, and is then reduced to each rank's part
 (Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.2 and 5.3).

@@ -65,7 +65,8 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.axis = axis
-        # the first of the model, not of each stage: what is recomputed does not depend on p or v
+        # the first layers of the model, not of each stage, so that recomputation does not depend on
+        # p or v
         limit = model.layers if recompute.layers == "all" else recompute.layers
         self.recompute = recompute.mode == "full" and layer < limit
         self.partition = recompute.partition_activations and axis.size > 1
@@ -152,7 +153,7 @@ class Embedding(nn.Module):
             rows = self.position.first(ids.shape[0] * context.positions.parts)
             x = x + between.of(rows)[:, None, :]
         if self.token_type is not None:
-            assert types is not None, "a model that tells segments apart needs to know them"
+            assert types is not None, "a model with segment embeddings needs the segments"
             x = x + self.token_type(self.axis.between_blocks().of(types))
         if self.norm is not None:
             x = self.norm(x)
@@ -193,7 +194,7 @@ class Classes(nn.Module):
     """Activations at one position of each sequence [1, b, h] -> a score for each class [1, b, n],
     or for the sequence as one of several candidates (n = 1).
 
-    Of a masked model behind the pooler and dropout (Devlin et al. 2019, sections 4.1, 4.4).
+    In a masked model it is after the pooler and dropout (Devlin et al. 2019, sections 4.1, 4.4).
     """
 
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:

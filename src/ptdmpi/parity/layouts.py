@@ -236,7 +236,7 @@ REASONS = {
     "chunks": "1f1b and zb-h1 have one chunk per rank, zb-v two",
     "stages": "more stages than layers",
     "zero": "zb-h1 and zb-v postpone what zero 2 and 3 sum at once",
-    "shard_group": "groups share out what zero shards, of several data ranks",
+    "shard_group": "several groups of data ranks, each of which shards the state",
     "partition_mode": "only what full recomputation keeps is partitioned",
     "partition_sequence": "sequence parallelism divides activations already",
 }

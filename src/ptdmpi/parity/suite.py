@@ -25,7 +25,7 @@ SHORT_ROWS = slice(1, 3)  # without the first row, which is one rank
 COVERING = "Every layout against one rank, and its bits against p = v = 1"
 REPRODUCIBLE = "With run.reproducible = true: bits against d = 1"
 MODERN = "Windows, caps, and a key head that all tensor ranks share"
-ADAPTED = "Adapters beside a frozen model"
+ADAPTED = "Adapters next to a frozen model"
 MUON = "Matrices made orthogonal as wholes"
 TWICE = "A second run of one layout"
 

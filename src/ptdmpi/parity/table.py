@@ -120,7 +120,7 @@ def _legend(models: Sequence[ComparedModel], steps: int) -> list[str]:
     lines = [
         f"{steps} steps; greatest relative difference from one rank that takes the global batch "
         "as one microbatch.",
-        "loss, norm: of every step; grads: of the first step; params: after the last step; of a "
+        "loss, norm: of every step; grads: of the first step; params: after the last step; per "
         "tensor, greatest",
         "difference over greatest magnitude. bits: float32 and bfloat16, loss, norm, gradients and "
         "parameters.",

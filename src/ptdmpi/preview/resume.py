@@ -15,9 +15,8 @@ from ptdmpi.train.standing import standing_of
 def resumed(config: Config, course: Course) -> dict[str, Any]:
     """Return the step and the path of the checkpoint that the run would resume from.
 
-    "changed" lists what differs from the checkpoint's run, "says" is a sentence on all of it, also
-    on what happens to checkpoints that are there already. Raise InputError if the run may not
-    resume.
+    "changed" lists the differences from the checkpoint's run, "says" is a sentence on all of it,
+    and on the existing checkpoints. Raise InputError if the run may not resume.
     """
     own = Path(config.run.dir) / "checkpoints"
     wanted = config.checkpoint.resume

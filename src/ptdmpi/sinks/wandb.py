@@ -29,7 +29,7 @@ class WeightsAndBiases:
         known = None if past.dropped else _known_id(folder / STATE)
         identity = known or secrets.token_hex(4)
         write_whole(folder / STATE, json.dumps({"id": identity}))
-        # no questions to git about the sources, and no copies of the terminal's lines
+        # do not query git about the sources, and do not copy the terminal's output
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
         self._step = 0
         self._run = wandb.init(

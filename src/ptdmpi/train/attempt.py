@@ -44,10 +44,10 @@ class Attempt:
     """One start of a run, made by all ranks together. Rank 0 keeps the history.
 
     `first`: number of steps done before. `idle`: True if nothing is left to train; then nothing is
-    written. `over`: why the run has ended before its last step, once it has. `how`: what the run
-    begins from, in words. `why`: why it ended, in words; empty until it does. `live`: the state
-    came from other ranks, so perhaps no checkpoint has it. `skipped`: the checkpoints that could
-    not be read, with reasons. `choice`: the kernels that it computes with; None: not settled.
+    written. `over`: why the run has ended before its last step, once it has. `how`: the state from
+    which the run begins, in words. `why`: why it ended, in words; empty until it does. `live`: the
+    state came from other ranks, so perhaps no checkpoint has it. `skipped`: the checkpoints that
+    could not be read, with reasons. `choice`: the kernels that it computes with; None: not settled.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class Attempt:
         )
 
     def _beginning(self) -> Iterator[str]:
-        """Yield the lines on what the run begins from."""
+        """Yield the lines about the state from which the run begins."""
         if self.how != "begins":
             yield self.how + self._changed()
             if self.config.checkpoint.initial and self.how.startswith("resumed"):

@@ -26,15 +26,16 @@ if TYPE_CHECKING:  # it starts MPI
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
-# An allocation failed although the memory should suffice: the rank is then taken to have had this
-# share of what the model needs.
+# If an allocation fails although the memory should suffice, the rank is assumed to have had this
+# share of the model's needs.
 FAILED_SHARE = 0.9
 
 
 class Memory:
-    """The memory of one rank of a run: what it may use, and what the model will take.
+    """The memory of one rank of a run: its capacity, and the needs of the model.
 
-    `capacity_bytes`: what this rank may use on its device. `step`: the foreseen memory of a step.
+    `capacity_bytes`: the memory that this rank may use on its device. `step`: the foreseen memory
+    of a step.
     """
 
     def __init__(
@@ -129,13 +130,14 @@ class Memory:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Add a note to an error for lack of memory: what fills it, and what would make it fit."""
+        """Add a note to an out-of-memory error: the use of the memory, and changes that would make
+        the model fit."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
             # a note, not another exception: the traceback shows which tensor it was
             if _lacks_memory(error):
-                # something else has the rest of what this rank could have used
+                # another program has the rest of this rank's memory
                 needed = self.step.largest()[1].total
                 had = min(self.capacity_bytes, FAILED_SHARE * needed)
                 # the hosts' memory was checked before; it may not be asked of one rank alone

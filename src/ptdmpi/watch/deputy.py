@@ -31,7 +31,7 @@ class Deputy:
             self._missed_s = None
 
     def wake(self, now_s: float) -> None:
-        """Take note that this process itself was stopped, and could hear nobody meanwhile."""
+        """Record that this process itself was stopped, and received no message meanwhile."""
         if self._heard_s < math.inf:
             self._heard_s = now_s
 

@@ -112,7 +112,7 @@ def test_a_step_of_m_microbatches_sends_m_times(model, monkeypatch):
 
 
 def test_frozen_weights_are_gathered_as_those_that_train_and_never_summed(monkeypatch):
-    """Adapters beside a frozen layer: gathers of a whole model's bytes and theirs; sums of theirs
+    """Adapters next to a frozen layer: gathers of a whole model's bytes and theirs; sums of theirs
     alone. In few bits nothing is sent of it."""
     adapt = AdaptConfig(method="lora", rank=8)
     few_bits = QuantizeConfig(weights="nf4", block=64)

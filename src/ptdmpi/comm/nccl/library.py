@@ -63,7 +63,7 @@ class Connection(Protocol):
         """Send `flat`; it meets the receive before either is over."""
 
     def receive(self, flat: Tensor, peer: int, stream: Any) -> None:
-        """Fill `flat` with what a rank sends."""
+        """Receive `flat` from a rank."""
 
     def error(self) -> str:
         """Return the error of the device, of which the host has no exception; empty without one."""
@@ -111,7 +111,7 @@ class Nccl:
         if device.type != "cuda":
             raise ValueError(f"NCCL connects NVIDIA's GPUs; this rank computes on {device.type}")
         self.device = device
-        # behind torch, whose wheels bring libnccl: it takes the one that is loaded
+        # after torch, whose wheels contain libnccl: it uses the one that is loaded
         self.core: Any = importlib.import_module("nccl.core")
 
     def describe(self) -> Described:
@@ -239,7 +239,7 @@ def told() -> str:
         return "no nccl4py"
     try:
         version, path = loaded()
-    except Exception as error:  # no libnccl, or one that does not load: whatever it says
+    except Exception as error:  # no libnccl, or one that does not load, by any exception
         return f"nccl4py, but {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     return f"libnccl {version} ({path})"
 

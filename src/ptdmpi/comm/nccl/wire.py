@@ -1,8 +1,8 @@
-"""Groups on such a library: ids, connections, and what waits for what.
+"""Groups on such a library: ids, connections, and the order of their work.
 
-Every connection has a stream of its own, and every operation goes into it: behind what the rank has
-computed so far, by a mark of the stream that it computes in. Waiting for an operation is the same
-the other way: that stream waits for a mark after it, and the host continues.
+Every connection has a stream of its own, and every operation goes into it: after the computations
+so far, by a mark of the stream that they are in. Waiting for an operation is the same the other
+way: that stream waits for a mark after it, and the host continues.
 """
 
 from collections import deque
@@ -88,7 +88,8 @@ class Line:
         # a copy, in one operation of the interpreter: the other thread changes it meanwhile
         for what, computed, ended in list(self._placed):
             if not ended.query():
-                # the host may be far ahead: a rank that still computes is not in what follows
+                # the host may be far ahead: a rank that still computes is not in the next operation
+                # yet
                 return what if computed.query() else ""
         return ""
 
@@ -123,7 +124,7 @@ class NcclCarrier:
     def _line(self, unique_id: bytes, size: int, rank: int, name: str) -> Line:
         try:
             connection = self.library.connect(unique_id, size, rank, name)
-        except Exception as error:  # whatever a library raises: the rank cannot train with it
+        except Exception as error:  # any exception of the library: the rank cannot train with it
             raise InputError(f'comm.wire = "nccl": no connection of {name}: {error}') from error
         return Line(self.library, connection, name)
 
@@ -171,7 +172,8 @@ class NcclCarrier:
 
     def pending(self) -> str:
         """Return the operation that the group's own stream is in."""
-        return self.whole.pending()  # who waits for a neighbour's message says so as its place
+        # a rank that waits for a neighbour's message reports that as its place
+        return self.whole.pending()
 
     def failure(self) -> str:
         """Return the first failure of a connection, with its name."""
@@ -232,7 +234,7 @@ def agreed_ids(
     """Return the id of a group, made by its rank 0, and those of its pairs, made by their senders.
     If a rank could not make one, all raise InputError with the reason."""
     rank = control.Get_rank()
-    # an exception is sent like an id: who waits for an id that does not come waits for ever
+    # an exception is sent in place of an id; otherwise the receiver would wait forever
     whole = control.bcast(_new_id(library) if rank == 0 else None, root=0)
     mine = {pair: _new_id(library) for pair in pairs if pair[0] == rank} if whole[0] else {}
     of_pair: dict[Pair, tuple[bytes, str]] = {}

@@ -10,7 +10,7 @@ MIN_MASKED_LENGTH = 8
 
 
 def shape_rules(model: ModelConfig) -> Iterator[str]:
-    """Yield the mistakes in the sizes of a model, and in what its objective asks of them."""
+    """Yield the mistakes in the sizes of a model, and in the requirements of its objective."""
     if not model.head_size:
         yield (
             f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}; "

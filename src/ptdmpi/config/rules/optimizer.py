@@ -119,5 +119,5 @@ def _optimizer_keys(optimizer: OptimizerConfig) -> Iterator[str]:
     if optimizer.decay != "wsd" and optimizer.decay_steps != fields["decay_steps"].default:
         yield (
             f'optimizer.decay_steps belongs to decay = "wsd": decay = "{optimizer.decay}" has '
-            f"nothing in front of it; legal: decay_steps = {fields['decay_steps'].default}"
+            f"no constant part before it; legal: decay_steps = {fields['decay_steps'].default}"
         )

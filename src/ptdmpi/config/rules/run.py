@@ -16,7 +16,7 @@ MOST_SAMPLES = 2**63 - 1
 def run_rules(run: RunConfig) -> Iterator[str]:
     """Yield the mistakes in [run] alone."""
     if run.profile_steps and not run.profiled:
-        yield f'run.profile_steps = "{run.profile_steps}": the first one is behind the last one'
+        yield f'run.profile_steps = "{run.profile_steps}": the first step is after the last one'
     if run.on_corruption == "restart" and not run.verify_every:
         yield 'run.on_corruption = "restart" needs run.verify_every above 0'
     if run.spare_ranks and run.on_failure != "shrink":
@@ -44,9 +44,11 @@ def validation_rules(sections: Sections) -> Iterator[str]:
     log = sections.log
     for key, value in wishes.items():
         if value and data is not None and not data.valid_paths:
-            yield f"{key} = {value} goes by validations: it needs data.valid"
+            yield f"{key} = {value} depends on validations: it needs data.valid"
         if value and log is not None and not log.validate_every_steps:
-            yield f"{key} = {value} goes by validations: it needs log.validate_every_steps above 0"
+            yield (
+                f"{key} = {value} depends on validations: it needs log.validate_every_steps above 0"
+            )
     yield from where_known(_task_file_rules, log)
 
 
@@ -58,8 +60,8 @@ def _task_file_rules(log: LogConfig) -> Iterator[str]:
 
 
 def compile_rules(sections: Sections) -> Iterator[str]:
-    """Yield what `run.compile` refuses. A layer is compiled as one graph, there and back: nothing
-    in it may talk to other ranks, or differ from step to step by what Python decides."""
+    """Yield what `run.compile` refuses. A layer is compiled as one forward and one backward graph:
+    it may not communicate, and Python may not choose different operations from step to step."""
     if sections.run is None or not sections.run.compile:
         return
     refusals = [

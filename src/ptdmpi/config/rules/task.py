@@ -1,4 +1,4 @@
-"""Rules about [task]: what a head for a task needs, and what it cannot be asked for."""
+"""Rules about [task]: the needs of a head for a task, and the settings that it excludes."""
 
 from collections.abc import Iterator
 

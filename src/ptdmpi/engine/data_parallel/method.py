@@ -41,9 +41,9 @@ class DataParallel(OpHook):
     same parameters: ("replicate",), or () if all replicas are equal, bit by bit, after every step.
 
     `linear`: True if `reduce` may run before the sums over the tensor axis and the tied table. A
-    method that does more than add (compresses, for example) sets False. It then gets the gradients
-    with which this replica would update if it were alone: the same on every tensor rank, or at both
-    ends of the pipeline, that holds the same parameter.
+    method that does more than add (compresses, for example) sets False. It then receives the
+    gradients of this replica alone, already summed over its tensor ranks, and over both ends of the
+    pipeline for a tied table.
 
     `by_unit`: True if the method sums over all ranks that see other tokens (the group `losses`, not
     `data` alone), except, unit by unit of the flat order, over the axes along which parameters are
@@ -97,7 +97,7 @@ class DataParallel(OpHook):
 
     @property
     def settled(self) -> bool:
-        """Return True if nothing that changes the state is under way, after a step or within
+        """Return True if no operation that changes the state is in progress, after a step or within
         one."""
         return True
 

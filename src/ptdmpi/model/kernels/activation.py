@@ -93,8 +93,8 @@ def _write_with_slope(x: Tensor, y: Tensor, slope: Tensor, shrunk: float = 1.0) 
 def _rounded(
     function: Callable[..., Tensor], given: tuple[Tensor, ...], result: Tensor, room: Tensor
 ) -> None:
-    """Write function(given) into `result`, by way of `room` if `result` is of a narrower type:
-    torch would allocate new memory for it."""
+    """Write function(given) into `result`, through `room` if `result` is of a narrower type: torch
+    would allocate new memory for it."""
     if result.dtype == room.dtype:
         function(*given, out=result)
     else:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # the import initialises MPI, which previews do without
     from ptdmpi.comm.world import World
 
 FILE = "kernels.json"  # in the run directory
-# backend of attention, as the table has it -> of torch.nn.attention.SDPBackend; FlashAttention 3
-# takes 2's place
+# backend of attention, name in the table -> name in torch.nn.attention.SDPBackend; FlashAttention 3
+# replaces 2
 BACKENDS = {"fa3": "FLASH_ATTENTION", "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 # for inputs that none of these takes, such as float32
 REST = ("EFFICIENT_ATTENTION", "MATH")
@@ -127,8 +127,8 @@ def agreed(
 
 
 def _on_hosts(world: "World", place: RunPlace, known: Stored, say: Callable[[str], None]) -> Agreed:
-    """Agree on the choice of the first rank, or on that which the run has used so far, limited to
-    what every rank has; every rank has the library's kernels, and can widen half types."""
+    """Agree on the first rank's choice, or on the run's earlier choice, limited to kernels that
+    every rank has; every rank has the library's kernels, and can widen half types."""
     dtype = place.dtype
     mine = Abilities(host.has_fused(), host.multiplies("cpu", dtype))
     able = [Abilities(*each) for each in world.control.allgather(tuple(mine))]

@@ -10,7 +10,9 @@ from ptdmpi.plan.show.draw import check_picture, save
 from ptdmpi.plan.show.table import lines
 
 COLORS = ("#1f4e8c", "#c8511b", "#3b7d3b", "#8d5fb5")
+MOST_INSIDE = 2  # lines whose legend is inside the panel
 LETTERS_PER_PANEL = 56  # letters of a title
+MOST_PLAIN = 300  # greatest over least value of a logarithmic axis with plain labels
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ class Reply:
         check_picture(path)
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(4.8 * len(self.panels), 3.4), dpi=110, layout="constrained")
+        most = max(len(panel.lines) for panel in self.panels)
+        height = 3.4 + 0.22 * most * (most > MOST_INSIDE)
+        figure = Figure(figsize=(4.8 * len(self.panels), height), dpi=110, layout="constrained")
         title = textwrap.fill(self.title, LETTERS_PER_PANEL * len(self.panels))
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
         grid = figure.subplots(1, len(self.panels), squeeze=False)
@@ -73,9 +77,11 @@ def _draw(panel: Panel, axes: Any) -> None:
         axes.barh(names[::-1], [panel.bars[name] for name in names[::-1]], color=COLORS[0])
     if "x" in panel.logarithmic:
         axes.set_xscale("log")
+        _label_plainly(axes.xaxis)
     heights = [up for points in panel.lines.values() for _, up in points]
     if "y" in panel.logarithmic:
         axes.set_yscale("log")
+        _label_plainly(axes.yaxis)
     elif heights and 2 * min(heights) < max(heights):
         axes.set_ylim(bottom=0)
     style: dict[str, Any] = {"color": "#777777", "linestyle": "--", "linewidth": 1}
@@ -88,4 +94,27 @@ def _draw(panel: Panel, axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x" if panel.bars else "y", color="#eeeeee")
     if panel.lines and (len(panel.lines) > 1 or panel.level or panel.mark):
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, **_legend_place(panel))
+
+
+def _label_plainly(axis: Any) -> None:
+    """Label a logarithmic axis at 1, 2 and 5 times powers of ten, as plain numbers.
+
+    By default matplotlib also labels the ticks in between, as powers, if the axis covers less than
+    a decade; these labels overlap. Over many decades it labels the powers alone.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    if high > MOST_PLAIN * low:
+        return
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _legend_place(panel: Panel) -> dict[str, Any]:
+    """Return where the legend is: below a panel of many lines, which it would cover."""
+    if len(panel.lines) <= MOST_INSIDE:
+        return {"loc": "best"}
+    return {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}

@@ -67,7 +67,7 @@ def answer(pricer: Pricer, layout: Layout) -> Reply:
     replicas, or one that shards."""
     if layout.data == 1:
         raise InputError(
-            f"layout {layout}: with d = 1 there is nobody to tell; legal: a --layout with d above 1"
+            f"layout {layout}: with d = 1 no rank communicates; legal: a --layout with d above 1"
         )
     if covers_state(layout.zero):
         raise InputError(f"layout {layout}: methods other than a sum of all need zero = 0")
@@ -78,7 +78,7 @@ def answer(pricer: Pricer, layout: Layout) -> Reply:
     where = f"{counted(layout.ranks, 'rank')} of {pricer.cluster.name}: {layout}"
     return Reply(
         f"The sum of all gradients takes {1e3 * plain.parts.data:.1f} ms of a step of "
-        f"{1e3 * plain.step_time_s:.1f} ms ({share:.1%}): a method that tells nothing could need "
+        f"{1e3 * plain.step_time_s:.1f} ms ({share:.1%}): a method without messages could need "
         f"{share / (1 - share):+.1%} steps. The shortest step has {best['method']}.",
         [["method", "data axis", "sent a step", "step", "may need", "memory"], *map(_row, entries)],
         {"layout": str(layout), "methods": entries},

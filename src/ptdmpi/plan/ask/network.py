@@ -174,7 +174,7 @@ def _told(pricer: Pricer, ranks: int, changes: Sequence[What]) -> Reply:
     return Reply(
         f"{pricer.model.name} on {where} takes {half.same_s / base_s - 1:+.1%} with adapters half "
         f"as fast ({half.best.step_time_s / base_s - 1:+.1%} in the layout that is best then); "
-        f"the most of what was asked: {worst.name}, {worst.same_s / base_s - 1:+.1%}.",
+        f"the largest effect of these changes: {worst.name}, {worst.same_s / base_s - 1:+.1%}.",
         rows,
         {"ranks": ranks, "changes": entries},
         f"{pricer.model.name} on {where}, {changes[0].best.layout}: what if the network changed",

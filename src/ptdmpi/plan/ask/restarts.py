@@ -129,8 +129,8 @@ def _curve(failures: Failures) -> Panel:
     span = [best_s * 10 ** (-1.2 + 2.4 * i / (CURVE - 1)) for i in range(CURVE)]
     return Panel(
         "minutes of training between saves",
-        "share of the time that counts",
-        {"useful": [(interval_s / 60, failures.useful(interval_s)) for interval_s in span]},
+        "goodput (useful share of the time)",
+        {"goodput": [(interval_s / 60, failures.useful(interval_s)) for interval_s in span]},
         mark=(best_s / 60, f"best: {best_s / 60:.1f} min"),
         logarithmic="x",
     )

@@ -95,7 +95,7 @@ class TensorRank:
         return max(0.0, seconds - self.kernel_s(message.behind))
 
     def seconds(self, kernels: Iterable[Kernel], sent: Iterable[Message]) -> Seconds:
-        """Return the time of some kernels and messages, with what the host needs to launch them."""
+        """Return the time of some kernels and messages, with the host's time to launch them."""
         compute = 0.0
         launches = 0
         for kernel in kernels:

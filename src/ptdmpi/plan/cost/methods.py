@@ -271,7 +271,8 @@ class MethodAxis(DataAxis):
             # n - 1 messages at once, their bytes one after the other
             told_s = start_s + (n - 1) * (self._send_s(code / n, group) - start_s)
             told_s += machine.all_gather_s(code, group)
-            passes += 2 * DECODING_PASSES * rounds_of(section)  # n codes of an n-th, and all means
+            # n codes of 1/n of the elements each, and all means
+            passes += 2 * DECODING_PASSES * rounds_of(section)
         else:
             told_s = machine.all_gather_s(n * code, group)
             passes += n * DECODING_PASSES

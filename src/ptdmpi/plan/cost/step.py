@@ -180,8 +180,8 @@ class StepTimes:
     def after_s(self, layout: Layout) -> tuple[float, float]:
         """Return the seconds of (exposed data axis, optimizer) after the pipeline's last backward.
 
-        They are those of the rank with most parameters. The norm of a rank's own gradient counts to
-        the data axis, as in the clock of a run.
+        They are those of the rank with most parameters. The time for the norm of a rank's own
+        gradient is part of the data axis's time, as in the records of a run.
         """
         layers, ranks = self.memory.split(layout), self.memory.distinct_ranks(layout)
         elements = max(self.memory.trained(layout, rank) for rank in ranks)

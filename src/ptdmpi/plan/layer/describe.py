@@ -76,8 +76,8 @@ class LayerBuild:
         """Return a sublayer of operators that read "y" and write "y", with norm and residual sum.
 
         "pre": x + f(norm(x)); "post": norm(x + f(x)) (Vaswani et al. 2017, BERT); "sandwich": as
-        "pre", with another norm of what is added (Ding et al. 2021, arXiv 2105.13290). `place`: the
-        number of its dropout mask in the layer; no other mask has it (`OTHER_MASKS`).
+        "pre", with another norm of the added term (Ding et al. 2021, arXiv 2105.13290). `place`:
+        the number of its dropout mask in the layer; no other mask has it (`OTHER_MASKS`).
         """
         residual = AddResidual(f"{name}.residual", ("x", "y"), ("x",), f"{name}.mask", place)
         if self.model.block_norm == "post":

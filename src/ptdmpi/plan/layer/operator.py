@@ -2,8 +2,8 @@
 
 A row reads named values and writes named values; the sublayers in `describe.py` are such rows in
 order. `ptdmpi.model.operators` has one module or function for each kind of row, which computes it.
-Every account of a step is a fold over rows (`folds.py`), so what a row says here is all that
-planner, memory, traffic and FLOPs know of it.
+Every account of a step is a fold over rows (`folds.py`), so planner, memory, traffic and FLOPs read
+nothing but these methods.
 """
 
 from collections.abc import Iterator
@@ -83,7 +83,8 @@ class Operator:
         yield from ()
 
     def keeps_at_its_end(self, sizes: Sizes) -> bool:
-        """Return True if it must be recomputed to its end, messages included, for what it keeps."""
+        """Return True if it keeps a tensor that is complete only at its end, so that recomputation
+        includes all of it with its messages."""
         return any(True for _ in self.kept(sizes, "none"))
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
@@ -91,8 +92,8 @@ class Operator:
         yield from ()
 
     def forward_bytes(self, sizes: Sizes) -> int:
-        """Return the most that its forward has at once where nothing is kept: what it reads and
-        writes, and copies of these. Rows that have no copies may leave it out."""
+        """Return the maximal bytes of its forward without a backward: its inputs and outputs, and
+        copies of these. Rows that have no copies may leave it out."""
         return 0
 
     def backward_bytes(self, sizes: Sizes) -> int:

@@ -78,7 +78,7 @@ class RunMethod:
         return asked and self.section.method in DIFFERING
 
     def norms(self, step: int) -> int:
-        """Return the number of norms of gradients, or of what replaces them, that step `step` (from
+        """Return the number of norms of gradients, or of their replacements, that step `step` (from
         0) computes."""
         own = self.noise_every > 0 and (step + 1) % self.noise_every == 0
         return 1 + self.measures(step) + own

@@ -138,7 +138,7 @@ def settled(
     working, config = working_ranks(tree, ranks), bare(tree)
     before = begun(config, ranks)
     if before is not None:
-        return applied(tree, before), f"layout auto: as {config.run.dir} has it"
+        return applied(tree, before), f"layout auto: that of the run in {config.run.dir}"
     # the peers of a replica depend on d, which is not chosen yet
     vocab_size = vocabulary(config.model_copy(update={"data_parallel": DataParallelConfig()}))
     if not config.run.cluster:

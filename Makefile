@@ -36,6 +36,7 @@ $(READY): requirements.lock setup.py
 	    --no-compile --no-deps --requirement .venv/requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
 	    --no-build-isolation --no-deps --editable .
+	echo '$(CURDIR)/src' > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ptdmpi-src.pth"
 	@. jobs/mpi-env.sh; mpirun -n 2 $(BIN)/python -c 'import sys; from mpi4py import MPI; \
 	    n = MPI.COMM_WORLD.size; n == 2 or sys.exit(f"mpirun -n 2 gave a world of {n}")' \
 	    || echo "make setup: mpirun and mpi4py do not work together here: see 'The MPI' in jobs/README.md" >&2

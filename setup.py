@@ -34,6 +34,9 @@ setup(
     description="Trains large language models over MPI: tensor, pipeline and data parallelism",
     license="MIT",
     python_requires=">=3.11",
+    # With several roots setuptools makes an editable install by a finder, which Python asks after
+    # all folders of sys.path: beside a clone, Python would take the clone's folder for a package
+    # `ptdmpi` without files. So `make setup` also puts src on sys.path.
     # `ptdmpi run` needs the script that sets the environment of MPI
     package_dir={"": "src", "data_prep": "data_prep", "ptdmpi.jobs": "jobs"},
     packages=[*find_packages("src"), "ptdmpi.jobs", "data_prep", "data_prep.chat"],

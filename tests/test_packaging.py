@@ -54,6 +54,17 @@ def test_the_apptainer_definition_parses():
         subprocess.run(["sh", "-n", "-c", sections[name]], check=True)
 
 
+def test_beside_a_clone_python_finds_the_package(tmp_path):
+    """And not the clone's folder, which has the same name and no `__init__.py`."""
+    (tmp_path / "ptdmpi" / "src").mkdir(parents=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", "import ptdmpi; print(ptdmpi.__version__)"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == (f"{ptdmpi.__version__}\n", "")
+
+
 def test_issue_templates_and_citation_are_yaml():
     yaml = pytest.importorskip("yaml")
     for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):

@@ -150,6 +150,7 @@ def _own(
         raise InputError(f"{where}: {min(left)} belongs to no linear of a layer of this model")
     if not own:
         raise InputError(f"{where}: has no adapter of a linear of a layer of this model")
+    own = _without_idle(own, tensors)
     targets = tuple(dict.fromkeys(module.place.target for module in own))
     first = min(module.place.layer for module in own)
     if len(own) != len(targets) * (model.layers - first):
@@ -165,6 +166,38 @@ def _own(
         return AdaptConfig(method="ia3").model_copy(update=common), _scaled(tensors, own)
     low_rank, ours = _low_rank(config, tensors, own, where)
     return AdaptConfig(method="lora", **low_rank).model_copy(update=common), ours
+
+
+def _without_idle(own: Sequence[_Module], tensors: Mapping[str, Tensor]) -> list[_Module]:
+    """Return the modules without those of targets whose adapters change nothing in any layer, while
+    another target of the same linear does: one module of theirs (c_attn) has the rows of several
+    targets, adapted or not."""
+    changes: dict[str, dict[str, bool]] = {}
+    for module in own:
+        by_target = changes.setdefault(module.place.linear.split(".", 2)[2], {})
+        whole = tensors[module.names[-1]]
+        part = _part(module.place, whole)
+        nothing = 1.0 if module.names[-1].endswith("ia3_l") else 0.0
+        changed = len(part) == len(whole) or bool((part != nothing).any())
+        by_target[module.place.target] = by_target.get(module.place.target, False) or changed
+    idle = {
+        target
+        for by_target in changes.values()
+        for target, changed in by_target.items()
+        if not changed and any(by_target.values())
+    }
+    return [module for module in own if module.place.target not in idle]
+
+
+def _used(module: _Module, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return A and B of an adapter, without the ranks that only other targets of the same module of
+    theirs use: an export has put these side by side."""
+    a, whole = (tensors[name] for name in module.names)
+    b = _part(module.place, whole)
+    used = b.any(0)
+    if len(b) < len(whole) and used.any():
+        return a[used], b[:, used]
+    return a, b
 
 
 def _scaled(tensors: Mapping[str, Tensor], own: Sequence[_Module]) -> dict[str, Tensor]:
@@ -241,7 +274,8 @@ def _low_rank(
     Adapters of a lower rank are padded, and B is multiplied by the ratio of an adapter's scale to
     the common one. Raise InputError if the configuration contradicts the tensors.
     """
-    rank = max(len(tensors[module.names[0]]) for module in own)
+    pairs = [_used(module, tensors) for module in own]
+    rank = max(len(a) for a, _ in pairs)
     alpha = _number(config, "lora_alpha", where)
     usual = _number(config, "r", where)
     scale = alpha / usual
@@ -249,17 +283,16 @@ def _low_rank(
     alphas = _pattern(config, "alpha_pattern", names, where)
     ranks = _pattern(config, "rank_pattern", names, where)
     ours: dict[str, Tensor] = {}
-    for name, module in zip(names, own, strict=True):
+    for name, module, (a, b) in zip(names, own, pairs, strict=True):
         place = module.place
-        a = tensors[module.names[0]]
-        b = _part(place, tensors[module.names[1]])
         stated = ranks.get(name, usual)
-        if stated != len(a):
+        theirs = len(tensors[module.names[0]])
+        if stated != theirs:
             raise InputError(
                 f"{where}: r or rank_pattern give rank {stated:g} of {name}, but "
-                f"{module.names[0]} has {counted(len(a), 'row')}; legal: as many"
+                f"{module.names[0]} has {counted(theirs, 'row')}; legal: as many"
             )
-        factor = alphas.get(name, alpha) / len(a) / scale
+        factor = alphas.get(name, alpha) / theirs / scale
         if factor != 1.0:
             b = b * factor
         padded_a = a.new_zeros(rank, a.shape[1])

@@ -1,10 +1,13 @@
 """A run before it starts: --dry-run, `ptdmpi plan CONFIG` and `ptdmpi init`."""
 
+import copy
+import functools
 import json
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -315,3 +318,47 @@ def test_a_dry_run_searches_the_layout_and_writes_nothing(corpus, tmp_path):
         output("--ranks", "2")
     with pytest.raises(InputError, match="--layout auto chooses parallel"):
         output("--set", "parallel.tensor=2")
+
+
+def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths of all texts, numbers and truth values of a forecast."""
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in pairs:
+            yield from _leaves(inner, (*path, key))
+    elif value is not None:
+        yield path
+
+
+def _with_another(forecast: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the forecast with another value at a path."""
+    changed = copy.deepcopy(forecast)
+    place = functools.reduce(lambda inner, key: inner[key], path[:-1], changed)
+    value = place[path[-1]]
+    match value:
+        case bool():
+            place[path[-1]] = not value
+        case str():
+            place[path[-1]] = f"other {value}"
+        case _:
+            place[path[-1]] = 3 * value + 10**9
+    return changed
+
+
+# Values of --json that the text does not show, each with the reason.
+NOT_SHOWN = {
+    "pipeline_rank": "which rank is the fullest is no news to a person",
+    "fits": "shown as the mistake that ends the dry run",
+    "free_bytes": "shown where it does not suffice",
+    "step": "of the checkpoint: a part of what `says` says",
+    "steps": "that are left: shown with the time of a step, where that is known",
+}
+
+
+def test_the_text_shows_all_that_is_known(corpus):
+    """A new value of the forecast is shown, or named above."""
+    asked = configured(corpus, {"checkpoint.every_steps": 2, "checkpoint.every_minutes": 3.0})
+    forecast = preview(asked, ONE)
+    text = as_text(forecast)
+    hidden = {path for path in _leaves(forecast) if as_text(_with_another(forecast, path)) == text}
+    assert {path[-1] for path in hidden} == NOT_SHOWN.keys(), hidden

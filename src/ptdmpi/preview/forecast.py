@@ -21,7 +21,7 @@ from ptdmpi.lineage.trained_on import begun
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.shape.matrices import matrix_elements
-from ptdmpi.plan.shape.parameters import parameter_count
+from ptdmpi.plan.shape.parameters import parameter_count, rank_elements
 from ptdmpi.preview.first_samples import first_samples
 from ptdmpi.preview.ranks import RankCount
 from ptdmpi.preview.resume import resumed
@@ -207,16 +207,24 @@ def _status(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _checkpoint(config: Config, vocab_size: int) -> dict[str, Any]:
-    """Return the size of a checkpoint, the free space for it, and how often one is written."""
+def stored_bytes(config: Config, vocab_size: int) -> int:
+    """Return the bytes of the tensors of a checkpoint."""
     element = PRECISIONS[config.precision.compute].master.bytes
     model = config.model
     moments = config.optimizer.numbers
     numbers = stored_numbers(config.data_parallel, moments, config.data_size)
-    size = numbers * element * parameter_count(model, vocab_size)
+    whole = (model.layers, (True, True), 1, model.idle())
+    _, trained, _ = rank_elements(model, vocab_size, *whole)
+    size = numbers * element * trained
     if config.optimizer.has_matrices:  # the optimizer keeps one moment less of a matrix
         fewer = stored_numbers(config.data_parallel, moments - 1, config.data_size)
         size -= (numbers - fewer) * element * model.layers * matrix_elements(model, 1)
+    return size
+
+
+def _checkpoint(config: Config, vocab_size: int) -> dict[str, Any]:
+    """Return the size of a checkpoint, the free space for it, and how often one is written."""
+    size = stored_bytes(config, vocab_size)
     disk = os.statvfs(_existing(Path(config.run.dir)))
     free = disk.f_bavail * disk.f_frsize
     return {

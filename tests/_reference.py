@@ -62,6 +62,7 @@ def stretched(frequency: float, model: ModelConfig) -> float:
 
 
 def attention(weights: Weights, name: str, x: Tensor, model: ModelConfig, layer: int = 0) -> Tensor:
+    """Return attention of x [b, s, h], computed by its formula on one rank."""
     b, s, _ = x.shape
     size, groups = model.head_size, model.kv_heads
     widths = (model.heads * size, groups * size, groups * size)
@@ -88,6 +89,7 @@ def attention(weights: Weights, name: str, x: Tensor, model: ModelConfig, layer:
 
 
 def mlp(weights: Weights, name: str, x: Tensor, model: ModelConfig) -> Tensor:
+    """Return the MLP of x [b, s, h]."""
     up = linear(weights, f"{name}.up", x)
     if model.activation in ("swiglu", "geglu"):
         gate, value = up.tensor_split(2, -1)
@@ -97,12 +99,15 @@ def mlp(weights: Weights, name: str, x: Tensor, model: ModelConfig) -> Tensor:
 
 
 def gelu(x: Tensor, model: ModelConfig) -> Tensor:
+    """Return GELU of x, exact or by tanh, as the model asks."""
     if model.activation == "gelu_exact":
         return x * (1 + torch.erf(x / 2**0.5)) / 2
     return F.gelu(x, approximate="tanh")
 
 
 def block(weights: Weights, name: str, x: Tensor, model: ModelConfig, layer: int = 0) -> Tensor:
+    """Return the output [b, s, h] of one layer."""
+
     def attend(x: Tensor) -> Tensor:
         return attention(weights, f"{name}.attention", x, model, layer)
 

@@ -278,6 +278,7 @@ def _command(name: str, first: int, inputs: int, seed: int) -> str:
 
 
 def main() -> None:
+    """Give damaged inputs to one target or to all, on all cores."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", nargs="?", choices=TARGETS, help="[default: all]")
     parser.add_argument("--inputs", type=int, default=100_000)

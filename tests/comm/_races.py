@@ -35,6 +35,7 @@ class Access:
     end: int
 
     def overlaps(self, begin: int, end: int) -> bool:
+        """Return True if the access has bytes in common with [begin, end)."""
         return self.begin < end and begin < self.end
 
 
@@ -50,10 +51,11 @@ class Books:
         self.kernels = 0
 
     def mark(self, stream: str) -> Clock:
+        """Return the clock of a stream: the times of all streams that it has seen."""
         return dict(self.clocks[stream])
 
     def join(self, stream: str, mark: Clock) -> None:
-        """What `stream` does from now on stands behind `mark`."""
+        """Let all later work of `stream` come after `mark`."""
         seen = self.clocks[stream]
         for other, time in mark.items():
             seen[other] = max(seen[other], time)
@@ -144,18 +146,21 @@ class Watch(TorchDispatchMode):
 
 
 def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in nested arguments that are not empty."""
     return [one for one in tree_leaves(value) if isinstance(one, Tensor) and one.numel()]
 
 
 class BookedMark(Marked):
+    """A mark with the clock of its stream."""
+
     def __init__(self, library: "BookedStandIn", clock: Clock) -> None:
         super().__init__(library)
         self.clock = clock
 
 
 def done(handle: Queued) -> bool:
-    """As `Queued.done`, after which the host knows. What a line asks of its marks for the watch is
-    not booked: nobody lets go of memory for that, and what raced by chance would be hidden."""
+    """Return `Queued.done`, and book what the host learns by it. Queries of the watch are not
+    booked: no memory is freed after them, and a race could be hidden by chance."""
     over = handle._event.query()
     if over:
         handle._line.library.books.join(HOST, handle._event.clock)
@@ -163,27 +168,36 @@ def done(handle: Queued) -> bool:
 
 
 class BookedHost(Host):
+    """The stream of the computes, with its marks booked."""
+
     def record_event(self) -> BookedMark:
+        """Return a mark after the computes so far."""
         mark = BookedMark(self.library, self.library.books.mark(COMPUTE))
         mark.reached.set()
         return mark
 
     def wait_event(self, event: BookedMark) -> None:
+        """Wait for a mark, and book that the computes come after it."""
         super().wait_event(event)
         self.library.books.join(COMPUTE, event.clock)
 
 
 class BookedQueue(Queue):
+    """A stream with its marks booked."""
+
     @property
     def name(self) -> str:
+        """Return the stream's name in the books."""
         return f"stream {self.number}"
 
     def record_event(self) -> BookedMark:
+        """Return a mark after the work put in so far."""
         mark = BookedMark(self.library, self.library.books.mark(self.name))
         self.work.put(("mark", mark.reached.set))
         return mark
 
     def wait_event(self, event: BookedMark) -> None:
+        """Let later work wait for a mark, and book that."""
         super().wait_event(event)
         self.library.books.join(self.name, event.clock)
 
@@ -195,26 +209,32 @@ class BookedConnected(Connected):
         self.library.books.launch(f"{name} on {self.name}", stream.name, reads, writes)
 
     def all_reduce(self, flat: Tensor, op: str, stream: BookedQueue) -> None:
+        """Book the reads and writes of an all-reduce, and begin it."""
         self._book("all_reduce", stream, [flat], [flat])
         super().all_reduce(flat, op, stream)
 
     def all_gather(self, result: Tensor, flat: Tensor, stream: BookedQueue) -> None:
+        """Book the reads and writes of an all-gather, and begin it."""
         self._book("all_gather", stream, [flat], [result])
         super().all_gather(result, flat, stream)
 
     def reduce_scatter(self, result: Tensor, flat: Tensor, stream: BookedQueue) -> None:
+        """Book the reads and writes of a reduce-scatter, and begin it."""
         self._book("reduce_scatter", stream, [flat], [result])
         super().reduce_scatter(result, flat, stream)
 
     def broadcast(self, flat: Tensor, root: int, stream: BookedQueue) -> None:
+        """Book the reads and writes of a broadcast, and begin it."""
         self._book("broadcast", stream, [flat], [flat])
         super().broadcast(flat, root, stream)
 
     def send(self, flat: Tensor, peer: int, stream: BookedQueue) -> None:
+        """Book the reads and writes of a send, and begin it."""
         self._book("send", stream, [flat], [])
         super().send(flat, peer, stream)
 
     def receive(self, flat: Tensor, peer: int, stream: BookedQueue) -> None:
+        """Book the reads and writes of a receive, and begin it."""
         self._book("receive", stream, [], [flat])
         super().receive(flat, peer, stream)
 
@@ -228,9 +248,11 @@ class BookedStandIn(StandIn):
         self.host = BookedHost(self)
 
     def connect(self, unique_id: bytes, size: int, rank: int, name: str) -> BookedConnected:
+        """Return a connection whose operations are booked."""
         made = super().connect(unique_id, size, rank, name)
         return BookedConnected(self, name, made.tag, made.members, made.rank)
 
     def stream(self) -> BookedQueue:
+        """Return a new stream whose marks are booked."""
         self.streams.append(BookedQueue(self, len(self.streams)))
         return self.streams[-1]

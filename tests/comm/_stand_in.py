@@ -46,9 +46,11 @@ class Marked:
         self.reached = threading.Event()
 
     def query(self) -> bool:
+        """Return True if the stream has reached the mark."""
         return self.reached.is_set()
 
     def wait(self, why: str) -> None:
+        """Wait on the host. Raises Stuck after the limit, and WireError if the library failed."""
         end_s = time.perf_counter() + self.library.limit_s
         while not self.reached.wait(0.05):
             if self.library.broken:
@@ -64,11 +66,13 @@ class Host:
         self.library = library
 
     def record_event(self) -> Marked:
+        """Return a mark that is reached already."""
         mark = Marked(self.library)
         mark.reached.set()
         return mark
 
     def wait_event(self, event: Marked) -> None:
+        """Wait for a mark at once."""
         event.wait("a compute waits for a message")
 
 
@@ -93,7 +97,7 @@ class Queue:
             self.now = "idle"
 
     def put(self, label: str, work: Callable[[], Any]) -> None:
-        """An operation, in front of which the device may do something else."""
+        """Add an operation, after a random delay."""
 
         def later() -> None:
             time.sleep(self.random.random() * self.library.delay_s)
@@ -102,11 +106,13 @@ class Queue:
         self.work.put((label, later))
 
     def record_event(self) -> Marked:
+        """Return a mark after the work put in so far."""
         mark = Marked(self.library)
         self.work.put(("mark", mark.reached.set))
         return mark
 
     def wait_event(self, event: Marked) -> None:
+        """Let later work wait for a mark."""
         self.work.put(("wait", lambda: self.library.until(event.reached.is_set)))
 
 
@@ -124,14 +130,16 @@ class StandIn:
         self.elsewhere: set[int] = set()  # addresses of tensors that count as the host's
 
     def describe(self) -> Described:
+        """Return a description of the library and its device."""
         return Described("stand-in", "nowhere", f"device {self.rank}")
 
     def unique_id(self) -> bytes:
+        """Return a new id, with this rank's number."""
         self.ids += 1
         return f"{self.rank} {self.ids}".encode()
 
     def connect(self, unique_id: bytes, size: int, rank: int, name: str) -> "Connected":
-        """All meet at the maker of the id, as at NCCL's bootstrap."""
+        """Return a connection. All ranks meet at the maker of the id, as in NCCL's bootstrap."""
         maker, number = map(int, unique_id.split())
         tag = 1 + 1000 * maker + number
         if maker != self.rank:
@@ -149,28 +157,33 @@ class StandIn:
         return Connected(self, name, tag, members, rank)
 
     def stream(self) -> Queue:
+        """Return a new stream."""
         self.streams.append(Queue(self, len(self.streams)))
         return self.streams[-1]
 
     def computes_in(self) -> Host:
+        """Return the stream of the computes."""
         return self.host
 
     def reaches(self, flat: Tensor) -> bool:
+        """Return False for tensors that count as the host's."""
         return flat.data_ptr() not in self.elsewhere
 
     def until(self, ready: Callable[[], bool]) -> None:
-        """Sleep until it is; spinning would take the cores from those who compute."""
+        """Sleep until `ready()`; polling without pauses would take the cores from ranks that
+        compute."""
         while not ready():
             if self.ended:
                 raise Ended
             time.sleep(POLL_S)
 
     def synchronise(self) -> None:
-        """The host waits for all streams: what freeing memory or loading a kernel does."""
+        """Wait for all streams, as freeing memory or loading a kernel does."""
         for stream in self.streams:
             stream.record_event().wait("a device synchronisation inside of a compute")
 
     def state(self) -> str:
+        """Return the operation of each stream, as text."""
         return ", ".join(f"stream {one.number}: {one.now}" for one in self.streams)
 
 
@@ -185,6 +198,8 @@ class Connected:
         self.failed = ""
 
     def all_reduce(self, flat: Tensor, op: str, stream: Queue) -> None:
+        """Begin to replace `flat` by its sum or maximum."""
+
         def work() -> None:
             pieces = self._exchange([flat.clone()] * len(self.members))
             combine(pieces, op, flat)
@@ -192,6 +207,8 @@ class Connected:
         stream.put(f"all_reduce on {self.name}", work)
 
     def all_gather(self, result: Tensor, flat: Tensor, stream: Queue) -> None:
+        """Begin to fill `result` with all ranks' `flat`."""
+
         def work() -> None:
             pieces = self._exchange([flat.clone()] * len(self.members))
             result.copy_(torch.cat(pieces))
@@ -199,6 +216,8 @@ class Connected:
         stream.put(f"all_gather on {self.name}", work)
 
     def reduce_scatter(self, result: Tensor, flat: Tensor, stream: Queue) -> None:
+        """Begin to fill `result` with this rank's part of the sum."""
+
         def work() -> None:
             pieces = self._exchange(list(flat.clone().chunk(len(self.members))))
             combine(pieces, "sum", result)
@@ -206,6 +225,8 @@ class Connected:
         stream.put(f"reduce_scatter on {self.name}", work)
 
     def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged, stream: Queue) -> None:
+        """Begin to exchange parts of `flat` and `result` with every rank."""
+
         def work() -> None:
             pieces = list(parts.pieces(result, flat))
             leaving, arriving = pieces[self.rank]
@@ -218,6 +239,8 @@ class Connected:
         stream.put(f"all_to_all on {self.name}", work)
 
     def broadcast(self, flat: Tensor, root: int, stream: Queue) -> None:
+        """Begin to replace `flat` by the root's."""
+
         def work() -> None:
             if self.rank == root:
                 others = [one for one in range(len(self.members)) if one != root]
@@ -228,15 +251,19 @@ class Connected:
         stream.put(f"broadcast on {self.name}", work)
 
     def send(self, flat: Tensor, peer: int, stream: Queue) -> None:
+        """Begin to send `flat` to a rank."""
         stream.put(f"send on {self.name}", lambda: self._finish([self._sent(flat, peer)]))
 
     def receive(self, flat: Tensor, peer: int, stream: Queue) -> None:
+        """Begin to receive `flat` from a rank."""
         stream.put(f"receive on {self.name}", lambda: self._finish([self._received(flat, peer)]))
 
     def error(self) -> str:
+        """Return the failure of the connection; empty: none."""
         return self.failed
 
     def abort(self) -> None:
+        """End all operations of the library on this rank."""
         self.failed, self.library.ended = "aborted", True
 
     def _exchange(self, parts: list[Tensor]) -> list[Tensor]:
@@ -272,6 +299,7 @@ class StandInCommunicator(NcclCommunicator):
     @classmethod
     def load(cls, everyone: MPI.Comm, device: torch.device) -> StandIn:
         # one library in a process, as of NCCL: its threads stay
+        """Return the process's library, or a new one for other ranks."""
         known = cls.library
         same = (MPI.IDENT, MPI.CONGRUENT)
         fits = isinstance(known, StandIn) and not known.ended
@@ -286,4 +314,5 @@ class Pauses(OpHook):
         self.library = library
 
     def begin(self, op: Op) -> None:
+        """Synchronise before the op."""
         self.library.synchronise()

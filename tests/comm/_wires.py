@@ -21,16 +21,18 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class Later:
-    """A request whose result is not in its place before somebody has waited for it."""
+    """A request whose result is in its place only after a wait."""
 
     def __init__(self, request: MPI.Request, arrived: Tensor, target: Tensor) -> None:
         self.request, self.arrived, self.target = request, arrived, target
 
     def wait(self) -> None:
+        """Wait, and put the result into its place."""
         self.request.Wait()
         self.target.copy_(self.arrived)
 
     def done(self) -> bool:
+        """Return True if the request is complete; then put the result into its place."""
         finished = self.request.Test()
         if finished:
             self.target.copy_(self.arrived)
@@ -80,16 +82,18 @@ class FastCommunicator(Communicator):
 
 
 class Unfinished(Later):
-    """Under way until somebody waits for it. `dropped`: of how many everybody let go before."""
+    """A request that is in progress until `wait`. `dropped`: how many were freed without a wait."""
 
     dropped = 0
     over = False
 
     def wait(self) -> None:
+        """Wait, and note it."""
         super().wait()
         self.over = True
 
     def done(self) -> bool:
+        """Return True after a wait only."""
         return self.over
 
     def __del__(self) -> None:
@@ -162,29 +166,33 @@ def connect(wire: str, comm: MPI.Comm) -> Communicator:
 
 
 class LateMark:
-    """A mark that nobody may read before the clock has settled."""
+    """A mark that may be read only after its clock has settled."""
 
     def __init__(self, clock: "LateClock") -> None:
         self.clock, self.number = clock, clock.marks
 
     def done(self) -> bool:
+        """Return True if the clock has settled since the mark."""
         return self.number <= self.clock.settled
 
     def at_s(self) -> float:
+        """Return the number of the mark as its time."""
         assert self.done(), "read before the device was waited for"
         return float(self.number)
 
 
 class LateClock:
-    """A clock as of a device that runs far behind the host: its n-th mark is at n seconds."""
+    """A clock like that of a device far behind its host: its n-th mark is at n seconds."""
 
     def __init__(self) -> None:
         self.marks = self.settled = self.settles = 0
 
     def mark(self) -> Mark:
+        """Return the next mark."""
         self.marks += 1
         return LateMark(self)
 
     def settle(self) -> None:
+        """Let all marks so far be done, and count the call."""
         self.settled = self.marks
         self.settles += 1

@@ -53,6 +53,7 @@ def model(family: str, dtype: str = "float32", masked_only: bool = False, **chan
 
 
 def with_large_weights(made):
+    """Return the model after adding noise to its weights, so that every one matters."""
     import torch
 
     with torch.no_grad():
@@ -74,5 +75,6 @@ def task_model(name: str, **changes):
 
 
 def saved(path: Path, family: str, shard: str = "1GB", **changes) -> Path:
+    """Write a random model of a family to `path`, and return `path`."""
     model(family, **changes).save_pretrained(path, max_shard_size=shard)
     return path

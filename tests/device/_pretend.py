@@ -112,6 +112,7 @@ class PretendParameter(Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        """Return a tensor in the parameter's place; gathered weights replace it."""
         self.inner = value.inner
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -129,6 +130,7 @@ def parameter(data: Tensor, requires_grad: bool = True) -> Parameter:
 
 
 def is_pretended(value: Any) -> bool:
+    """Return True for a tensor or parameter of the pretended device."""
     return isinstance(value, PretendTensor | PretendParameter)
 
 
@@ -233,6 +235,7 @@ PINNED: set[int] = set()
 
 
 def is_pinned(host: Tensor) -> bool:
+    """Return True if the memory of a host tensor counts as pinned."""
     return host.untyped_storage()._cdata in PINNED
 
 

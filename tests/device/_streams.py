@@ -20,21 +20,26 @@ class Event:
         self.reached = True  # as an event of CUDA that was never recorded
 
     def record(self, stream: "Stream | None" = None) -> None:
+        """Put the event into the queue of events that the device has not reached."""
         self.reached, self.at_s = False, time.perf_counter()
         MODULE.waiting.append(self)
 
     def query(self) -> bool:
+        """Return True if the device has reached the event."""
         return self.reached
 
     def synchronize(self) -> None:
+        """Wait for the device, and note the wait."""
         if not self.reached:
             SEEN.waits.append(f"event at {where_now()}")
         MODULE.catch_up()
 
     def wait(self, stream: "Stream | None" = None) -> None:
+        """Note that a stream waits for the event."""
         MODULE.stream_waits.append(where_now())
 
     def elapsed_time(self, end: "Event") -> float:
+        """Return the milliseconds to `end`; fail if either was not waited for."""
         assert self.timed and end.timed, "an event without a time"
         assert self.reached and end.reached, "read before the device was waited for"
         return 1e3 * (end.at_s - self.at_s)
@@ -47,17 +52,21 @@ class Stream:
         self.priority = priority
 
     def wait_event(self, event: Event) -> None:
+        """Note the wait."""
         MODULE.stream_waits.append(where_now())
 
     def wait_stream(self, stream: "Stream") -> None:
+        """Note the wait."""
         MODULE.stream_waits.append(where_now())
 
     def record_event(self, event: Event | None = None) -> Event:
+        """Record an event, a new one by default, and return it."""
         event = event or Event()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
+        """Wait for the device, and note the wait."""
         SEEN.waits.append(f"stream at {where_now()}")
         MODULE.catch_up()
 

@@ -9,6 +9,7 @@ from tests._configs import small
 
 
 def record(step: int, loss: float, **more: Any) -> dict[str, Any]:
+    """Return a record of a step, with further values."""
     values = {
         "step": step,
         "loss": loss,
@@ -29,6 +30,7 @@ def record(step: int, loss: float, **more: Any) -> dict[str, Any]:
 
 
 def append(path: Path, *records: dict[str, Any]) -> None:
+    """Append records to the metrics of a run."""
     with (path / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
 

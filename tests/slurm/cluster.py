@@ -205,10 +205,13 @@ class Cluster:
         daemon.wait()
 
     def restore(self, node: str) -> None:
+        """Start a node again."""
         hosts = str(self.folder / "hosts")
         self._spawn(node, *NAMESPACES, "--", "bash", "-c", NODE, node, hosts)
 
     def wait_for_nodes(self, nodes: Sequence[str], limit_s: float = 60) -> None:
+        """Wait until Slurm calls these nodes idle."""
+
         def idle() -> bool:
             found = self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False)
             return set(nodes) <= set(found.stdout.split())

@@ -64,6 +64,7 @@ class Run:
         self.cluster: Cluster | None = None
 
     def arguments(self) -> list[str]:
+        """Return the arguments of `ptdmpi train`."""
         options = [word for setting in self.settings for word in ("--set", setting)]
         return ["config.toml", *options]
 
@@ -109,13 +110,16 @@ class Run:
 
     @property
     def saved(self) -> str:
+        """Return the name of the newest checkpoint; empty: none."""
         latest = self.path / "checkpoints/latest"
         return latest.read_text().strip() if latest.exists() else ""
 
     def wait_for_step(self, step: int, limit_s: float = START_LIMIT_S) -> None:
+        """Wait until the run has done `step`."""
         self._wait(lambda: self.step >= step, limit_s, f"step {step}")
 
     def wait_for_log(self, text: str, limit_s: float = 120.0) -> None:
+        """Wait until the job's log contains `text`."""
         self._wait(lambda: text in self.log, limit_s, f"'{text}' in the log")
 
     def wait_for_attempt(self, number: int, limit_s: float = 120.0) -> float:

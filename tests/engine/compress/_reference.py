@@ -12,6 +12,7 @@ GOLDEN, MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 
 
 def fold(key: int, *numbers: int) -> int:
+    """Return a key of 64 bits, signed, for a key and numbers."""
     for number in numbers:
         digest = hashlib.blake2b(f"{key}/{number}".encode(), digest_size=8).digest()
         key = int.from_bytes(digest, "little", signed=True)
@@ -19,7 +20,7 @@ def fold(key: int, *numbers: int) -> int:
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64."""
+    """Return the finalizer of splitmix64."""
     x = x.astype(np.uint64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -27,12 +28,13 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def unit_number(name: str, line: int, run: int) -> int:
+    """Return the number of a unit by parameter, line and run."""
     digest = hashlib.blake2b(f"{name}/{line}/{run}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 class Unit:
-    """One unit: its number, and what is drawn for it by (key of step and round, source)."""
+    """One unit: its number, and its random numbers by (key of step and round, source)."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -41,18 +43,21 @@ class Unit:
         return mix(np.array([(self.number + fold(key, source)) & MASK], dtype=np.uint64))
 
     def shared(self, key: int) -> float:
+        """Return the number in [0, 1) that all sources share."""
         return float(self._row(key, -1)[0] >> np.uint64(32)) * 2.0**-32
 
     def hashes(self, key: int, source: int, length: int) -> np.ndarray:
+        """Return a hash of 64 bits for each element."""
         columns = np.array([i * GOLDEN & MASK for i in range(length)], dtype=np.uint64)
         return mix(self._row(key, source) + columns)
 
     def uniform(self, key: int, source: int, length: int) -> np.ndarray:
+        """Return a number in [0, 1) for each element."""
         return (self.hashes(key, source, length) >> np.uint64(40)).astype(np.float64) * 2.0**-24
 
 
 def kept(scores: np.ndarray, count: int) -> np.ndarray:
-    """The places of the greatest, of equal ones the first."""
+    """Return the places of the greatest scores; among equal ones the first."""
     return np.sort(np.argsort(-scores, kind="stable")[:count])
 
 

@@ -149,7 +149,7 @@ def attention(cluster: Cluster, section: str, values: dict[str, float]) -> dict[
 
 
 def observations(cluster: Cluster, recomputation: str) -> list[tuple[str, float, float]]:
-    """Return (name, predicted, measured) of all that products and memory are fitted to."""
+    """Return (name, predicted, measured) of all rows to which products and memory are fitted."""
     hidden = cluster.software.model_copy(update={"overlap_tensor": True})
     newer = cluster.model_copy(update={"software": hidden})
     return [*layer_rows(newer), *small_rows(cluster, recomputation), *product_rows(cluster)]

@@ -90,7 +90,7 @@ class Chat:
 
     @property
     def _room(self) -> int:
-        """Return the most tokens of an answer: as asked for, or by default up to half of
+        """Return the maximal number of tokens of an answer: as requested, or by default half of
         `seq_length`."""
         asked: int | None = self.writer.options["max_new_tokens"]
         if asked is not None:

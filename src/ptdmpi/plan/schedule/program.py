@@ -53,9 +53,9 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
     """Return one program per pipeline rank; a tensor that stays on its rank has no message.
 
     Every op has an end time at unit costs (t_f = 1, t_b = 2, no transfer time). All ops of all
-    ranks, at their ends, are put into one total order, with all messages, each at its producer's
-    end and after the ops that end then. Each rank executes its part of this order. Durations are
-    positive, so a message comes after its producer and before its consumer.
+    ranks are put into one total order by the time at which they end. Each message is placed at the
+    end of its producer, after all ops that end at that time. Each rank executes its part of this
+    order. Durations are positive, so a message comes after its producer and before its consumer.
 
     The programs cannot deadlock, even if every message blocks both its ends and carries no tag.
     Take the first unfinished action in the total order. Each rank that takes part in it has done

@@ -15,7 +15,12 @@ from ptdmpi.model.state import Piece, pieces_of
 from ptdmpi.model.tensor_parallel import TensorAxis
 
 CPU = torch.device("cpu")
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 TOLERANCES = {"fp32": 1e-5, "fp64": 1e-12}
 
 

@@ -1,9 +1,12 @@
-"""Each row of a layer against reality: what it keeps, its FLOPs, and its messages.
+"""Each row of a layer against reality: what it keeps, its FLOPs, its messages and its products.
 
-Rows are run one by one. Kept bytes are those of the storages that autograd saves, FLOPs those that
-PyTorch's counter sees, messages those that the communicator counts.
+Rows are run one by one. Kept bytes are those of the storages that autograd saves, FLOPs and
+launched products those that PyTorch's dispatcher sees, messages those that the communicator counts.
+Half types are run both ways: multiplied as they are, and widened as on a processor without their
+instructions.
 """
 
+import math
 from collections import Counter
 from dataclasses import replace
 from unittest import mock
@@ -12,21 +15,26 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ptdmpi.config import Layout, RecomputeConfig
+from ptdmpi.config.precision import PRECISIONS
+from ptdmpi.model.kernels import Kernels, compute_by
+from ptdmpi.model.kernels.choice import HostChoice
 from ptdmpi.model.operators import Context, run
 from ptdmpi.model.random import RandomStream
 from ptdmpi.model.transformer import Block, rotary_table
 from ptdmpi.plan.layer import describe
-from ptdmpi.plan.layer.account import FusedAttention, total_bytes
+from ptdmpi.plan.layer.account import FusedAttention, MatrixProduct, kept, total_bytes
 from ptdmpi.plan.layer.attention import Attend
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
-from ptdmpi.plan.layer.folds import operators
+from ptdmpi.plan.layer.folds import items, operators
 from ptdmpi.plan.layer.products import Multiply
 from ptdmpi.plan.layer.sizes import Sizes
+from ptdmpi.plan.machine.cluster import TRAINER
 from tests._configs import small
-from tests._layers import CPU, Placed, positions, random_tensor, tensor_axis
+from tests._layers import CPU, DTYPES, Placed, positions, random_tensor, tensor_axis
 from tests.parallel import parallel
 
 S, B, H = 8, 2, 32
@@ -34,24 +42,37 @@ SHAPES = {
     "gpt": {},
     "llama": {"model.kind": "llama", "model.ffn_hidden": 48, "model.kv_heads": 4},
     "qwen3": {"model.kind": "qwen3", "model.kv_heads": 4, "model.head_size": 6},
+    "qwen2": {"model.kind": "qwen2", "model.kv_heads": 4},
+    "gemma2": {"model.kind": "gemma2", "model.kv_heads": 4, "model.sliding_window": 4},
     "bert": {"model.kind": "bert"},
     "dropout": {"model.dropout": 0.1},
     "attention dropout": {"model.dropout": 0.1, "model.attention_dropout": 0.1},
 }
 
 
-def layer_of(name: str, axis, precision: str):
-    """A layer with known weights, its rows' sizes, and the context of its forward."""
+WIDENED = HostChoice(half="widened")
+HALF = ("bf16", "fp16")
+
+
+def layer_of(name: str, axis, precision: str, recompute: str = "none", *, widens: bool = False):
+    """A layer with known weights, its rows' sizes, and the context of its forward; `widens`: its
+    products of half types are in float32, on request."""
     sizes = {"model.hidden": H, "model.heads": 8, "model.seq_length": S, "model.layers": 2}
     model = small({**sizes, **SHAPES[name]}).model
-    placed = Placed(Block(model, axis, 0, RecomputeConfig()), axis, precision)
+    placed = Placed(Block(model, axis, 0, RecomputeConfig(mode=recompute)), axis, precision)
+    kernels = Kernels(WIDENED if widens else None, PRECISIONS[precision])
+    compute_by(placed.layer, kernels)
+    widens = kernels.widens("cpu", placed.buffer.precision.compute)
+    placed.rotary = ()
     if model.positions == "rope":
         dtype = placed.buffer.precision.compute
         cos, sin = rotary_table(model, CPU)
-        placed.layer.place_rotary((cos.to(dtype), sin.to(dtype)))
+        placed.rotary = (cos.to(dtype), sin.to(dtype))
+        placed.layer.place_rotary(placed.rotary)
     layout = Layout(axis.size, 1, 1, micro_size=B, sequence_parallel=axis.sequence_parallel)
     stream = RandomStream.of(1, 2, torch.arange(B)) if "dropout" in name else None
-    return placed, Sizes(model, layout, precision), Context(stream)
+    software = TRAINER.model_copy(update={"wide_products": widens})
+    return placed, Sizes(model, layout, precision, software), Context(stream)
 
 
 class Row:
@@ -60,6 +81,7 @@ class Row:
     def __init__(self) -> None:
         self.saved: dict[int, int] = {}
         self.flops: tuple[int, int] = (0, 0)
+        self.products: tuple[int, int] = (0, 0)
         self.messages: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
 
 
@@ -86,6 +108,7 @@ def measured(placed: Placed, context: Context) -> dict[str, Row]:
         with Counted(axis.comm) as backward:
             torch.autograd.backward(made, [torch.ones_like(value) for value in made])
         row.flops = (forward.flops, backward.flops)
+        row.products = (forward.products, backward.products)
         row.messages = (forward.messages, backward.messages)
         values.update({name: outputs[name].detach() for name in step.row.outputs})
     return rows
@@ -97,7 +120,14 @@ def replace_last(step):
 
 
 def placed_precision(placed: Placed) -> str:
-    return {torch.float64: "fp64", torch.float32: "fp32"}[placed.buffer.precision.compute]
+    return next(name for name, kind in DTYPES.items() if kind == placed.buffer.precision.compute)
+
+
+def _linear_flops(x: object, weight: object, *rest: object, **named: object) -> int:
+    """FLOPs of oneDNN's fused linear."""
+    *rows, inner = getattr(x, "shape", x)
+    columns, _ = getattr(weight, "shape", weight)
+    return 2 * math.prod(rows) * inner * columns
 
 
 def _added_flops(total: Tensor, left: Tensor, right: Tensor, **rest: object) -> int:
@@ -107,26 +137,48 @@ def _added_flops(total: Tensor, left: Tensor, right: Tensor, **rest: object) -> 
     return 2 * rows * inner * columns
 
 
+class Products(TorchDispatchMode):
+    """Counts the products of matrices that are launched."""
+
+    NAMES = ("mm", "bmm", "addmm", "addmm_", "_linear_pointwise")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket.__name__ in self.NAMES
+        return function(*args, **(kwargs or {}))
+
+
 class Counted:
     """FLOPs and messages of what is computed inside."""
 
     def __init__(self, comm) -> None:
         self.comm = comm
         # gradients of weights are added in place, which the counter does not know
-        in_place = {torch.ops.aten.addmm_: _added_flops}
+        in_place = {
+            torch.ops.aten.addmm_: _added_flops,
+            torch.ops.aten.addmm.dtype_out: _added_flops,
+            torch.ops.mkldnn._linear_pointwise: _linear_flops,
+        }
         self.counter = FlopCounterMode(display=False, custom_mapping=in_place)
 
     def __enter__(self) -> "Counted":
         self.before = self.comm.tally.copy()
+        self.launched = Products()
         self.counter.__enter__()
+        self.launched.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.launched.__exit__(*error)
         self.counter.__exit__(*error)
         since = self.comm.tally.since(self.before)
         sent = {kind: size for kind, size in since.whole_bytes.items() if size}
         self.messages = Counter(sent)
         self.flops = self.counter.get_total_flops()
+        self.products = self.launched.count
 
 
 def foreseen_messages(row, sizes: Sizes, phase) -> Counter[str]:
@@ -144,13 +196,22 @@ def foreseen_flops(row, sizes: Sizes) -> tuple[float, float]:
     return sum(k.flops for k in forward), sum(k.flops for k in backward)
 
 
+def foreseen_products(row, sizes: Sizes) -> tuple[int, int]:
+    """Return the launches of the row's products of matrices, forward and backward."""
+    back = [*row.backward(sizes), *row.weights(sizes)]
+    return tuple(
+        sum(kernel.launches for kernel in kernels if isinstance(kernel, MatrixProduct))
+        for kernels in (row.forward(sizes), back)
+    )
+
+
 def saved_by(rows: dict[str, Row], row) -> int:
     return sum(rows[row.name].saved.values())
 
 
-def wrong(name: str, axis, precision: str = "fp64") -> list[str]:
+def wrong(name: str, axis, precision: str = "fp64", *, widens: bool = False) -> list[str]:
     """Return the rows whose account is not what was measured, and in which respect."""
-    placed, sizes, context = layer_of(name, axis, precision)
+    placed, sizes, context = layer_of(name, axis, precision, widens=widens)
     rows = measured(placed, context)
     mistakes = []
     described = operators(describe.layer(sizes.model, 0))
@@ -162,6 +223,9 @@ def wrong(name: str, axis, precision: str = "fp64") -> list[str]:
         counts_flops = not (isinstance(row, Attend) and row_is_capped(sizes))
         if counts_flops and found.flops != foreseen_flops(row, sizes):
             mistakes.append(f"{row.name}: FLOPs {found.flops}, not {foreseen_flops(row, sizes)}")
+        if not isinstance(row, Attend) and found.products != foreseen_products(row, sizes):
+            foreseen = foreseen_products(row, sizes)
+            mistakes.append(f"{row.name}: launches {found.products} products, not {foreseen}")
         sent = tuple(foreseen_messages(row, sizes, phase) for phase in ("forward", "backward"))
         if found.messages != sent:
             mistakes.append(f"{row.name}: sends {found.messages}, not {sent}")
@@ -179,6 +243,8 @@ def shared_bytes(row, sizes: Sizes) -> int:
         return row.replaced_bytes(sizes)
     if isinstance(row, Attend) and row_is_capped(sizes):
         return -row_output(row, sizes)  # explicit cores do not keep their output
+    if isinstance(row, Attend) and sizes.operand_bytes != sizes.compute_bytes:
+        return -row_output(row, sizes)  # widened ones keep it as it was before it was rounded
     return 0
 
 
@@ -192,6 +258,54 @@ def row_output(row, sizes: Sizes) -> int:
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_row_does_what_it_says(comm, name, sequence_parallel):
     assert wrong(name, tensor_axis(comm, sequence_parallel)) == []
+
+
+@parallel(ranks=[1, 2])
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_row_does_so_in_every_precision(comm, name):
+    """Half types too, as this processor multiplies them, and widened."""
+    axis = tensor_axis(comm, sequence_parallel=False)
+    mistakes = {
+        (precision, widens): wrong(name, axis, precision, widens=widens)
+        for precision in DTYPES
+        for widens in {False, precision in HALF}
+    }
+    assert not any(mistakes.values()), mistakes
+
+
+def kept_by_layer(name: str, axis, precision: str, recompute: str, widens: bool) -> tuple[int, int]:
+    """Return (bytes that a whole layer keeps from its forward, bytes that its rows say)."""
+    placed, sizes, context = layer_of(name, axis, precision, recompute, widens=widens)
+    x = positions(random_tensor("x", (S, B, H), precision), axis).clone().requires_grad_()
+    held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()}
+    weights = {weight.untyped_storage().data_ptr() for weight in placed.layer.parameters()}
+    tables = {table.untyped_storage().data_ptr() for table in placed.rotary}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights | tables:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        placed.layer(x, context)
+    described = operators(describe.layer(sizes.model, 0))
+    return sum(held.values()), total_bytes(kept(items(described, sizes, recompute), recompute))
+
+
+@parallel(ranks=[1, 2])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_whole_layer_keeps_what_its_rows_say(comm, name, recompute):
+    """Under every mode of recomputation, in every precision."""
+    axis = tensor_axis(comm, sequence_parallel=False)
+    mistakes = {}
+    for precision in DTYPES:
+        for widens in {False, precision in HALF}:
+            real, said = kept_by_layer(name, axis, precision, recompute, widens)
+            if real != said:
+                mistakes[precision, widens] = (real, said)
+    assert not mistakes
 
 
 PLANTED = {

@@ -168,7 +168,10 @@ class Attend(Operator):
         explicit = model.attention_dropout > 0.0
         # the explicit core repeats grouped keys and values, FlashAttention does not
         multiplied = 3 * heads if explicit else heads + 2 * kv_heads
-        copied = sizes.operand_bytes != c or multiplied != heads + 2 * kv_heads
+        # capped scores are computed in blocks, whose operands are widened for the block alone
+        capped = model.attention_softcap > 0.0 and not explicit
+        copied = multiplied != heads + 2 * kv_heads
+        copied = copied or (sizes.operand_bytes != c and not capped)
         per_head = sizes.tokens * model.head_size
         # where products work on a copy, the originals stay for the core's recomputation only
         if mode == "selective" or not copied:
@@ -211,13 +214,14 @@ class Attend(Operator):
         model, c = sizes.model, sizes.compute_bytes
         heads, kv_heads = local_heads(sizes)
         per_head = sizes.tokens * model.head_size
-        yield Item("attention.logsumexp", sizes.tokens * heads, sizes.wide_bytes, "none")
+        if not model.attention_softcap:  # capped scores are computed again with their softmax
+            yield Item("attention.logsumexp", sizes.tokens * heads, sizes.wide_bytes, "none")
         repeats = sizes.software.repeats_keys and not model.attention_softcap
         if repeats and c >= sizes.wide_bytes and kv_heads < heads:
             yield Item("attention.key_value.copy", 2 * heads * per_head, c, "none")
         if sizes.software.kept_block:
             yield Item("attention.probabilities", heads * kept_probabilities(sizes), c, "none")
-        if sizes.operand_bytes != c:
+        if sizes.operand_bytes != c and not model.attention_softcap:
             yield Item("attention.output.copy", heads * per_head, sizes.wide_bytes, "none")
 
     def forward_bytes(self, sizes: Sizes) -> int:

@@ -57,6 +57,8 @@ class Normalize(Operator):
         # the published account of a layer has none (Korthikanti et al. 2022, section 4.1)
         if sizes.fused_attention or not self.joins:
             yield norm_statistics(sizes, self.name, sizes.rows(self.rows))
+        if sizes.model.zero_centered_norm and sizes.fused_attention:
+            yield Item(f"{self.name}.gain", self.norm.size, sizes.wide_bytes)  # 1 + weight
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
         yield from norm_operands(sizes, self.name, self.norm)

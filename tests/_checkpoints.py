@@ -56,5 +56,5 @@ def save(
         write(temporary / f"rank-{rank:05d}.safetensors", part) for rank, part in enumerate(parts)
     ]
     progress = Progress(step, 8 * step, step, 1.0, 0, 1234)
-    write_manifest(temporary, progress, {}, written)
+    write_manifest(temporary, progress, {}, written=written)
     return files.publish(temporary, ())

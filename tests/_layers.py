@@ -86,7 +86,13 @@ class Placed:
                 self.axis.comm.all_reduce(gradient)
             whole = self.buffer.own_part(entry)
             assert whole is not None
-            held = pieces_of("gradients", whole, gradient.view(-1), self.axis.rank, self.axis.size)
+            held = pieces_of(
+                "gradients",
+                whole,
+                gradient.view(-1),
+                tensor_rank=self.axis.rank,
+                tensor_size=self.axis.size,
+            )
             pieces += [piece.copied() for piece in held]
         everyone = self.axis.comm.all_gather_object(pieces)
         return assemble(_copies_added(everyone))

@@ -44,7 +44,7 @@ def batches(rank: int) -> list[Microbatch]:
     made = []
     for _ in range(MICROBATCHES):
         ids = torch.randint(VOCAB_SIZE, shape, generator=generator)
-        made.append(Microbatch(ids[:-1], ids[1:], None, samples))
+        made.append(Microbatch.of_ids(ids, samples))
     return made
 
 

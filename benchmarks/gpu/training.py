@@ -62,10 +62,7 @@ def batches(config: Config, vocab_size: int, step: int) -> list[Microbatch]:
     ids = torch.randint(vocab_size, shape, generator=generator)
     samples = torch.arange(config.batch.global_size).split(config.batch.micro_size)
     parts = ids.split(config.batch.micro_size, dim=1)
-    return [
-        Microbatch(part[:-1].contiguous(), part[1:].contiguous(), None, numbers)
-        for part, numbers in zip(parts, samples, strict=True)
-    ]
+    return [Microbatch.of_ids(part, numbers) for part, numbers in zip(parts, samples, strict=True)]
 
 
 def engine_on(

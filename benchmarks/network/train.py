@@ -127,8 +127,7 @@ class _Trainer:
         for start in range(first, first + own, size):
             part = ids[start : start + size].t()
             numbers = samples[start : start + size]
-            microbatch = Microbatch(part[:-1].contiguous(), part[1:].contiguous(), None, numbers)
-            microbatches.append(microbatch)
+            microbatches.append(Microbatch.of_ids(part, numbers))
         return microbatches
 
 

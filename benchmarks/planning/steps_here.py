@@ -101,8 +101,7 @@ def _step_s(world: Any, case: TimedCase, turns: Turns) -> float:
     engine = Engine(config, axes, model.vocab_size)
     ids = torch.randint(model.vocab_size, (model.config.seq_length + 1, case.layout.micro_size))
     axes["tensor"].broadcast(ids)
-    samples = torch.arange(case.layout.micro_size)
-    batch = Microbatch(ids[:-1], ids[1:].contiguous(), None, samples)
+    batch = Microbatch.of_ids(ids, torch.arange(case.layout.micro_size))
     times = []
     for step in range(turns.steps):
         axes.world.barrier()

@@ -58,12 +58,7 @@ class OurTrainer:
         mine = ids[first : first + self.microbatches * size]
         samples = torch.arange(len(mine)) + step * self.row.case.global_size + first
         return [
-            Microbatch(
-                part[:, :-1].t().contiguous(),
-                part[:, 1:].t().contiguous(),
-                weights=None,
-                samples=numbers,
-            )
+            Microbatch.of_ids(part.t(), numbers)
             for part, numbers in zip(mine.split(size), samples.split(size), strict=True)
         ]
 

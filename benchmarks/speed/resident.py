@@ -75,7 +75,7 @@ def main() -> None:
     give_back()
     _, built = process_bytes()
     ids = torch.randint(options.vocabulary, (SEQUENCE + 1, 1))
-    batch = Microbatch(ids[:-1], ids[1:], None, torch.tensor([axes["data"].rank]))
+    batch = Microbatch.of_ids(ids, torch.tensor([axes["data"].rank]))
     for step in range(STEPS):
         begin_s = time.perf_counter()
         engine.step(step, [batch])

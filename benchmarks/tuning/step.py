@@ -51,7 +51,7 @@ def built(config: Config, world: World) -> tuple[Engine, Callable[[int], None]]:
     engine = Engine(config, world.split(grid_of(config)), vocab_size)
     shape = (config.model.seq_length + 1, config.batch.micro_size)
     ids = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    batch = Microbatch(ids[:-1], ids[1:], None, torch.arange(shape[1]))
+    batch = Microbatch.of_ids(ids, torch.arange(shape[1]))
 
     def train(step: int) -> None:
         engine.step(step, [batch])

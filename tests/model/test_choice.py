@@ -82,7 +82,7 @@ def test_all_ranks_agree_and_a_run_that_goes_on_keeps_to_it(comm, tmp_path):
     world, said = World(comm), []
 
     def order(before: dict[str, list[str]] | None) -> tuple[str, ...]:
-        choice = agreed(world, tmp_path, GPU, before, said.append)
+        choice = agreed(world, tmp_path, GPU, before, say=said.append)
         assert isinstance(choice, DeviceChoice)
         assert stored(choice) == {"attention": list(choice.attention)}
         return choice.attention
@@ -116,7 +116,7 @@ def test_on_hosts_all_ranks_compute_as_the_first(comm, tmp_path):
             mock.patch.object(host, "has_fused", lambda: True),
             mock.patch.object(host, "multiplies", lambda *asked: True),
         ):
-            choice = agreed(world, tmp_path / folder, place, before, said.append)
+            choice = agreed(world, tmp_path / folder, place, before, say=said.append)
         assert choice in (ours, LONG)
         assert Kernels(choice).chosen("cpu", torch.bfloat16) == choice
         return stored(choice)["attention"][0]
@@ -186,7 +186,7 @@ def test_half_types_stay_as_the_run_has_multiplied_them(comm, tmp_path):
         comm.barrier()
         with mock.patch.object(host, "multiplies", lambda _, kind: able or kind != bf16):
             place = RunPlace(torch.device("cpu"), dtype, {})
-            choice = agreed(world, tmp_path / name, place, before, said.append)
+            choice = agreed(world, tmp_path / name, place, before, say=said.append)
             by = Kernels(choice)
             assert by.widens("cpu", bf16) == (choice.half == "widened" or not able)
             assert not by.widens("cpu", torch.float32)
@@ -232,16 +232,16 @@ def test_who_never_chose_a_way_of_linears_keeps_the_library_s(comm, tmp_path):
         mock.patch.object(choices, "measured_choice", lambda *asked: here),
         mock.patch.object(host, "has_fused", lambda: True),
     ):
-        found = agreed(world, tmp_path, place, before, said.append)
+        found = agreed(world, tmp_path, place, before, say=said.append)
         assert found == BY_LIBRARY
         assert "linear by library (as before; quickest here: onednn:8:inf)" in said.pop()
-        assert agreed(world, tmp_path, place, {}, said.append) == found
+        assert agreed(world, tmp_path, place, {}, say=said.append) == found
         (tmp_path / agreement.FILE).write_text(json.dumps(before))
-        assert agreed(world, tmp_path, place, {}, said.append) == found
-        anew = agreed(world, tmp_path, place, None, said.append)
+        assert agreed(world, tmp_path, place, {}, say=said.append) == found
+        anew = agreed(world, tmp_path, place, None, say=said.append)
         assert stored(anew)["linear"] == ["onednn:8:inf"]
     with mock.patch.object(host, "has_fused", lambda: False):
-        assert agreed(world, tmp_path, place, {}, said.append) == found
+        assert agreed(world, tmp_path, place, {}, say=said.append) == found
     assert "for onednn:8:inf is not here: other bits than before" in said.pop()
 
 

@@ -48,7 +48,7 @@ def test_slabs_have_the_bits_of_the_whole(monkeypatch, shape, elements):
     last = [Box.whole(shape).rows(rows - 1, rows)]
     middle = [Box.whole(shape).rows(rows // 2, rows // 2 + 1)]
     for wanted in (last, middle, last + middle, []):
-        found = list(initial(7, "some", shape, 0.3, wanted))
+        found = list(initial(7, "some", shape, 0.3, wanted=wanted))
         for box, values in found:
             assert torch.equal(values, whole[box.index])
             assert any(box.overlap(one) for one in wanted)

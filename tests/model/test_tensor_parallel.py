@@ -60,7 +60,7 @@ class CountingCommunicator(MpiCommunicator):
 def test_column_linear_matches_serial(comm, precision, sequence_parallel, bias):
     axis = tensor_axis(comm, sequence_parallel)
     parts = (8, 4, 4)
-    placed = Placed(ColumnParallelLinear(axis, 12, parts, bias, 0.1), axis, precision)
+    placed = Placed(ColumnParallelLinear(axis, 12, parts, bias=bias, init_std=0.1), axis, precision)
     x = random_tensor("x", (S, B, 12), precision).requires_grad_()
     dy = random_tensor("dy", (S, B, 16), precision)
     serial = leaves(placed.whole)
@@ -82,7 +82,7 @@ def test_column_linear_matches_serial(comm, precision, sequence_parallel, bias):
 @pytest.mark.parametrize("bias", [False, True])
 def test_row_linear_matches_serial(comm, precision, sequence_parallel, bias):
     axis = tensor_axis(comm, sequence_parallel)
-    placed = Placed(RowParallelLinear(axis, 12, 10, bias, 0.1), axis, precision)
+    placed = Placed(RowParallelLinear(axis, 12, 10, bias=bias, init_std=0.1), axis, precision)
     x = random_tensor("x", (S, B, 12), precision).requires_grad_()
     dy = random_tensor("dy", (S, B, 10), precision)
     serial = leaves(placed.whole)
@@ -147,7 +147,7 @@ def head_and_loss(placed: Placed, vocab_size: int, masked: bool, precision: str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_head_and_loss_matches_serial(comm, precision, sequence_parallel, vocab_size, masked):
     axis = tensor_axis(comm, sequence_parallel)
-    placed = Placed(VocabularyHead(axis, vocab_size, 6, 0.1), axis, precision)
+    placed = Placed(VocabularyHead(axis, vocab_size, 6, init_std=0.1), axis, precision)
     head_and_loss(placed, vocab_size, masked, precision)
 
 
@@ -155,7 +155,7 @@ def test_head_and_loss_matches_serial(comm, precision, sequence_parallel, vocab_
 @pytest.mark.parametrize("vocab_size", [11, 5])
 def test_padding_never_reaches_the_loss(comm, vocab_size):
     axis = tensor_axis(comm, False)
-    placed = Placed(VocabularyHead(axis, vocab_size, 6, 0.1), axis, "fp64")
+    placed = Placed(VocabularyHead(axis, vocab_size, 6, init_std=0.1), axis, "fp64")
     loss, dx = head_and_loss(placed, vocab_size, True, "fp64")
     local = placed.buffer.entries["weight"].view(placed.buffer.gradients)
     valid = placed.layer.valid_columns
@@ -186,7 +186,7 @@ def test_logits_are_never_gathered(comm, precision):
     counted = CountingCommunicator(comm)
     axis = TensorAxis(counted)
     vocab_size, tokens = 1001, S * B
-    placed = Placed(VocabularyHead(axis, vocab_size, 6, 0.1), axis, precision)
+    placed = Placed(VocabularyHead(axis, vocab_size, 6, init_std=0.1), axis, precision)
     x = random_tensor("x", (S, B, 6), precision).requires_grad_()
     labels = torch.arange(tokens).view(S, B)
     loss = cross_entropy(placed.layer(x), labels, None, axis)
@@ -207,8 +207,10 @@ def test_sequence_parallel_moves_as_many_bytes_as_tensor_parallel(comm):
     whole = S * B * 8 * 8
     for sequence_parallel in (False, True):
         axis = TensorAxis(counted, sequence_parallel)
-        column = Placed(ColumnParallelLinear(axis, 8, (16,), False, 0.1), axis, "fp64")
-        row = Placed(RowParallelLinear(axis, 16, 8, False, 0.1), axis, "fp64")
+        column = Placed(
+            ColumnParallelLinear(axis, 8, (16,), bias=False, init_std=0.1), axis, "fp64"
+        )
+        row = Placed(RowParallelLinear(axis, 16, 8, bias=False, init_std=0.1), axis, "fp64")
         x = positions(random_tensor("x", (S, B, 8), "fp64"), axis).clone().requires_grad_()
         counted.calls.clear()
         y = row.layer(column.layer(x))

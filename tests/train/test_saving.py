@@ -47,8 +47,8 @@ def _run(disk: _Disk, last_step: int, stop: int = 0) -> tuple[list[str], list[in
     saving = Saving(
         disk,
         last_step,
-        lines.append,
-        lambda **values: records.append(values),
+        say=lines.append,
+        record=lambda **values: records.append(values),
         verify=lambda: None,
         hooks=Hooks(),
     )

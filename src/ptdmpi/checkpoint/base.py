@@ -95,9 +95,10 @@ def take_base(
     directory, base = on_root(world, lambda: base_at(path, form))
 
     def judge(where: Path, manifest: Manifest) -> None:
+        """Raise InputError if adapters of this run may not stand on that base."""
         course.stand_on(base, where, manifest.said, tokenizer_sha256)
 
-    loaded = load_frozen(state, world, directory, judge, head)
+    loaded = load_frozen(state, world, directory, judge=judge, head=head)
     if isinstance(loaded, str):
         raise SharedInputError(f"adapt.base = {path}: {loaded}")
     return drawn(loaded, head)

@@ -63,6 +63,7 @@ class Outgoing:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of its values."""
         return self.box.elements * np.dtype(self.dtype).itemsize
 
 
@@ -72,7 +73,8 @@ def header(parts: Sequence[tuple[str, str, Sequence[int]]]) -> bytes:
     table: dict[str, dict[str, Any]] = {}
     end = 0
     for key, dtype, shape in parts:
-        start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
+        start = end
+        end += math.prod(shape) * np.dtype(dtype).itemsize
         table[key] = {
             "dtype": TYPE_NAMES[dtype],
             "shape": list(shape),
@@ -123,7 +125,8 @@ class Reader:
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self.directory, self.manifest = directory, manifest
+        self.directory = directory
+        self.manifest = manifest
         self.tensors = manifest.tensors
         self.pieces: list[tuple[str, StoredPiece]] = []
         self._first: dict[str, int] = {}
@@ -151,11 +154,14 @@ class Reader:
     def require(self, name: str, shape: Sequence[int]) -> None:
         """Raise InputError unless the checkpoint has such a tensor of this shape."""
         stored = self.manifest.find(name)
-        if stored is None or stored.shape != tuple(shape):
-            found = "is missing" if stored is None else f"has shape {list(stored.shape)}"
-            raise InputError(
-                f"checkpoint {self.directory}: {name} {found}, this model needs {list(shape)}"
-            )
+        state = "is missing"
+        if stored is not None:
+            if stored.shape == tuple(shape):
+                return
+            state = f"has shape {list(stored.shape)}"
+        raise InputError(
+            f"checkpoint {self.directory}: {name} {state}, this model needs {list(shape)}"
+        )
 
     def read(self, name: str, wanted: Box, target: Array) -> None:
         """Fill `target` with the box `wanted` of tensor `name`, converting its type.
@@ -175,7 +181,9 @@ class Reader:
                 continue
             place = target[common.relative(wanted).index]
             direct = place.dtype == tensor.dtype and place.flags.c_contiguous
-            values = place if direct else np.empty(common.size, tensor.dtype)
+            values = place
+            if not direct:
+                values = np.empty(common.size, tensor.dtype)
             if common == piece.box:
                 self._read_checked(piece, values)
                 self.checked[number] = 1
@@ -188,10 +196,10 @@ class Reader:
         """Fill `target` with the mean of these tensors, computed as replicas compute it: summed in
         their order, in their type, then divided."""
         total = np.zeros(wanted.size, self.tensors[names[0]].dtype)
-        one = np.empty_like(total)
+        own = np.empty_like(total)
         for name in names:
-            self.read(name, wanted, one)
-            total += one
+            self.read(name, wanted, own)
+            total += own
         target[...] = total / total.dtype.type(len(names))
 
     def _read_few_bits(self, name: str, wanted: Box, target: Array) -> None:
@@ -199,13 +207,18 @@ class Reader:
         least value if a block has one. Whole blocks are read, and the wanted part is taken."""
         form = self.manifest.form
         assert form is not None, "the manifest says what its codes are"
-        (top, left), (bottom, right) = wanted.start, wanted.stop
-        first, last = left // form.block, -(-right // form.block)
-        plain, per_byte = name.removeprefix(WEIGHTS), 8 // form.bits
-        begin, end = first * form.block, last * form.block
+        top, left = wanted.start
+        bottom, right = wanted.stop
+        first = left // form.block
+        last = -(-right // form.block)
+        begin = first * form.block
+        end = last * form.block
+        per_byte = 8 // form.bits
         codes = Box((top, begin // per_byte), (bottom, end // per_byte))
         scales = Box((top, first * form.numbers), (bottom, last * form.numbers))
-        code, scale = np.empty(codes.size, np.uint8), np.empty(scales.size, np.float32)
+        code = np.empty(codes.size, np.uint8)
+        scale = np.empty(scales.size, np.float32)
+        plain = name.removeprefix(WEIGHTS)
         self.read(CODES + plain, codes, code)
         self.read(SCALES + plain, scales, scale)
         levels = _levels(form)[code].reshape(bottom - top, last - first, form.block)
@@ -220,15 +233,19 @@ class Reader:
         name, piece = self.pieces[number]
         left = self.tensors[name].nbytes(piece)
         scratch = memoryview(bytearray(min(left, CHUNK_BYTES)))
-        crc, offset = 0, piece.offset
+        crc = 0
+        offset = piece.offset
         while left:
             part = scratch[: min(left, CHUNK_BYTES)]
             self._read_at(piece.file, offset, part)
-            crc, offset, left = zlib.crc32(part, crc), offset + len(part), left - len(part)
+            crc = zlib.crc32(part, crc)
+            offset += len(part)
+            left -= len(part)
         self._compare(piece, crc)
 
     def _read_checked(self, piece: StoredPiece, values: Array) -> None:
-        data, crc = values.data.cast("B"), 0
+        data = values.data.cast("B")
+        crc = 0
         for start in range(0, len(data), CHUNK_BYTES):
             part = data[start : start + CHUNK_BYTES]
             self._read_at(piece.file, piece.offset + start, part)
@@ -241,7 +258,8 @@ class Reader:
 
     def _read_part(self, piece: StoredPiece, common: Box, values: Array) -> None:
         """Read some of a piece: run by run, or with the gaps between the runs if they are small."""
-        sizes, inner = piece.box.size, common.relative(piece.box)
+        sizes = piece.box.size
+        inner = common.relative(piece.box)
         # dims after the last one that is cut are whole: a run covers all of them
         cut = max(k for k, size in enumerate(inner.size) if size < sizes[k])
         row = math.prod(sizes[cut + 1 :]) * values.itemsize
@@ -268,7 +286,8 @@ class Reader:
                 raise Damaged(f"{self.directory / file}: {error.strerror}") from None
             # read ahead farther: the next chunk is then read while this one's checksum is computed
             os.posix_fadvise(self._open[1], 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        descriptor, done = self._open[1], 0
+        descriptor = self._open[1]
+        done = 0
         while done < len(target):
             try:
                 count = os.preadv(descriptor, [target[done:]], offset + done)
@@ -283,10 +302,11 @@ class Reader:
 @cache
 def _levels(form: LowBit) -> Array:
     """Return the values of each byte's codes, its low bits first: [256, elements of a byte]."""
-    one, codes = np.array(form.levels, np.float32), np.arange(256)
+    levels = np.array(form.levels, np.float32)
+    codes = np.arange(256)
     if form.bits == 8:
-        return one[codes, None]
-    return np.stack((one[codes & 15], one[codes >> 4]), axis=1)
+        return levels[codes, None]
+    return np.stack((levels[codes & 15], levels[codes >> 4]), axis=1)
 
 
 def _starts(inner: Box, dims: int, sizes: Sequence[int], itemsize: int) -> Iterator[int]:

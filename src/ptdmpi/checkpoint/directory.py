@@ -187,6 +187,7 @@ def superfluous(
     directory: Path,
     keep: int,
     keep_every: int,
+    *,
     damaged: Collection[str] = (),
     spared: Collection[Path] = (),
 ) -> Iterator[Path]:

@@ -173,12 +173,14 @@ def differences(first: Path, second: Path) -> list[Difference]:
         kinds = [Counter(_kind(name) for name in reader.tensors) for reader in (a, b)]
         alone = kinds[0].keys() ^ kinds[1].keys()  # e.g. the optimizer's, which a bare model lacks
         for kind in sorted(alone):
-            path, number = (first, kinds[0][kind]) if kinds[0][kind] else (second, kinds[1][kind])
-            different.append(Difference(f"{kind}/* ({number:,})", f"only in {path}"))
+            for path, numbers in zip((first, second), kinds, strict=True):
+                if numbers[kind]:
+                    text = f"{kind}/* ({numbers[kind]:,})"
+                    different.append(Difference(text, f"only in {path}"))
         for name in sorted(key for key in {*a.tensors, *b.tensors} if _kind(key) not in alone):
-            if name not in a.tensors or name not in b.tensors:
-                holder = first if name in a.tensors else second
-                different.append(Difference(name, f"only in {holder}"))
+            holders = [reader.directory for reader in (a, b) if name in reader.tensors]
+            if len(holders) == 1:
+                different.append(Difference(name, f"only in {holders[0]}"))
                 continue
             try:
                 different += _compare(name, a, b)
@@ -205,7 +207,9 @@ def _compare(name: str, a: Reader, b: Reader) -> Iterator[Difference]:
     for slab in Box.whole(stored.shape).slabs(rows_of(stored.shape, 8, SLAB_BYTES)):
         x = _slab(a, name, slab, stored.dtype)
         y = _slab(b, name, slab, other.dtype)
-        unequal = _bits(x) != _bits(y) if same_type else x != y
+        unequal = x != y
+        if same_type:
+            unequal = _bits(x) != _bits(y)
         differing += int(unequal.sum())
         magnitude = max(magnitude, float(np.nan_to_num(np.abs(x), nan=0.0).max()))
         if unequal.any():
@@ -215,8 +219,14 @@ def _compare(name: str, a: Reader, b: Reader) -> Iterator[Difference]:
         what = f"{differing} of {math.prod(stored.shape)} elements"
         if not same_type:
             what = f"types {stored.dtype} and {other.dtype}, {what}"
-        relative = absolute / magnitude if magnitude else (math.inf if absolute else 0.0)
-        yield Difference(name, what, absolute, relative)
+        yield Difference(name, what, absolute, _relative(absolute, magnitude))
+
+
+def _relative(absolute: float, magnitude: float) -> float:
+    """Return an absolute difference divided by the greatest magnitude; infinity if that is 0."""
+    if magnitude:
+        return absolute / magnitude
+    return math.inf if absolute else 0.0
 
 
 def _slab(reader: Reader, name: str, slab: Box, dtype: str) -> Array:

@@ -38,7 +38,7 @@ def on_root(world: Communicator, work: Callable[[], T]) -> T:
 
 
 def load(
-    state: State, world: Communicator, directory: Path, judge: Judge, mean: bool = False
+    state: State, world: Communicator, directory: Path, *, judge: Judge, mean: bool = False
 ) -> Manifest | str:
     """Load a checkpoint and return its manifest, or the reason why it cannot be read; the same on
     every rank.
@@ -50,10 +50,11 @@ def load(
     """
 
     def fitting(path: Path, manifest: Manifest) -> None:
+        """Raise InputError if this run's replicas, or the run itself, cannot continue from it."""
         _require_replicas(state, path, manifest, mean)
         judge(path, manifest)
 
-    manifest = load_tensors(state, world, directory, tuple(state.kinds), fitting)
+    manifest = load_tensors(state, world, directory, kinds=tuple(state.kinds), judge=fitting)
     if isinstance(manifest, str):
         return manifest
     progress = manifest.progress
@@ -62,7 +63,8 @@ def load(
 
 
 def _require_replicas(state: State, directory: Path, manifest: Manifest, mean: bool) -> None:
-    stored, peers = manifest.replicas, state.peers.size
+    stored = manifest.replicas
+    peers = state.peers.size
     differ = any(kind.kept.differs for kind in state.kinds.values())
     if differ and stored not in (0, peers) and not mean:
         raise InputError(
@@ -83,6 +85,7 @@ def load_tensors(
     state: State,
     world: Communicator,
     directory: Path,
+    *,
     kinds: Sequence[str] = (WEIGHTS,),
     judge: Judge = lambda path, manifest: None,
     read: Callable[[Path], Manifest] = sound_manifest,
@@ -106,15 +109,16 @@ def load_tensors(
     there = {name.partition("/")[0] for name in manifest.names}
     fresh = [
         kind
-        for kind, one in state.kinds.items()
-        if kind != WEIGHTS and not one.kept.needed and (kind not in kinds or kind not in there)
+        for kind, own in state.kinds.items()
+        if kind != WEIGHTS and not own.kept.needed and (kind not in kinds or kind not in there)
     ]
     kinds = [kind for kind in kinds if kind not in fresh]
     new = drawn(manifest, {p.name: p.shape for p in state.pieces() if p.name in head})
     pieces = [p for p in state.pieces() if p.kind in kinds and p.name not in new]
     whole = not state.buffer.frozen
     with Reader(directory, manifest) as reader:
-        damage = _filled(reader, state, world, pieces, Wanted(kinds, judge, whole, bool(head)))
+        wanted = Wanted(pieces, kinds, judge, whole=whole, shorter=bool(head))
+        damage = _filled(reader, state, world, wanted)
     if damage:
         return damage
     state.begin(fresh)
@@ -126,6 +130,7 @@ def load_frozen(
     state: State,
     world: Communicator,
     directory: Path,
+    *,
     judge: Judge = lambda path, manifest: None,
     head: Collection[str] = (),
 ) -> Manifest | str:
@@ -139,8 +144,8 @@ def load_frozen(
     new = drawn(manifest, {p.name: p.shape for p in own})
     pieces = [*state.frozen(), *(p for p in own if p.name not in new)]
     with Reader(directory, manifest) as reader:
-        wanted = Wanted((WEIGHTS,), judge, shorter=bool(head))
-        damage = _filled(reader, state, world, pieces, wanted)
+        wanted = Wanted(pieces, (WEIGHTS,), judge, shorter=bool(head))
+        damage = _filled(reader, state, world, wanted)
     if damage:
         return damage
     state.changed()
@@ -149,29 +154,29 @@ def load_frozen(
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request for the tensors of a checkpoint: these kinds, of a `whole` model or of adapters.
-    `shorter`: sequences may be shorter than the stored positions. `judge` may refuse the
+    """A request for tensors of a checkpoint: these pieces, of these kinds, of a `whole` model or of
+    adapters. `shorter`: sequences may be shorter than the stored positions. `judge` may refuse the
     checkpoint."""
 
+    pieces: Sequence[Piece]
     kinds: Sequence[str]
     judge: Judge
     whole: bool = True
     shorter: bool = False
 
 
-def _filled(
-    reader: Reader, state: State, world: Communicator, pieces: Sequence[Piece], wanted: Wanted
-) -> str | None:
+def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -> str | None:
     """Read the pieces; return None, or the reason why they cannot be read. Raise as `load` does."""
-    directory, manifest, peers = reader.directory, reader.manifest, state.peers.size
-    fit = partial(_require_fit, reader, pieces, wanted.kinds, peers, wanted.shorter)
+    directory = reader.directory
+    manifest = reader.manifest
+    fit = partial(_require_fit, reader, wanted, state.peers.size)
     kind = partial(require_kind, directory, manifest.said, wanted.whole)
     unfit = _first(world, InputError, kind)
     unfit = unfit or _first(world, InputError, fit)
     unfit = unfit or _first(world, InputError, lambda: wanted.judge(directory, manifest))
     if unfit:
         raise SharedInputError(unfit)
-    damage = _first(world, Damaged, lambda: _read(reader, state, pieces))
+    damage = _first(world, Damaged, lambda: _read(reader, state, wanted.pieces))
     if damage:
         return damage
     # a piece that one rank has read whole need not be read again
@@ -187,22 +192,24 @@ def drawn(manifest: Manifest, head: Mapping[str, tuple[int, ...]]) -> list[str]:
     return [name for name, tensor in stored.items() if tensor is None or tensor.shape != head[name]]
 
 
-def _require_fit(
-    reader: Reader, pieces: Sequence[Piece], kinds: Sequence[str], peers: int, shorter: bool
-) -> None:
+def _require_fit(reader: Reader, wanted: Wanted, peers: int) -> None:
+    """Raise InputError if the checkpoint lacks a wanted kind, or has a piece of another shape."""
     there = {name.partition("/")[0] for name in (*reader.tensors, *reader.means)}
-    missing = sorted(set(kinds) - {WEIGHTS} - there)
+    missing = sorted(set(wanted.kinds) - {WEIGHTS} - there)
     if missing:
         others = sorted({name.partition("@")[0] for name in there} - {WEIGHTS})
-        found = f" but {' and '.join(others)}" if others else ", no optimizer state"
+        instead = ", no optimizer state"
+        if others:
+            instead = f" but {' and '.join(others)}"
         raise InputError(
-            f"checkpoint {reader.directory} has no {' and '.join(missing)}{found}: a run can begin "
-            "from it (checkpoint.initial), not resume"
+            f"checkpoint {reader.directory} has no {' and '.join(missing)}{instead}: a run can "
+            "begin from it (checkpoint.initial), not resume"
         )
-    for piece in pieces:
-        shape, name = piece.shape, _stored(reader, piece, peers)
+    for piece in wanted.pieces:
+        shape = piece.shape
+        name = _stored(reader, piece, peers)
         stored = reader.manifest.find(name)
-        if shorter and piece.name == POSITIONS and stored is not None:
+        if wanted.shorter and piece.name == POSITIONS and stored is not None:
             shape = (max(shape[0], stored.shape[0]), *shape[1:])
         reader.require(name, shape)
 
@@ -211,8 +218,9 @@ def _stored(reader: Reader, piece: Piece, peers: int) -> str:
     """Return the name in the checkpoint of the tensor for a piece: this replica's own, or the one
     that all replicas share. If the number of stored replicas is not `peers`, no replica has its
     own."""
-    own = reader.manifest.replicas == peers and piece.key in reader.tensors
-    return piece.key if own else key(piece.kind, piece.name)
+    if reader.manifest.replicas == peers and piece.key in reader.tensors:
+        return piece.key
+    return key(piece.kind, piece.name)
 
 
 def _read(reader: Reader, state: State, pieces: Sequence[Piece]) -> None:
@@ -239,4 +247,4 @@ def _first(world: Communicator, kind: type[Exception], work: Callable[[], Any]) 
         work()
     except kind as error:
         text = str(error)
-    return next((found for found in world.all_gather_object(text) if found), None)
+    return next(filter(None, world.all_gather_object(text)), None)

@@ -72,6 +72,7 @@ class StoredTensor:
     pieces: tuple[StoredPiece, ...]
 
     def nbytes(self, piece: StoredPiece) -> int:
+        """Return the bytes of one of its pieces in a file."""
         return piece.box.elements * np.dtype(self.dtype).itemsize
 
 
@@ -97,6 +98,7 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
+        """Return the bytes of all files together."""
         return sum(self.files.values())
 
     @cached_property
@@ -136,7 +138,9 @@ class Manifest:
     def form(self) -> LowBit | None:
         """Return the format of the quantized weights; None if there are none."""
         said = self.said.get(QUANTIZATION)
-        return None if said is None else LowBit(said["codes"], said["block"])
+        if said is None:
+            return None
+        return LowBit(said["codes"], said["block"])
 
     @cached_property
     def in_few_bits(self) -> dict[str, StoredTensor]:
@@ -147,9 +151,9 @@ class Manifest:
         per_byte = 8 // self.form.bits
         return {
             WEIGHTS + name.removeprefix(CODES): StoredTensor(
-                (one.shape[0], one.shape[1] * per_byte), "float32", ()
+                (codes.shape[0], codes.shape[1] * per_byte), "float32", ()
             )
-            for name, one in self.tensors.items()
+            for name, codes in self.tensors.items()
             if name.startswith(CODES)
         }
 
@@ -179,6 +183,7 @@ def write_manifest(
     directory: Path,
     progress: Progress,
     model: Mapping[str, Any],
+    *,
     written: Sequence[Written],
     lineage: Mapping[str, Any] | None = None,
 ) -> None:
@@ -195,9 +200,9 @@ def write_manifest(
                 f"{path} was written by its rank but is not seen by rank 0: the run directory must "
                 "be on a file system that all nodes share"
             )
-        for name, one in part.tensors.items():
-            table = {"shape": list(one.shape), "dtype": one.dtype, "pieces": []}
-            tensors.setdefault(name, table)["pieces"] += map(_piece_as_json, one.pieces)
+        for name, tensor in part.tensors.items():
+            table = {"shape": list(tensor.shape), "dtype": tensor.dtype, "pieces": []}
+            tensors.setdefault(name, table)["pieces"] += map(_piece_as_json, tensor.pieces)
     manifest = {
         "format_version": FORMAT_VERSION,
         "progress": asdict(progress),
@@ -240,7 +245,9 @@ def read_manifest(directory: Path) -> Manifest:
         raise InputError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError):
         raise InputError(f"{path} is not JSON: truncated or damaged") from None
-    version = table.get("format_version") if isinstance(table, dict) else None
+    version = None
+    if isinstance(table, dict):
+        version = table.get("format_version")
     if version != FORMAT_VERSION:
         raise InputError(f"{path}: format_version {version}, this program reads {FORMAT_VERSION}")
     if table.pop("crc32", None) != checksum(table):
@@ -254,7 +261,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise InputError(f"{path}: types {sorted(types)}; legal: {', '.join(TYPE_NAMES)}")
     return Manifest(
         Progress(**table["progress"]),
-        {name: one for name, one in table.items() if name not in ("files", "tensors")},
+        {name: said for name, said in table.items() if name not in ("files", "tensors")},
         {name: file["bytes"] for name, file in table["files"].items()},
         {name: _tensor_of_json(tensor) for name, tensor in table["tensors"].items()},
     )
@@ -263,13 +270,13 @@ def read_manifest(directory: Path) -> Manifest:
 def _tensor_of_json(table: Mapping[str, Any]) -> StoredTensor:
     pieces = (
         StoredPiece(
-            one["file"],
-            one["key"],
-            Box(tuple(one["start"]), tuple(one["stop"])),
-            one["offset"],
-            one["crc32"],
+            piece["file"],
+            piece["key"],
+            Box(tuple(piece["start"]), tuple(piece["stop"])),
+            piece["offset"],
+            piece["crc32"],
         )
-        for one in table["pieces"]
+        for piece in table["pieces"]
     )
     return StoredTensor(tuple(table["shape"]), table["dtype"], tuple(pieces))
 
@@ -299,9 +306,8 @@ def is_sound(directory: Path) -> bool:
 # -- form ------------------------------------------------------------------------------------------
 
 Kinds = Mapping[str, tuple[type, ...]]
-_PROGRESS: Kinds = {
-    one.name: (int, float) if one.type is float else (int,) for one in fields(Progress)
-}
+_NUMBERS: Mapping[Any, tuple[type, ...]] = {int: (int,), float: (int, float)}
+_PROGRESS: Kinds = {field.name: _NUMBERS[field.type] for field in fields(Progress)}
 _FILE: Kinds = {"bytes": (int,)}
 _TENSOR: Kinds = {"shape": (list,), "dtype": (str,), "pieces": (list,)}
 _PIECE: Kinds = {
@@ -344,7 +350,9 @@ def _require_quantization(said: Any, tensors: Mapping[str, Any]) -> None:
         if scales is None or (codes["dtype"], scales["dtype"]) != ("uint8", "float32"):
             raise ValueError(f"{name!r} has no scales, or another type than codes and scales have")
         rows, *more = codes["shape"]
-        columns = more[0] * 8 // form.bits if len(more) == 1 else 0
+        columns = 0
+        if len(more) == 1:
+            columns = more[0] * 8 // form.bits
         known = list(form.scale_shape(rows, columns))
         if not columns or columns % form.block or scales["shape"] != known:
             raise ValueError(f"{name!r} and its scales do not have the shapes of one matrix")
@@ -381,5 +389,6 @@ def _require_all(table: Any, kinds: Kinds, where: str) -> None:
 
 def _require(table: Mapping[str, Any], name: str, kinds: tuple[type, ...], where: str) -> None:
     if type(table.get(name)) not in kinds:
-        found = f"a wrong {name!r}" if name in table else f"no {name!r}"
-        raise ValueError(f"{where} has {found}")
+        if name in table:
+            raise ValueError(f"{where} has a wrong {name!r}")
+        raise ValueError(f"{where} has no {name!r}")

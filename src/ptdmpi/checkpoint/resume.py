@@ -60,7 +60,8 @@ class Resumption:
             wanted = "auto"
         skipped: list[str] = []
         for candidate in on_root(self.world, lambda: self._candidates(wanted)):
-            loaded = load(self.state, self.world, candidate, self._judge, self.mean or lost)
+            mean = self.mean or lost
+            loaded = load(self.state, self.world, candidate, judge=self._judge, mean=mean)
             if isinstance(loaded, Manifest):
                 self.extras = dict(loaded.said.get(EXTRAS, {}))
                 if took_mean(self.state, loaded):
@@ -93,6 +94,7 @@ class Resumption:
         directory = on_root(self.world, lambda: newest(path))
 
         def judge(where: Path, manifest: Manifest) -> None:
+            """Raise InputError if this run may not begin from those weights."""
             self.course.judge("initial", where, manifest.said)
             if self.course.answer.note:
                 self.course.require_tokenizer(path, tokenizer_sha256)

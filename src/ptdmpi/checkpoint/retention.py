@@ -61,7 +61,11 @@ class Retention:
             if keep:
                 spared = best.spared(self.directory, int(self.config.keep_best), self.damaged)
             superfluous = files.superfluous(
-                self.directory, keep, self.config.keep_every, self.damaged, spared
+                self.directory,
+                keep,
+                self.config.keep_every,
+                damaged=self.damaged,
+                spared=spared,
             )
             for path in list(superfluous):
                 files.discard(path)

@@ -228,7 +228,7 @@ class Checkpoints:
         lineage = {**self.course.in_manifest(), **best.in_manifest(flight.validation_loss)}
         if flight.extras:
             lineage[EXTRAS] = flight.extras
-        write_manifest(flight.temporary, flight.progress, model, written, lineage)
+        write_manifest(flight.temporary, flight.progress, model, written=written, lineage=lineage)
         self.retention.publish(flight.temporary)
         write_s = time.perf_counter() - flight.since
         return write_s, self.retention.remove_old()

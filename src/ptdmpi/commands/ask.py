@@ -43,6 +43,7 @@ def _answered(question: Callable[..., Reply]) -> Any:
 
     @wraps(question)
     def answer(as_json: bool, png: Path | None, **options: Any) -> None:
+        """Print the reply of the question, and draw it if that is asked for."""
         if png is not None:
             check_picture(png)
         reply = question(**options)

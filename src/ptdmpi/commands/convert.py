@@ -57,6 +57,7 @@ def from_hugging_face(source: Path, target: Path, as_json: bool) -> None:
 def to_hugging_face(
     source: Path,
     target: Path,
+    *,
     like: Path | None,
     dtype: str | None,
     packed: bool,

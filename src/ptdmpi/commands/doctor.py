@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 )
 @AS_JSON
 def command(
-    parity: bool, wire: str, short: bool, rows: str | None, report: Path | None, as_json: bool
+    *, parity: bool, wire: str, short: bool, rows: str | None, report: Path | None, as_json: bool
 ) -> None:
     """Check the machine on all ranks of the job. With --parity, check that training is exact on it.
 
@@ -83,6 +83,7 @@ def check_parity(
     exact = chosen.kind.exact
 
     def chosen_rows() -> "list[suite.Comparison]":
+        """Return the rows whose names have the text of --rows. Raise InputError if none has."""
         every = suite.comparisons(ranks, short=short, exact=exact)
         named = [row for row in every if only.lower() in table.named(row).lower()]
         if not named:

@@ -102,6 +102,7 @@ def _layout_options(function: Callable[..., None]) -> Callable[..., None]:
 @AS_JSON
 def command(
     config: Path | None,
+    *,
     model: str | None,
     cluster: str | None,
     png: str | None,

@@ -38,6 +38,7 @@ from ptdmpi.terminal.program import Command
 @click.option("--trace", metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
 @AS_JSON
 def command(
+    *,
     kind: str | None,
     pipeline: int,
     virtual: int,

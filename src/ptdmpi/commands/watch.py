@@ -27,6 +27,7 @@ def command(runs: tuple[Path, ...], every: float, once: bool, as_json: bool) -> 
     watched = [Watched(path) for path in runs]
 
     def statuses() -> list[dict[str, Any]]:
+        """Return the present status of each run."""
         return [run.status() for run in watched]
 
     if as_json:

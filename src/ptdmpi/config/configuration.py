@@ -89,6 +89,7 @@ class Config(FrozenTable):
         return self.replace("model", output_head="classes", classes=self.task.classes, **gone)
 
     def replace(self, section: str, **values: Any) -> Self:
+        """Return the configuration with other values in a section; they are not validated."""
         changed = getattr(self, section).model_copy(update=values)
         return self.model_copy(update={section: changed})
 

@@ -85,7 +85,7 @@ class Layout:
         """Return the number of shards of the state; 1 if nothing is sharded."""
         if not covers_state(self.zero):
             return 1
-        return self.data if self.shard_group is None else self.shard_group
+        return self.shard_group or self.data
 
     @property
     def sharing(self) -> Sharing:
@@ -111,8 +111,11 @@ class Layout:
     @property
     def sharding(self) -> str:
         """Return the sharding and the offload in words; empty if there is neither."""
-        words = [f"ZeRO {self.zero} in {self.shards} shards"] if self.shards_state else []
-        words += [f"offload {self.offload}"] if self.offload != "none" else []
+        words = []
+        if self.shards_state:
+            words.append(f"ZeRO {self.zero} in {self.shards} shards")
+        if self.offload != "none":
+            words.append(f"offload {self.offload}")
         return ", ".join(words)
 
     @property
@@ -143,7 +146,9 @@ class Layout:
         """Return the recomputation mode of a layer: beyond `recompute_layers` nothing is
         recomputed."""
         beyond = self.recompute_layers is not None and layer >= self.recompute_layers
-        return "none" if self.recompute == "full" and beyond else self.recompute
+        if self.recompute == "full" and beyond:
+            return "none"
+        return self.recompute
 
     def sections(self) -> dict[str, dict[str, Any]]:
         """Return the keys of a configuration that select this layout: section -> key -> value.

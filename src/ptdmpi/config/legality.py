@@ -102,7 +102,8 @@ def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
     )
     if model.quantize.weights != "none":
         yield _blocks(layout, model)
-    first, most = layout.first_layers, model.layers - layout.stages + 1
+    first = layout.first_layers
+    most = model.layers - layout.stages + 1
     yield Rule(
         "first_layers",
         first is not None and (layout.stages < 2 or not 1 <= first <= most),
@@ -116,9 +117,11 @@ def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
 def _key_heads(layout: Layout, model: ModelConfig) -> Rule:
     """Return the rule that t divides the key heads, or, if there are more ranks than key heads,
     that equally many ranks share each."""
-    tensor, heads = layout.tensor, model.kv_heads
+    tensor = layout.tensor
+    heads = model.kv_heads
 
     def text() -> str:
+        """Return the message, with legal values nearby."""
         legal = [k for k in divisors(model.heads) if not (heads % k and k % heads)]
         return (
             f"parallel.tensor = {tensor} neither divides model.kv_heads = {heads} nor is "
@@ -132,17 +135,22 @@ def _key_heads(layout: Layout, model: ModelConfig) -> Rule:
 def _blocks(layout: Layout, model: ModelConfig) -> Rule:
     """Return the rule that no tensor rank has a part of a quantized block; blocks lie along the
     inputs of a linear. Other rules check uneven divisions."""
-    tensor, block = layout.tensor, model.quantize.block
+    tensor = layout.tensor
+    block = model.quantize.block
     divided = (model.attention_width, model.ffn_hidden)
     widths = (model.hidden, *(width // tensor for width in divided))
 
     def text() -> str:
+        """Return the message, with legal values nearby."""
         legal = [size for size in divisors(math.gcd(*widths)) if size % 2 == 0]
-        found = f"legal nearby: {nearest(block, legal)}" if legal else "legal: none here"
-        held = ", of an adapt.base in such blocks" if model.adapt.adapts and legal else ""
+        remedy = "legal: none here"
+        if legal:
+            remedy = f"legal nearby: {nearest(block, legal)}"
+            if model.adapt.adapts:
+                remedy += ", of an adapt.base in such blocks"
         return (
             f"quantize.block = {block} does not divide the inputs of all linears on a tensor rank "
-            f"({', '.join(map(str, widths))}); {found}{held}"
+            f"({', '.join(map(str, widths))}); {remedy}"
         )
 
     even = not any(width % tensor for width in divided)

@@ -111,11 +111,15 @@ def kept_by(section: DataParallelConfig) -> tuple[str, ...]:
     """Return the kinds of state that the method keeps in addition to the optimizer's."""
     kinds: tuple[str, ...] = ()
     if steps_outside(section):
-        kinds += ("anchor", "outer_momentum") if section.outer_momentum else ("anchor",)
+        kinds += ("anchor",)
+        if section.outer_momentum:
+            kinds += ("outer_momentum",)
     if encodes(section):
-        kinds += ("public",) if section.method == "decentralized" else ()
+        if section.method == "decentralized":
+            kinds += ("public",)
         kinds += REMEMBERED[section.error_feedback]
-        kinds += ("low_rank",) if section.compressor == "power_sgd" else ()
+        if section.compressor == "power_sgd":
+            kinds += ("low_rank",)
     return kinds
 
 
@@ -130,14 +134,19 @@ def stored_numbers(section: DataParallelConfig, moments: int, replicas: int) -> 
     separately."""
     kinds = kept_by(section)
     apart = sum(kind not in COMMON for kind in kinds)
-    apart += 1 + moments if section.method in DIFFERING else 0
-    copies = replicas if section.checkpoint == "replicas" else 1
-    return 1 + moments + len(kinds) + apart * (copies - 1)
+    if section.method in DIFFERING:
+        apart += 1 + moments
+    tensors = 1 + moments + len(kinds)
+    if section.checkpoint == "replicas":
+        tensors += apart * (replicas - 1)
+    return tensors
 
 
 def may_share(section: DataParallelConfig, reproducible: bool) -> tuple[int, ...]:
     """Return the values of `parallel.zero` that are legal with this method."""
-    return stages_of_zero(reproducible) if section.method == "all_reduce" else (0,)
+    if section.method != "all_reduce":
+        return (0,)
+    return stages_of_zero(reproducible)
 
 
 def told(section: DataParallelConfig) -> str:
@@ -157,6 +166,9 @@ def told(section: DataParallelConfig) -> str:
 
 
 def toml_text(value: bool | float | str) -> str:
+    """Return a value as it is written in a TOML file."""
     if isinstance(value, bool):
         return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value)

@@ -180,7 +180,8 @@ class ModelConfig(Section):
     def idle(self, layers: range | None = None) -> int:
         """Return how many of the first of these layers have no backward: those before the first
         that has adapters. It is 0 if all layers train. `layers` None: all layers."""
-        layers = range(self.layers) if layers is None else layers
+        if layers is None:
+            layers = range(self.layers)
         return max(0, min(self.adapt.first_layer, layers.stop) - layers.start)
 
     @property
@@ -240,7 +241,9 @@ class ModelConfig(Section):
         elif not slides:
             slides = layer in self.sliding_layers
         # a window that no sample exceeds is no window, and the faster kernels can run
-        return self.sliding_window if slides and self.sliding_window < self.seq_length else 0
+        if slides and self.sliding_window < self.seq_length:
+            return self.sliding_window
+        return 0
 
     @property
     def mean_keys(self) -> float:
@@ -271,8 +274,11 @@ class ModelConfig(Section):
     def text_length(self) -> int:
         """Return the tokens of text in a sample; in a masked model's, special tokens take places at
         the start, between segments and at the end."""
-        special = 3 if self.sentence_order else 2
-        return self.seq_length - special if self.masked else self.seq_length
+        if not self.masked:
+            return self.seq_length
+        if self.sentence_order:
+            return self.seq_length - 3
+        return self.seq_length - 2
 
     def predictions(self, mask_fraction: float = MASK_FRACTION) -> int:
         """Return the maximal number of a sample's positions that the head predicts."""

@@ -64,7 +64,9 @@ class RunConfig(Section):
     def profiled(self) -> range:
         """Return the steps (from 1) that are profiled, perhaps none."""
         first, _, last = self.profile_steps.partition(":")
-        return range(int(first), int(last) + 1) if first else range(0)
+        if not first:
+            return range(0)
+        return range(int(first), int(last) + 1)
 
     @model_validator(mode="before")
     @classmethod
@@ -166,12 +168,22 @@ class OptimizerConfig(Section):
         """Return the state of parameters in addition to their weights, by torch's names; last the
         weights' moving average, if there is one. Muon keeps the first of the layers' matrices
         alone, and of all others what AdamW does."""
-        kept: tuple[str, ...] = (MOMENTUM,) if self.momentum else ()
-        if self.kind == "muon":
-            kept = (MOMENTUM, *ADAMW_KEEPS)
-        elif self.kind != "sgd":
-            kept = ADAMW_KEEPS if self.kind == "adamw" else ("exp_avg",)
-        return (*kept, AVERAGE) if self.ema_decay else kept
+        kept = self._moments_of_kind()
+        if self.ema_decay:
+            return (*kept, AVERAGE)
+        return kept
+
+    def _moments_of_kind(self) -> tuple[str, ...]:
+        match self.kind:
+            case "muon":
+                return (MOMENTUM, *ADAMW_KEEPS)
+            case "adamw":
+                return ADAMW_KEEPS
+            case "sgd" if self.momentum:
+                return (MOMENTUM,)
+            case "sgd":
+                return ()
+        return ("exp_avg",)
 
     @property
     def has_matrices(self) -> bool:
@@ -186,8 +198,9 @@ class OptimizerConfig(Section):
 
     def last_steps(self, steps: int) -> int:
         """Return how many of `steps` steps `decay = "wsd"` decays in, at least one."""
-        asked = self.decay_steps
-        return asked if isinstance(asked, int) else max(1, round(asked * steps))
+        if isinstance(self.decay_steps, int):
+            return self.decay_steps
+        return max(1, round(self.decay_steps * steps))
 
     @model_validator(mode="before")
     @classmethod
@@ -239,7 +252,9 @@ class DataConfig(Section):
         """Return the validation datasets, perhaps none."""
         if self.valid is None:
             return ()
-        return (self.valid,) if isinstance(self.valid, str) else self.valid
+        if isinstance(self.valid, str):
+            return (self.valid,)
+        return self.valid
 
 
 class TaskConfig(Section):

@@ -152,7 +152,7 @@ def write_checkpoint(
         shown = [replace(part, values=partial(_advanced, part, advance)) for part in parts]
         written = write(temporary / "rank-00000.safetensors", shown)
     fresh = Progress(step=0, samples=0, seed=0, **asdict(Counters()))
-    write_manifest(temporary, fresh, model, [written], lineage)
+    write_manifest(temporary, fresh, model, written=[written], lineage=lineage)
     files.publish(temporary, ())
     return written.bytes
 

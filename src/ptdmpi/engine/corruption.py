@@ -12,6 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +59,15 @@ class CorruptState(RuntimeError):
         self.faults = faults
 
 
+class Hashed(NamedTuple):
+    """A tensor of the state, the ranks that hold the same values, and the hash on one of them."""
+
+    kind: str
+    name: str
+    ranks: Members
+    value: int
+
+
 class Verification:
     """The comparison of the state's hashes before every `every`-th update; 0: never.
 
@@ -94,21 +104,24 @@ class Verification:
         """Compare the present hashes, between two steps or before an update. Raise CorruptState on
         every rank if something is wrong."""
         held = self._residents()
-        found = hashes(held)
+        present = hashes(held)
         self.state.let_go()
-        members = [self._members(one) for one in held]
+        members = [self._members(resident) for resident in held]
         changed = []
         if self._known is not None:
-            pairs = zip(held, found, self._known, strict=True)
-            changed = [(one.kind, one.name) for one, now, before in pairs if now != before]
+            for resident, now, before in zip(held, present, self._known, strict=True):
+                if now != before:
+                    changed.append((resident.kind, resident.name))
         world = self.axes.world
-        mine = (_by_members(members, found), changed)
+        mine = (_by_members(members, present), changed)
         every = world.all_gather_object(mine)
         equal = all(_agree(sums, rank, every) for rank, (sums, _) in enumerate(every))
         if equal and not any(more for _, more in every):
             return
-        apart = zip(held, members, found, strict=True)
-        names = [(one.kind, one.name, ranks, value) for one, ranks, value in apart]
+        names = [
+            Hashed(resident.kind, resident.name, ranks, value)
+            for resident, ranks, value in zip(held, members, present, strict=True)
+        ]
         differing = list(_differences(world.all_gather_object(names)))
         faults = [
             Fault(kind, name, (rank,), changed=True)
@@ -116,7 +129,7 @@ class Verification:
             for kind, name in more
         ]
         known = {(fault.kind, fault.name) for fault in faults}
-        faults += [one for one in differing if (one.kind, one.name) not in known]
+        faults += [fault for fault in differing if (fault.kind, fault.name) not in known]
         raise CorruptState(faults)
 
     def _residents(self) -> list[Resident]:
@@ -131,8 +144,10 @@ class Verification:
 
 def hashes(held: Iterable[Resident]) -> list[int]:
     """Return a hash of the values of each tensor, with one copy from the device to the host."""
-    values = [hash_of(one.values) for one in held]
-    result: list[int] = torch.stack(values).tolist() if values else []
+    values = [hash_of(resident.values) for resident in held]
+    if not values:
+        return []
+    result: list[int] = torch.stack(values).tolist()
     return result
 
 
@@ -177,10 +192,10 @@ def _agree(
 
 
 def _differences(
-    every: Iterable[Sequence[tuple[str, str, Members, int]]],
+    every: Iterable[Sequence[Hashed]],
 ) -> Iterator[Fault]:
-    """Yield what differs among ranks that hold the same values; `every` has the (kind, name,
-    members, hash) of each rank's tensors."""
+    """Yield what differs among ranks that hold the same values; `every` has the tensors
+    of each rank."""
     values: dict[tuple[str, str, Members], dict[int, int]] = {}
     for rank, of_rank in enumerate(every):
         for kind, name, ranks, value in of_rank:

@@ -83,7 +83,9 @@ class StepResult:
     @property
     def spans(self) -> list[Span]:
         """Return this rank's timeline; call it once the device has finished the step."""
-        return [] if self.watch is None else self.watch.spans
+        if self.watch is None:
+            return []
+        return self.watch.spans
 
 
 class Engine:
@@ -95,6 +97,7 @@ class Engine:
         axes: Axes,
         vocab_size: int,
         device: torch.device | str = "cpu",
+        *,
         place: Place | None = None,
     ) -> None:
         """Build the model of this rank. `place` is the rank's place that observers see. Raise
@@ -132,7 +135,9 @@ class Engine:
         held = partial(_state, config, self.buffer, borrowed, policy)
         self.state = policy.state = with_room(axes.world, config, held)
         self.state.settle = policy.settle
-        self.reduction = GradientReduction(axes, self.buffer, self.stages, policy, borrowed)
+        self.reduction = GradientReduction(
+            axes, self.buffer, self.stages, policy, borrowed=borrowed
+        )
         require_groups(config.optimizer, pipeline, self.buffer)
         self.optimizer = Optimizer(config.optimizer, self.state, tensor)
         self.loss_scale = LossScale(config.precision, self.state.counters)
@@ -274,7 +279,9 @@ class Engine:
         copy. Return the tensor on the host: the total losses in the order of microbatches, then the
         losses by name, then `more`."""
         values = [*self._values(passes), *more]
-        return on_its_way(torch.stack(values)) if values else torch.empty(0)
+        if not values:
+            return torch.empty(0)
+        return on_its_way(torch.stack(values))
 
     def _values(self, passes: Sequence[MicrobatchPass]) -> Iterator[Tensor]:
         if self.schedule.stages - 1 not in self.stages:
@@ -348,7 +355,9 @@ def _borrowed(stages: Mapping[int, Stage]) -> list[str]:
     ranks is one parameter, and the first stage counts it."""
     tied = any(stage.tied for stage in stages.values())
     first = any(stage.first for stage in stages.values())
-    return [TIED_NAME] if tied and not first else []
+    if tied and not first:
+        return [TIED_NAME]
+    return []
 
 
 def _method(replica: Replica) -> DataParallel:
@@ -369,7 +378,9 @@ def _method(replica: Replica) -> DataParallel:
 def _program(pipeline: Communicator, schedule: schedules.Schedule) -> Program:
     """Return this rank's part of a schedule, with its messages."""
     program = programs(schedule)[pipeline.rank]
-    return post_early(program) if pipeline.posts_early else program
+    if pipeline.posts_early:
+        return post_early(program)
+    return program
 
 
 def _buffer(
@@ -388,18 +399,21 @@ def _buffer(
     tied = any(stage.tied for stage in stages.values())
 
     def unit_of(name: str) -> str:
+        """Return the name of the unit that a parameter is in."""
         if tied and name == TIED_NAME and portion.shards_state:
             return name  # alone, so that both ends of the pipeline, and both uses, are cut alike
-        apart = portion.shards_gradients or config.data_parallel.overlap or overlaps
-        return place_of(name) if apart else ALL
+        if portion.shards_gradients or config.data_parallel.overlap or overlaps:
+            return place_of(name)
+        return ALL
 
     precision = data_types(config.precision.compute)
     storage = storage_of(config, device)
-    buffer = ParameterBuffer(named, precision, device, portion, unit_of, storage=storage)
+    buffer = ParameterBuffer(named, precision, device, portion, unit_of=unit_of, storage=storage)
     if portion.shards_gradients:
         parameters = [parameter for _, parameter in named]
-        weights = GatheredWeights(buffer, parameters) if portion.shards_weights else None
-        if weights is not None:
+        weights: GatheredWeights | None = None
+        if portion.shards_weights:
+            weights = GatheredWeights(buffer, parameters)
             buffer.followers.append(weights.drop)
         gradients = ReducedGradients(buffer, parameters)
         for stage in stages.values():
@@ -432,13 +446,15 @@ def _state(
     names = names_of_kinds(config.optimizer, buffer)
     moments = {
         name: Kept(policy.differs, needed=True, names=names.get(name))
-        if name != AVERAGE
-        else Kept(policy.differs, begins="weights")
         for name in config.optimizer.moments
     }
+    if AVERAGE in moments:
+        moments[AVERAGE] = Kept(policy.differs, begins="weights")
     scales = config.precision.scales_loss
     kinds = {**moments, **policy.kinds}
-    return State(buffer, kinds, borrowed, policy.differs, scales, policy.data)
+    return State(
+        buffer, kinds, borrowed, differs=policy.differs, scales_loss=scales, peers=policy.data
+    )
 
 
 def _added(every: Iterable[Mapping[str, Sequence[float]]], name: str) -> float:

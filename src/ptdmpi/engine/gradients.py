@@ -116,6 +116,7 @@ class GradientReduction:
         buffer: ParameterBuffer,
         stages: Mapping[int, Stage],
         policy: DataParallel,
+        *,
         borrowed: Collection[str] = (),
     ) -> None:
         """Build the steps. `borrowed`: names that another rank of the pipeline counts, as in a

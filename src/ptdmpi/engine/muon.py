@@ -132,16 +132,15 @@ class Muon:
         whole = gathered(self._slice(matrix, arrived), declaration, self.tensor)
         for box in matrices_of(declaration):
             # dealt at once, so that it takes no memory during the next matrix' iteration
-            self._deal(matrix, box, orthogonal(whole[box.index], self.kernels), arrived, rate)
+            update = orthogonal(whole[box.index], self.kernels)
+            length = rate * scale(self.config, *box.size)
+            for place, own in self._in(box, matrix.own, matrix.master):
+                own.add_(update[place.index], alpha=-length)
+            self._deal(matrix, box, update, arrived)
 
-    def _deal(
-        self, matrix: Matrix, box: Box, update: Tensor, arrived: Sequence[Tensor], rate: float
-    ) -> None:
-        """Apply this rank's part of the update of the matrix at `box`, and write the other ranks'
-        parts to their places in `arrived`."""
-        length = rate * scale(self.config, *box.size)
-        for place, own in self._in(box, matrix.own, matrix.master):
-            own.add_(update[place.index], alpha=-length)
+    def _deal(self, matrix: Matrix, box: Box, update: Tensor, arrived: Sequence[Tensor]) -> None:
+        """Write the other ranks' parts of the update of the matrix at `box` to their places in
+        `arrived`."""
         for part in self.parcels.coming.get(matrix.name, ()):
             for place, theirs in self._in(box, part, part.view(arrived)):
                 theirs.copy_(update[place.index])

@@ -125,6 +125,14 @@ def room_for(tensor: Tensor) -> Tensor | None:
     return queues.locked(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
 
+class _Mapping(NamedTuple):
+    """A part of the file in memory: its address, its place in the file, and the mapping."""
+
+    address: int
+    place: int
+    memory: mmap.mmap
+
+
 class FileStorage(Storage):
     """Storage in one file without a name in `directory`, whose room is allocated when tensors are
     made.
@@ -142,7 +150,7 @@ class FileStorage(Storage):
         # a killed run leaves no file, and no other process finds it
         os.unlink(name)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
-        self._mappings: list[tuple[int, int, mmap.mmap]] = []  # address, place in the file
+        self._mappings: list[_Mapping] = []
         self._rooms: list[Tensor] = []
         # one thread, which does its tasks in order
         self._thread = ThreadPoolExecutor(1, "offload")
@@ -159,14 +167,14 @@ class FileStorage(Storage):
         os.posix_fallocate(descriptor, place, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
         mapping = mmap.mmap(descriptor, size, offset=place)
         flat = torch.frombuffer(mapping, dtype=dtype)
-        self._mappings.append((flat.data_ptr(), place, mapping))
+        self._mappings.append(_Mapping(flat.data_ptr(), place, mapping))
         return list(flat.split(list(lengths)))
 
     def let_go(self) -> None:
         """Free the memory of the mappings; a mapping that is shared with a file loses no change by
         this."""
-        for _, _, mapping in self._mappings:
-            mapping.madvise(mmap.MADV_DONTNEED)
+        for mapping in self._mappings:
+            mapping.memory.madvise(mmap.MADV_DONTNEED)
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
         """Yield each row's tensors in memory, read ahead, and write them to the file afterwards.
@@ -206,10 +214,10 @@ class FileStorage(Storage):
         self, call: Callable[[int, list[memoryview], int], int], kept: Tensor, memory: Tensor
     ) -> None:
         """Read or write all bytes of `kept`, whose place in the file follows from its address."""
-        begin, place, _ = max(
-            mapping for mapping in self._mappings if mapping[0] <= kept.data_ptr()
-        )
-        offset = place + kept.data_ptr() - begin
+        address = kept.data_ptr()
+        before = (mapping for mapping in self._mappings if mapping.address <= address)
+        mapping = max(before, key=lambda mapping: mapping.address)
+        offset = mapping.place + address - mapping.address
         data = memory.numpy().data.cast("B")
         done = 0
         while done < len(data):

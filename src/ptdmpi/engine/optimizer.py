@@ -77,8 +77,9 @@ class LossScale:
         if not self.dynamic:
             return
         counters = self.counters
-        counters.good_steps = 0 if overflow else counters.good_steps + 1
+        counters.good_steps += 1
         if overflow:
+            counters.good_steps = 0
             counters.loss_scale = max(1.0, counters.loss_scale / 2)
         elif counters.good_steps == self.window:
             counters.loss_scale *= 2
@@ -202,12 +203,15 @@ def _ranges(
     """
 
     def alike(own: OwnPart) -> tuple[int, tuple[float, float] | None]:
-        matrix = is_matrix(config, own.entry)
-        return own.unit, None if matrix else _rates(config, own.entry)
+        """Return the unit and the rates of a part; None instead of rates for a matrix of Muon."""
+        if is_matrix(config, own.entry):
+            return own.unit, None
+        return own.unit, _rates(config, own.entry)
 
     for (unit, rates), some in itertools.groupby(buffer.own_parts(), alike):
-        first, *more = some
-        last = more[-1] if more else first
+        parts = list(some)
+        first = parts[0]
+        last = parts[-1]
         if rates is not None:
             stop = last.offset + aligned(last.length)
             yield rates, _Range(unit, slice(first.offset, stop), first.entry.name)

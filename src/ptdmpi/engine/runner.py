@@ -6,6 +6,7 @@ a program, in which every message is already at a place where it cannot deadlock
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.orders import Schedule
 from ptdmpi.plan.schedule.program import Action, Compute, Receive, Send
 from ptdmpi.watch.stopwatch import Spanned, Stopwatch
+
+
+class Transfer(NamedTuple):
+    """A message under way: its handle, its memory, and the rank at its other end."""
+
+    handle: Handle
+    buffer: Tensor
+    peer: int
 
 
 class OpHook:
@@ -61,8 +70,8 @@ class Runner:
         self._watch: Stopwatch | None = None
         self.microbatches: Sequence[MicrobatchPass] = ()  # of the last program
         self._ready: dict[Op, Tensor] = {}
-        self._arriving: dict[Op, tuple[Handle, Tensor, int]] = {}
-        self._leaving: list[tuple[Handle, Tensor, int]] = []
+        self._arriving: dict[Op, Transfer] = {}
+        self._leaving: list[Transfer] = []
 
     def run(
         self,
@@ -112,9 +121,8 @@ class Runner:
         finally:
             self.hooks.remove(hook)
 
-    def under_way(self) -> list[tuple[Handle, Tensor, int]]:
-        """Return the messages that are not completely sent or received, each with its buffer and
-        the rank at its other end."""
+    def under_way(self) -> list[Transfer]:
+        """Return the messages that are not completely sent or received."""
         return [*self._arriving.values(), *self._leaving]
 
     def _act(self, schedule: Schedule, action: Action) -> None:
@@ -124,12 +132,12 @@ class Runner:
                 buffer = torch.empty(
                     self.boundary.wire_elements, dtype=self.dtype, device=self.device
                 )
-                self._arriving[op] = (self.axis.irecv(buffer, peer), buffer, peer)
+                self._arriving[op] = Transfer(self.axis.irecv(buffer, peer), buffer, peer)
             case Send(op, peer):
                 message = self.boundary.pack(self._ready.pop(op))
                 # a buffer stays alive as long as its message is under way
-                self._leaving = [kept for kept in self._leaving if not kept[0].done()]
-                self._leaving.append((self.axis.isend(message, peer), message, peer))
+                self._leaving = [kept for kept in self._leaving if not kept.handle.done()]
+                self._leaving.append(Transfer(self.axis.isend(message, peer), message, peer))
             case Compute(op):
                 self._compute(op, self._input(schedule.source(op)))
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HISTORY = "history.jsonl"
 
@@ -99,11 +99,17 @@ def _attempt(line: Mapping[str, Any]) -> PastAttempt | None:
     return None
 
 
-def that_trained(
-    all_attempts: Sequence[PastAttempt], steps: Iterable[int]
-) -> list[tuple[PastAttempt, int, int]]:
-    """Return (attempt, first step, last step) of the attempts that trained the recorded `steps`, in
-    order of their steps. A step is attributed to the newest attempt that may have trained it."""
+class AttemptedSteps(NamedTuple):
+    """The recorded steps `first` to `last` that an attempt trained."""
+
+    attempt: PastAttempt
+    first: int
+    last: int
+
+
+def that_trained(all_attempts: Sequence[PastAttempt], steps: Iterable[int]) -> list[AttemptedSteps]:
+    """Return the attempts that trained the recorded `steps`, in order of their steps. A step is
+    attributed to the newest attempt that may have trained it."""
     owed: dict[int, list[int]] = {}
     for step in steps:
         mine = [
@@ -113,7 +119,10 @@ def that_trained(
         ]
         if mine:
             owed.setdefault(mine[-1], []).append(step)
-    return [(all_attempts[place], min(own), max(own)) for place, own in sorted(owed.items())]
+    return [
+        AttemptedSteps(all_attempts[place], min(own), max(own))
+        for place, own in sorted(owed.items())
+    ]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

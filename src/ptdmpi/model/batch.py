@@ -51,6 +51,12 @@ class Microbatch:
         object.__setattr__(self, "tokens", float(tokens))
         object.__setattr__(self, "orders", int(orders))
 
+    @classmethod
+    def of_ids(cls, ids: Tensor, samples: Tensor) -> "Microbatch":
+        """Return a microbatch of sequences [s + 1, b] of token ids, in which every label counts;
+        `samples` [b] are the global sample numbers."""
+        return cls(ids[:-1].contiguous(), ids[1:].contiguous(), None, samples)
+
     def each(self, change: Callable[[Tensor], Tensor]) -> "Microbatch":
         """Return the same microbatch with `change` applied to each of its tensors; counts stay."""
         changed = copy.copy(self)
@@ -123,6 +129,7 @@ class Placing:
         tensors: list[Tensor] = []
 
         def noted(tensor: Tensor) -> Tensor:
+            """Collect a tensor, in the order of `each`."""
             tensors.append(tensor)
             return tensor
 

@@ -56,6 +56,8 @@ class Arrival:
 
 
 class _Arrive(Function):
+    """The identity, whose backward hands the gradient to an `Arrival`."""
+
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, x: Tensor, arrival: Arrival) -> Tensor:
         ctx.arrival = arrival
@@ -89,13 +91,15 @@ class Departure:
 
 
 class _Depart(Function):
+    """An end of the graph without values, whose backward takes the gradient from a `Departure`."""
+
     @staticmethod
     def forward(ctx: Any, y: Tensor, departure: Departure) -> Tensor:
         ctx.departure = departure
         return y.new_empty(())
 
     @staticmethod
-    def backward(ctx: Any, one: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, nothing: Tensor) -> tuple[Tensor | None, None]:
         dy = ctx.departure.gradient
         ctx.departure.gradient = None
         return dy, None

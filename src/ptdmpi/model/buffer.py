@@ -60,6 +60,7 @@ class ParameterBuffer(FlatOrder):
         precision: DataTypes,
         device: torch.device,
         portion: Portion,
+        *,
         unit_of: Callable[[str], str] = lambda name: ALL,
         trains: bool = True,
         storage: Storage | None = None,
@@ -178,7 +179,7 @@ def _fill(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
     view."""
     declaration = entry.declaration
     boxes = [box for box, _ in parts]
-    drawn = initial(seed, entry.name, declaration.shape, declaration.init, boxes)
+    drawn = initial(seed, entry.name, declaration.shape, declaration.init, wanted=boxes)
     for slab, values in drawn:
         for box, view in parts:
             common = box.overlap(slab)

@@ -29,7 +29,12 @@ def column_linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLi
     TypeError if the part is of another kind, as all functions here do."""
     linear = as_linear(parts[name], "columns")
     module = ColumnParallelLinear(
-        axis, linear.inputs, linear.outputs, linear.bias, linear.init_std, linear.most
+        axis,
+        linear.inputs,
+        linear.outputs,
+        bias=linear.bias,
+        init_std=linear.init_std,
+        most=linear.most,
     )
     sizes = Split(0, linear.outputs, linear.most).local_sizes(axis.size)
     ends = (0, *itertools.accumulate(sizes))
@@ -41,7 +46,9 @@ def row_linear(parts: Parts, name: str, axis: TensorAxis) -> RowParallelLinear:
     """Return a linear whose inputs are divided over the tensor axis, with its adapters."""
     linear = as_linear(parts[name], "rows")
     outputs = sum(linear.outputs)
-    module = RowParallelLinear(axis, linear.inputs, outputs, linear.bias, linear.init_std)
+    module = RowParallelLinear(
+        axis, linear.inputs, outputs, bias=linear.bias, init_std=linear.init_std
+    )
     _adapt(module, parts, name, [slice(None)])
     return module
 
@@ -91,8 +98,14 @@ def output_head(part: Part, axis: TensorAxis, softcap: float) -> VocabularyHead:
     """Return the linear to the vocabulary's logits, capped if `softcap` is not 0."""
     linear = as_linear(part, "columns")
     (vocab_size,) = linear.outputs
-    sizes = (vocab_size, linear.inputs, linear.init_std)
-    return VocabularyHead(axis, *sizes, linear.bias, softcap)
+    return VocabularyHead(
+        axis,
+        vocab_size,
+        linear.inputs,
+        init_std=linear.init_std,
+        bias=linear.bias,
+        softcap=softcap,
+    )
 
 
 def declare_as_described(

@@ -41,9 +41,11 @@ class KeyValueCache:
         """Return a mask [b, 1, s, places], bool: the places that each of the next tokens sees."""
         here = self.positions.t()[:, None, :, None]
         seen = self._places <= here
-        return seen & (self._places > here - window) if window else seen
+        if window:
+            seen &= self._places > here - window
+        return seen
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, core: AttentionCore) -> Tensor:
         """Return the attention of new tokens (q, k, v: [b, heads, s, head size]) to themselves and
         to the earlier tokens of their sequence, or of its window; keep their keys and values."""
         kept = self._kept[layer]

@@ -6,6 +6,7 @@ every unit that `zero` shards (Rajbhandari et al. 2020, arXiv 1910.02054, sectio
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -71,6 +72,14 @@ class Unit:
     apart: tuple[str, ...] = ()
 
 
+class LogicalPart(NamedTuple):
+    """A part of a logical tensor: its box there, its values, and the share that it belongs to."""
+
+    box: Box
+    values: Tensor
+    share: HeldShare
+
+
 @dataclass(frozen=True)
 class OwnPart:
     """The elements [begin, end) of an entry's local tensor, in row-major order, and their place: at
@@ -104,18 +113,17 @@ class OwnPart:
             yield box, flat[done : done + box.elements].view(box.size)
             done += box.elements
 
-    def logical(
-        self, flat: Tensor, tensor_rank: int, tensor_size: int
-    ) -> Iterator[tuple[Box, Tensor, HeldShare]]:
-        """Yield the boxes of the logical tensor that these elements form, each with its view in
-        `flat` and the share that it belongs to. Padding belongs to no box."""
+    def logical(self, flat: Tensor, tensor_rank: int, tensor_size: int) -> Iterator[LogicalPart]:
+        """Yield the parts of the logical tensor that these elements form, as views of `flat`.
+        Padding belongs to none."""
         shares = list(self.entry.declaration.held(tensor_rank, tensor_size))
         for box, view in self.boxes(flat):
             for share in shares:
                 common = box.overlap(share.local)
                 if common is not None:
                     values = view[common.relative(box).index]
-                    yield common.relative(share.local).within(share.logical), values, share
+                    place = common.relative(share.local).within(share.logical)
+                    yield LogicalPart(place, values, share)
 
 
 class FlatOrder:

@@ -53,7 +53,9 @@ class Context:
 
     def of_adapters(self, layer: int) -> RandomStream | None:
         """Return the stream by which a layer's adapters drop."""
-        return None if self.stream is None else self.stream.at(layer, 3)
+        if self.stream is None:
+            return None
+        return self.stream.at(layer, 3)
 
 
 class Build(NamedTuple):
@@ -89,6 +91,7 @@ class Norm(nn.Module):
         self.bias = declare(1, self.shape, "zeros", **sums) if shift else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the normed activations, of the shape of x [..., h]."""
         weight: Tensor = self.weight
         if self.zero_centered:  # in float32: a half type cannot tell 1 + w from 1 + 1.01 w
             weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
@@ -114,7 +117,9 @@ class Heads:
     def __call__(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Return (q, k, v)."""
         qkv = x.unflatten(-1, (-1, self.head_size))  # [s, b, (a + 2 kv) / t, head size]
-        rotary = (context.rotary or self.rotary) if self.rotates else None
+        rotary = None
+        if self.rotates:
+            rotary = context.rotary or self.rotary
         if rotary is not None and not self.norms:
             both, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
             q, k = rotate(both, *rotary).split([self.heads, self.kv_heads], dim=2)
@@ -157,8 +162,9 @@ class SelfAttention(Computing):
         self.attend = AttentionCore(self.scores, kernels)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """Return the heads' results next to each other, [s, b, a/t d]."""
         if context.cache is not None:
-            core = context.cache.attend(self.layer, q, k, v, self.attend)
+            core = context.cache.attend(q, k, v, layer=self.layer, core=self.attend)
         elif self.selective:
             # Korthikanti et al. 2022, section 5: the core is cheap to compute, large to keep
             core = checkpoint(
@@ -184,7 +190,7 @@ class SelfAttention(Computing):
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
         # a sum of s exponentials in a half type loses the small ones
-        wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(scores.dtype, torch.float32)
         weights = scores.softmax(-1, dtype=wide).to(v.dtype)
         stream = context.stream.at(self.layer, 2, first_head=self.axis.rank * heads)
         keep = stream.attention_mask(weights.shape, self.rate)
@@ -200,6 +206,7 @@ class Activation(Computing):
         self.gated = row.gates == 2
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        """Return the activated inputs, [..., w]."""
         if self.gated:
             return gated(x, self.function, self.kernels)
         return gelu(x, self.function, self.kernels)

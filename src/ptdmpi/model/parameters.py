@@ -35,6 +35,13 @@ class Split:
     parts: tuple[int, ...]
     most: tuple[int, ...] | None = None
 
+    @classmethod
+    def of_one(cls, dim: int, size: int, most: int | None = None) -> "Split":
+        """Return the division of a single part of a size, into at most `most` shares."""
+        if most is None:
+            return cls(dim, (size,))
+        return cls(dim, (size,), (most,))
+
     def shares(self, tensor_size: int) -> tuple[int, ...]:
         """Return the number of shares of each part."""
         if self.most is None:

@@ -26,6 +26,7 @@ def initial(
     name: str,
     shape: tuple[int, ...],
     init: float | str,
+    *,
     wanted: Sequence[Box] | None = None,
 ) -> Iterator[tuple[Box, Tensor]]:
     """Yield the initial values of the logical tensor `name`, float32 on the CPU, in slabs of rows:
@@ -36,7 +37,8 @@ def initial(
     the generator, and makes sixteen normal ones from sixteen of them.
     """
     whole = Box.whole(shape)
-    wanted = [whole] if wanted is None else wanted
+    if wanted is None:
+        wanted = [whole]
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     # always on the CPU, so that all devices start alike; a seed has 63 bits
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -107,6 +109,8 @@ class RandomStream:
     def of(
         cls, seed: int, step: int, samples: Tensor, positions: Positions = ALL
     ) -> "RandomStream":
+        """Return the stream of a microbatch, or of some positions of it, in a step of a run with
+        this seed."""
         return cls(fold(seed, step), samples, positions)
 
     def at(

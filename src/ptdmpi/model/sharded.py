@@ -11,7 +11,7 @@ gradient of a place is whole only while it is computed, and is then reduced to e
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -142,6 +142,15 @@ class PlacedGradients(Protocol):
         `look`, or, if they stay in the buffer, at the end of the op."""
 
 
+class _Leaving(NamedTuple):
+    """The whole gradient of a unit that is being reduced: the unit's number, its values, and the
+    handle of the reduction."""
+
+    number: int
+    gradient: Tensor
+    handle: Handle
+
+
 class ReducedGradients:
     """The whole gradients of units while they are computed, and their reduction."""
 
@@ -155,7 +164,7 @@ class ReducedGradients:
                 number = unit_number(buffer.gradient_units, entry)
                 self.units[number].append((parameter, entry))
         self._open: dict[int, Tensor] = {}
-        self._leaving: list[tuple[int, Tensor, Handle]] = []
+        self._leaving: list[_Leaving] = []
         self._look: Callable[[Parameter], None] | None = None
 
     @contextlib.contextmanager
@@ -187,7 +196,7 @@ class ReducedGradients:
                     self._look(parameter)
                 del parameter.main_grad  # so that nothing is added to it unseen
             handle = self.buffer.portion.group.reduce_scatter_in_place(flat)
-            self._leaving.append((number, flat, handle))
+            self._leaving.append(_Leaving(number, flat, handle))
         self._open = {}
         # if collectives are complete when they return, as on some transports, keep nothing longer
         if all(handle.done() for _, _, handle in self._leaving):

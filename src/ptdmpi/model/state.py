@@ -133,6 +133,7 @@ class State:
         buffer: ParameterBuffer,
         kinds: Mapping[str, Kept] | None = None,
         borrowed: Collection[str] = (),
+        *,
         differs: tuple[str, ...] = (),
         scales_loss: bool = False,
         peers: Communicator | None = None,
@@ -286,7 +287,11 @@ class State:
         portion = self.buffer.portion
         owned = held.entry.name not in self.borrowed
         for piece in pieces_of(
-            kind, held, held.view(parts), portion.tensor_rank, portion.tensor_size
+            kind,
+            held,
+            held.view(parts),
+            tensor_rank=portion.tensor_rank,
+            tensor_size=portion.tensor_size,
         ):
             yield replace(
                 piece,
@@ -328,7 +333,7 @@ def _gathered(
 
 
 def pieces_of(
-    kind: str, held: OwnPart, values: Tensor, tensor_rank: int, tensor_size: int
+    kind: str, held: OwnPart, values: Tensor, *, tensor_rank: int, tensor_size: int
 ) -> Iterator[Piece]:
     """Yield the pieces of a parameter that one tensor rank holds; `values` are the elements of
     `held`."""

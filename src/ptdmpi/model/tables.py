@@ -12,6 +12,8 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 
 
 class _Look(Function):
+    """Rows of a table; their gradients are added to the table's."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, table: Parameter) -> Tensor:
         ctx.rows = rows
@@ -49,6 +51,8 @@ class Table(nn.Module):
 
 
 class _Embed(Function):
+    """Rows of a table that is divided by rows: each rank looks up its own, and all are summed."""
+
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Parameter, axis: TensorAxis) -> Tensor:
         if axis.size == 1:
@@ -68,6 +72,7 @@ class _Embed(Function):
         weight, axis, local, elsewhere = ctx.layer
 
         def add(total: Tensor) -> None:
+            """Add the gradients of this rank's rows, from all positions."""
             whole = axis.gather(dy)
             if elsewhere is not None:
                 whole = whole.masked_fill(elsewhere[..., None], 0.0)

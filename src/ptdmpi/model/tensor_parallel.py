@@ -16,7 +16,7 @@ Weight gradients are added to the parameter's float32 `main_grad` where they are
 second part of a split backward (`Parameter.accumulate`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,14 +43,17 @@ class TensorAxis:
 
     @property
     def size(self) -> int:
+        """Return the number of ranks t of the axis."""
         return self.comm.size
 
     @property
     def rank(self) -> int:
+        """Return this rank's place on the axis."""
         return self.comm.rank
 
     @property
     def divides_sequence(self) -> bool:
+        """Return True if each rank has its own positions between blocks."""
         return self.sequence_parallel and self.size > 1
 
     def gather(self, x: Tensor) -> Tensor:
@@ -61,7 +64,9 @@ class TensorAxis:
 
     def gather_begin(self, x: Tensor) -> tuple[Tensor, Handle]:
         """Begin `gather`; the sequences are complete once the handle has been waited for."""
-        return self.comm.all_gather_begin(x.contiguous()) if self.divides_sequence else (x, DONE)
+        if not self.divides_sequence:
+            return x, DONE
+        return self.comm.all_gather_begin(x.contiguous())
 
     def reduce(self, partial: Tensor) -> Tensor:
         """Return the output of a block: the sum of the ranks' parts, or this rank's positions of
@@ -109,33 +114,74 @@ class Gathered:
     later."""
 
     def __init__(self, axis: TensorAxis, x: Tensor, early: bool = False) -> None:
-        self._axis, self._x = axis, x
-        self._begun = axis.gather_begin(x) if early else None
+        self._axis = axis
+        self._x = x
+        self._begun: tuple[Tensor, Handle] | None = None
         self._whole: Tensor | None = None
+        if early:
+            self._begun = axis.gather_begin(x)
 
     def __call__(self) -> Tensor:
+        """Return the activation, [s, b, h]; wait for it, or gather it now."""
         if self._whole is None:
-            whole, arrived = self._begun or self._axis.gather_begin(self._x)
+            self._whole, arrived = self._begun or self._axis.gather_begin(self._x)
+            self._begun = None
             arrived.wait()
-            self._whole, self._begun = whole, None
         return self._whole
 
 
 @dataclass(frozen=True)
-class AdaptersBeside:
-    """The adapters that are added to a linear's product in one forward pass, and the random stream
-    of their dropout."""
+class LinearPass:
+    """The objects with which one forward pass of a linear computes, for its backward: its
+    parameters, the tensor axis, the kernels, and the adapters that are added to its product, with
+    the random stream of their dropout."""
 
+    weight: Parameter
+    bias: Parameter | None
+    axis: TensorAxis
+    kernels: Kernels
     adapters: Sequence[LowRankAdapter] = ()
     stream: RandomStream | None = None
 
     @property
-    def trained(self) -> Sequence[Parameter]:
-        """Return the adapters' weights, for autograd to see."""
-        return [weight for one in self.adapters for weight in (one.a, one.b)]
+    def parameters(self) -> list[Parameter | None]:
+        """Return all parameters that are used, for autograd to see."""
+        pairs = [weight for adapter in self.adapters for weight in (adapter.a, adapter.b)]
+        return [self.weight, self.bias, *pairs]
 
+    def kept(self, x: Tensor) -> Tensor | None:
+        """Return the input if a gradient of a parameter needs it, else None."""
+        if self.weight.requires_grad or self.adapters:
+            return x
+        return None
 
-NOTHING = AdaptersBeside()
+    def add_adapters(self, y: Tensor, x: Tensor) -> list[Tensor]:
+        """Add the adapters' products with x [s, b, i] to y [s, b, o], in place; return the inner
+        activation [s, b, r] of each."""
+        return [adapter.add_to(y, x, self.stream) for adapter in self.adapters]
+
+    def input_gradient(self, dy: Tensor, ups: Sequence[Tensor]) -> Tensor:
+        """Return the gradient [s, b, i] of the input, the adapters' included: `ups` [s, b, r] are
+        those of their inner activations."""
+        dx = self.kernels.input_gradient(dy, self.weight)
+        for adapter, up in zip(self.adapters, ups, strict=True):
+            adapter.add_input_gradient(dx, up, self.stream)
+        return dx
+
+    def accumulate(
+        self,
+        x: Callable[[], Tensor],
+        dy: Callable[[], Tensor],
+        downs: Sequence[Tensor],
+        ups: Sequence[Tensor],
+    ) -> None:
+        """Add the gradients of the weight and of the adapters, at once or later; `x` and `dy`
+        return the activation and its gradient at that time."""
+        kernels = self.kernels
+        if self.weight.requires_grad:
+            self.weight.accumulate(lambda total: kernels.add_weight_gradient(total, dy(), x()))
+        for adapter, down, up in zip(self.adapters, downs, ups, strict=True):
+            adapter.accumulate((x, dy), down.detach(), up, self.stream)
 
 
 class _ColumnLinear(Function):
@@ -143,99 +189,92 @@ class _ColumnLinear(Function):
     positions, if a gradient needs them, and gathers them again in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Parameter,
-        bias: Parameter | None,
-        axis: TensorAxis,
-        kernels: Kernels,
-        beside: AdaptersBeside = NOTHING,
-        *trained: Parameter,
-    ) -> Tensor:
-        whole = axis.gather(x)
-        y = kernels.linear(whole, weight, bias)
-        downs = [one.add_to(y, whole, beside.stream) for one in beside.adapters]
-        ctx.save_for_backward(x if weight.requires_grad or downs else None, *downs)
-        ctx.layer = (weight, bias, axis, kernels, beside)
+    def forward(ctx: Any, x: Tensor, layer: LinearPass, *parameters: Parameter | None) -> Tensor:
+        whole = layer.axis.gather(x)
+        y = layer.kernels.linear(whole, layer.weight, layer.bias)
+        downs = layer.add_adapters(y, whole)
+        ctx.save_for_backward(layer.kept(x), *downs)
+        ctx.layer = layer
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, bias, axis, kernels, beside = ctx.layer
+        layer: LinearPass = ctx.layer
+        axis = layer.axis
         x, *downs = ctx.saved_tensors
         whole = None
         if x is not None:
             # gathered once more instead of kept whole (Korthikanti et al. 2022, section 4.2.2). It
             # overlaps the computation of the input's gradient if communication can progress
             # meanwhile; else it would only take memory for longer. x itself would keep its graph
-            whole = Gathered(axis, x.detach(), axis.comm.overlaps and not weight.puts_off)
-        ups = [one.up(dy) for one in beside.adapters]
-        dx, summed = None, DONE
+            early = axis.comm.overlaps and not layer.weight.puts_off
+            whole = Gathered(axis, x.detach(), early)
+        ups = [adapter.up(dy) for adapter in layer.adapters]
+        dx = None
+        summed = DONE
         if ctx.needs_input_grad[0]:
-            dx = kernels.input_gradient(dy, weight)
-            for one, up in zip(beside.adapters, ups, strict=True):
-                one.add_input_gradient(dx, up, beside.stream)
             # this reduction overlaps the weights' gradients, which do not need it
-            dx, summed = axis.reduce_begin(dx)
+            dx, summed = axis.reduce_begin(layer.input_gradient(dy, ups))
         if whole is not None:
-            if weight.requires_grad:
-                weight.accumulate(lambda total: kernels.add_weight_gradient(total, dy, whole()))
-            for one, down, up in zip(beside.adapters, downs, ups, strict=True):
-                one.accumulate((whole, lambda: dy), down.detach(), up, beside.stream)
-        accumulate_bias_gradient(bias, dy)
+            layer.accumulate(whole, lambda: dy, downs, ups)
+        accumulate_bias_gradient(layer.bias, dy)
         summed.wait()
-        return dx, *[None] * (5 + 2 * len(ups))
+        return dx, *_no_gradients(ctx)
 
 
 class _RowLinear(Function):
     """The product x W^T plus the adapters' products, then the operator g, then + b."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Parameter,
-        bias: Parameter | None,
-        axis: TensorAxis,
-        kernels: Kernels,
-        beside: AdaptersBeside = NOTHING,
-        *trained: Parameter,
-    ) -> Tensor:
-        ctx.layer = (weight, bias, axis, kernels, beside)
-        y = kernels.linear(x, weight, bias if axis.size == 1 else None)
-        downs = [one.add_to(y, x, beside.stream) for one in beside.adapters]
-        ctx.save_for_backward(x if weight.requires_grad or downs else None, *downs)
-        if axis.size == 1:
+    def forward(ctx: Any, x: Tensor, layer: LinearPass, *parameters: Parameter | None) -> Tensor:
+        ctx.layer = layer
+        if layer.axis.size == 1:
+            y = layer.kernels.linear(x, layer.weight, layer.bias)
+        else:
+            y = layer.kernels.linear(x, layer.weight)
+        ctx.save_for_backward(layer.kept(x), *layer.add_adapters(y, x))
+        if layer.axis.size == 1:
             return y
-        y = axis.reduce(y)
-        # after the sum: before it, every rank would add the bias (Shoeybi et al. 2019, section 3)
-        return y if bias is None else y.add_(bias)
+        y = layer.axis.reduce(y)
+        if layer.bias is not None:
+            # after the sum: before it, every rank would add it (Shoeybi et al. 2019, section 3)
+            y.add_(layer.bias)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, bias, axis, kernels, beside = ctx.layer
+        layer: LinearPass = ctx.layer
+        axis = layer.axis
         x, *downs = ctx.saved_tensors
         # before the gather: a part, of this rank's positions, that is summed after the step
-        accumulate_bias_gradient(bias, dy)
+        accumulate_bias_gradient(layer.bias, dy)
         whole = axis.gather(dy)
-        ups = [one.up(whole) for one in beside.adapters]
+        ups = [adapter.up(whole) for adapter in layer.adapters]
         if x is not None:
             x = x.detach()
-            # a split backward keeps this rank's positions, and gathers them again
-            later = weight.puts_off and axis.divides_sequence
-            every = Gathered(axis, dy) if later else lambda: whole
-            if weight.requires_grad:
-                weight.accumulate(lambda total: kernels.add_weight_gradient(total, every(), x))
-            for one, down, up in zip(beside.adapters, downs, ups, strict=True):
-                one.accumulate((lambda: x, every), down.detach(), up, beside.stream)
-        nothing = [None] * (5 + 2 * len(ups))
-        if not ctx.needs_input_grad[0]:
-            return None, *nothing
-        dx = kernels.input_gradient(whole, weight)
-        for one, up in zip(beside.adapters, ups, strict=True):
-            one.add_input_gradient(dx, up, beside.stream)
-        return dx, *nothing
+            if layer.weight.puts_off and axis.divides_sequence:
+                # a split backward keeps this rank's positions, and gathers them again
+                layer.accumulate(lambda: x, Gathered(axis, dy), downs, ups)
+            else:
+                layer.accumulate(lambda: x, lambda: whole, downs, ups)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = layer.input_gradient(whole, ups)
+        return dx, *_no_gradients(ctx)
+
+
+def _no_gradients(ctx: Any) -> list[None]:
+    """Return what a backward returns for its arguments after the first: their gradients are added
+    to `main_grad`."""
+    return [None] * (len(ctx.needs_input_grad) - 1)
+
+
+def _declared_bias(wanted: bool, axis_size: int, outputs: int, **options: Any) -> Parameter | None:
+    """Return the bias of a linear with so many outputs, or None if it has none; `options` are those
+    of `Declaration`."""
+    if not wanted:
+        return None
+    return declare(axis_size, (outputs,), "zeros", **options)
 
 
 class ColumnParallelLinear(Computing):
@@ -250,6 +289,7 @@ class ColumnParallelLinear(Computing):
         axis: TensorAxis,
         inputs: int,
         parts: tuple[int, ...],
+        *,
         bias: bool,
         init_std: float,
         most: tuple[int, ...] | None = None,
@@ -258,33 +298,34 @@ class ColumnParallelLinear(Computing):
         self.axis = axis
         split = Split(0, parts, most)
         self.weight = declare(axis.size, (sum(parts), inputs), init_std, split=split)
-        self.bias = declare(axis.size, (sum(parts),), "zeros", split=split) if bias else None
+        self.bias = _declared_bias(bias, axis.size, sum(parts), split=split)
         self.adapters: Sequence[LowRankAdapter] = ()
         self.scales: Sequence[ScaleAdapter] = ()
 
     def forward(self, x: Tensor, stream: RandomStream | None = None) -> Tensor:
-        beside = AdaptersBeside(self.adapters, stream)
-        told = (self.weight, self.bias, self.axis, self.kernels, beside, *beside.trained)
-        return rescaled(_ColumnLinear.apply(x, *told), self.scales)
+        """Return this rank's outputs [s, b, o/t]; `stream`: of the adapters' dropout."""
+        layer = LinearPass(self.weight, self.bias, self.axis, self.kernels, self.adapters, stream)
+        return rescaled(_ColumnLinear.apply(x, layer, *layer.parameters), self.scales)
 
 
 class RowParallelLinear(Computing):
     """A linear y = x W^T + b with the columns of W divided: [s, b, i/t] -> [s, b, o]."""
 
     def __init__(
-        self, axis: TensorAxis, inputs: int, outputs: int, bias: bool, init_std: float
+        self, axis: TensorAxis, inputs: int, outputs: int, *, bias: bool, init_std: float
     ) -> None:
         super().__init__()
         self.axis = axis
         self.weight = declare(axis.size, (outputs, inputs), init_std, split=Split(1, (inputs,)))
-        self.bias = declare(axis.size, (outputs,), "zeros", shared_gradient=True) if bias else None
+        self.bias = _declared_bias(bias, axis.size, outputs, shared_gradient=True)
         self.adapters: Sequence[LowRankAdapter] = ()
         self.scales: Sequence[ScaleAdapter] = ()
 
     def forward(self, x: Tensor, stream: RandomStream | None = None) -> Tensor:
-        beside = AdaptersBeside(self.adapters, stream)
-        told = (self.weight, self.bias, self.axis, self.kernels, beside, *beside.trained)
-        return _RowLinear.apply(rescaled(x, self.scales), *told)
+        """Return the sum over all ranks' inputs [s, b, o], or this rank's positions of it;
+        `stream`: of the adapters' dropout."""
+        layer = LinearPass(self.weight, self.bias, self.axis, self.kernels, self.adapters, stream)
+        return _RowLinear.apply(rescaled(x, self.scales), layer, *layer.parameters)
 
 
 class _Linear(Function):
@@ -294,19 +335,22 @@ class _Linear(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, kernels: Kernels
     ) -> Tensor:
-        ctx.save_for_backward(x if weight.requires_grad else None)
+        if weight.requires_grad:
+            ctx.save_for_backward(x)
         ctx.layer = (weight, bias, kernels)
         return kernels.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, bias, kernels = ctx.layer
         if weight.requires_grad:
             x = ctx.saved_tensors[0].detach()
             weight.accumulate(lambda total: kernels.add_weight_gradient(total, dy, x))
         accumulate_bias_gradient(bias, dy)
-        dx = kernels.input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = kernels.input_gradient(dy, weight)
+        return dx, *_no_gradients(ctx)
 
 
 class ReplicatedLinear(Computing):
@@ -316,22 +360,30 @@ class ReplicatedLinear(Computing):
     def __init__(self, inputs: int, outputs: int, bias: bool, init_std: float) -> None:
         super().__init__()
         self.weight = declare(1, (outputs, inputs), init_std)
-        self.bias = declare(1, (outputs,), "zeros") if bias else None
+        self.bias = _declared_bias(bias, 1, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T + b, [..., o]."""
         return _Linear.apply(x, self.weight, self.bias, self.kernels)
 
 
 class _SelectPositions(Function):
+    """Activations at some positions, gathered; the gradient of each goes to the rank that has
+    it."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, positions: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis, ctx.shape, ctx.positions = axis, x.shape, positions
+        ctx.axis = axis
+        ctx.shape = x.shape
+        ctx.positions = positions
         return axis.gather(x).gather(0, positions[..., None].expand(-1, -1, x.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         local, b, h = ctx.shape
-        length = local * (ctx.axis.size if ctx.axis.divides_sequence else 1)
+        length = local
+        if ctx.axis.divides_sequence:
+            length *= ctx.axis.size
         # every rank has the whole gradient, and keeps its positions of it
         dx = dy.new_zeros((length, b, h))
         dx.scatter_add_(0, ctx.positions[..., None].expand(-1, -1, h), dy)
@@ -369,20 +421,24 @@ class VocabularyHead(Computing):
         axis: TensorAxis,
         vocab_size: int,
         hidden: int,
+        *,
         init_std: float,
         bias: bool = False,
         softcap: float = 0.0,
     ) -> None:
         super().__init__()
-        self.axis, self.softcap = axis, softcap
+        self.axis = axis
+        self.softcap = softcap
         split = Split(0, (vocab_size,))
         self.weight = declare(axis.size, (vocab_size, hidden), init_std, split=split)
-        self.bias = declare(axis.size, (vocab_size,), "zeros", split=split) if bias else None
+        self.bias = _declared_bias(bias, axis.size, vocab_size, split=split)
         share = -(-vocab_size // axis.size)
         self.valid_columns = max(0, min(share, vocab_size - axis.rank * share))
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = _ColumnLinear.apply(x, self.weight, None, self.axis, self.kernels)
+        """Return this rank's logits [s, b, ceil(V/t)]."""
+        layer = LinearPass(self.weight, None, self.axis, self.kernels)
+        logits = _ColumnLinear.apply(x, layer, *layer.parameters)
         if self.bias is not None:
             logits = _AddBias.apply(logits, self.bias)
         if self.softcap:

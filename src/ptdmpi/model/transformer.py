@@ -100,6 +100,7 @@ class Block(nn.Module):
             self._compiled = compiled
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Return the layer's output [s, b, h], or this rank's positions of it, for its input."""
         if not torch.is_grad_enabled():
             return self._forward(x, context)
         run = self._forward if self._compiled is None else self._compiled
@@ -141,6 +142,7 @@ class Embedding(nn.Module):
         self.norm = Norm(model) if "norm" in parts else None
 
     def forward(self, ids: Tensor, context: Context, types: Tensor | None = None) -> Tensor:
+        """Return the input of the first layer [s, b, h], or this rank's positions of it."""
         x = self.word(ids)
         if self.scale is not None:  # rounded to the type of x, as Gemma was trained
             x = x * torch.tensor(self.scale, dtype=x.dtype).item()
@@ -172,6 +174,7 @@ class MaskedTransform(Computing):
         self.norm = Norm(model, shared_gradient=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the input of the output head, [..., h]."""
         return self.norm(gelu(self.dense(x), self.activation, self.kernels))
 
 
@@ -187,6 +190,7 @@ class SentenceOrder(nn.Module):
         self.order = built.replicated_linear(parts["sentence.order"])
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the logits [b, 2] of the activations [b, h] at the first positions."""
         return self.order(self.pooler(x).tanh())
 
 
@@ -199,7 +203,8 @@ class Classes(nn.Module):
 
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__()
-        self.rate, self.place = model.dropout, (model.layers, 0)  # the layer behind the last one
+        self.rate = model.dropout
+        self.place = (model.layers, 0)  # it counts as the layer after the last one
         self.axis = TensorAxis(axis.comm)  # each rank sees all of the few positions
         self.pooler = None
         if "sentence.pooler" in parts:
@@ -207,6 +212,7 @@ class Classes(nn.Module):
         self.classes = built.replicated_linear(parts["sentence.classes"])
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Return the scores [1, b, n] of activations [1, b, h]."""
         if self.pooler is not None:
             x = self.pooler(x).tanh()
             x = drop_hidden(x, context, self.rate, self.place, self.axis)

@@ -99,13 +99,8 @@ def microbatches(config: Config, case: Case, step: int, data_rank: int) -> list[
     batches = []
     for start in range(data_rank * m * b, (data_rank + 1) * m * b, b):
         rows = slice(start, start + b)
-        sequences = ids[rows].t()  # [s + 1, b]
-        batch = Microbatch(
-            inputs=sequences[:-1].contiguous(),
-            labels=sequences[1:].contiguous(),
-            weights=None,
-            samples=torch.arange(start, start + b) + step * GLOBAL_SIZE,
-        )
+        samples = torch.arange(start, start + b) + step * GLOBAL_SIZE
+        batch = Microbatch.of_ids(ids[rows].t(), samples)
         if case.model.masked:
             batch = replace(batch, weights=weights[rows].t().contiguous())
         if case.model.documents:

@@ -252,8 +252,5 @@ class Layers:
         generator = torch.Generator().manual_seed(1)
         shape = (case.seq_length + 1, case.micro_size)
         ids = torch.randint(case.vocab_size, shape, generator=generator)
-        samples = torch.arange(case.micro_size)
-        batch = Microbatch(
-            ids[:-1].contiguous(), ids[1:].contiguous(), weights=None, samples=samples
-        )
+        batch = Microbatch.of_ids(ids, torch.arange(case.micro_size))
         return batch.each(lambda tensor: tensor.to(self.bench.device))

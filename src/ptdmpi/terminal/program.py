@@ -41,6 +41,7 @@ def _print_and_exit(text_of: Callable[[click.Context], str]) -> Callable[..., No
     """Return a callback of an option that prints a text, on rank 0 alone, and exits."""
 
     def callback(context: click.Context, parameter: click.Parameter, given: bool) -> None:
+        """Print the text and exit, if the option is given."""
         if given and not context.resilient_parsing:
             if launched_rank() == 0:
                 click.echo(text_of(context))

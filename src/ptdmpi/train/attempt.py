@@ -95,7 +95,7 @@ class Attempt:
             compute = data_types(self.config.precision.compute).compute
             place = RunPlace(engine.device, compute, self.own)
             before = None if self.config.run.kernels == "anew" else self.course.kernels
-            agreed = agreement.agreed(self.world, self.path, place, before, say)
+            agreed = agreement.agreed(self.world, self.path, place, before, say=say)
             self.course.kernels = agreement.stored(agreed)
             self.choice = memory.settle(agreed, say)
             if isinstance(self.choice, HostChoice):

@@ -105,7 +105,7 @@ def _with_state(
     feed = Feed(config, axes, device)
     memory = Memory(config, feed.vocab_size, world, device)
     with memory.explained():
-        engine = Engine(config, axes, feed.vocab_size, device, lookout.place)
+        engine = Engine(config, axes, feed.vocab_size, device, place=lookout.place)
     profile = Profile(config.run, world.rank, device, say)
     skips = Skips(engine, lookout.ranks.name, config.run.max_skips, say)
     checkpoints = _checkpoints(engine, feed, hooks)
@@ -167,8 +167,8 @@ def _saving(checkpoints: Checkpoints, journal: Journal, engine: Engine, hooks: H
     return Saving(
         checkpoints,
         engine.config.run.steps,
-        journal.say,
-        journal.keep,
+        say=journal.say,
+        record=journal.keep,
         verify=engine.verification.before_save,
         hooks=hooks,
     )

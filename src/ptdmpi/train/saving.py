@@ -23,9 +23,9 @@ class Saving:
         self,
         checkpoints: Checkpoints,
         last_step: int,
+        *,
         say: Callable[[str], None],
         record: Callable[..., None],
-        *,
         verify: Callable[[], None],
         hooks: Hooks,
     ) -> None:

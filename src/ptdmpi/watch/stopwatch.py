@@ -93,6 +93,15 @@ class Spanned:
             self._watch.ended(self._doing, self._begin)
 
 
+class _Marked(NamedTuple):
+    """A span whose times the device may not know yet."""
+
+    kind: str
+    op: str
+    begin: Mark
+    end: Mark
+
+
 class Stopwatch:
     """The spans of one rank, by the clock of the device that does the work."""
 
@@ -100,7 +109,7 @@ class Stopwatch:
         self.rank = rank
         self.place = place
         self.clock = clock
-        self._marked: list[tuple[str, str, Mark, Mark]] = []
+        self._marked: list[_Marked] = []
 
     def span(self, kind: str, op: str = "", peer: int | None = None) -> "Spanned":
         """Return the context of a span; the work inside it is also the host's place."""
@@ -109,7 +118,7 @@ class Stopwatch:
     def ended(self, doing: Doing, begin: Mark) -> None:
         """End a span, whose work the device may not have finished."""
         end = self.clock.mark()
-        self._marked.append((doing.kind, doing.op, begin, end))
+        self._marked.append(_Marked(doing.kind, doing.op, begin, end))
         self.place.handed_over(doing, begin, end)
 
     @property

@@ -267,7 +267,8 @@ def _write(folder: Path, stored: StoredModel, parts: list[Outgoing], description
     manifest = stored.manifest
     lineage = {name: value for name, value in manifest.said.items() if name not in OWN}
     lineage[QUANTIZATION] = dict(description)
-    write_manifest(temporary, manifest.progress, manifest.said["model"], [written], lineage)
+    model = manifest.said["model"]
+    write_manifest(temporary, manifest.progress, model, written=[written], lineage=lineage)
     files.publish(temporary, ())
 
 

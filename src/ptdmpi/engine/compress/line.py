@@ -1,6 +1,7 @@
 """Messages between data ranks about a batch of tiles: encoded, sent, decoded, averaged."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,14 @@ from ptdmpi.model.random import fold
 
 # The source of a server's draws. It is no data rank, so the draws do not depend on who serves.
 SERVER = -2
+
+
+class DrawnUnits(NamedTuple):
+    """The units of one length in tiles: their columns, the length, and their random numbers."""
+
+    columns: slice
+    length: int
+    draws: Draws
 
 
 @dataclass(frozen=True)
@@ -97,13 +106,13 @@ class Coder:
                 at += size
         return arrived
 
-    def _units(self, source: int, number: int) -> list[tuple[slice, int, Draws]]:
+    def _units(self, source: int, number: int) -> list[DrawnUnits]:
         units = []
         for columns, length, numbers in self.batch.units:
             if self.tiles is not None:
                 numbers = numbers.of_tiles(self.tiles, self.batch.tiles)
             draws = Draws(numbers.here, fold(self.key, number), source, numbers.host)
-            units.append((columns, length, draws))
+            units.append(DrawnUnits(columns, length, draws))
         return units
 
 

@@ -79,8 +79,9 @@ class Qsgd(Quantiser):
 
     def values(self, codes: Tensor, scales: Tensor) -> Tensor:
         parts = (codes - self.levels).to(scales.dtype) / self.levels
-        shrink = 1.0 if self.unbiased else 1.0 + self.omega(codes.shape[1])
-        return parts * scales / shrink
+        if self.unbiased:
+            return parts * scales
+        return parts * scales / (1.0 + self.omega(codes.shape[1]))
 
     def omega(self, length: int) -> float:
         """Return the bound of the variance, as the contract says."""
@@ -89,7 +90,9 @@ class Qsgd(Quantiser):
     def delta(self, length: int) -> float:
         """Return the least contraction, as the contract says."""
         omega = self.omega(length)
-        return max(0.0, 1.0 - omega) if self.unbiased else 1.0 / (1.0 + omega)
+        if self.unbiased:
+            return max(0.0, 1.0 - omega)
+        return 1.0 / (1.0 + omega)
 
 
 class Sign(Quantiser):

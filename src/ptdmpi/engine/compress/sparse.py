@@ -130,7 +130,9 @@ class RandomK(Sparse):
         """Return the numbers that the codes represent, as the contract says."""
         values, _ = part(code, self.count(draws, length), dtype)
         decoded = values.new_zeros((len(draws.units), length))
-        decoded[self.places(decoded, draws)] = values / self.ratio if self.unbiased else values
+        if self.unbiased:
+            values = values / self.ratio
+        decoded[self.places(decoded, draws)] = values
         return decoded
 
     def omega(self, length: int) -> float:
@@ -139,4 +141,6 @@ class RandomK(Sparse):
 
     def delta(self, length: int) -> float:
         """Return the least contraction, as the contract says."""
-        return max(0.0, 1.0 - self.omega(length)) if self.unbiased else self.ratio
+        if self.unbiased:
+            return max(0.0, 1.0 - self.omega(length))
+        return self.ratio

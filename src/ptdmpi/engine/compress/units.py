@@ -130,6 +130,15 @@ class Numbers(NamedTuple):
         )
 
 
+class NumberedUnits(NamedTuple):
+    """The units of one length in tiles: their columns, the length, and their numbers, tile by
+    tile."""
+
+    columns: slice
+    length: int
+    numbers: Numbers
+
+
 class TileBatch:
     """Tiles of one size, handled together: [tiles, width].
 
@@ -147,14 +156,14 @@ class TileBatch:
         dealt = [number for slab in some for number in slab.numbers()]
         self.numbers = Numbers.of(dealt, device)
         whole = self.width // longest
-        self.units: list[tuple[slice, int, Numbers]] = []
+        self.units: list[NumberedUnits] = []
         for runs, columns, length in (
             (range(whole), slice(0, whole * longest), longest),
             (range(whole, whole + 1), slice(whole * longest, None), self.width % longest),
         ):
             if len(runs) and length:
                 names = [name for slab in some for name in slab.names(runs)]
-                self.units.append((columns, length, Numbers.of(names, device)))
+                self.units.append(NumberedUnits(columns, length, Numbers.of(names, device)))
 
     def read(self, flat: Tensor) -> Tensor:
         """Return a copy [tiles, width] of the tiles in a tensor of the flat order."""

@@ -45,6 +45,7 @@ class Compressed(DataParallel):
         self.bits_per_element = self.compression.bits_per_element
 
     def after_update(self, step: int, skipped: bool) -> None:
+        """Note that weights and what is remembered belong to the same step again."""
         self._midway = False
 
     @property

@@ -101,6 +101,7 @@ class Decentralized(DataParallel):
             exchange.handle.done()
 
     def end(self, op: Op) -> None:
+        """Test the exchanges under way once more, after the op."""
         super().end(op)
         self.begin(op)
 
@@ -133,8 +134,10 @@ class Decentralized(DataParallel):
 
     def _averaged_parts(self) -> list[tuple[int, Tensor]]:
         """Return the parts of the state that are averaged, each with the number of its unit."""
-        moments = self.replica.config.optimizer.moments if self.settings.average_moments else ()
-        kinds = [self.state.kinds[name] for name in ("weights", *moments)]
+        names = ["weights"]
+        if self.settings.average_moments:
+            names += self.replica.config.optimizer.moments
+        kinds = [self.state.kinds[name] for name in names]
         return [(number, part) for kind in kinds for number, part in enumerate(kind.parts)]
 
     @property
@@ -171,11 +174,13 @@ class _Arriving(Walk):
         self._method = method
 
     def forward(self, place: str) -> None:
+        """Wait for the weights of the place."""
         self._method.arrive(self._uses[place])
 
     def backward(self, place: str | None) -> None:
         """Do nothing: every place was in forward before."""
 
     def enter(self, place: str, x: Tensor) -> Tensor:
+        """Wait for the weights of the place, and return its input unchanged."""
         self.forward(place)
         return x

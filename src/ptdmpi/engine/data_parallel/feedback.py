@@ -39,6 +39,7 @@ class CompressedTiles:
         return self.batch.read(self.state.kinds[kind].parts[0])
 
     def write(self, kind: str, values: Tensor) -> None:
+        """Write values [tiles, width] to one kind of the state."""
         self.batch.write(self.state.kinds[kind].parts[0], values)
 
     def code_bytes(self) -> int:
@@ -56,6 +57,7 @@ class CompressedTiles:
 
     @property
     def coder(self) -> Coder:
+        """Return the encoder and decoder of these tiles."""
         assert not isinstance(self.compressor, LowRank)
         return Coder(self.compressor, self.batch, self.key, self.rounds)
 
@@ -163,7 +165,9 @@ class Compression:
 
     def places(self, state: State) -> Iterator[CompressedTiles]:
         """Yield all tiles, with the draws for the number of updates that `state` counts."""
-        rounds = self.section.rounds if self.section.error_feedback == "neolithic" else 1
+        rounds = 1
+        if self.section.error_feedback == "neolithic":
+            rounds = self.section.rounds
         key = fold(self.seed, PURPOSE, state.counters.updates)
         code_bytes = elements = 0
         for batch in self.batches:
@@ -171,7 +175,9 @@ class Compression:
             yield place
             code_bytes += place.code_bytes()
             elements += batch.tiles * batch.width
-        self.bits_per_element = 8 * code_bytes / elements if elements else None
+        self.bits_per_element = None
+        if elements:
+            self.bits_per_element = 8 * code_bytes / elements
 
     def mean(self, state: State, flat: Tensor) -> None:
         """Replace each replica's `flat`, in the flat order, by the mean of the decoded codes of all

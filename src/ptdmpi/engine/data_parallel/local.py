@@ -30,8 +30,9 @@ class Local(DataParallel):
         super().__init__(replica)
         self.settings = replica.config.data_parallel
         self.kinds = kinds_of(self.settings)
-        compresses = self.settings.compressor != "none"
-        self.compression = Compression(replica) if compresses else None
+        self.compression: Compression | None = None
+        if self.settings.compressor != "none":
+            self.compression = Compression(replica)
 
     def reduce(self) -> None:
         """Multiply the gradients by d, to get the gradient of this replica's own mean loss. The
@@ -44,7 +45,9 @@ class Local(DataParallel):
         self.bits_per_element = None
         if (step + 1) % self.settings.local_steps:
             return
-        averaged = [] if self.compression else ["weights"]
+        averaged = []
+        if self.compression is None:
+            averaged.append("weights")
         if self.settings.average_moments:
             averaged += self.replica.config.optimizer.moments
         for kind in averaged:

@@ -114,4 +114,6 @@ class DataParallel(OpHook):
         if not self.differs:
             return value  # already equal: no message
         values = self.data.all_gather_object(value)
-        return math.nan if any(map(math.isnan, values)) else max(values)
+        if any(map(math.isnan, values)):
+            return math.nan
+        return max(values)

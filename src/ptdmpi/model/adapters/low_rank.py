@@ -26,17 +26,23 @@ class LowRankAdapter(Computing):
         """`tensor`: (rank, size) of the tensor axis."""
         super().__init__()
         rank, size = tensor
-        self.part, self.columns = part, columns
+        self.part = part
+        self.columns = columns
+        self.first_channel = 0
+        inputs: Split | None = None
+        outputs: Split | None = None
         rows = part.split == "rows"
-        inputs = Split(1, (part.inputs,)) if rows else None
-        most = None if part.most is None else (part.most,)
-        outputs = None if rows else Split(0, (part.outputs,), most)
+        if rows:
+            inputs = Split.of_one(1, part.inputs)
+            self.first_channel = rank * part.local(size)[0]
+        else:
+            outputs = Split.of_one(0, part.outputs, part.most)
         # the variance that `peft` begins with: uniform in +-1/sqrt(inputs)
         std = (3 * part.inputs) ** -0.5
-        a, b = (part.rank, part.inputs), (part.outputs, part.rank)
-        self.a = declare(size, a, std, split=inputs, partial_gradient=not rows)
-        self.b = declare(size, b, "zeros", split=outputs, partial_gradient=rows)
-        self.first_channel = rank * part.local(size)[0] if rows else 0
+        shape_of_a = (part.rank, part.inputs)
+        shape_of_b = (part.outputs, part.rank)
+        self.a = declare(size, shape_of_a, std, split=inputs, partial_gradient=not rows)
+        self.b = declare(size, shape_of_b, "zeros", split=outputs, partial_gradient=rows)
 
     def drop(self, x: Tensor, stream: RandomStream | None) -> Tensor:
         """Apply dropout to the input, or to its gradient; the mask is drawn again, not kept."""

@@ -16,8 +16,7 @@ class ScaleAdapter(nn.Module):
     def __init__(self, part: Scale, tensor_size: int, columns: slice) -> None:
         super().__init__()
         self.columns = columns
-        most = None if part.most is None else (part.most,)
-        split = Split(0, (part.size,), most)
+        split = Split.of_one(0, part.size, part.most)
         self.weight = declare(tensor_size, (part.size,), "ones", split=split)
 
 
@@ -25,22 +24,27 @@ def rescaled(x: Tensor, adapters: Sequence[ScaleAdapter]) -> Tensor:
     """Return x [s, b, c] with the channels of each adapter multiplied by its factors."""
     if not adapters:
         return x
-    scales = [(one.columns, one.weight) for one in adapters]
+    scales = [(adapter.columns, adapter.weight) for adapter in adapters]
     return _Rescale.apply(x, scales, *(weight for _, weight in scales))
 
 
 class _Rescale(Function):
+    """The product of some channels with their factors. It keeps the channels that are scaled."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, scales: Sequence[tuple[slice, Parameter]], *weights: Tensor
     ) -> Tensor:
-        ctx.scales, y = scales, x.clone()
+        ctx.scales = scales
+        y = x.clone()
         kept = []
         for columns, weight in scales:
             y[..., columns].mul_(weight)
             # all of x if all is scaled: a copy of a part would be kept in addition to it
             part = x[..., columns]
-            kept.append(x if part.shape == x.shape else part.clone())
+            if part.shape != x.shape:
+                part = part.clone()
+            kept.append(part)
         ctx.save_for_backward(*kept)
         return y
 

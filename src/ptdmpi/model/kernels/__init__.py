@@ -37,7 +37,8 @@ class Kernels:
     def __init__(
         self, choice: HostChoice | None = None, precision: Precision | None = None
     ) -> None:
-        self.choice, self.precision = choice, precision
+        self.choice = choice
+        self.precision = precision
         # the type whose products are computed in a wider one, by the recipe
         self._narrow: torch.dtype | None = None
         if precision is None or precision.product.operands == precision.compute:
@@ -68,7 +69,9 @@ class Kernels:
 
     def widened(self, x: Tensor) -> Tensor:
         """Return the operand of a product as it is multiplied on its device."""
-        return x.float() if self.widens(x.device.type, x.dtype) else x
+        if self.widens(x.device.type, x.dtype):
+            return x.float()
+        return x
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x W^T + b: x [..., i], weight [o, i], bias [o] -> [..., o]."""
@@ -79,7 +82,8 @@ class Kernels:
             return linear_by_onednn(x, weight, bias)
         if not self.widens(x.device.type, x.dtype):
             return F.linear(x, weight, bias)
-        bias = None if bias is None else bias.float()
+        if bias is not None:
+            bias = bias.float()
         return F.linear(x.float(), weight.float(), bias).to(x.dtype)
 
     def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
@@ -90,14 +94,14 @@ class Kernels:
         return (self.widened(dy) @ self.widened(weight)).to(dy.dtype)
 
     def _fuses(self, x: Tensor, weight: Tensor, which: Literal["output", "input_gradient"]) -> bool:
-        """Return True if oneDNN's fused call is used for the product of x [..., i] and a matrix."""
+        """Return True if oneDNN's fused call is used for the product of x [..., i] and a matrix;
+        `which` names its limit in `OneDnnLinears`."""
         if x.device.type != "cpu" or x.dtype not in FUSED_TYPES or not x.numel():
             return False
         # in a graph that call is for constant weights only (Inductor asserts it)
         if self.widens("cpu", x.dtype) or torch.compiler.is_compiling():
             return False
-        linear = self.chosen("cpu", x.dtype).linear
-        least = linear.output if which == "output" else linear.input_gradient
+        least: float = getattr(self.chosen("cpu", x.dtype).linear, which)
         return x.shape[:-1].numel() * weight.numel() >= least
 
     def add_weight_gradient(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
@@ -151,7 +155,9 @@ def compute_by(module: nn.Module, kernels: Kernels) -> None:
 def operand(weight: Tensor) -> Tensor:
     """Return the operand of a product for a weight: for a quantized weight its values, made for
     this product only."""
-    return weight.operand if isinstance(weight, Parameter) else weight
+    if isinstance(weight, Parameter):
+        return weight.operand
+    return weight
 
 
 def linear_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

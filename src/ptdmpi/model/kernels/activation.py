@@ -119,8 +119,11 @@ def _chunks(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, list[Tensor],
 def _sigmoid(x: Tensor, room: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return x in the type of computation, z and S(z), each in its part of the room; the third part
     is free."""
-    z, sigmoid, square, copy = room
-    wide = x if x.dtype == z.dtype else copy.copy_(x)
+    z, sigmoid, square, wide = room
+    if x.dtype == z.dtype:
+        wide = x
+    else:
+        wide.copy_(x)
     torch.mul(wide, wide, out=square)
     torch.addcmul(wide, wide, square, value=CUBE, out=z).mul_(SLOPE)
     return wide, z, torch.sigmoid(z, out=sigmoid)
@@ -132,7 +135,9 @@ class _Gelu(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         y, slope = (torch.empty(x.shape, dtype=x.dtype) for _ in "ys")
-        ctx.shrunk = SHRUNK if x.dtype in HALF_TYPES else 1.0
+        ctx.shrunk = 1.0
+        if x.dtype in HALF_TYPES:
+            ctx.shrunk = SHRUNK
         _write_with_slope(x, y, slope, ctx.shrunk)
         ctx.save_for_backward(slope)
         return y
@@ -202,4 +207,6 @@ def _gate_gradient(dy: Tensor, gate: Tensor, activation: str) -> Tensor:
 
 
 def _opened(gate: Tensor, activation: str) -> Tensor:
-    return F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate="tanh")
+    if activation == "swiglu":
+        return F.silu(gate)
+    return F.gelu(gate, approximate="tanh")

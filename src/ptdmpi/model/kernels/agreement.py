@@ -32,6 +32,8 @@ FILE = "kernels.json"  # in the run directory
 BACKENDS = {"fa3": "FLASH_ATTENTION", "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 # for inputs that none of these takes, such as float32
 REST = ("EFFICIENT_ATTENTION", "MATH")
+# the kernels that every host can compute
+ANYWHERE = replace(BY_LIBRARY, half="widened")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,15 @@ class Abilities(NamedTuple):
     multiplies: bool
 
 
+class Settled(NamedTuple):
+    """The choice of all hosts, the report on each kind of kernel, and whether any kind stays as it
+    was although another one is faster."""
+
+    choice: HostChoice
+    lines: list[str]
+    keeps_slower: bool
+
+
 class Agreed(NamedTuple):
     """The kernels that a run keeps, in their stored form, and those that it uses now."""
 
@@ -69,7 +80,7 @@ def stored(choice: Choice) -> dict[str, list[str]]:
 def offered(device: torch.device) -> tuple[str, ...]:
     """Return the available backends of the table's first entry for a device, fastest first; none
     for a device that is not in the table, such as the host."""
-    vendor = "rocm" if device.type == "cuda" and torch.version.hip else device.type
+    vendor = host.vendor(device.type)
     for entry in table()["device_attention"]:
         if entry["device"] == vendor and entry["capability"] in ("", _capability(device)):
             return tuple(way for way in entry["ways"] if way != "fa3" or _has_fa3())
@@ -106,6 +117,7 @@ def agreed(
     folder: Path,
     place: RunPlace,
     before: Stored | None,
+    *,
     say: Callable[[str], None],
 ) -> Choice:
     """Return the kernels of this run on all its ranks, which all call it.
@@ -115,8 +127,10 @@ def agreed(
     fastest by measurement are chosen. The run directory keeps them from now on, and `say` reports
     them in one line, with the reasons.
     """
-    found = world.on_root(lambda: _kept(folder))
-    known: Stored = {} if before is None else found or before
+    kept_here = world.on_root(lambda: _kept(folder))
+    known: Stored = {}
+    if before is not None:
+        known = kept_here or before
     if place.device.type == "cpu":
         settled = _on_hosts(world, place, known, say)
     else:
@@ -136,31 +150,35 @@ def _on_hosts(world: "World", place: RunPlace, known: Stored, say: Callable[[str
     if not able[0].multiplies:
         fastest = replace(fastest, half="widened")
     fastest = world.control.bcast(fastest)
-    settled, lines, changed = _as_before(fastest, read(known), able, dtype)
-    report = ", ".join(lines)
-    if changed:
+    settled = _as_before(fastest, read(known), able, dtype)
+    report = ", ".join(settled.lines)
+    if settled.keeps_slower:
         report += '; run.kernels = "anew" takes what is quickest'
     say(report)
-    return Agreed(written(settled), settled)
+    return Agreed(written(settled.choice), settled.choice)
 
 
 def _as_before(
     fastest: HostChoice, kept: Mapping[str, Any], able: list[Abilities], dtype: torch.dtype
-) -> tuple[HostChoice, list[str], bool]:
+) -> Settled:
     """Return the choice that `kept` has, or else the fastest, limited to kernels that all hosts are
-    `able` to compute; the report on each kind; and True if any kind stays as it was although
-    another one is faster."""
+    `able` to compute."""
     taken: dict[str, Any] = {}
-    lines, changed = [], False
+    lines: list[str] = []
+    changed = False
     for kind in KINDS:
         fresh = getattr(fastest, kind)
         wanted = _wanted(kind, fresh, kept)
         is_lost = not _can(kind, wanted, able)
-        taken[kind] = _instead(kind) if is_lost else wanted
+        taken[kind] = wanted
+        if is_lost:
+            taken[kind] = getattr(ANYWHERE, kind)
         if kind == "half" and dtype not in host.HALF_TYPES:
             continue
         text = text_of(kind, taken[kind])
-        line = f"half types {text}" if kind == "half" else f"{kind} by {text}"
+        line = f"{kind} by {text}"
+        if kind == "half":
+            line = f"half types {text}"
         if is_lost:
             line += f", for {text_of(kind, wanted)} is not here"
             if "attention" in kept:
@@ -169,7 +187,7 @@ def _as_before(
             changed = True
             line += f" (as before; quickest here: {text_of(kind, fresh)})"
         lines.append(line)
-    return HostChoice(**taken), lines, changed
+    return Settled(HostChoice(**taken), lines, changed)
 
 
 def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
@@ -180,7 +198,9 @@ def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
         return kept[kind]
     # a run from before there was a choice keeps the library's kernels, so that its bits repeat;
     # its half types were computed as the processor does
-    return fresh if kind == "half" else getattr(BY_LIBRARY, kind)
+    if kind == "half":
+        return fresh
+    return getattr(BY_LIBRARY, kind)
 
 
 def _can(kind: str, wanted: Any, able: list[Abilities]) -> bool:
@@ -190,11 +210,6 @@ def _can(kind: str, wanted: Any, able: list[Abilities]) -> bool:
     if kind == "half" and wanted == "native":
         return all(each.multiplies for each in able)
     return True
-
-
-def _instead(kind: str) -> Any:
-    """Return the choice that every host can compute."""
-    return "widened" if kind == "half" else getattr(BY_LIBRARY, kind)
 
 
 def _on_devices(
@@ -223,10 +238,12 @@ def _on_devices(
 
 def _kept(folder: Path) -> Stored | None:
     try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        stored_choice = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    if not isinstance(stored_choice, dict):
+        return None
+    return stored_choice
 
 
 @contextlib.contextmanager

@@ -79,7 +79,8 @@ class AttentionCore:
     input computes it."""
 
     def __init__(self, scores: Scores, kernels: Kernels = USUAL) -> None:
-        self.scores, self.kernels = scores, kernels
+        self.scores = scores
+        self.kernels = kernels
         self.implementations: tuple[Implementation, ...] = (
             ProductKernel(scores, kernels),
             PackedKernel(scores),
@@ -122,7 +123,8 @@ class AttentionCore:
     def under_mask(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         """Return attention of each query to the keys that `seen` (bool [b, 1, queries, keys]) lets
         it see, for generation with a cache."""
-        kernels, scores = self.kernels, self.scores
+        kernels = self.kernels
+        scores = self.scores
         if not scores.softcap:
             # the queries of a group become those of one head: with a mask no fused kernel of a GPU
             # takes fewer key heads than query heads
@@ -145,14 +147,17 @@ class ProductKernel:
     """Attention by products of matrices over blocks of queries (`by_products`)."""
 
     def __init__(self, scores: Scores, kernels: Kernels) -> None:
-        self.scores, self.kernels = scores, kernels
+        self.scores = scores
+        self.kernels = kernels
 
     def _chosen(self, given: Input) -> AttentionByProducts | None:
         # a compiled graph has no blocks, and uses no choice
         if not self.scores.causal or not _is_long_on_cpu(given):
             return None
         chosen = self.kernels.chosen(given.q.device.type, given.q.dtype).attention
-        return chosen if isinstance(chosen, AttentionByProducts) else None
+        if isinstance(chosen, AttentionByProducts):
+            return chosen
+        return None
 
     def takes(self, given: Input) -> bool:
         """Return True for soft caps, and for long causal attention on a CPU if products are chosen
@@ -195,10 +200,12 @@ class PackedKernel:
             offsets = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device)
             longest = s
         else:
-            offsets, longest = documents.offsets, documents.longest
+            offsets = documents.offsets
+            longest = documents.longest
         packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [b s, heads, head size]
-        # as many keys before a query's own and after it; -1: all
-        window = (self.scores.window - 1, 0) if self.scores.causal else (-1, -1)
+        window = (-1, -1)  # as many keys before a query's own and after it; -1: all
+        if self.scores.causal:
+            window = (self.scores.window - 1, 0)
         out = packed_attention(
             *packed,
             offsets,
@@ -240,7 +247,8 @@ class BlockedKernel:
     """The library's kernel in blocks of queries (`blocks`)."""
 
     def __init__(self, scores: Scores, kernels: Kernels) -> None:
-        self.scores, self.kernels = scores, kernels
+        self.scores = scores
+        self.kernels = kernels
 
     def takes(self, given: Input) -> bool:
         """Return True for windows and documents, and for long causal attention on a CPU, of keys
@@ -264,7 +272,8 @@ class WholeKernel:
     """PyTorch's kernel of full attention. On a GPU it returns no log-sum-exp."""
 
     def __init__(self, scores: Scores, kernels: Kernels) -> None:
-        self.scores, self.kernels = scores, kernels
+        self.scores = scores
+        self.kernels = kernels
 
     def takes(self, given: Input) -> bool:
         """Return True: this last kernel accepts every input that the others left."""
@@ -277,7 +286,8 @@ class WholeKernel:
         if grouped and not _shares_keys(given.q):
             k, v = _for_each_head(given.q, k, v)
             grouped = False
-        causal, scale = self.scores.causal, self.scores.scale
+        causal = self.scores.causal
+        scale = self.scores.scale
         if with_logsumexp and q.device.type == "cpu":
             out, sums = _fused_on_cpu(q, k, v, scale, causal=causal)
             return AttentionResult(out.to(given.q.dtype), sums)
@@ -361,7 +371,9 @@ def hidden_keys(k: Tensor, seen: Sight) -> Tensor | None:
     if seen.documents is None:
         return hidden
     others = seen.documents.others(seen.positions)
-    return others if hidden is None else others.logical_or_(hidden)
+    if hidden is not None:
+        others.logical_or_(hidden)
+    return others
 
 
 @cache
@@ -373,4 +385,6 @@ def _packed_attention() -> Callable[..., Any] | None:
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters.keys()
-    return varlen_attn if {"window_size", "enable_gqa", "scale"} <= known else None
+    if not {"window_size", "enable_gqa", "scale"} <= known:
+        return None
+    return varlen_attn

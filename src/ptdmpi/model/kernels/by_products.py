@@ -77,7 +77,8 @@ class ProductAttention(Function):
                 ctx.mark_non_differentiable(logsumexp)
             return out.to(q.dtype), logsumexp
         out = torch.empty_like(q)
-        values, kept = v.contiguous(), list[Tensor]()
+        values = v.contiguous()
+        kept: list[Tensor] = []
         if with_logsumexp:
             wide_type = torch.promote_types(q.dtype, torch.float32)
             logsumexp = torch.empty(q.shape[:3], dtype=wide_type, device=q.device)
@@ -95,7 +96,8 @@ class ProductAttention(Function):
     def backward(ctx: Any, dout: Tensor, *nothing: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, *kept = ctx.saved_tensors
         work: ProductWork = ctx.work
-        kernels, scale = work.kernels, work.seen.scores.scale
+        kernels = work.kernels
+        scale = work.seen.scores.scale
         wide = torch.promote_types(q.dtype, torch.float32)
         narrow_q, narrow_k, values, dout = (part.contiguous() for part in (q, k, v, dout))
         dq = torch.empty_like(q)
@@ -149,16 +151,16 @@ def _weighted(
     # once for all blocks, and in the layout that is fast in products
     wide_q, wide_k = (x.to(wide, memory_format=torch.contiguous_format) for x in (q, k))
     narrow = work.how.fpmath and q.dtype == torch.bfloat16
-    if not narrow:
-        wide_q = wide_q * scores.scale
+    scale = scores.scale
+    if not narrow:  # else its operands stay numbers of bfloat16
+        wide_q = wide_q * scale
+        scale = 1.0
     for queries, keys, mask in _tiles(wide_q, wide_k, work):
-        with _rounding_operands() if narrow else contextlib.nullcontext():
-            products = _products(
-                wide_q[queries],
-                wide_k[keys],
-                None if scores.softcap else mask,
-                scores.scale if narrow else 1.0,  # its operands are numbers of bfloat16
-            )
+        added = mask
+        if scores.softcap:
+            added = None  # after the cap
+        with _rounding_operands(narrow):
+            products = _products(wide_q[queries], wide_k[keys], added, scale)
         tangent = None
         if scores.softcap:
             tangent = products.mul_(1.0 / scores.softcap).tanh_()
@@ -173,26 +175,29 @@ def _weighted(
 
 def _products(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Return scale q k^T plus the mask: [b, key heads, group queries, keys]."""
-    grouped, keys = by_key_head(q, k), k.transpose(-1, -2)
+    grouped = by_key_head(q, k)
+    keys = k.transpose(-1, -2)
     if mask is None:
-        begin, counts = q.new_empty(1), 0.0
+        begin = q.new_empty(1)
+        counts = 0.0
     else:
         # product and mask in one pass
-        begin, counts = mask.repeat(grouped.shape[2] // len(mask), 1), 1.0
+        begin = mask.repeat(grouped.shape[2] // len(mask), 1)
+        counts = 1.0
     flat = torch.baddbmm(begin, grouped.flatten(0, 1), keys.flatten(0, 1), beta=counts, alpha=scale)
     return flat.view(*grouped.shape[:3], -1)
 
 
 @contextlib.contextmanager
-def _rounding_operands() -> Iterator[None]:
-    """Set oneDNN's fpmath mode "bf16", which torch has since 2.9.
+def _rounding_operands(wanted: bool) -> Iterator[None]:
+    """Set oneDNN's fpmath mode "bf16", which torch has since 2.9, if it is wanted.
 
     oneDNN then computes float32 products, and may round their operands for units that multiply
     bfloat16. That changes nothing if they are bfloat16 numbers. The mode is process-wide while the
     context lasts.
     """
     settings: Any = getattr(torch.backends.mkldnn, "matmul", None)
-    if settings is None:
+    if settings is None or not wanted:
         yield
         return
     before = settings.fp32_precision

@@ -4,7 +4,7 @@ computes it, by the measurements of presets/kernels.toml or as a run has agreed 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -45,7 +45,7 @@ class AttentionByProducts:
     @property
     def kept_block(self) -> int:
         """Return the queries of a block whose probabilities are kept; 0 if they are not kept."""
-        return self.block if self.keeps else 0
+        return self.block * self.keeps
 
 
 HostAttention = AttentionByLibrary | AttentionByProducts
@@ -83,11 +83,10 @@ def measured_choice(dtype: torch.dtype, own: Entries) -> HostChoice:
     fits, the library computes it.
     """
     attention, linear, gelu = (_entry(kind, dtype, own) for kind in ("attention", "linear", "gelu"))
-    return HostChoice(
-        _attention(attention),
-        _linear(linear),
-        "sigmoid" if gelu.get("way") == "sigmoid" else "library",
-    )
+    chosen = HostChoice(_attention(attention), _linear(linear))
+    if gelu.get("way") == "sigmoid":
+        return replace(chosen, gelu="sigmoid")
+    return chosen
 
 
 def _attention(entry: Mapping[str, Any]) -> HostAttention:
@@ -121,4 +120,6 @@ def _entry(kind: str, dtype: torch.dtype, own: Entries) -> Mapping[str, Any]:
 @asked_once
 def usual_choice(device_type: str, dtype: torch.dtype) -> HostChoice:
     """Return the choice that is used outside a run, which would have agreed on one."""
-    return measured_choice(dtype, {}) if device_type == "cpu" else BY_LIBRARY
+    if device_type != "cpu":
+        return BY_LIBRARY
+    return measured_choice(dtype, {})

@@ -27,10 +27,18 @@ def asked_once(ask: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(ask)
     def answer(*arguments: P.args, **named: P.kwargs) -> R:
+        """Return what `ask` has returned for these arguments the first time."""
         result: R = known(*arguments, **named)
         return result
 
     return answer
+
+
+def vendor(device_type: str) -> str:
+    """Return the kind of a device as the table of kernels has it: torch calls AMD's "cuda" too."""
+    if device_type == "cuda" and torch.version.hip:
+        return "rocm"
+    return device_type
 
 
 @asked_once
@@ -51,9 +59,8 @@ def has_fused() -> bool:
 def adds_wide(device_type: str) -> bool:
     """Return True if one kernel of this device adds a product of half types to a float32 sum."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    vendor = "rocm" if torch.version.hip else device_type
     for entry in table()["weight_gradient"]:
-        if entry["device"] == vendor and version >= tuple(entry["torch"]):
+        if entry["device"] == vendor(device_type) and version >= tuple(entry["torch"]):
             return bool(entry["way"] == "adds")
     return False
 

@@ -16,7 +16,7 @@ skipped: they were written for another kind of device, or by another version.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ptdmpi.model.kernels.choice import (
@@ -70,11 +70,14 @@ def _write_attention(attention: HostAttention) -> str:
 def _read_attention(parts: Sequence[str]) -> HostAttention | None:
     name, *rest = parts
     if name == "library":
-        return AttentionByLibrary(float(rest[0]) if rest else math.inf)
+        return AttentionByLibrary(*map(float, rest[:1]))
     if name != "products":
         return None
-    block = int(rest[0]) if rest else QUERY_BLOCK
-    return AttentionByProducts(block, **{name: word in rest for word, name in WORDS.items()})
+    words = {attribute: word in rest for word, attribute in WORDS.items()}
+    chosen = AttentionByProducts(**words)
+    if rest:
+        return replace(chosen, block=int(rest[0]))
+    return chosen
 
 
 def _write_linear(linear: OneDnnLinears) -> str:
@@ -93,7 +96,7 @@ def _read_linear(parts: Sequence[str]) -> OneDnnLinears | None:
 
 
 def _one_of(*names: str) -> Callable[[Sequence[str]], str | None]:
-    return lambda parts: parts[0] if parts[0] in names else None
+    return lambda parts: next((name for name in names if name == parts[0]), None)
 
 
 @dataclass(frozen=True)

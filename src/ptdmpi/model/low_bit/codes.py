@@ -27,16 +27,17 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix [o, i], its float32 numbers rounded to `dtype`."""
-        found = torch.empty(self._shape, dtype=dtype, device=self.codes.device)
+        whole = torch.empty(self._shape, dtype=dtype, device=self.codes.device)
         step = _rows_at_once(self.codes, self._shape[1])
-        for first in range(0, len(found), step):
+        for first in range(0, len(whole), step):
             rows = slice(first, first + step)
-            found[rows] = decoded(self.codes[rows], self.scales[rows], self.form)
-        return found
+            whole[rows] = decoded(self.codes[rows], self.scales[rows], self.form)
+        return whole
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -94,14 +95,16 @@ def codes_of(x: Tensor, scales: Tensor, form: LowBit) -> Tensor:
     """Return the codes of the nearest levels, int64 [..., i], for x [..., i] and `scales` [..., i /
     block numbers]. A block of equal values has scale 0; its codes are those of level 0."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    blocks, numbers = x.to(wide).unflatten(-1, (-1, form.block)), _by_block(scales.to(wide), form)
+    blocks = x.to(wide).unflatten(-1, (-1, form.block))
+    numbers = _by_block(scales.to(wide), form)
     scale = numbers[..., :1]
     if form.numbers == 2:
         blocks = blocks - numbers[..., 1:]
     share = torch.where(scale != 0, blocks / scale, 0.0).flatten(-2)
     if form.codes == "nf4":
         return torch.bucketize(share, _middles(form, x.device, wide))
-    least, greatest = int(form.levels[0]), int(form.levels[-1])
+    least = int(form.levels[0])
+    greatest = int(form.levels[-1])
     return share.round_().clamp_(least, greatest).to(torch.int64) - least
 
 
@@ -133,24 +136,25 @@ def decoded(codes: Tensor, scales: Tensor, form: LowBit) -> Tensor:
 
 def packed(x: Tensor, form: LowBit, scales: Tensor | None = None) -> Packed:
     """Return a matrix [o, i] in quantized form; `scales` None: computed from the matrix."""
-    scales = scales_of(x, form) if scales is None else scales
+    if scales is None:
+        scales = scales_of(x, form)
     rows, columns = x.shape
     code = torch.empty(form.code_shape(rows, columns), dtype=torch.uint8, device=x.device)
     step = _rows_at_once(x, columns)
     for first in range(0, rows, step):
         part = slice(first, first + step)
-        found = codes_of(x[part], scales[part], form)
-        code[part] = pack(found.view(-1), form.bits).view(len(found), -1)
+        numbers = codes_of(x[part], scales[part], form)
+        code[part] = pack(numbers.view(-1), form.bits).view(len(numbers), -1)
     return Packed(code, scales, form)
 
 
 def rounded(x: Tensor, form: LowBit) -> Tensor:
     """Return the values that `packed` keeps of a matrix [o, i], in the type of x (fake
     quantization)."""
-    found = torch.empty_like(x)
+    result = torch.empty_like(x)
     step = _rows_at_once(x, x.shape[1])
     for first in range(0, len(x), step):
         rows = x[first : first + step]
         scales = scales_of(rows, form)
-        found[first : first + step] = values_of(codes_of(rows, scales, form), scales, form)
-    return found
+        result[first : first + step] = values_of(codes_of(rows, scales, form), scales, form)
+    return result

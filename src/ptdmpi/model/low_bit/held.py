@@ -2,6 +2,7 @@
 2023, arXiv 2305.14314, section 3)."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,16 @@ from ptdmpi.model.parameters import Entry
 from ptdmpi.plan.layer.low_bit import KIND_OF_CODES, KIND_OF_SCALES
 
 Narrow = Callable[[int, int], tuple[int, int]]  # (row, column) of a matrix -> that of its codes
+
+
+class PackedPart(NamedTuple):
+    """A part of the codes or of the scales (`kind`) of a matrix: the shape of the logical tensor,
+    the box in it, and its values."""
+
+    kind: str
+    shape: tuple[int, ...]
+    box: Box
+    values: Tensor
 
 
 class InFewBits:
@@ -53,12 +64,8 @@ class InFewBits:
         held.codes.copy_(made.codes)
         held.scales.copy_(made.scales)
 
-    def boxes(
-        self, entry: Entry, tensor_rank: int, tensor_size: int
-    ) -> Iterator[tuple[str, tuple[int, ...], Box, Tensor]]:
-        """Yield (kind, shape, box, values) of this tensor rank's part of the codes and of the
-        scales of a matrix: `shape` is that of the logical tensor, and `values` are those of the
-        box."""
+    def boxes(self, entry: Entry, tensor_rank: int, tensor_size: int) -> Iterator[PackedPart]:
+        """Yield this tensor rank's part of the codes and of the scales of a matrix."""
         held = self.of[entry.name]
         rows, columns = entry.declaration.shape
         for share in entry.declaration.held(tensor_rank, tensor_size):
@@ -66,11 +73,11 @@ class InFewBits:
                 (KIND_OF_CODES, held.codes, held.form.code_shape),
                 (KIND_OF_SCALES, held.scales, held.form.scale_shape),
             ):
-                here, there = _narrowed(share.local, narrow), _narrowed(share.logical, narrow)
-                yield kind, narrow(rows, columns), there, values[here.index]
+                here = _narrowed(share.local, narrow)
+                there = _narrowed(share.logical, narrow)
+                yield PackedPart(kind, narrow(rows, columns), there, values[here.index])
 
 
 def _narrowed(box: Box, narrow: Narrow) -> Box:
     """Return the box of the codes, or of the scales, for a box of whole blocks of a matrix."""
-    (top, left), (bottom, right) = box.start, box.stop
-    return Box(narrow(top, left), narrow(bottom, right))
+    return Box(narrow(*box.start), narrow(*box.stop))

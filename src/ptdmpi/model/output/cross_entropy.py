@@ -29,8 +29,9 @@ def token_log_probabilities(
     for rows in _chunks(flat):
         torch.sum((_wide(flat[rows]) - top[rows, None]).exp_(), -1, out=sums[rows])
     totals = axis.comm.all_reduce(torch.stack((sums, target)))
-    found = totals[1] - top - totals[0].log(), totals[1] >= top
-    return found[0].view(labels.shape), found[1].view(labels.shape)
+    logs = totals[1] - top - totals[0].log()
+    greatest = totals[1] >= top
+    return logs.view(labels.shape), greatest.view(labels.shape)
 
 
 def _columns(labels: Tensor, columns: int, axis: TensorAxis) -> tuple[Tensor, Tensor]:
@@ -54,7 +55,9 @@ def _widens(flat: Tensor) -> bool:
 
 def _wide(chunk: Tensor) -> Tensor:
     """Return the chunk in float32 at least: itself, or a copy."""
-    return chunk.float() if _widens(chunk) else chunk
+    if _widens(chunk):
+        return chunk.float()
+    return chunk
 
 
 def _greatest(flat: Tensor, local: Tensor, here: Tensor, axis: TensorAxis) -> tuple[Tensor, Tensor]:
@@ -89,15 +92,19 @@ class _CrossEntropy(Function):
         # one message for both: with a few bytes per token, latency dominates
         totals = axis.comm.all_reduce(torch.stack((sums, target)))
         losses = totals[0].log() + top - totals[1]
-        weights = None if weights is None else weights.reshape(-1).to(losses.dtype)
+        if weights is not None:
+            weights = weights.reshape(-1).to(losses.dtype)
+            losses = losses * weights
         ctx.save_for_backward(flat, local, here, weights, top, totals[0])
         ctx.shape = logits.shape
-        return (losses if weights is None else losses * weights).sum()
+        return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
         flat, local, here, weights, top, totals = ctx.saved_tensors
-        factors = scale.expand(here.shape) if weights is None else scale * weights
+        factors = scale.expand(here.shape)
+        if weights is not None:
+            factors = scale * weights
         labels = -(factors * here)[:, None]
         for rows in _chunks(flat):
             chunk = flat[rows]

@@ -29,13 +29,16 @@ class Output(ABC):
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         self.axis = axis
         self.modules: dict[str, nn.Module] = {}
-        self.final_norm = Norm(model) if "final_norm" in parts else None
-        if self.final_norm is not None:
+        self.final_norm: Norm | None = None
+        if "final_norm" in parts:
+            self.final_norm = Norm(model)
             self.modules["final_norm"] = self.final_norm
 
     def normalized(self, x: Tensor) -> Tensor:
         """Return the activations [s, b, h] after the final norm, if the model has one."""
-        return x if self.final_norm is None else self.final_norm(x)
+        if self.final_norm is None:
+            return x
+        return self.final_norm(x)
 
     @abstractmethod
     def losses(self, batch: Microbatch, x: Tensor, context: Context) -> dict[str, Tensor]:
@@ -104,7 +107,9 @@ class MaskedOutput(TokenOutput):
 
     def transformed(self, x: Tensor) -> Tensor:
         """Return the activations after BERT's linear, GELU and norm."""
-        return x if self.mlm is None else self.mlm(x)
+        if self.mlm is None:
+            return x
+        return self.mlm(x)
 
     def logits(self, batch: Microbatch, x: Tensor) -> Tensor:
         """Return the logits [k, b, V/t] at the masked positions."""
@@ -115,7 +120,9 @@ class MaskedOutput(TokenOutput):
     def of_all(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the logits at all positions, and those of a sentence order [b, 2]."""
         tokens = self.token_logits(x)
-        return (tokens,) if self.sentence is None else (tokens, self.sentence(x[0]))
+        if self.sentence is None:
+            return (tokens,)
+        return tokens, self.sentence(x[0])
 
     def losses(self, batch: Microbatch, x: Tensor, context: Context) -> dict[str, Tensor]:
         """Return the loss of the masked tokens, and that of the sentence orders."""
@@ -148,7 +155,7 @@ class ClassOutput(Output):
         scores = self.classes(x, context)
         # the candidates of a sample are neighbours in b
         scores = scores.view(batch.labels.shape[1], -1)
-        return scores if scores.dtype == torch.float64 else scores.float()
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
     def losses(self, batch: Microbatch, x: Tensor, context: Context) -> dict[str, Tensor]:
         """Return the loss of the samples, and the number of correctly classified ones."""

@@ -4,6 +4,7 @@ A new loss is a row of `LOSS_KINDS`, and a tensor by its name among the `losses`
 (`ptdmpi.model.output.heads`). Counts, weights, sums and records iterate over the rows.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -69,11 +70,12 @@ def weights(counts: Mapping[str, float]) -> dict[str, float]:
     """Return the factor of each loss except the task's, given the number of terms of each in the
     global batch: the loss of a step is the sum of their means, in units of the task's count."""
     task_count = counts[TASK] or 1.0
-    found: dict[str, float] = {}
-    for name, count in counts.items():
-        if name != TASK and LOSS_KINDS[name].trains:
-            found[name] = task_count / count if count else 0.0
-    return found
+    return {
+        # a sum without terms is 0, whatever its weight
+        name: task_count / (count or math.inf)
+        for name, count in counts.items()
+        if name != TASK and LOSS_KINDS[name].trains
+    }
 
 
 def recorded(losses: Mapping[str, SummedLoss]) -> dict[str, float]:

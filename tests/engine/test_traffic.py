@@ -6,11 +6,11 @@ from unittest.mock import patch
 import pytest
 
 from ptdmpi.comm.world import World
-from ptdmpi.engine.data_parallel import decentralized, messages
+from ptdmpi.engine.data_parallel import decentralized, pairwise
 from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.cost.traffic import StepTraffic
-from ptdmpi.plan.layout import messages as foreseen
-from ptdmpi.plan.layout.messages import RunMethod
+from ptdmpi.plan.layout import run_method
+from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.cluster import Model
 from tests._configs import layout
 from tests._engines import VOCAB_SIZE, build, microbatches
@@ -224,10 +224,10 @@ def test_methods_that_tell_less_send_what_the_closed_forms_say(comm):
         at = (axes["pipeline"].rank, axes["shard"].rank, axes["data"].rank)
         for step in range(2):
             some = microbatches(engine.config, step, axes["data"].rank)
-            with patch.multiple(foreseen, MESSAGE_ELEMENTS=7000, BUCKET_ELEMENTS=9000):
+            with patch.multiple(run_method, MESSAGE_ELEMENTS=7000, BUCKET_ELEMENTS=9000):
                 expected = closed_forms(engine).of(*at, step)
             with (
-                patch.object(messages, "MESSAGE_ELEMENTS", 7000),
+                patch.object(pairwise, "MESSAGE_ELEMENTS", 7000),
                 patch.object(decentralized, "BUCKET_ELEMENTS", 9000),
             ):
                 found = engine.step(step, some).traffic

@@ -8,7 +8,7 @@ from ptdmpi.config import Config, InputError
 from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.methods import MethodPricer
 from ptdmpi.plan.cost.price import Pricer
-from ptdmpi.plan.layout.messages import RunMethod
+from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.cluster import Model, cluster_names, load_cluster
 from ptdmpi.plan.schedule.simulate import Span, Timeline
 from ptdmpi.plan.show.table import lines

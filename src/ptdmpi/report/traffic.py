@@ -9,7 +9,7 @@ from ptdmpi.base.words import counted, file_size
 from ptdmpi.config import InputError
 from ptdmpi.plan.cost.traffic import StepTraffic
 from ptdmpi.plan.layout.grid import DATA
-from ptdmpi.plan.layout.messages import RunMethod
+from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.report import trained
 

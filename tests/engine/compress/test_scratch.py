@@ -4,7 +4,7 @@ more, and not much less."""
 import pytest
 
 from ptdmpi.comm.world import World
-from ptdmpi.plan.layout.messages import RunMethod
+from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.shape.codes import largest_tile
 from tests._configs import layout
 from tests._engines import build, measured

@@ -17,7 +17,7 @@ from ptdmpi.engine.data_parallel import METHODS
 from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layout.grid import grid_of
-from ptdmpi.plan.layout.messages import RunMethod
+from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.shape.parameters import parameter_count
 from tests._configs import layout, small
 from tests._engines import VOCAB_SIZE, build, course, measured, microbatches, whole_weights

@@ -17,7 +17,7 @@ from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.cost.methods import MethodPricer
 from ptdmpi.plan.cost.stage_memory import Cut
 from ptdmpi.plan.layer.parts import aligned
-from ptdmpi.plan.layout.messages import RunMethod
+from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.cluster import Model, load_cluster
 from ptdmpi.plan.shape import matrices
 from tests._configs import layout, small

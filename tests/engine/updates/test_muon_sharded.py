@@ -15,7 +15,7 @@ from ptdmpi.engine import muon
 from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.cost.methods import MethodPricer
 from ptdmpi.plan.cost.stage_memory import Cut
-from ptdmpi.plan.layout.messages import RunMethod
+from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from tests._configs import layout
 from tests._engines import (

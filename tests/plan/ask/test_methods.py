@@ -10,7 +10,7 @@ from ptdmpi.commands.ask import command
 from ptdmpi.config import DataParallelConfig, InputError
 from ptdmpi.plan.ask.methods import METHODS
 from ptdmpi.plan.cost.methods import MethodAxis, Told, messages, neighbours, sent_bytes
-from ptdmpi.plan.layout.messages import MESSAGE_ELEMENTS, RunMethod
+from ptdmpi.plan.layout.run_method import MESSAGE_ELEMENTS, RunMethod
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.machine.kernels import Group, Machine
 

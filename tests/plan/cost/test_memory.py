@@ -11,7 +11,7 @@ from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layer.account import kept, total_bytes
 from ptdmpi.plan.layer.folds import layer_items
 from ptdmpi.plan.layer.sizes import Sizes
-from ptdmpi.plan.layout.messages import BUCKET_ELEMENTS, MESSAGE_ELEMENTS
+from ptdmpi.plan.layout.run_method import BUCKET_ELEMENTS, MESSAGE_ELEMENTS
 from ptdmpi.plan.layout.stages import placement_of
 from ptdmpi.plan.machine.cluster import TRAINER, load_cluster, load_model
 from ptdmpi.plan.schedule.ops import FORWARD

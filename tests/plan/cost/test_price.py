@@ -11,7 +11,7 @@ from ptdmpi.config import InputError
 from ptdmpi.config.layout import Layout, complete, parse
 from ptdmpi.config.legality import layout_mistakes
 from ptdmpi.plan.cost.price import Pricer
-from ptdmpi.plan.layout.messages import RunMethod
+from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.plan.show import draw_memory

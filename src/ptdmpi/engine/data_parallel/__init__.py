@@ -4,8 +4,8 @@ from ptdmpi.engine.data_parallel.choco import Choco
 from ptdmpi.engine.data_parallel.compressed import Compressed
 from ptdmpi.engine.data_parallel.decentralized import Decentralized
 from ptdmpi.engine.data_parallel.local import Local
-from ptdmpi.engine.data_parallel.messages import ParameterServer, Ring
 from ptdmpi.engine.data_parallel.method import DataParallel, Replica
+from ptdmpi.engine.data_parallel.pairwise import ParameterServer, Ring
 from ptdmpi.engine.data_parallel.reduce import AllReduce, Sharded, TreeSum
 
 METHODS: dict[str, type[DataParallel]] = {

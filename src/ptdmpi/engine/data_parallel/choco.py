@@ -7,7 +7,7 @@ from ptdmpi.engine.data_parallel.decentralized import Decentralized
 from ptdmpi.engine.data_parallel.feedback import Compression, kinds_of
 from ptdmpi.engine.data_parallel.method import Replica
 from ptdmpi.model.state import WEIGHTS
-from ptdmpi.plan.layout.messages import BUCKET_ELEMENTS
+from ptdmpi.plan.layout.run_method import BUCKET_ELEMENTS
 
 PUBLIC = "public"
 

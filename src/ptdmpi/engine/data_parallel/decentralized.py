@@ -9,7 +9,7 @@ from ptdmpi.comm.communicator import Handle, Neighbourhood
 from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.sharded import Walk
-from ptdmpi.plan.layout.messages import BUCKET_ELEMENTS
+from ptdmpi.plan.layout.run_method import BUCKET_ELEMENTS
 from ptdmpi.plan.layout.topology import check, topology_of
 from ptdmpi.plan.schedule.ops import Op
 

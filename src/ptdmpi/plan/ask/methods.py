@@ -16,7 +16,7 @@ from ptdmpi.config.zero import covers_state
 from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.methods import MethodAxis, MethodPricer, sent_bytes
 from ptdmpi.plan.cost.price import Price, Pricer
-from ptdmpi.plan.layout.messages import RunMethod
+from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.kernels import Group
 
 LEAST = {"method": "compressed", "compressor": "top_k", "ratio": 0.01}

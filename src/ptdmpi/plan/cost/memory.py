@@ -19,7 +19,7 @@ from ptdmpi.config.zero import Sharing
 from ptdmpi.plan.cost.stage_memory import Cut, StageMemory, segments
 from ptdmpi.plan.layer import describe, folds
 from ptdmpi.plan.layer.sizes import Sizes
-from ptdmpi.plan.layout.messages import RunMethod
+from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.layout.stages import placement_of
 from ptdmpi.plan.machine.cluster import TRAINER, Software
 from ptdmpi.plan.schedule.flight import NOTHING, fullest_alike

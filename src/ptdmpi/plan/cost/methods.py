@@ -16,7 +16,7 @@ Codes of decentralized steps travel as in their row, those of local steps as gat
 
 The bytes that a rank sends are the mean over ranks. All parts of a ring begin at rank 0, so that
 its sums equal those of all_reduce; in the textbook's ring each rank begins one part, and it has
-2 (n - 1) messages of B / n in a row (`ptdmpi.engine.data_parallel.messages`). So latency is O(n)
+2 (n - 1) messages of B / n in a row (`ptdmpi.engine.data_parallel.pairwise`). So latency is O(n)
 for a ring and a server, O(1) for neighbours; volume is O(n) at a server and for gathered codes,
 which pay while C n < 2 B.
 
@@ -36,7 +36,7 @@ from ptdmpi.config.precision import FLOAT32
 from ptdmpi.plan.cost.data_axis import Behind, DataAxis
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layer.parts import Linear
-from ptdmpi.plan.layout.messages import MESSAGE_ELEMENTS, RunMethod
+from ptdmpi.plan.layout.run_method import MESSAGE_ELEMENTS, RunMethod
 from ptdmpi.plan.layout.topology import topology
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.kernels import Group, Machine

@@ -13,7 +13,7 @@ from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.memory import Footprint
 from ptdmpi.plan.cost.step import StepTimes, splits
-from ptdmpi.plan.layout.messages import RunMethod
+from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.schedule.simulate import Span, Timeline
 from ptdmpi.plan.shape import flops

@@ -12,7 +12,7 @@ from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.cost.pipeline import StageTimes
 from ptdmpi.plan.cost.stage_memory import Cut
 from ptdmpi.plan.cost.update import UpdateTimes
-from ptdmpi.plan.layout.messages import RunMethod
+from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.layout.stages import placement_of
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.measured import machine_of

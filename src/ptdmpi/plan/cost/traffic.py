@@ -7,7 +7,7 @@ and an input that a linear has not kept whole is gathered once more (Korthikanti
 2205.05198, section 4.2.2). Between stages S travels for each microbatch and direction, or S/t
 (Narayanan et al. 2021, arXiv 2104.04473, section 4.1). Over the data axis the gradients, psi on a
 rank, are summed once in a step. `_data` has the closed forms of ZeRO's stages,
-`ptdmpi.plan.layout.messages` those of communication-efficient methods.
+`ptdmpi.plan.layout.run_method` those of communication-efficient methods.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.parts import ALIGNMENT
 from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.layout.grid import DATA, ENDS
-from ptdmpi.plan.layout.messages import RunMethod
+from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.schedule.orders import KINDS, build
 from ptdmpi.plan.schedule.places import gathers

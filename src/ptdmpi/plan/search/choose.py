@@ -14,7 +14,7 @@ from ptdmpi.config import Config, DataParallelConfig, InputError, load, resolve
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.methods import may_share, replicas_differ
 from ptdmpi.plan.cost.price import Price, Pricer
-from ptdmpi.plan.layout.messages import RunMethod
+from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.layout.topology import file_ranks
 from ptdmpi.plan.machine.cluster import Cluster, Model, load_cluster
 from ptdmpi.plan.search.search import search

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Handle
 from ptdmpi.engine.data_parallel.method import DataParallel
-from ptdmpi.plan.layout.messages import MESSAGE_ELEMENTS
+from ptdmpi.plan.layout.run_method import MESSAGE_ELEMENTS
 
 
 class Ring(DataParallel):

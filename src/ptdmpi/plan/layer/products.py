@@ -215,6 +215,9 @@ class Multiply(Operator):
             yield Item(f"{self.name}.gradient", rows * width, c)
 
     def replaced_bytes(self, sizes: Sizes) -> int:
+        # without a gradient that needs it, the input of a frozen linear is gone after the forward
+        if not (self.keeps_input or self.adapters or self.shares_input):
+            return 0
         return self._input_elements(sizes) * sizes.compute_bytes
 
     def forward_bytes(self, sizes: Sizes) -> int:

@@ -206,7 +206,7 @@ def test_activations_are_those_of_the_account(comm, mode, targets):
     stage.begin_step()
     left, _ = measured(lambda: stage.forward_microbatch(given[0], None))
     stage.backward_microbatch(given[0], None)
-    foreseen = memory.kept_bytes(engine.config.layout, 0)
+    foreseen = memory.stages.kept_bytes(engine.config.layout, 0)
     assert 0.9 * foreseen < left <= 1.01 * foreseen, (left, foreseen)
     watch = engine.stopwatch()
     _, peak = measured(lambda: engine.runner.run(engine.schedule, engine.program, given, watch))

@@ -122,7 +122,7 @@ def kept_of(engine: Engine) -> tuple[int, int]:
     stage.begin_step()
     left, _ = measured(lambda: stage.forward_microbatch(given[0], None))
     stage.backward_microbatch(given[0], None)
-    return left, memory.kept_bytes(engine.config.layout, 0)
+    return left, memory.stages.kept_bytes(engine.config.layout, 0)
 
 
 @parallel(ranks=[1])

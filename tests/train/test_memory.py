@@ -86,7 +86,7 @@ def check_one(comm, changes, half) -> None:
         (stage,) = engine.stages.values()
         left, _ = measured(lambda: stage.forward_microbatch(given[0], None))
         stage.backward_microbatch(given[0], None)
-        assert left == pytest.approx(memory.kept_bytes(layout, 0), rel=KEPT)
+        assert left == pytest.approx(memory.stages.kept_bytes(layout, 0), rel=KEPT)
     watch = engine.stopwatch()
     let_go_of_units(engine)
     _, peak = measured(lambda: engine.runner.run(engine.schedule, engine.program, given, watch))
@@ -254,7 +254,7 @@ def test_a_stage_in_between_keeps_the_inputs_of_its_layers_or_shares_of_them(
         stage.begin_step()
         x = partial(torch.randn, stage.boundary.shape)
         left, _ = measured(lambda s=stage, m=first, x=x: s.forward_microbatch(m, x()))
-        assert left == memory.kept_bytes(engine.config.layout, number)
+        assert left == memory.stages.kept_bytes(engine.config.layout, number)
 
 
 @parallel(ranks=[2])

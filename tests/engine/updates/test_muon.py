@@ -284,7 +284,7 @@ def test_guard_and_plan_agree_to_the_byte():
         rank, needed = memory.largest(where, m)
         assert pricer.footprint(where).total == needed.total
         how = (Cut.of(where), where.tensor, rank, where.sharing)
-        fewer = 4 * min(one.elements for one in memory.dealt(*how))
+        fewer = 4 * min(one.elements for one in memory.stages.dealt(*how))
         more = MemoryModel.of(adamw, VOCAB_SIZE).peak(where, rank, m).optimizer
         assert more - needed.optimizer == fewer
         assert pricer.rough_bound_s(where) <= pricer.bound_s(where)

@@ -133,7 +133,9 @@ def test_the_planner_counts_prices_and_holds_it():
 
     def account() -> tuple[int, float, int]:
         times = LayerTimes(machine, model, Layout(2, 1, 1))
-        kept = MemoryModel(model.config, model.vocab_size, "bf16").kept_bytes(Layout(2, 1, 1), 0)
+        kept = MemoryModel(model.config, model.vocab_size, "bf16").stages.kept_bytes(
+            Layout(2, 1, 1), 0
+        )
         return layer_elements(model.config), times.forward.compute, kept
 
     without = account()

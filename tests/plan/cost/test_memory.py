@@ -112,7 +112,7 @@ def test_recomputes_the_first_layers_only():
     changes = {"recompute.mode": "full", "recompute.layers": 3, "model.dropout": 0.1}
     config = _small(changes | _configs.layout(p=8), ranks=8)
     memory = MemoryModel.of(config, VOCAB_SIZE)
-    per_layer = [memory.kept_bytes(config.layout, stage) for stage in range(1, 7)]
+    per_layer = [memory.stages.kept_bytes(config.layout, stage) for stage in range(1, 7)]
     one_input = 16 * 32 * 4
     assert per_layer[:2] == [one_input] * 2
     assert len(set(per_layer[2:])) == 1
@@ -130,11 +130,11 @@ def test_first_rank_holds_what_its_schedule_has_in_flight(p, v, m, schedule, in_
     config = _small(changes | {"batch.global_size": m}, ranks=p)
     # a vocabulary of one makes the head too light to shift layers between stages
     memory, layout = MemoryModel.of(config, 1), config.layout
-    assert all(len(layers) == 1 for layers in memory.split(layout))
+    assert all(len(layers) == 1 for layers in memory.stages.split(layout))
     boundary = 2 * 16 * 32 * 4 * v  # with one chunk the first rank has no stage before its own
     found = memory.peak(layout, 0, m)
-    assert found.activations == in_flight * memory.kept_bytes(layout, 0)
-    assert found.working == memory.working_bytes(layout, 0) + boundary
+    assert found.activations == in_flight * memory.stages.kept_bytes(layout, 0)
+    assert found.working == memory.stages.working_bytes(layout, 0) + boundary
     if schedule == "interleaved":
         assert Fraction(in_flight, p * v) == 1 + Fraction(p - 1, p * v)
     elif schedule == "1f1b":
@@ -152,9 +152,9 @@ def test_many_microbatches_need_no_more_than_a_few(p, v):
         stages = placement_of(layout).stages_of(rank)
         held = peak = 0
         for kind, stage, _ in build(layout.schedule, p, v, m).orders[rank]:
-            keeps = memory.kept_bytes(layout, stage)
+            keeps = memory.stages.kept_bytes(layout, stage)
             held += keeps * (kind == FORWARD)
-            peak = max(peak, held + memory.working_bytes(layout, stage) * (kind != FORWARD))
+            peak = max(peak, held + memory.stages.working_bytes(layout, stage) * (kind != FORWARD))
             held -= keeps * (kind != FORWARD)
         sizes = _sizes(config)
         sides = (any(s > 0 for s in stages)) + (any(s + 1 < p * v for s in stages))
@@ -166,8 +166,8 @@ def test_one_stage_has_no_messages():
     config = _small({"model.dropout": 0.1})
     memory, layout = MemoryModel.of(config, VOCAB_SIZE), config.layout
     found = memory.peak(layout, 0, 8)
-    assert found.activations == memory.kept_bytes(layout, 0)
-    assert found.working == memory.working_bytes(layout, 0)
+    assert found.activations == memory.stages.kept_bytes(layout, 0)
+    assert found.working == memory.stages.working_bytes(layout, 0)
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])

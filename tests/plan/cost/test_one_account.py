@@ -134,4 +134,4 @@ def test_a_tensor_rank_has_what_its_weights_declare(kind, tensor):
     )
     memory = MemoryModel.of(config, VOCAB_SIZE)
     table = parameters.table_elements(model, VOCAB_SIZE, tensor) * model.tie_embeddings
-    assert memory.elements(Layout(tensor, 1, 1), 0) == declared - table
+    assert memory.stages.elements(Layout(tensor, 1, 1), 0) == declared - table

@@ -90,8 +90,8 @@ def test_activations_are_korthikantis(gpt3):
 
 def test_the_last_stage_sends_nothing(gpt3):
     layout = Layout(8, 4, 1, 2, schedule="interleaved")
-    parts, layers = gpt3.memory.parts(layout), gpt3.memory.split(layout)
-    kept = [gpt3.memory.kept_bytes(layout, stage) for stage in range(8)]
+    parts, layers = gpt3.memory.stages.parts(layout), gpt3.memory.stages.split(layout)
+    kept = [gpt3.memory.stages.kept_bytes(layout, stage) for stage in range(8)]
     each, sent = parts.layers["none"].kept, 2 * 2048 * 12288
     assert kept[0] == len(layers[0]) * each + parts.embedding + sent
     assert kept[1] == len(layers[1]) * each + sent
@@ -159,7 +159,9 @@ def test_partitioned_activations_cost_a_gather_per_layer_and_save_seven_eighths(
         assert more_s == pytest.approx(layers * gather_s)
     for layout in (partitioned, GPT3):
         assert gpt3.rough_bound_s(layout) <= gpt3.bound_s(layout) * (1 + 1e-9)
-    kept, whole = (gpt3.memory.parts(layout).layers["full"].kept for layout in (partitioned, GPT3))
+    kept, whole = (
+        gpt3.memory.stages.parts(layout).layers["full"].kept for layout in (partitioned, GPT3)
+    )
     assert whole == 2048 * GPT3.micro_size * 12288 * 2 == 8 * kept
 
 

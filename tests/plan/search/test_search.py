@@ -151,7 +151,7 @@ def test_uneven_layouts_are_found_as_by_trying_all():
         for layout in even(pricer, ranks):
             firsts = [None]
             if layout.pipeline > 1:
-                own = len(pricer.memory.split(layout)[0])
+                own = len(pricer.memory.stages.split(layout)[0])
                 firsts += range(max(1, own - 2), own)
             for one in (replace(layout, first_layers=first) for first in firsts):
                 counts = [None]

@@ -106,7 +106,7 @@ def _priced(
     """Return the numbers of each method, and, for the first ones, milliseconds by number of
     replicas."""
     named = (pricer.cluster, pricer.model, pricer.batch, pricer.machine.dtype)
-    busiest = max(pricer.memory.elements(layout, rank) for rank in range(layout.pipeline))
+    busiest = max(pricer.memory.stages.elements(layout, rank) for rank in range(layout.pipeline))
     near = pricer.data.replicas(layout).per_node
     entries: list[dict[str, Any]] = []
     lines: dict[str, list[tuple[float, float]]] = {}

@@ -103,12 +103,12 @@ def _ours(wide_products: bool, kept_block: int, on_host: bool) -> Software:
     return TRAINER.model_copy(update={**changes, "repeats_keys": not on_host})
 
 
-class MemoryModel(StageMemory):
+class MemoryModel:
     """Memory of one model in one compute type under a program; shared results are cached by layout.
 
-    `runtime_bytes`: bytes in use before the first tensor. `on_host`: the device is the host, so
-    offloading to its memory moves nothing. `method`: gives the kinds of optimizer state per master,
-    and the receive buffers of the data axis.
+    `stages`: the account of its stages. `runtime_bytes`: bytes in use before the first tensor.
+    `on_host`: the device is the host, so offloading to its memory moves nothing. `method`: gives
+    the kinds of optimizer state per master, and the receive buffers of the data axis.
     """
 
     def __init__(
@@ -121,7 +121,9 @@ class MemoryModel(StageMemory):
         on_host: bool = True,
         method: RunMethod | None = None,
     ) -> None:
-        super().__init__(model, vocab_size, precision, software)
+        self.stages = StageMemory(model, vocab_size, precision, software)
+        self.model, self.vocab_size = model, vocab_size
+        self.precision, self.software = precision, software
         self.method = method or RunMethod()
         self.runtime_bytes, self.on_host = runtime_bytes, on_host
         self.compute_bytes = PRECISIONS[precision].compute.bytes
@@ -159,7 +161,7 @@ class MemoryModel(StageMemory):
     def _counted_distinct(self, cut: Cut, recompute_layers: int | None) -> tuple[int, ...]:
         """Return the first pipeline rank of each kind. Ranks are of one kind if their stages are
         (`_sort`)."""
-        layers = self._splits(cut)
+        layers = self.stages.layers_of(cut)
         first: dict[object, int] = {}
         for rank in range(cut.placed.pipeline):
             stages = cut.placed.stages_of(rank)
@@ -172,7 +174,7 @@ class MemoryModel(StageMemory):
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return an example stage of each sort, and the number of each stage's sort, for a pipeline
         rank. Stages of one sort need the same memory, whatever the layout's other settings are."""
-        layers = self._splits(cut)
+        layers = self.stages.layers_of(cut)
         numbers: dict[Sort, int] = {}
         examples: list[int] = []
         of_stages: list[int] = []
@@ -228,12 +230,14 @@ class MemoryModel(StageMemory):
         flight = fullest_alike(
             layout.schedule, layout.pipeline, layout.virtual, microbatches, rank, alike
         )
-        keeps = [self.stored_bytes[name](layout, examples[like]) for name, like in flight.stores]
+        keeps = [
+            self.stages.stored_bytes[name](layout, examples[like]) for name, like in flight.stores
+        ]
         works = {NOTHING: 0}
         for moment in flight.moments:
             if moment.working not in works:
                 name, like = moment.working
-                works[moment.working] = self.needed_bytes[name](layout, examples[like])
+                works[moment.working] = self.stages.needed_bytes[name](layout, examples[like])
         moments = (
             (sum(map(mul, moment.held, keeps)), works[moment.working]) for moment in flight.moments
         )
@@ -284,7 +288,7 @@ class MemoryModel(StageMemory):
         """Return `_state` for state that is sharded and offloaded according to `how`. The alignment
         of buffers is ignored. If compute and master type are equal, there is one set of weights."""
         sharing, offload = how
-        every, train, shared = self._elements(cut, tensor, rank)
+        every, train, shared = self.stages.elements_of(cut, tensor, rank)
         # weight and optimizer of a tied table are one, but lookup and head each add to a gradient
         # of their own before the two are summed
         second = shared * self.software.tied_gradients_apart
@@ -293,9 +297,9 @@ class MemoryModel(StageMemory):
             -(-count // shards) * each
             for count, shards, each in zip(counts, _shards(sharing), self._each_bytes, strict=True)
         )
-        weights += self.frozen_bytes(cut, tensor, rank, every - train, sharing.weight_shards)
+        weights += self.stages.frozen_bytes(cut, tensor, rank, every - train, sharing.weight_shards)
         if self.method.matrices:  # the shard with the most state has the fewest elements of them
-            fewest = min(work.elements for work in self.dealt(cut, tensor, rank, sharing))
+            fewest = min(work.elements for work in self.stages.dealt(cut, tensor, rank, sharing))
             optimizer -= fewest * self.wide_bytes
         # room on the host for gradients that are updated there, and weights that are the masters
         rooms = (1 + (self.compute_bytes >= FLOAT32.bytes)) * self.wide_bytes
@@ -344,7 +348,7 @@ class MemoryModel(StageMemory):
         stages = placement_of(layout).stages_of(rank)
         # with several chunks a rank may hold an end of the model and yet have both neighbours
         sides = any(s > 0 for s in stages) + any(s + 1 < layout.stages for s in stages)
-        around = 2 * sides * self.parts(layout).sizes.boundary_bytes
+        around = 2 * sides * self.stages.parts(layout).sizes.boundary_bytes
         return around + self._whole_bytes(layout, rank)
 
     def _whole_bytes(self, layout: Layout, rank: int) -> int:
@@ -353,7 +357,7 @@ class MemoryModel(StageMemory):
         use."""
         if not layout.shards_gradients:
             return 0
-        place, pair, whole = self.largest_places(Cut.of(layout), layout.tensor, rank)
+        place, pair, whole = self.stages.largest_places(Cut.of(layout), layout.tensor, rank)
         gradient = max(self.software.gradient_bytes, self.compute_bytes)
         # a sum that proceeds while the next place is computed has a gradient of its own
         gradients = place if self.on_host else pair
@@ -377,7 +381,7 @@ def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: in
     if key not in memory.least_flights:
         sizes = (layout.pipeline, layout.virtual, microbatches)
         stages, _ = memory.sorts(Cut.of(layout), layout.recompute_layers, rank)
-        each = min(memory.stored_bytes[ACTIVATIONS](layout, stage) for stage in stages)
+        each = min(memory.stages.stored_bytes[ACTIVATIONS](layout, stage) for stage in stages)
         memory.least_flights[key] = KINDS[layout.schedule].ahead(rank, *sizes) * each
     return memory.least_flights[key]
 
@@ -390,14 +394,16 @@ def _beside(memory: MemoryModel, layout: Layout, rank: int, kept: int, working: 
     Messages that overlap with the forwards add to the first. Copies of neighbours add to both.
     """
     method = memory.method
-    sizes = (layout.data, memory.trained(layout, rank), memory.wide_bytes)
+    sizes = (layout.data, memory.stages.trained(layout, rank), memory.wide_bytes)
     messages, copies = method.room_bytes(*sizes, memory.tile), method.copies_bytes(*sizes)
     working += memory.beside_bytes(layout, rank)
     working += memory.value_bytes(layout.tensor)
     if method.matrices:
         how = (Cut.of(layout), layout.tensor, rank, layout.sharing)
         size, widens = memory.compute_bytes, memory.software.wide_products
-        room = max(work.room_bytes(layout.tensor, size, widens) for work in memory.dealt(*how))
+        room = max(
+            work.room_bytes(layout.tensor, size, widens) for work in memory.stages.dealt(*how)
+        )
         working = max(working, room - kept)  # after the backwards, like the messages
     if method.section.overlap:
         return copies + working + messages

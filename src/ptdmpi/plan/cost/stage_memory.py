@@ -75,8 +75,11 @@ def _cut(schedule: str, pipeline: int, virtual: int, first: int | None) -> Cut:
 
 
 class StageMemory:
-    """Bytes of the stages of one model in one compute type as a program runs it; parts that layouts
-    share are counted once."""
+    """Bytes and elements of the stages of one model in one compute type, as a program runs it.
+
+    Parts that layouts share are counted once. `layers_of`: the layers of each stage of a `Cut`.
+    `elements_of`: see `rank_elements`, by (cut, tensor, pipeline rank).
+    """
 
     def __init__(
         self, model: ModelConfig, vocab_size: int, precision: str, software: Software
@@ -84,8 +87,8 @@ class StageMemory:
         self.model, self.vocab_size, self.precision = model, vocab_size, precision
         self.software = software
         self._parts = cache(self._counted)
-        self._splits = cache(self._split)
-        self._elements = cache(self._counted_elements)
+        self.layers_of = cache(self._split)
+        self.elements_of = cache(self._counted_elements)
         self.largest_places = cache(self._counted_places)
         # the work of each rank of a shard group if matrices are updated as wholes
         self.dealt = cache(self._counted_dealt)
@@ -100,7 +103,7 @@ class StageMemory:
 
     def split(self, layout: Layout) -> tuple[range, ...]:
         """Return the layers of each stage."""
-        return self._splits(Cut.of(layout))
+        return self.layers_of(Cut.of(layout))
 
     def _split(self, cut: "Cut") -> tuple[range, ...]:
         balanced = self.software.balanced_stages
@@ -108,7 +111,7 @@ class StageMemory:
 
     def trained(self, layout: Layout, rank: int) -> int:
         """Return the number of trained parameters of a pipeline rank."""
-        return self._elements(Cut.of(layout), layout.tensor, rank)[1]
+        return self.elements_of(Cut.of(layout), layout.tensor, rank)[1]
 
     def elements(self, layout: Layout, rank: int) -> int:
         """Return the number of parameters of a pipeline rank.
@@ -116,7 +119,7 @@ class StageMemory:
         A tied table counts once for each end of the model that does not share its rank with the
         other.
         """
-        return self._elements(Cut.of(layout), layout.tensor, rank)[0]
+        return self.elements_of(Cut.of(layout), layout.tensor, rank)[0]
 
     def _counted_elements(self, cut: Cut, tensor: int, rank: int) -> tuple[int, int, int]:
         """Return `parameters.rank_elements` of a pipeline rank."""
@@ -131,11 +134,11 @@ class StageMemory:
 
     def layer_count(self, cut: Cut, rank: int) -> int:
         """Return the number of layers of a pipeline rank."""
-        return sum(len(self._splits(cut)[stage]) for stage in cut.placed.stages_of(rank))
+        return sum(len(self.layers_of(cut)[stage]) for stage in cut.placed.stages_of(rank))
 
     def _idle_count(self, cut: Cut, rank: int) -> int:
         """Return the number of layers of a pipeline rank that have no backward."""
-        layers = self._splits(cut)
+        layers = self.layers_of(cut)
         return sum(self.model.idle(layers[stage]) for stage in cut.placed.stages_of(rank))
 
     def _backward(self, layout: Layout, stage: int) -> range:
@@ -232,7 +235,7 @@ class StageMemory:
             up = parameters.layer(self.model)["mlp.up"]
             assert isinstance(up, Linear)
             return (up.inputs * sum(up.outputs) // tensor,) * 3
-        layers, last, most = self._splits(cut), cut.placed.stages - 1, (0, 0, 0)
+        layers, last, most = self.layers_of(cut), cut.placed.stages - 1, (0, 0, 0)
         for stage in cut.placed.stages_of(rank):
             held = (len(layers[stage]), (stage == 0, stage == last))
             shape = (self.model, self.vocab_size, *held, tensor)

@@ -74,7 +74,7 @@ class StepTimes:
         idle_forward, most = self.idle_layer(layout).forward.launched, layout.recompute_layers
         alike: dict[tuple[int, int, int], tuple[Seconds, Seconds]] = {}
         stages = []
-        for every in self.memory.split(layout):
+        for every in self.memory.stages.split(layout):
             idle = self.model.config.idle(every)
             own = every[idle:]
             # this stage's share of the first `most` layers of the model
@@ -98,7 +98,9 @@ class StepTimes:
         if not splits(layout):
             return []
         layer, ends = self.kernels(layout)
-        counts = (len(own) - self.model.config.idle(own) for own in self.memory.split(layout))
+        counts = (
+            len(own) - self.model.config.idle(own) for own in self.memory.stages.split(layout)
+        )
         stages = [layer.weights.launched * count for count in counts]
         stages[0] = stages[0] + ends.embedding_backward
         stages[-1] = stages[-1] + ends.head_weights
@@ -146,7 +148,7 @@ class StepTimes:
         alike: dict[tuple[int, tuple[bool, bool], int], InOps] = {}
         added = []
         for stage, (own, (forward, backward)) in enumerate(
-            zip(self.memory.split(layout), seconds, strict=True)
+            zip(self.memory.stages.split(layout), seconds, strict=True)
         ):
             ends = (stage == 0, stage == last)
             idle = self.model.config.idle(own) if skips else 0
@@ -183,8 +185,8 @@ class StepTimes:
         They are those of the rank with most parameters. The time for the norm of a rank's own
         gradient is part of the data axis's time, as in the records of a run.
         """
-        layers, ranks = self.memory.split(layout), self.memory.distinct_ranks(layout)
-        elements = max(self.memory.trained(layout, rank) for rank in ranks)
+        layers, ranks = self.memory.stages.split(layout), self.memory.distinct_ranks(layout)
+        elements = max(self.memory.stages.trained(layout, rank) for rank in ranks)
         behind = self.data.behind(layout, elements)
         data_s = sum(behind)
         if layout.dp_overlap:
@@ -210,7 +212,7 @@ class StepTimes:
             return 0.0
         groups = self.kernels(layout)[0].group, self.data.shard_group(layout)
         cut, sharing = Cut.of(layout), layout.sharing
-        every = (self.memory.dealt(cut, layout.tensor, rank, sharing) for rank in ranks)
+        every = (self.memory.stages.dealt(cut, layout.tensor, rank, sharing) for rank in ranks)
         works = itertools.chain.from_iterable(every)
         return max(self.update.matrices_s(work, layout.tensor, *groups) for work in works)
 

@@ -40,7 +40,7 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
     for virtual in {1, layout.virtual - 1, layout.virtual + 1, 2 * layout.virtual} - {0}:
         tried.append(replace(layout, virtual=virtual, schedule=default_schedule(virtual)))
     if layout.stages > 1:
-        own = len(pricer.memory.split(layout)[0])
+        own = len(pricer.memory.stages.split(layout)[0])
         tried += [replace(layout, first_layers=first) for first in (own - 1, own + 1) if first]
     other_schedule = "gpipe"
     if layout.schedule == "gpipe":

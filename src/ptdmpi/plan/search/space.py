@@ -228,7 +228,7 @@ def uneven_firsts(space: Space, pricer: Pricer, layout: Layout) -> Iterator[Layo
     two layers fewer on the first stage, which has the embedding and most microbatches in flight."""
     yield layout
     if space.uneven and layout.pipeline > 1 and layout.first_layers is None:
-        own = len(pricer.memory.split(layout)[0])
+        own = len(pricer.memory.stages.split(layout)[0])
         for first in range(max(1, own - 2), own):
             yield layout.changed(first_layers=first)
 

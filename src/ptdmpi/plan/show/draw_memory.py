@@ -49,8 +49,8 @@ def _walk(memory: MemoryModel, layout: Layout, rank: int, spans: Sequence[Span])
     ops = [Op.parse(span.op) for span in spans]
     return held(
         ops,
-        cache(lambda name, stage: memory.stored_bytes[name](layout, stage)),
-        cache(lambda name, stage: memory.needed_bytes[name](layout, stage) + beside),
+        cache(lambda name, stage: memory.stages.stored_bytes[name](layout, stage)),
+        cache(lambda name, stage: memory.stages.needed_bytes[name](layout, stage) + beside),
     )
 
 

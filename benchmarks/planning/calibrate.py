@@ -103,7 +103,7 @@ def small_rows(cluster: Cluster, recomputation: str) -> Iterator[tuple[str, floa
     include recomputation: `recomputation` is "counted", as in the file, or "not counted"."""
     for row in published(SMALL):
         if row.calibrates:
-            price = Pricer(cluster, row.model, row.batch, "fp16").price(row.layout)
+            price = Pricer.of(cluster, row.model, row.batch, "fp16").price(row.layout)
             measured_s = row.step_time_s
             if recomputation == "not counted":
                 measured_s *= price.model_flops_per_rank / price.hardware_flops_per_rank

@@ -142,7 +142,7 @@ def measure(ranks: int) -> dict[TimedCase, CaseTimes]:
     return {
         case: CaseTimes(
             times,
-            Pricer(cluster, model, case.batch, TURNS.precision).price(case.layout).step_time_s,
+            Pricer.of(cluster, model, case.batch, TURNS.precision).price(case.layout).step_time_s,
         )
         for case, times in zip(cases, measured, strict=True)
     }

@@ -198,7 +198,7 @@ def fastest(pricer: Pricer, stated: Layout) -> Price:
 def runs(source: MappedSource) -> Iterator[MappedRun]:
     """Yield every run of a source, in the order of its file."""
     for row in read(source.file):
-        pricer = Pricer(source.machine(row), source.model_of(row), int(row["B"]), "fp16")
+        pricer = Pricer.of(source.machine(row), source.model_of(row), int(row["B"]), "fp16")
         layout = source.layout_of(row)
         price = fastest(pricer, layout) if source.open_sizes else pricer.price(layout)
         same = (row["l"], row["h"], row["a"], row["B"], str(layout.ranks), row["group"])

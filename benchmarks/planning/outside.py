@@ -33,7 +33,7 @@ def runs() -> Iterator[tuple[dict[str, str], Price]]:
                 dp_overlap=row["dp_overlap"] == "yes",
             )
             cluster = _cluster(row["cluster"], row["software"])
-            pricer = Pricer(cluster, load_model(row["model"]), int(row["batch"]), "fp16")
+            pricer = Pricer.of(cluster, load_model(row["model"]), int(row["batch"]), "fp16")
             yield row, pricer.price(layout)
 
 

@@ -111,7 +111,7 @@ def probed(ranks: int, precision: str) -> Cluster:
 
 def main() -> None:
     """Probe, predict and measure, and print the table."""
-    pricer = Pricer(probed(RANKS, PRECISION), load_model(MODEL), BATCH, PRECISION)
+    pricer = Pricer.of(probed(RANKS, PRECISION), load_model(MODEL), BATCH, PRECISION)
     cases = [TimedCase(layout, BATCH) for layout in LAYOUTS]
     measured = measured_steps(RANKS, cases, Turns(MODEL, PRECISION))
     predicted = [pricer.price(layout).step_time_s for layout in LAYOUTS]

@@ -26,7 +26,7 @@ BEST_OF = {"Figure 13": "t, p", "Figure 14": "p, d", "Figure 15": "t, d", "Figur
 
 def predicted(row: PublishedRun) -> Price:
     """Return the prediction of a published run."""
-    return Pricer(load_cluster(CLUSTER), row.model, row.batch, PRECISION).price(row.layout)
+    return Pricer.of(load_cluster(CLUSTER), row.model, row.batch, PRECISION).price(row.layout)
 
 
 def errors() -> dict[str, list[tuple[float, PublishedRun]]]:
@@ -90,7 +90,7 @@ def memory_table() -> list[list[str]]:
     last = max(series, key=lambda row: row.batch)
     cluster = load_cluster(CLUSTER)
     for batch in (last.batch, 2 * last.batch):
-        price = Pricer(cluster, last.model, batch, PRECISION).price(last.layout)
+        price = Pricer.of(cluster, last.model, batch, PRECISION).price(last.layout)
         rows.append(
             [
                 f"Figure 17 without recomputation, batch {batch}: "
@@ -102,7 +102,7 @@ def memory_table() -> list[list[str]]:
     (zero,) = [r for r in runs if r.layout.shards_weights and r.layout.data == 640]
     for data in (640, 560):
         layout = Layout(1, 1, data, 1, 4, recompute="full", zero=3)
-        memory = Pricer(cluster, zero.model, 4 * data, PRECISION).footprint(layout)
+        memory = Pricer.of(cluster, zero.model, 4 * data, PRECISION).footprint(layout)
         rows.append(
             [
                 f"Table 2, ZeRO-3, 530B, b=4 on {data} GPUs: "

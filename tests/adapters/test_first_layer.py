@@ -238,7 +238,7 @@ def test_model_flops_of_layers_in_front_are_those_of_a_forward():
     # a layer with adapters: forward, its input's gradient, and the weights' of what trains
     core = flops.core_forward_flops(models[1])
     assert (every - four) / 2 == pytest.approx(3 * other - plain + core - core - (plain - core))
-    hardware = [flops.hardware_flops(one, VOCAB_SIZE, 1, "full", 5) for one in models]
+    hardware = [flops.hardware_flops(one, VOCAB_SIZE, 1, "full", layers=5) for one in models]
     assert hardware[1] - four == pytest.approx(3 * other)
     assert hardware[2] - two == pytest.approx(other)
 
@@ -251,7 +251,7 @@ def test_a_price_has_no_backward_in_front(schedule, zero):
     steps = []
     for first in (0, 3, 7):
         model = small(changes | {"adapt.first_layer": first}).model
-        pricer = Pricer(load_cluster("dgx-h100"), Model("m", model, VOCAB_SIZE), 64, "bf16")
+        pricer = Pricer.of(load_cluster("dgx-h100"), Model("m", model, VOCAB_SIZE), 64, "bf16")
         for pipeline in (1, 2, 4):
             chosen = Layout(2, pipeline, 4, schedule=schedule, zero=zero, recompute="full")
             price = pricer.price(chosen)

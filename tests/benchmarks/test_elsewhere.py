@@ -41,7 +41,7 @@ def test_what_is_not_stated_is_the_fastest_that_fits():
     """One row of Megatron-LM on H100: what is stated stays, and no smaller b is faster."""
     (source,) = (source for source in elsewhere.SOURCES if source.open_sizes)
     row = next(row for row in read(source.file) if row["p"] == "2")
-    pricer = Pricer(source.machine(row), source.model_of(row), int(row["B"]), "fp16")
+    pricer = Pricer.of(source.machine(row), source.model_of(row), int(row["B"]), "fp16")
     stated = source.layout_of(row)
     price = elsewhere.fastest(pricer, stated)
     sizes = ("tensor", "pipeline", "data", "zero", "sequence_parallel", "dp_overlap")

@@ -172,10 +172,14 @@ def test_flops_are_the_closed_forms(layers, h):
     expected = 72 * b * layers * s * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
     assert model_flops(model, v, b * s) == pytest.approx(expected, rel=1e-12)
     expected = 96 * b * layers * s * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
-    assert hardware_flops(model, v, b * s, "full", layers) == pytest.approx(expected, rel=1e-12)
-    assert hardware_flops(model, v, b * s, "none", layers) == model_flops(model, v, b * s)
+    assert hardware_flops(model, v, b * s, "full", layers=layers) == pytest.approx(
+        expected, rel=1e-12
+    )
+    assert hardware_flops(model, v, b * s, "none", layers=layers) == model_flops(model, v, b * s)
     # scores, and what they weigh: 2 s^2 h each for a sequence and layer
-    more = hardware_flops(model, v, b * s, "selective", layers) - model_flops(model, v, b * s)
+    more = hardware_flops(model, v, b * s, "selective", layers=layers) - model_flops(
+        model, v, b * s
+    )
     assert more == pytest.approx(layers * b * 4 * s**2 * h, rel=1e-9)
     ratio = head_forward_flops(model, v) / layer_forward_flops(model)
     assert head_in_layers(model, v) == ratio

@@ -63,7 +63,7 @@ def test_what_is_probed_prices_layouts(comm):
     kinds = {(table.collective, table.ranks) for table in cluster.measured.messages}
     names = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
     assert kinds == ({(name, 2) for name in names} if comm.size == 2 else set())
-    pricer = Pricer(cluster, load_model("l=4,h=64,a=4,s=32,V=100"), 4, "fp32")
+    pricer = Pricer.of(cluster, load_model("l=4,h=64,a=4,s=32,V=100"), 4, "fp32")
     for layout in (Layout(1, comm.size, 1), Layout(comm.size, 1, 1), Layout(1, 1, comm.size)):
         assert 0 < pricer.price(layout).step_time_s < 100
     words = dict(findings)

@@ -50,8 +50,8 @@ def test_what_kernels_need_counts_once_they_are_chosen(monkeypatch):
     config, said = small({"precision.compute": "bf16", "model.seq_length": 300}), []
     monkeypatch.setattr(Kernels, "widens", lambda *asked: False)
 
-    def needed(*more) -> int:
-        model = MemoryModel.of(config, 53, *more)
+    def needed(wide: bool, kept_block: int = 0) -> int:
+        model = MemoryModel.of(config, 53, wide, kept_block=kept_block)
         return model.largest(config.layout, config.microbatches)[1].total
 
     def settled(has: int, choice: HostChoice) -> HostChoice:
@@ -63,7 +63,7 @@ def test_what_kernels_need_counts_once_they_are_chosen(monkeypatch):
 
     keeps, least = HostChoice(AttentionByProducts(keeps=True)), needed(False)
     # 2 sequences of 4 heads in 3 layers: blocks end at 128, 256 and 300 keys
-    most = needed(False, True, 128)
+    most = needed(False, kept_block=128)
     assert most - least == 3 * 2 * 4 * (128 * 128 + 128 * 256 + 44 * 300) * 2
     assert settled(most, keeps) == keeps and not said
     assert settled(most - 1, keeps) == HostChoice(AttentionByProducts())

@@ -158,8 +158,8 @@ class Layers:
             cluster = Cluster.model_validate(changed(values))
             both = []
             for case, model, measured in zip(cases, models, taken, strict=True):
-                pricer = Pricer(cluster, model, case.micro_size, self.precision)
-                times = pricer.stage_times(Layout(tensor, 1, 1, 1, case.micro_size))
+                pricer = Pricer.of(cluster, model, case.micro_size, self.precision)
+                times = pricer.times.stage_times(Layout(tensor, 1, 1, 1, case.micro_size))
                 both.append((times.forward_s[0], measured.forward_s))
                 both.append((times.backward_s[0], measured.backward_s))
             return both

@@ -6,7 +6,7 @@ from typing import Any
 
 from ptdmpi.config import Config, InputError
 from ptdmpi.plan.cost import pipeline
-from ptdmpi.plan.cost.methods import MethodPricer
+from ptdmpi.plan.cost.methods import MethodTimes
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.cluster import Model, cluster_names, load_cluster
@@ -66,14 +66,14 @@ def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline
     layout = checked.layout
     pricer = pricer_of(checked, vocab_size, cluster)
     price = pricer.price(layout)
-    times = pricer.stage_times(layout)
+    times = pricer.times.stage_times(layout)
     microbatches = layout.microbatches(checked.batch.global_size)
     title = f"predicted on {pricer.cluster.name}"
     timeline = pipeline.timeline(layout.schedule, microbatches, times, title)
     spans = list(timeline.spans)
     end_s = timeline.makespan_s
     inside_s = {}
-    seconds = pricer.stage_seconds(layout)
+    seconds = pricer.times.stage_seconds(layout)
     for rank in range(layout.pipeline):
         own = [seconds[stage] for stage in times.placed.stages_of(rank)]
         messages_s = sum(forward.messages + backward.messages for forward, backward in own)
@@ -89,13 +89,13 @@ def pricer_of(config: Config, vocab_size: int, cluster: str) -> Pricer:
 
     Raise InputError if the cluster cannot be used.
     """
-    return MethodPricer(
+    times = MethodTimes(
         load_cluster(cluster),
         Model(config.run.name, config.model, vocab_size),
-        config.batch.global_size,
         config.precision.compute,
         RunMethod.of(config),
     )
+    return Pricer(times, config.batch.global_size)
 
 
 def cluster_of(path: Path, config: dict[str, Any]) -> str | None:

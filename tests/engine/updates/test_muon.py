@@ -14,7 +14,8 @@ from ptdmpi.engine.engine import Engine
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.kernels import USUAL
 from ptdmpi.plan.cost.memory import MemoryModel
-from ptdmpi.plan.cost.methods import MethodPricer
+from ptdmpi.plan.cost.methods import MethodTimes
+from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.cost.stage_memory import Cut
 from ptdmpi.plan.layer.parts import aligned
 from ptdmpi.plan.layout.run_method import RunMethod
@@ -277,8 +278,8 @@ def test_guard_and_plan_agree_to_the_byte():
         changes = where | {"model.kind": kind, "optimizer.ema_decay": 0.9}
         ranks = math.prod(where.get(f"parallel.{axis}", 1) for axis in AXES)
         config, adamw = (small(more | changes, ranks) for more in (MUON, {}))
-        told = (cluster, Model("m", config.model, VOCAB_SIZE), 8, "fp32", RunMethod.of(config))
-        pricer = MethodPricer(*told)
+        model = Model("m", config.model, VOCAB_SIZE)
+        pricer = Pricer(MethodTimes(cluster, model, "fp32", RunMethod.of(config)), 8)
         memory = MemoryModel.of(config, VOCAB_SIZE, on_host=cluster.on_host)
         where, m = config.layout, config.microbatches
         rank, needed = memory.largest(where, m)
@@ -288,7 +289,7 @@ def test_guard_and_plan_agree_to_the_byte():
         more = MemoryModel.of(adamw, VOCAB_SIZE).peak(where, rank, m).optimizer
         assert more - needed.optimizer == fewer
         assert pricer.rough_bound_s(where) <= pricer.bound_s(where)
-        assert pricer.matrices_s(where, [0]) > 0
+        assert pricer.times.matrices_s(where, [0]) > 0
 
 
 def test_products_of_an_update():

@@ -13,7 +13,8 @@ from ptdmpi.config import Layout
 from ptdmpi.config.zero import Sharing
 from ptdmpi.engine import muon
 from ptdmpi.engine.engine import Engine
-from ptdmpi.plan.cost.methods import MethodPricer
+from ptdmpi.plan.cost.methods import MethodTimes
+from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.cost.stage_memory import Cut
 from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
@@ -162,12 +163,13 @@ def test_the_plan_knows_that_the_work_is_divided():
     """A layer's products take 1 / 8 of the time where 8 ranks of 24 layers share them out, and
     something more for what travels; no bound is above what is bounded."""
     cluster, model = load_cluster("dgx-h100"), load_model("gpt3-1.3b")
-    pricer = MethodPricer(cluster, model, 64, "bf16", RunMethod(moments=2, matrices=True))
-    alone = pricer.matrices_s(Layout(1, 1, 8), [0])
-    assert pricer.least_matrices_s(Layout(1, 1, 8), model.config.layers) == pytest.approx(alone)
+    times = MethodTimes(cluster, model, "bf16", RunMethod(moments=2, matrices=True))
+    pricer = Pricer(times, 64)
+    alone = times.matrices_s(Layout(1, 1, 8), [0])
+    assert times.least_matrices_s(Layout(1, 1, 8), model.config.layers) == pytest.approx(alone)
     for zero in (1, 2, 3):
         where = Layout(1, 1, 8, zero=zero)
-        shared = pricer.matrices_s(where, [0])
+        shared = times.matrices_s(where, [0])
         assert alone / 8 < shared < alone / 6
-        assert pricer.least_matrices_s(where, model.config.layers) == pytest.approx(alone / 8)
+        assert times.least_matrices_s(where, model.config.layers) == pytest.approx(alone / 8)
         assert pricer.rough_bound_s(where) <= pricer.bound_s(where)

@@ -11,7 +11,7 @@ from ptdmpi.plan.machine.cluster import load_cluster, load_model
 
 def pricer(model, cluster="selene"):
     machine = load_cluster(cluster)
-    return Pricer(machine, load_model(model), 1, "fp16")
+    return Pricer.of(machine, load_model(model), 1, "fp16")
 
 
 def test_days_of_narayanan_2021():

@@ -84,7 +84,7 @@ def test_columns_then_rows_sends_least():
 
 
 def test_of_a_model():
-    pricer = Pricer(load_cluster("selene"), load_model("llama-65b"), 1, "bf16")
+    pricer = Pricer.of(load_cluster("selene"), load_model("llama-65b"), 1, "bf16")
     told = partition.answer(pricer, 8, 1)
     bytes_sent = [way["sent_bytes"] for way in told.numbers["ways"]]
     assert bytes_sent[0] == 4 * 2048 * 8192 * 2 * 7 / 8 == min(bytes_sent)

@@ -17,7 +17,7 @@ from ptdmpi.plan.search.space import Space
 
 MODEL = "l=8,h=1024,a=16"
 COMMON = ("--model", MODEL, "--cluster", "selene", "--batch", "32")
-SMALL = Pricer(load_cluster("selene"), load_model(MODEL), 32, "bf16")
+SMALL = Pricer.of(load_cluster("selene"), load_model(MODEL), 32, "bf16")
 
 
 def ask(question, *arguments):
@@ -68,13 +68,13 @@ def test_a_slower_network_is_never_faster():
 def test_pods_share_what_stays_in_them():
     """Pipelines across pods send at the tapered rate, data axes only where pods cut them."""
     cluster, model = SMALL.cluster, SMALL.model
-    whole = Pricer(network.slower(cluster, 4), model, 32, "bf16")
+    whole = Pricer.of(network.slower(cluster, 4), model, 32, "bf16")
 
     def step_s(pricer, layout):
         return pricer.price(layout).step_time_s
 
     def tiers(pod_nodes, taper=4):
-        return network.TieredPricer(cluster, model, 32, "bf16", (pod_nodes, taper))
+        return Pricer(network.TieredTimes(cluster, model, "bf16", (pod_nodes, taper)), 32)
 
     both = Layout(8, 2, 2, zero=1)
     assert step_s(tiers(4), both) == step_s(tiers(1, 1), both) == step_s(SMALL, both)
@@ -91,7 +91,7 @@ def test_pods_share_what_stays_in_them():
 
 
 def test_a_measured_machine_has_no_rates_to_change():
-    measured = Pricer(load_cluster("cpu-avx2"), load_model(MODEL), 32, "fp32")
+    measured = Pricer.of(load_cluster("cpu-avx2"), load_model(MODEL), 32, "fp32")
     with pytest.raises(InputError, match="cpu-avx2 was measured"):
         network.answer(measured, 2, None)
 

@@ -11,7 +11,7 @@ from ptdmpi.plan.ask.restarts import Failures
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 
-LLAMA = Pricer(load_cluster("dgx-h100"), load_model("llama3-405b"), 2048, "bf16")
+LLAMA = Pricer.of(load_cluster("dgx-h100"), load_model("llama3-405b"), 2048, "bf16")
 
 
 def simulated(failures, interval_s, saves):

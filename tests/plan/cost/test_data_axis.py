@@ -20,7 +20,7 @@ TIED = load_model("l=8,h=1024,a=16")
 
 
 def pricer_of(model=MODEL, cluster=CLUSTER, precision="bf16"):
-    return Pricer(cluster, model, BATCH, precision)
+    return Pricer.of(cluster, model, BATCH, precision)
 
 
 @pytest.mark.parametrize("d", [2, 4, 8])
@@ -88,10 +88,10 @@ def test_messages_behind_the_pipeline(group, monkeypatch):
         )
     copies = 100 * 4 * psi / shards if group else 0.0
     for zero, sums, gathers in ((1, 10 * 4 * psi, 2 * psi), (2, 0, 2 * psi), (3, 0, 0)):
-        behind = pricer.data.behind(Layout(1, 1, 8, zero=zero, shard_group=group), psi)
+        behind = pricer.times.data.behind(Layout(1, 1, 8, zero=zero, shard_group=group), psi)
         norms = 4 * psi / 256  # of rows, gathered
         assert behind == pytest.approx((sums + copies + norms, gathers))
-    assert pricer.data.behind(Layout(1, 1, 8), psi) == pytest.approx((100 * 4 * psi, 0))
+    assert pricer.times.data.behind(Layout(1, 1, 8), psi) == pytest.approx((100 * 4 * psi, 0))
 
 
 @pytest.mark.parametrize("model", [MODEL, TIED])
@@ -104,10 +104,12 @@ def test_a_step_of_m_microbatches_sends_m_times(model, monkeypatch):
         monkeypatch.setattr(pricer.machine, name, lambda size, group, by=per_byte: by * size)
     places = parameters.places(model.config, V, 8, (True, True), 1)
     psi, first, last = whole(model, 8, (True, True), 1), sum(places[0]), sum(places[-1])
-    two, three = (pricer.data.in_ops(Layout(1, 1, 8, zero=z), 8, (True, True)) for z in (2, 3))
+    two, three = (
+        pricer.times.data.in_ops(Layout(1, 1, 8, zero=z), 8, (True, True)) for z in (2, 3)
+    )
     assert two[:2] == pytest.approx((0.0, 40 * psi))
     assert three[:2] == pytest.approx((2 * (psi - first), 2 * (psi - last) + 40 * psi))
-    again = pricer.data.in_ops(Layout(1, 1, 8, schedule="gpipe", zero=3), 8, (True, True))
+    again = pricer.times.data.in_ops(Layout(1, 1, 8, schedule="gpipe", zero=3), 8, (True, True))
     assert again[:2] == pytest.approx((2 * psi, 2 * psi + 40 * psi))
 
 
@@ -128,7 +130,7 @@ def test_frozen_weights_are_gathered_as_those_that_train_and_never_summed(monkey
         for what, per_byte in (("all_gather_s", 1.0), ("reduce_scatter_s", 1e6)):
             monkeypatch.setattr(pricer.machine, what, lambda size, group, by=per_byte: by * size)
         layout = Layout(1, 1, 8, schedule="gpipe", zero=3)
-        forward, backward, _ = pricer.data.in_ops(layout, 8, (False, False))
+        forward, backward, _ = pricer.times.data.in_ops(layout, 8, (False, False))
         found[name] = forward, (backward - forward) / 1e6
     psi = 8 * parameters.layer_elements(MODEL.config, 1)
     adapters = 8 * parameters.trained_elements(given["frozen"], 1)
@@ -139,7 +141,7 @@ def test_frozen_weights_are_gathered_as_those_that_train_and_never_summed(monkey
 
 
 def test_groups_are_neighbours_in_a_node():
-    data = pricer_of().data
+    data = pricer_of().times.data
     assert data.shard_group(Layout(2, 1, 16, zero=1)) == Group(16, 4)
     hybrid = Layout(2, 1, 16, zero=1, shard_group=4)
     assert data.shard_group(hybrid) == Group(4, 4) and data.replicas(hybrid) == Group(4, 1)
@@ -152,7 +154,7 @@ def test_what_is_sent_in_ops_fills_the_pipeline_too():
     pricer = pricer_of()
     plain = Layout(1, 4, 2)
     price, full = pricer.price(plain), pricer.price(replace(plain, zero=3))
-    more = sum(pricer.data.in_ops(full.layout, 2, (False, False))[:2])
+    more = sum(pricer.times.data.in_ops(full.layout, 2, (False, False))[:2])
     assert full.step_time_s - price.step_time_s > 32 * more
     assert sum(vars(full.parts).values()) == pytest.approx(full.step_time_s)
     assert full.parts.data > 32 * more and full.parts.compute == pytest.approx(price.parts.compute)
@@ -170,9 +172,9 @@ def test_a_device_that_overlaps_hides_messages_of_every_stage(zero):
 
 def test_the_update_is_shared_out():
     pricer = pricer_of()
-    at = [pricer.update.optimizer_s(Layout(1, 1, 8, zero=z), 1e9) for z in range(4)]
+    at = [pricer.times.update.optimizer_s(Layout(1, 1, 8, zero=z), 1e9) for z in range(4)]
     assert at[0] / 8 < at[1] < at[0] / 4 and at[2] == at[3] == pytest.approx(at[0] / 8, rel=0.01)
-    hybrid = pricer.update.optimizer_s(Layout(1, 1, 8, zero=2, shard_group=2), 1e9)
+    hybrid = pricer.times.update.optimizer_s(Layout(1, 1, 8, zero=2, shard_group=2), 1e9)
     assert hybrid == pytest.approx(at[0] / 2, rel=0.01)
 
 
@@ -183,7 +185,7 @@ def test_an_offloaded_optimizer_is_in_the_hosts_memory():
     # and room for the gradients (4 bytes) of what this rank updates, which keeps 12
     assert (there.optimizer, there.host) == (0, here.optimizer + here.optimizer / 3)
     assert there.total == here.total - here.optimizer and sum(there.parts.values()) == there.total
-    slow, fast = (pricer.update.optimizer_s(layout, 8e9) for layout in (away, plain))
+    slow, fast = (pricer.times.update.optimizer_s(layout, 8e9) for layout in (away, plain))
     host = CLUSTER.host
     up_and_down = 1e9 * (4 + 2) / host.link_bytes_per_s
     assert slow > fast + up_and_down

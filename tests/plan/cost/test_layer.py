@@ -59,14 +59,14 @@ def test_tensors_are_all_parameters_of_a_layer(machine):
 
 def test_lists_of_parts_cost_by_their_number():
     """ZeRO 3 as published: a view and a copy for each rank's part of each of twelve tensors."""
-    pricer = Pricer(SELENE, MODEL, 512, "fp16")
+    pricer = Pricer.of(SELENE, MODEL, 512, "fp16")
     layouts = [Layout(1, 1, d, micro_size=512 // d, zero=3) for d in (256, 512)]
-    few, many = (sum(pricer.data.in_ops(one, 2, (True, True))[:2]) for one in layouts)
+    few, many = (sum(pricer.times.data.in_ops(one, 2, (True, True))[:2]) for one in layouts)
     each_s = VIEW_S + SELENE.device.kernel_s
     small = 2 * 8  # biases and norms, whose bytes are next to nothing
     assert many - few > small * 3 * 256 * each_s
-    newer = Pricer(load_cluster("dgx-h100"), MODEL, 512, "bf16")
-    assert sum(newer.data.in_ops(layouts[1], 2, (True, True))[:2]) < many / 8
+    newer = Pricer.of(load_cluster("dgx-h100"), MODEL, 512, "bf16")
+    assert sum(newer.times.data.in_ops(layouts[1], 2, (True, True))[:2]) < many / 8
 
 
 def test_no_layer_is_faster_than_its_host(machine):
@@ -77,8 +77,8 @@ def test_no_layer_is_faster_than_its_host(machine):
     launch_s = SELENE.software.launch_s
     assert layer.forward.total == pytest.approx(17 * launch_s)
     assert layer.backward.launched.compute == pytest.approx(35 * launch_s - layer.backward.messages)
-    pricer = Pricer(SELENE, small, 8, "fp16")
-    forward, backward = pricer.stage_seconds(layout)[0]
+    pricer = Pricer.of(SELENE, small, 8, "fp16")
+    forward, backward = pricer.times.stage_seconds(layout)[0]
     assert forward.total > 4 * 17 * launch_s and backward.total > 4 * 35 * launch_s
     large = LayerTimes(machine, load_model("l=4,h=12288,a=96"), layout)
     assert large.forward.total == large.forward.compute + large.forward.messages

@@ -62,7 +62,7 @@ def pricer_of(config, wide_products=False):
     changes = {"device": device, "software": software, "measured": None}
     model = Model("m", config.model, VOCAB_SIZE)
     batch, compute = config.batch.global_size, config.precision.compute
-    return Pricer(cluster.model_copy(update=changes), model, batch, compute)
+    return Pricer.of(cluster.model_copy(update=changes), model, batch, compute)
 
 
 @pytest.mark.parametrize("kind", KINDS)

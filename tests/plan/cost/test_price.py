@@ -22,7 +22,7 @@ GPT3 = Layout(8, 12, 1, 4, 1, "interleaved", "full")
 
 @pytest.fixture(scope="module")
 def gpt3():
-    return Pricer(SELENE, load_model("gpt3-175b"), 48, "fp16")
+    return Pricer.of(SELENE, load_model("gpt3-175b"), 48, "fp16")
 
 
 def test_flops_are_those_of_the_papers(gpt3):
@@ -45,9 +45,10 @@ def test_parts_add_up(gpt3):
 
 def test_the_norm_of_own_gradients_reads_them_once_more_every_so_often():
     told = (SELENE, load_model("gpt3-1.3b"), 48, "bf16")
-    plain, noisy = (Pricer(*told, RunMethod(noise_every=every)) for every in (0, 5))
+    plain, noisy = (Pricer.of(*told, method=RunMethod(noise_every=every)) for every in (0, 5))
     prices = [one.price(Layout(1, 1, 4)) for one in (plain, noisy)]
-    read = parameter_count(plain.model.config, plain.model.vocab_size) * plain.update.gradient_bytes
+    count = parameter_count(plain.model.config, plain.model.vocab_size)
+    read = count * plain.times.update.gradient_bytes
     wanted = plain.machine.stream_s(read) / 5
     assert prices[1].parts.data - prices[0].parts.data == pytest.approx(wanted, rel=1e-6)
     assert prices[1].parts.optimizer == prices[0].parts.optimizer
@@ -59,10 +60,10 @@ def test_a_split_backward_takes_its_two_parts(gpt3, sequence_parallel):
     """I and W together are the backward, and what each hides for the other no more."""
     plain = Layout(8, 12, 1, schedule="1f1b", recompute="full")
     plain = replace(plain, sequence_parallel=sequence_parallel)
-    whole = gpt3.stage_times(plain)
+    whole = gpt3.times.stage_times(plain)
     assert whole.weight_s == ()
     for split in (replace(plain, schedule="zb-h1"), replace(plain, schedule="zb-v", virtual=2)):
-        times, layer = gpt3.stage_times(split), gpt3.kernels(split)[0]
+        times, layer = gpt3.times.stage_times(split), gpt3.times.kernels(split)[0]
         for parts in zip(times.input_s, times.weight_s, times.backward_s, strict=True):
             assert 0 < parts[1] < parts[0] and parts[0] + parts[1] == pytest.approx(parts[2])
         assert sum(times.backward_s) >= sum(whole.backward_s) * (1 - 1e-12)
@@ -101,7 +102,7 @@ def test_the_last_stage_sends_nothing(gpt3):
 @pytest.mark.parametrize(("v", "schedule"), [(1, "1f1b"), (2, "interleaved"), (1, "gpipe")])
 def test_memory_over_time_peaks_at_the_footprint_and_ends_where_it_began(v, schedule):
     layout = Layout(8, 4, 1, v, schedule=schedule)
-    pricer = Pricer(SELENE, load_model("l=16,h=2048,a=16"), 8, "fp16")
+    pricer = Pricer.of(SELENE, load_model("l=16,h=2048,a=16"), 8, "fp16")
     for rank, (moments, amounts) in enumerate(draw_memory.over_time(pricer, layout)):
         assert max(amounts) == pricer.memory.peak(layout, rank, 8).total
         assert amounts[0] == pytest.approx(amounts[-1])
@@ -110,7 +111,7 @@ def test_memory_over_time_peaks_at_the_footprint_and_ends_where_it_began(v, sche
 
 def test_zero_divides_what_it_says():
     """Rajbhandari et al. 2020, section 5: with 16 bit weights and d ranks."""
-    pricer = Pricer(SELENE, load_model("gpt3-13b"), 64, "fp16")
+    pricer = Pricer.of(SELENE, load_model("gpt3-13b"), 64, "fp16")
     at = [pricer.footprint(Layout(1, 1, 64, recompute="full", zero=zero)) for zero in range(4)]
     assert at[1].optimizer == pytest.approx(at[0].optimizer / 64)
     assert at[2].gradients == pytest.approx(at[0].gradients / 64)
@@ -125,7 +126,7 @@ def test_zero_divides_what_it_says():
 
 
 def test_a_drawn_step_ends_with_the_data_axis_and_the_optimizer():
-    pricer = Pricer(SELENE, load_model("gpt3-13b"), 64, "fp16")
+    pricer = Pricer.of(SELENE, load_model("gpt3-13b"), 64, "fp16")
     layout = Layout(8, 2, 4, zero=2)
     drawn, price = pricer.timeline(layout, "a step"), pricer.price(layout)
     assert drawn.makespan_s == pytest.approx(price.step_time_s)
@@ -149,9 +150,9 @@ def test_what_helps_helps(gpt3):
 def test_partitioned_activations_cost_a_gather_per_layer_and_save_seven_eighths(gpt3):
     """Rajbhandari et al. 2020, section 6.1: "one extra all-gather" for each transformer block."""
     partitioned = replace(GPT3, partition_activations=True)
-    layer, _ = gpt3.kernels(GPT3)
+    layer, _ = gpt3.times.kernels(GPT3)
     gather_s = layer.machine.all_gather_s(2048 * GPT3.micro_size * 12288 * 2, layer.group)
-    pairs = zip(gpt3.stage_seconds(partitioned), gpt3.stage_seconds(GPT3), strict=True)
+    pairs = zip(gpt3.times.stage_seconds(partitioned), gpt3.times.stage_seconds(GPT3), strict=True)
     for (forward, backward), (whole_forward, whole_backward) in pairs:
         layers = 96 // GPT3.stages
         assert forward == whole_forward and backward.compute == whole_backward.compute
@@ -166,7 +167,7 @@ def test_partitioned_activations_cost_a_gather_per_layer_and_save_seven_eighths(
 
 
 def test_a_trillion_parameters_are_priced_in_seconds():
-    pricer = Pricer(SELENE, load_model("megatron-1t"), 3072, "fp16")
+    pricer = Pricer.of(SELENE, load_model("megatron-1t"), 3072, "fp16")
     start = time.process_time()
     price = pricer.price(Layout(8, 64, 6, recompute="full"))
     assert time.process_time() - start < 2
@@ -207,4 +208,4 @@ def test_layouts_are_parsed_completed_and_checked():
 
 def test_unknown_precision_is_refused():
     with pytest.raises(InputError, match="no bf16"):
-        Pricer(load_cluster("v100-dgx2"), load_model("gpt3-13b"), 8, "bf16")
+        Pricer.of(load_cluster("v100-dgx2"), load_model("gpt3-13b"), 8, "bf16")

@@ -134,16 +134,16 @@ def test_groups_of_other_sizes_take_more_steps_and_ring_bytes():
 
 
 def test_more_ranks_than_were_measured_are_refused():
-    pricer = Pricer(cluster(), load_model("l=4,h=64,a=8,s=32,V=100"), 8, "fp32")
+    pricer = Pricer.of(cluster(), load_model("l=4,h=64,a=8,s=32,V=100"), 8, "fp32")
     with pytest.raises(InputError, match="on one node of 4 ranks; run ptdmpi probe with as many"):
         search(pricer, Space(8))
-    pricer = Pricer(cluster(messages=[]), pricer.model, 8, "fp32")
+    pricer = Pricer.of(cluster(messages=[]), pricer.model, 8, "fp32")
     with pytest.raises(InputError, match="measured without messages; run ptdmpi probe"):
         search(pricer, Space(2))
 
 
 def test_the_search_works_on_measured_machines():
-    pricer = Pricer(cluster(), load_model("l=4,h=64,a=4,s=32,V=100"), 8, "fp32")
+    pricer = Pricer.of(cluster(), load_model("l=4,h=64,a=4,s=32,V=100"), 8, "fp32")
     found = search(pricer, Space(4))
     assert found[0].step_time_s == min(price.step_time_s for price in found)
     assert pricer.price(Layout(1, 1, 4)).step_time_s >= found[0].step_time_s

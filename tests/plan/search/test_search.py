@@ -31,7 +31,9 @@ MODELS = ("l=7,h=512,a=8", "l=12,h=1024,a=16,V=32000")
 def small(model, memory_bytes, batch=24, cluster=SELENE):
     memory = {"memory_bytes": memory_bytes, "runtime_bytes": 0.0}
     device = cluster.device.model_copy(update=memory)
-    return Pricer(cluster.model_copy(update={"device": device}), load_model(model), batch, "fp16")
+    return Pricer.of(
+        cluster.model_copy(update={"device": device}), load_model(model), batch, "fp16"
+    )
 
 
 def shared(pricer, t, d):
@@ -271,7 +273,7 @@ def test_what_is_not_legal_names_the_nearest_numbers_of_ranks(batch, ranks, near
 
 
 def test_single_changes_make_a_layout_fit_or_faster():
-    pricer = Pricer(SELENE, load_model("megatron-145b"), 64, "fp16")
+    pricer = Pricer.of(SELENE, load_model("megatron-145b"), 64, "fp16")
     slow = pricer.price(Layout(8, 16, 1))
     at_once, changes = improvements(slow, pricer)
     assert at_once == 1 and changes
@@ -322,14 +324,14 @@ def test_a_difference_names_what_is_other():
 
 def test_the_papers_rules():
     """GPT-3 on 1024 GPUs: t = 8 in the node, p as small as fits."""
-    pricer = Pricer(SELENE, load_model("gpt3-175b"), 1536, "fp16")
+    pricer = Pricer.of(SELENE, load_model("gpt3-175b"), 1536, "fp16")
     price = heuristic(pricer, Space(1024))
     assert price.fits and price.layout.tensor == 8
     fewer = replace(price.layout, pipeline=price.layout.pipeline // 2, micro_size=1)
     fewer = replace(fewer, data=2 * price.layout.data)
     assert pricer.footprint(fewer).total > pricer.capacity_bytes
     times = microbatch_model(pricer, price.layout)
-    stages = pricer.stage_seconds(replace(price.layout, micro_size=1))
+    stages = pricer.times.stage_seconds(replace(price.layout, micro_size=1))
     slowest = max(forward.total + backward.total for forward, backward in stages)
     per_replica = 1536 // price.layout.data
     assert times[1] == pytest.approx((per_replica + price.layout.pipeline - 1) * slowest)

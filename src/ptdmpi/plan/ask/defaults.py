@@ -41,4 +41,4 @@ def pricer_of_names(model: str, cluster: str, batch: int | None) -> Pricer:
     """
     machine = load_cluster(cluster)
     size = batch or published_batch(model)
-    return Pricer(machine, load_model(model), size, usual_precision(machine))
+    return Pricer.of(machine, load_model(model), size, usual_precision(machine))

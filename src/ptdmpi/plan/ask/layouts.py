@@ -202,7 +202,7 @@ def _pricer(request: LayoutRequest) -> Pricer:
     cluster = load_cluster(request.cluster)
     model = request.adapted(load_model(request.model))
     batch = request.batch or published_batch(request.model)
-    return Pricer(cluster, model, batch, request.precision or usual_precision(cluster))
+    return Pricer.of(cluster, model, batch, request.precision or usual_precision(cluster))
 
 
 def _given_layout(pricer: Pricer, text: str, request: LayoutRequest) -> Layout:

@@ -14,7 +14,7 @@ from ptdmpi.config import DataParallelConfig
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.zero import covers_state
 from ptdmpi.plan.ask.answer import Panel, Reply
-from ptdmpi.plan.cost.methods import MethodAxis, MethodPricer, sent_bytes
+from ptdmpi.plan.cost.methods import MethodAxis, MethodTimes, sent_bytes
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.kernels import Group
@@ -105,14 +105,14 @@ def _priced(
 ) -> tuple[list[dict[str, Any]], dict[str, list[tuple[float, float]]]]:
     """Return the numbers of each method, and, for the first ones, milliseconds by number of
     replicas."""
-    named = (pricer.cluster, pricer.model, pricer.batch, pricer.machine.dtype)
     busiest = max(pricer.memory.stages.elements(layout, rank) for rank in range(layout.pipeline))
-    near = pricer.data.replicas(layout).per_node
+    near = pricer.times.data.replicas(layout).per_node
     entries: list[dict[str, Any]] = []
     lines: dict[str, list[tuple[float, float]]] = {}
     for name, section in sections():
         method = RunMethod(section)
-        other = MethodPricer(*named, method)
+        times = MethodTimes(pricer.cluster, pricer.model, pricer.machine.dtype, method)
+        other = Pricer(times, pricer.batch)
         axis = MethodAxis(other.machine, other.model, method)
         price, has = other.price(layout), axis.has(busiest)
         entries.append(

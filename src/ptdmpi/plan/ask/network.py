@@ -1,7 +1,6 @@
 """Sensitivity of a step to a slower network, and to a network of two tiers."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 from ptdmpi.base.errors import InputError
@@ -10,6 +9,7 @@ from ptdmpi.config.layout import Layout
 from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.data_axis import Behind, DataAxis, InOps
 from ptdmpi.plan.cost.price import Price, Pricer
+from ptdmpi.plan.cost.step import StepTimes
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.search.search import search
 from ptdmpi.plan.search.space import Space
@@ -40,9 +40,9 @@ def distant(cluster: Cluster, times: float) -> Cluster:
     return cluster.model_copy(update={"node": node.model_copy(update=delays)})
 
 
-class TieredPricer(Pricer):
-    """The prices on a network of two tiers: within a pod of nodes the rates of the cluster file,
-    between pods 1/`taper` of them.
+class TieredTimes(StepTimes):
+    """Seconds of steps on a network of two tiers: within a pod of nodes the rates of the cluster
+    file, between pods 1/`taper` of them.
 
     All ranks wait for a message that passes between pods anywhere: pipelines on more than one pod
     send at the tapered rate, and so do data axes whose ranks are not all in one pod. The grid is
@@ -51,12 +51,12 @@ class TieredPricer(Pricer):
     """
 
     def __init__(
-        self, cluster: Cluster, model: Model, batch: int, precision: str, taper: tuple[int, float]
+        self, cluster: Cluster, model: Model, precision: str, taper: tuple[int, float]
     ) -> None:
-        super().__init__(cluster, model, batch, precision)
+        super().__init__(cluster, model, precision)
         pod_nodes, divided = taper
         self.pod_ranks = pod_nodes * cluster.node.devices
-        self.outside = Pricer(slower(cluster, divided), model, batch, precision)
+        self.outside = StepTimes(slower(cluster, divided), model, precision)
         self.data = TieredAxis(self.data, self.outside.data, self.pod_ranks)
 
     def _way_s(self, layout: Layout, crosses: bool) -> float:
@@ -114,7 +114,8 @@ def machines(pricer: Pricer, pod_nodes: int | None) -> list[tuple[str, Pricer]]:
 
     Raises InputError for a machine that was measured: its times are in tables.
     """
-    cluster, named = pricer.cluster, (pricer.model, pricer.batch, pricer.machine.dtype)
+    cluster = pricer.cluster
+    precision = pricer.machine.dtype
     if cluster.measured is not None:
         raise InputError(
             f"{cluster.name} was measured: its messages are tables of times, in which a rate "
@@ -128,12 +129,15 @@ def machines(pricer: Pricer, pod_nodes: int | None) -> list[tuple[str, Pricer]]:
         ("links half as fast", slower(cluster, links=2)),
         (f"latencies {LATENCY} times as long", distant(cluster, LATENCY)),
     ]
-    pricers = [(name, Pricer(machine, *named)) for name, machine in changed]
+    pricers = [
+        (name, Pricer.of(machine, pricer.model, pricer.batch, precision))
+        for name, machine in changed
+    ]
     if pod_nodes is not None:
-        pods = partial(TieredPricer, cluster, *named)
         for taper in (2, 4):
             name = f"tapered {taper}:1 between pods of {counted(pod_nodes, 'node')}"
-            pricers.append((name, pods((pod_nodes, taper))))
+            times = TieredTimes(cluster, pricer.model, precision, (pod_nodes, taper))
+            pricers.append((name, Pricer(times, pricer.batch)))
     return pricers
 
 

@@ -17,7 +17,7 @@ from ptdmpi.terminal.say import note
 def batches(pricer: Pricer, sizes: Sequence[int]) -> list[Pricer]:
     """Return pricers of the same model at other global batches."""
     cluster, model, dtype = pricer.cluster, pricer.model, pricer.machine.dtype
-    return [Pricer(cluster, model, size, dtype) for size in sizes]
+    return [Pricer.of(cluster, model, size, dtype) for size in sizes]
 
 
 def lengths(pricer: Pricer, sizes: Sequence[int]) -> list[Pricer]:
@@ -33,7 +33,7 @@ def lengths(pricer: Pricer, sizes: Sequence[int]) -> list[Pricer]:
             raise InputError(f"a step of {tokens:,} tokens is no number of sequences of {size}")
         config = pricer.model.config.model_copy(update={"seq_length": size})
         model = replace(pricer.model, config=config)
-        pricers.append(Pricer(pricer.cluster, model, batch, pricer.machine.dtype))
+        pricers.append(Pricer.of(pricer.cluster, model, batch, pricer.machine.dtype))
     return pricers
 
 

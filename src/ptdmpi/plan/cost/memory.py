@@ -117,6 +117,7 @@ class MemoryModel:
         vocab_size: int,
         precision: str,
         software: Software = TRAINER,
+        *,
         runtime_bytes: float = 0.0,
         on_host: bool = True,
         method: RunMethod | None = None,
@@ -143,6 +144,7 @@ class MemoryModel:
         config: Config,
         vocab_size: int,
         wide_products: bool = False,
+        *,
         on_host: bool = True,
         kept_block: int = 0,
     ) -> "MemoryModel":
@@ -211,7 +213,7 @@ class MemoryModel:
             gradients=gradients,
             optimizer=optimizer,
             activations=kept,
-            working=_beside(self, layout, rank, kept, working),
+            working=_beside(self, layout, rank, kept=kept, working=working),
             runtime=self.runtime_bytes,
             host=host,
         )
@@ -263,7 +265,7 @@ class MemoryModel:
         if any(stands + kept > room for stands, kept in zip(standing, least, strict=True)):
             return False
         return all(
-            stands + kept + _beside(self, layout, rank, kept, working) <= room
+            stands + kept + _beside(self, layout, rank, kept=kept, working=working) <= room
             for rank, stands in zip(ranks, standing, strict=True)
             for kept, working in (self._held(layout, rank, microbatches),)
         )
@@ -297,7 +299,9 @@ class MemoryModel:
             -(-count // shards) * each
             for count, shards, each in zip(counts, _shards(sharing), self._each_bytes, strict=True)
         )
-        weights += self.stages.frozen_bytes(cut, tensor, rank, every - train, sharing.weight_shards)
+        weights += self.stages.frozen_bytes(
+            cut, tensor, rank, frozen=every - train, shards=sharing.weight_shards
+        )
         if self.method.matrices:  # the shard with the most state has the fewest elements of them
             fewest = min(work.elements for work in self.stages.dealt(cut, tensor, rank, sharing))
             optimizer -= fewest * self.wide_bytes
@@ -386,7 +390,7 @@ def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: in
     return memory.least_flights[key]
 
 
-def _beside(memory: MemoryModel, layout: Layout, rank: int, kept: int, working: int) -> int:
+def _beside(memory: MemoryModel, layout: Layout, rank: int, *, kept: int, working: int) -> int:
     """Return all working memory of a rank, in bytes.
 
     This is the larger of the needs during the backward (`working`, `beside_bytes`) and those after

@@ -34,7 +34,7 @@ from ptdmpi.config.layout import Layout
 from ptdmpi.config.methods import encodes
 from ptdmpi.config.precision import FLOAT32
 from ptdmpi.plan.cost.data_axis import Behind, DataAxis
-from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.cost.step import StepTimes
 from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.layout.run_method import MESSAGE_ELEMENTS, RunMethod
 from ptdmpi.plan.layout.topology import topology
@@ -293,21 +293,14 @@ class MethodAxis(DataAxis):
         return self.machine.send_s(size, crosses_nodes=group.nodes > 1)
 
 
-class MethodPricer(Pricer):
-    """The prices of layouts whose replicas exchange messages, and keep state, by a given method.
+class MethodTimes(StepTimes):
+    """Seconds of steps whose replicas exchange messages, and keep state, by a given method.
 
-    It prices given layouts only: another method is another training, which a search does not
+    They are of given layouts only: another method is another training, which a search does not
     choose.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        model: Model,
-        batch: int,
-        precision: str,
-        method: RunMethod,
-    ) -> None:
+    def __init__(self, cluster: Cluster, model: Model, precision: str, method: RunMethod) -> None:
         """Store the data axis of the method; `method` as in `StepTimes`."""
-        super().__init__(cluster, model, batch, precision, method)
+        super().__init__(cluster, model, precision, method)
         self.data = MethodAxis(self.machine, model, method)

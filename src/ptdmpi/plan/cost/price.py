@@ -76,32 +76,42 @@ class Price:
         return (parts.tensor + parts.pipeline + parts.data) / self.step_time_s
 
 
-class Pricer(StepTimes):
+class Pricer:
     """The prices of layouts of one model and batch on one cluster; shapes that layouts share are
-    priced once."""
+    priced once. `times`: the seconds of the parts of their steps."""
 
-    def __init__(
-        self,
+    def __init__(self, times: StepTimes, batch: int) -> None:
+        self.times = times
+        self.batch = batch
+        self.cluster = times.cluster
+        self.model = times.model
+        self.machine = times.machine
+        self.memory = times.memory
+        self.capacity_bytes = self.cluster.device.memory_bytes
+        host_bytes = self.cluster.host.memory_bytes
+        self.host_capacity_bytes = (host_bytes or math.inf) / self.cluster.node.devices
+        self._roughly: dict[tuple[object, ...], tuple[float, float]] = {}
+
+    @classmethod
+    def of(
+        cls,
         cluster: Cluster,
         model: Model,
         batch: int,
         precision: str,
+        *,
         method: RunMethod | None = None,
-    ) -> None:
-        """Store the batch and the capacities; `method` as in `StepTimes`."""
-        super().__init__(cluster, model, precision, method)
-        self.batch = batch
-        self.capacity_bytes = cluster.device.memory_bytes
-        host_bytes = cluster.host.memory_bytes
-        self.host_capacity_bytes = (host_bytes or math.inf) / cluster.node.devices
-        self._roughly: dict[tuple[object, ...], tuple[float, float]] = {}
+    ) -> "Pricer":
+        """Return the prices of a training; `method` as in `StepTimes`. Raises InputError if the
+        device has no peak for `precision`."""
+        return cls(StepTimes(cluster, model, precision, method), batch)
 
     def bound_s(self, layout: Layout) -> float:
         """Return a lower bound of the step time for every order of work; the search prunes by
         it."""
         microbatches = layout.microbatches(self.batch)
-        bound = self.stage_times(layout).lower_bound_s(microbatches)
-        return bound + sum(self.after_s(layout))
+        bound = self.times.stage_times(layout).lower_bound_s(microbatches)
+        return bound + sum(self.times.after_s(layout))
 
     def rough_bound_s(self, layout: Layout) -> float:
         """Return a lower bound of `bound_s` that needs no stages.
@@ -128,13 +138,13 @@ class Pricer(StepTimes):
         how = (layout.recompute, layout.recompute_layers is None, layout.partition_activations)
         key = (*sizes, *how, layout.sequence_parallel, layout.scatter_gather, splits(layout))
         if key not in self._roughly:
-            (layer, ends), config = self.kernels(layout), self.model.config
+            (layer, ends), config = self.times.kernels(layout), self.model.config
             back = layer.split_backward if splits(layout) else layer.backward
             # if only some layers are recomputed: as if none of them were
             if layout.recompute_layers is None:
                 back = back + layer.recomputed(layout)
             each = layer.forward.total + back.total
-            idle, ahead_s = config.idle(), self.idle_layer(layout).forward.total
+            idle, ahead_s = config.idle(), self.times.idle_layer(layout).forward.total
             layers_s = (config.layers - idle) * each + idle * ahead_s
             work = layout.microbatches(self.batch) * (layers_s + ends.total_s)
             # nothing waits at the end for split backwards, see StageTimes.lower_bound_s
@@ -147,13 +157,13 @@ class Pricer(StepTimes):
         """Return (seconds after the pipeline, seconds with each microbatch): the other part of
         `rough_bound_s`."""
         layers = self._trained_layers / layout.pipeline
-        elements = self._trained_layers * self.data.layer_elements(layout.tensor)
+        elements = self._trained_layers * self.times.data.layer_elements(layout.tensor)
         elements //= layout.pipeline
-        after_s, each_s = self.update.optimizer_s(layout, elements), 0.0
-        after_s += self.least_matrices_s(layout, layers)
+        after_s, each_s = self.times.update.optimizer_s(layout, elements), 0.0
+        after_s += self.times.least_matrices_s(layout, layers)
         if not layout.dp_overlap:
-            after_s += sum(self.data.behind(layout, elements))
-            each_s = self.data.least_in_ops_s(layout, layers)
+            after_s += sum(self.times.data.behind(layout, elements))
+            each_s = self.times.data.least_in_ops_s(layout, layers)
         return after_s, each_s
 
     @property
@@ -167,7 +177,7 @@ class Pricer(StepTimes):
         optimizer state, whatever the rest of the layout is."""
         config = self.model.config
         layers, t = config.layers / layout.pipeline, layout.tensor
-        each = self.data.layer_elements(t)
+        each = self.times.data.layer_elements(t)
         train = self._trained_layers / layout.pipeline * each
         frozen = layers * (layer_elements(config, t) - each) if config.adapt.adapts else 0
         standing = train * self.memory.parameter_bytes(layout)
@@ -190,10 +200,10 @@ class Pricer(StepTimes):
         """Return the step op by op, for a picture: after the pipeline the data axis, then the
         optimizer."""
         microbatches = layout.microbatches(self.batch)
-        times = self.stage_times(layout)
+        times = self.times.stage_times(layout)
         drawn = pipeline.timeline(layout.schedule, microbatches, times, title)
         end_s = drawn.start_s + drawn.makespan_s
-        moments = itertools.accumulate(self.after_s(layout), initial=end_s)
+        moments = itertools.accumulate(self.times.after_s(layout), initial=end_s)
         lasts = zip(("reduce", "optimizer"), itertools.pairwise(moments), strict=True)
         spans = [
             Span(rank, kind, "", start_s, end_s)
@@ -207,17 +217,17 @@ class Pricer(StepTimes):
         """Return the price of the simulated step. Raises InputError for a layout that is not
         legal."""
         p, microbatches = layout.pipeline, layout.microbatches(self.batch)
-        times = self.stage_times(layout)
+        times = self.times.stage_times(layout)
         makespan_s = pipeline.makespan_s(layout.schedule, microbatches, times)
-        data_s, optimizer_s = self.after_s(layout)
+        data_s, optimizer_s = self.times.after_s(layout)
         busiest = max(range(p), key=lambda rank: times.busy_s(rank, microbatches))
         busy_s = times.busy_s(busiest, microbatches)
         mean_s = math.fsum(times.busy_s(r, microbatches) for r in range(p)) / p
         own = times.placed.stages_of(busiest)
-        seconds = self.stage_seconds(layout)
+        seconds = self.times.stage_seconds(layout)
         messages_s = (sum(part.messages for part in seconds[stage]) for stage in own)
         tensor_s = microbatches * sum(messages_s)
-        sent = self.in_ops_s(layout, seconds)
+        sent = self.times.in_ops_s(layout, seconds)
         sent_s = microbatches * sum(sum(sent[stage]) for stage in own)
         ways_s = 0.0
         if not times.overlap:
@@ -245,7 +255,7 @@ class Pricer(StepTimes):
             model_flops_per_rank=flops.model_flops(config, self.model.vocab_size, tokens)
             / layout.ranks,
             hardware_flops_per_rank=flops.hardware_flops(
-                config, self.model.vocab_size, tokens, layout.recompute, recomputed
+                config, self.model.vocab_size, tokens, layout.recompute, layers=recomputed
             )
             / layout.ranks,
             peak_flops=self.machine.peak,

@@ -43,12 +43,15 @@ class Step:
         config: Config,
         vocab_size: int,
         wide_products: bool = False,
+        *,
         on_host: bool = True,
         kept_block: int = 0,
     ) -> "Step":
         """Return the step of a resolved configuration; `wide_products` and `kept_block` as in
         `Software`, `on_host` as in `MemoryModel`."""
-        memory = MemoryModel.of(config, vocab_size, wide_products, on_host, kept_block)
+        memory = MemoryModel.of(
+            config, vocab_size, wide_products, on_host=on_host, kept_block=kept_block
+        )
         section, whole = config.data_parallel, config.optimizer.has_matrices
         most_zero = max(may_share(section, config.run.reproducible))
         offloads = not (replicas_differ(section) or whole)

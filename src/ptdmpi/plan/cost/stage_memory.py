@@ -146,7 +146,7 @@ class StageMemory:
         own = self.split(layout)[stage]
         return own[self.model.idle(own) :]
 
-    def frozen_bytes(self, cut: Cut, tensor: int, rank: int, frozen: int, shards: int) -> int:
+    def frozen_bytes(self, cut: Cut, tensor: int, rank: int, *, frozen: int, shards: int) -> int:
         """Return the bytes of a pipeline rank's `frozen` weights in `shards` shards.
 
         Quantized weights count with codes and scales, which are not sharded.

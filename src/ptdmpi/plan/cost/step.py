@@ -41,9 +41,9 @@ class StepTimes:
             model.vocab_size,
             precision,
             cluster.software,
-            cluster.device.runtime_bytes,
-            cluster.on_host,
-            self.method,
+            runtime_bytes=cluster.device.runtime_bytes,
+            on_host=cluster.on_host,
+            method=self.method,
         )
         self._layers: dict[tuple[int, int, bool], tuple[LayerTimes, EndTimes]] = {}
         self._idle: dict[tuple[int, int, bool], LayerTimes] = {}

@@ -253,7 +253,14 @@ def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
         for kind, size in code_messages(section, sizes, tally.ranks).items():
             tally.add(kind, round(size), times)
     if tally.ranks > 1:
-        of.method.tell(tally, data, step, sum(units.values()), weights, element)
+        of.method.tell(
+            tally,
+            data,
+            step,
+            gradients=sum(units.values()),
+            weights=weights,
+            element_bytes=element,
+        )
     return tally
 
 

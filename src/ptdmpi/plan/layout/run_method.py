@@ -92,7 +92,7 @@ class RunMethod:
         method = self.section.method
         mixed = elements * self.averaged_kinds
         if encodes(self.section):
-            return scratch_bytes(self.section, n, elements, tile, element_bytes)
+            return scratch_bytes(self.section, n, elements, tile=tile, number_bytes=element_bytes)
         if n == 1:
             return 0
         if method == "ring":
@@ -136,6 +136,7 @@ class RunMethod:
         tally: Tally,
         rank: int,
         step: int,
+        *,
         gradients: int,
         weights: Sequence[int],
         element_bytes: int,

@@ -113,7 +113,7 @@ def choose(
     pricer. Raises InputError if none fits."""
     model = Model(config.run.name, config.model, vocab_size)
     batch, precision = config.batch.global_size, config.precision.compute
-    pricer = Pricer(cluster, model, batch, precision, RunMethod.of(config))
+    pricer = Pricer.of(cluster, model, batch, precision, method=RunMethod.of(config))
     whole = config.optimizer.has_matrices
     space = Space(
         ranks,

@@ -62,7 +62,7 @@ def _lines(lines: int, shares: int) -> int:
 
 
 def scratch_bytes(
-    section: DataParallelConfig, n: int, elements: int, tile: int, number_bytes: int
+    section: DataParallelConfig, n: int, elements: int, *, tile: int, number_bytes: int
 ) -> int:
     """Return the most working memory, in bytes, that encoding and decoding `elements` elements
     takes on one of n ranks; `tile`: elements of the largest tile."""

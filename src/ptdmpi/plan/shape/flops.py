@@ -65,7 +65,7 @@ def model_flops(model: ModelConfig, vocab_size: int, tokens: int) -> float:
 
 
 def hardware_flops(
-    model: ModelConfig, vocab_size: int, tokens: int, recompute: str, layers: int
+    model: ModelConfig, vocab_size: int, tokens: int, recompute: str, *, layers: int
 ) -> float:
     """Return model FLOPs plus those that the first `layers` layers compute again in their backward.
 

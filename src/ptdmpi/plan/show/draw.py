@@ -283,7 +283,7 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, extent_s: float) -> None:
             shade,
             [(x(s.start_s), lane[s.rank] - 0.43, (s.end_s - s.start_s) / unit_s) for s in spans],
         )
-    _draw_numbers(axes, timeline, chunks, x, extent_s)
+    _draw_numbers(axes, timeline, chunks, x, extent_s=extent_s)
 
     axes.set_xlim(0, extent_s / unit_s or 1)
     axes.set_ylim(len(ranks) - 0.5, -0.5)
@@ -326,6 +326,7 @@ def _draw_numbers(
     timeline: Timeline,
     chunks: _Chunks,
     x: Callable[[float], float],
+    *,
     extent_s: float,
 ) -> None:
     """Draw the microbatch number in every bar that is wide enough for it, in one size of letters.

@@ -26,7 +26,7 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
     and need, and free it.
     """
     memory, microbatches = pricer.memory, layout.microbatches(pricer.batch)
-    times = pricer.stage_times(layout)
+    times = pricer.times.stage_times(layout)
     timeline = pipeline.timeline(layout.schedule, microbatches, times, str(layout))
     curves = []
     for rank in range(layout.pipeline):

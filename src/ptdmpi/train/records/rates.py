@@ -96,7 +96,9 @@ class Rates:
         if layers == "all":
             layers = model.layers
         self.model_flops = model_flops(model, vocab_size, self.tokens)
-        self.hardware_flops = hardware_flops(model, vocab_size, self.tokens, recompute.mode, layers)
+        self.hardware_flops = hardware_flops(
+            model, vocab_size, self.tokens, recompute.mode, layers=layers
+        )
 
     def of(self, step_time_s: float) -> dict[str, float | None]:
         """Return the rates of a step, by their names in `metrics.jsonl`.

@@ -308,6 +308,74 @@ def test_a_whole_layer_keeps_what_its_rows_say(comm, name, recompute):
     assert not mistakes
 
 
+LEAST_LAUNCHED = 8 * H  # elements; gradients of a bias have fewer
+# Allocations, a view that PyTorch does not call one, and the copy of a leaf's gradient into the
+# leaf's strides: a layer's activations are no leaves.
+NOT_LAUNCHED = ("empty", "ones_like", "new_empty_strided", "_unsafe_view", "copy_")
+SEVERAL_KERNELS = {"native_layer_norm_backward": 2}  # the input's gradient, and the weights'
+
+
+class Launches(TorchDispatchMode):
+    """The number of kernels that the dispatcher launches on large tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        most = max((x.numel() for x in args if isinstance(x, Tensor)), default=0)
+        launches = not func.is_view and name not in NOT_LAUNCHED
+        if launches and (most >= LEAST_LAUNCHED or name == "cat"):  # `cat` has a list of tensors
+            self.count += SEVERAL_KERNELS.get(name, 1)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_every_row_launches_what_it_says(name):
+    """Every kind of row of GPT, and the products of LLaMA, whose other kernels this host composes
+    of several operations."""
+    from mpi4py import MPI
+
+    placed, sizes, context = layer_of(name, tensor_axis(MPI.COMM_SELF, False), "fp32")
+    values = {"x": random_tensor("x", (S, B, H), "fp32")}
+    for step in placed.layer.steps:
+        row = step.row
+        inputs = {name: values[name].detach().clone().requires_grad_() for name in row.inputs}
+        with Launches() as forward:
+            outputs = run([replace_last(step)], dict(inputs), context)
+        made = [outputs[name] for name in row.outputs]
+        with Launches() as backward:
+            torch.autograd.backward(made, [torch.ones_like(value) for value in made])
+        values.update({name: outputs[name].detach() for name in row.outputs})
+        if name == "gpt" or isinstance(row, Multiply):
+            # this host's attention yields joined heads, which others copy
+            joins_heads = isinstance(row, Attend)
+            foreseen = sum(k.launches for k in row.forward(sizes)) - joins_heads
+            assert forward.count == foreseen, row.name
+            # the gradient of a norm's input is added to the residual's outside of the row
+            outside = joins_heads + isinstance(row, Normalize)
+            foreseen = sum(k.launches for k in [*row.backward(sizes), *row.weights(sizes)])
+            assert backward.count == foreseen - outside, row.name
+
+
+@pytest.mark.parametrize("targets", ["all", ("attention.q",), ("mlp.down",)])
+@pytest.mark.parametrize("method", ["lora", "ia3", "none"])
+def test_a_row_frees_no_input_that_is_not_kept(method, targets):
+    """The core's output is the input of attention's last linear, and a scale keeps its own."""
+    changes = {"model.kind": "llama", "adapt.method": method}
+    if method == "lora":
+        changes |= {"adapt.rank": 2, "adapt.targets": targets}
+    model = small(changes).model
+    sizes = Sizes(model, Layout(1, 1, 1, micro_size=B), "fp32")
+    rows = operators(describe.layer(model))
+    names = {item.name for item in items(rows, sizes, "none")}
+    for row in rows:
+        scaled = isinstance(row, Multiply) and bool(row.adapters)
+        if row.replaced_bytes(sizes) and not scaled and row.name != "attention.out":
+            assert f"{row.name}.input" in names, row.name
+
+
 PLANTED = {
     "a norm keeps no input": (Normalize, "kept", lambda self, sizes, mode: iter(())),
     "a product keeps no input": (Multiply, "kept", lambda self, sizes, mode: iter(())),

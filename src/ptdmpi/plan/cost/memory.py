@@ -61,6 +61,7 @@ class Footprint:
 
     @property
     def total(self) -> float:
+        """Return the bytes on the device at the peak."""
         return self.standing + self.activations + self.working
 
 

@@ -59,6 +59,7 @@ class Step:
 
     @property
     def microbatches(self) -> int:
+        """Return the number of microbatches that each data rank has in a step."""
         return self.layout.microbatches(self.batch)
 
     @property

@@ -66,6 +66,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout) -> "Cut":
+        """Return the key of a layout's split."""
         return _cut(layout.schedule, layout.pipeline, layout.virtual, layout.first_layers)
 
 

@@ -56,6 +56,7 @@ class Elementwise:
 
     @property
     def launches(self) -> int:
+        """Return the number of kernels."""
         return len(self.element_bytes)
 
 
@@ -118,6 +119,7 @@ class Item:
 
     @property
     def bytes(self) -> int:
+        """Return the bytes of the tensor on one rank."""
         return self.elements * self.element_bytes
 
 

@@ -170,6 +170,7 @@ class _Groups:
         self._above = list(range(size))
 
     def join(self, rank: int, other: int) -> None:
+        """Merge the groups of two ranks."""
         self._above[self._top(rank)] = self._top(other)
 
     def _top(self, rank: int) -> int:

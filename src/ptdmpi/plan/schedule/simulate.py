@@ -185,9 +185,13 @@ class Costs:
 class OpCosts(Protocol):
     """The interface of the costs that `execute` needs; `Costs` and planned steps implement it."""
 
-    def duration_s(self, op: Op) -> float: ...
+    def duration_s(self, op: Op) -> float:
+        """Return the seconds that `op` computes."""
+        ...
 
-    def travel_s(self, op: Op) -> float: ...
+    def travel_s(self, op: Op) -> float:
+        """Return the seconds from the end of `op`'s source, on another rank, to its arrival."""
+        ...
 
 
 class Interval(NamedTuple):

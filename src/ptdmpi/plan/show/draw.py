@@ -59,6 +59,7 @@ class _Chunks:
         return chunk * (_SHADES - 1) // max(self.count - 1, 1)
 
     def shade_of(self, span: Span) -> int:
+        """Return the index of the shade of a span that computes."""
         return self.shade(self.stages[span.rank].index(Op.parse(span.op).stage))
 
 

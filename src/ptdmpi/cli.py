@@ -1,6 +1,7 @@
 """The command line `ptdmpi`; the module of a subcommand is imported when that subcommand runs."""
 
 import importlib
+import signal
 from typing import NamedTuple
 
 import click
@@ -36,6 +37,10 @@ COMMANDS = {
     "generate": CommandLine("Continue prompts with a trained model.", all_ranks=True),
     "evaluate": CommandLine("Perplexity, choices, answers, accuracy, pass@k.", all_ranks=True),
 }
+
+
+BAD_INPUT = 2
+END_S = 60.0
 
 
 class LazyGroup(CommandGroup):
@@ -76,5 +81,16 @@ def group() -> None:
 
 
 def main() -> None:
-    """Run the command line."""
-    run(group, "ptdmpi", lists=True)
+    """Run the command line.
+
+    After bad input nothing is left to do, but MPI_Finalize waits for the other ranks and the
+    launcher. If they do not answer within END_S seconds, SIGALRM ends this process.
+    """
+    try:
+        run(group, "ptdmpi", lists=True)
+    except SystemExit as end:
+        if end.code == BAD_INPUT:
+            # mpi4py finalizes MPI when Python has ended: nothing but the system can interrupt it
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, END_S)
+        raise

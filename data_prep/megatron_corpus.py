@@ -100,8 +100,8 @@ class MegatronCorpus:
                 start += block.tokens.size
 
     def _check(self, index: MegatronIndex, block: TokenBlock, start: int) -> None:
-        """Raise InputError for an id outside the vocabulary, while the ids have their own type; the
-        shards' type may be narrower."""
+        """Raise InputError for an id outside the vocabulary. Call it before ids are cast to the
+        shards' type, which may be too narrow for them."""
         tokens = block.tokens
         size = self.vocabulary.vocab_size
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < size:

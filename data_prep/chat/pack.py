@@ -73,9 +73,10 @@ class _Row:
 class RowWriter:
     """A writer that packs conversations into rows, first fit, for the shards of one directory.
 
-    A row has `seq_length` tokens: conversations, each of which is a document, and as padding a
-    document of ends of document, which do not count. Sample j of a shard is row j. Its last label
-    is the first token of the next row, which never counts, so each shard ends with an extra token.
+    A row has `seq_length` tokens: conversations, each of which is a document, then padding, which
+    is one more document of end-of-document tokens and does not count. Sample j of a shard is row j.
+    Its last label is the first token of the next row, which never counts, so each shard ends with
+    an extra token.
     """
 
     def __init__(

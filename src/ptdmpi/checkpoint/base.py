@@ -86,8 +86,8 @@ def take_base(
     head of a task, which trains, if the checkpoint has one. Return the names of the head's
     parameters that keep their initial values.
 
-    `tokenizer_sha256` is the hash of the weights' tokenizer, used if the checkpoint does not record
-    it. Raise InputError on every rank.
+    `tokenizer_sha256` is the hash of the base's tokenizer, or None if the caller does not know it.
+    It is used only if the checkpoint records no tokenizer. Raise InputError on every rank.
     """
     path = Path(course.config.adapt.base)
     form = LowBit.of(course.config.quantize)

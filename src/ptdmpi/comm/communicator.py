@@ -346,7 +346,7 @@ class Communicator(WireTraits, ABC):
 
 
 class _UnderWay:
-    """A collective that was begun: waiting for it is time in it, as beginning it was."""
+    """A collective that has begun. The time of waiting for it counts as time in the collective."""
 
     def __init__(
         self, group: Communicator, name: str, handle: Handle, tensors: Sequence[Tensor]

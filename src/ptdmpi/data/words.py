@@ -155,8 +155,8 @@ def _byte_characters() -> list[str]:
 
 
 def _byte_ends(token: str) -> tuple[bool, bool]:
-    """Return the ends of a token whose characters are bytes; bytes beyond ASCII are parts of
-    letters."""
+    """Return whether the first and the last byte of a token, whose characters are bytes, are parts
+    of words. Bytes beyond ASCII are, because they are parts of letters."""
     return _byte_in_word(token[0]), _byte_in_word(token[-1])
 
 

@@ -110,7 +110,7 @@ class HostUpdate:
                 if arrived is None:
                     weights.copy_(master)
                 else:
-                    # the device copies the next gradient into this memory only after them
+                    # the next gradient arrives in the same memory only after these two copies
                     leaving = arrived.view(weights.dtype)[: len(weights)].copy_(master)
                     weights.copy_(leaving, non_blocking=True)
             if room is not None:

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity
 from ptdmpi.config import RunConfig
 
 FOLDER = "profile"
-MEMORY_EVENTS = 100_000  # of a GPU's snapshot, the newest
+MEMORY_EVENTS = 100_000  # a snapshot of a GPU's memory keeps the newest
 
 
 class Profile:

@@ -55,7 +55,7 @@ class Place:
     def now(self) -> Doing:
         """Return the oldest work that the device has not finished, else the work of the host.
 
-        Any thread may call it; it waits for no mark.
+        Any thread may call it; it never waits for the device.
         """
         # a copy, in one operation of the interpreter: the main thread changes it meanwhile
         for doing, begin, end in list(self._under_way):

@@ -20,7 +20,8 @@ class Choco(Decentralized):
         x_i += rate sum_j w_ij (public_j - public_i)
 
     with C a contraction and `consensus_rate` as rate (the paper's gamma). W is the same in every
-    step and symmetric. The next difference contains the remainder of a code, so nothing is lost.
+    step and symmetric. The next difference contains what C has left out of this one, so
+    nothing is lost.
 
     Each replica has a copy of its neighbours' public weights, with the same bits, since it adds the
     same numbers. The copies are not part of the state: they are sent whole, once, before the first

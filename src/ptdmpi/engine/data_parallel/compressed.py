@@ -68,7 +68,8 @@ class Compressed(DataParallel):
             return False
         # NaN if any element is NaN; takes no memory
         extremes = on_its_way(torch.stack(torch.aminmax(gradients)))
-        # No code of a gradient that overflows may be sent: the host waits once more in this step.
+        # If a gradient overflows, its compressed form may not be sent. To know this, the host
+        # waits once more in this step.
         self.replica.axes.settle()
         least, greatest = extremes.tolist()
         return not (greatest < most and least > -most)

@@ -16,8 +16,8 @@ TIED, SECOND = "tied", "second"
 
 
 class HeldParts:
-    """The stages and parts of a model that each rank of a layout holds; parts by their names in the
-    table."""
+    """The stages and parts of a model that each rank of a layout holds. `table` has the parts of
+    each kind of place, by name."""
 
     def __init__(self, model: Model, layout: Layout) -> None:
         self.model, self.tensor = model.config, layout.tensor

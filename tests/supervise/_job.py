@@ -68,6 +68,7 @@ class Job:
 
     def __init__(self, folder: Path, command: list[str], **more: str) -> None:
         self.folder = folder
+        self._copies = ""
         self.output = folder / "output.txt"
         with open(self.output, "w") as file:
             self.process = subprocess.Popen(
@@ -105,6 +106,12 @@ class Job:
             assert time.monotonic() < end and self.process.poll() is None, self.text()
             time.sleep(0.005)
 
+    @property
+    def copies(self) -> Path:
+        """Return the folder of copies in memory; the ranks' environment has named it."""
+        assert self._copies, "it has had no ranks"
+        return Path(self._copies)
+
     def ranks(self) -> dict[int, int]:
         """Return the process id of each living rank of this job."""
         found = {}
@@ -112,8 +119,10 @@ class Job:
             with contextlib.suppress(OSError):
                 variables = (process / "environ").read_bytes().split(b"\0")
                 numbers = [v for v in variables if v.startswith(b"OMPI_COMM_WORLD_RANK=")]
+                copies = [v for v in variables if v.startswith(b"PTDMPI_COPIES=")]
                 if numbers and Path(os.readlink(process / "cwd")) == self.folder:
                     found[int(numbers[0].partition(b"=")[2])] = int(process.name)
+                    self._copies = copies[0].partition(b"=")[2].decode()
         return found
 
 

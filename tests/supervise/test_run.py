@@ -42,6 +42,31 @@ def test_killed_rank(folder, undisturbed, victim):
     same(folder / run, undisturbed)
 
 
+def test_killed_rank_goes_on_from_memory(folder, undisturbed):
+    """No checkpoint is written before the end: the copy in memory is all there is."""
+    settings = ("checkpoint.every_steps=0", "checkpoint.memory_every_steps=1")
+    options = [word for setting in settings for word in ("--set", setting)]
+    with Job(folder, words("-n", "2", *options, run="memory")) as job:
+        job.wait_for("step 10/24")
+        os.kill(job.ranks()[1], signal.SIGKILL)
+        assert job.wait() == 0, job.text()
+        copies = job.copies
+    assert "goes on from the copy in memory of step" in job.text()
+    assert not copies.exists()
+    same(folder / "memory", undisturbed)
+
+
+def test_stopped_rank_hangs_and_is_started_anew(folder, undisturbed):
+    settings = ("run.stall_s=3", "checkpoint.memory_every_steps=1")
+    options = [word for setting in settings for word in ("--set", setting)]
+    with Job(folder, words("-n", "2", *options, run="hang")) as job:
+        job.wait_for("step 10/24")
+        os.kill(job.ranks()[1], signal.SIGSTOP)
+        assert job.wait() == 0, job.text()
+    assert "stall: " in job.text() and job.text().count("starting 2 ranks again") == 1
+    same(folder / "hang", undisturbed)
+
+
 def test_bad_input(folder):
     command = words("-n", "2", "--set", "model.heads=3", run="bad")
     ended = subprocess.run(

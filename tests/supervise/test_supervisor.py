@@ -124,8 +124,8 @@ def test_a_killed_start_goes_on_and_asks_for_nothing_anew(job, tmp_path):
     assert "exit code 137 after step 2; starting 4 ranks again" in text
 
 
-@pytest.mark.parametrize("code", [2, 75])
-def test_bad_input_and_a_stop_are_final(job, tmp_path, code):
+@pytest.mark.parametrize("code", [2, 3, 75])
+def test_bad_input_corruption_and_a_stop_are_final(job, tmp_path, code):
     assert ends(job(f"sys.exit({code})"))[0] == code
     assert len(calls(tmp_path)) == 1
 

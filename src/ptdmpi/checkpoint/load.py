@@ -10,7 +10,7 @@ import torch
 
 from ptdmpi.base.words import counted
 from ptdmpi.checkpoint.boxes import Damaged, Reader
-from ptdmpi.checkpoint.manifest import Manifest, sound_manifest
+from ptdmpi.checkpoint.manifest import Manifest, read_manifest, sound_manifest
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.lineage.adapted import require_kind
@@ -38,13 +38,20 @@ def on_root(world: Communicator, work: Callable[[], T]) -> T:
 
 
 def load(
-    state: State, world: Communicator, directory: Path, *, judge: Judge, mean: bool = False
+    state: State,
+    world: Communicator,
+    directory: Path,
+    *,
+    judge: Judge,
+    mean: bool = False,
+    whole: bool = True,
 ) -> Manifest | str:
     """Load a checkpoint and return its manifest, or the reason why it cannot be read; the same on
     every rank.
 
     Replicas that differ continue each from its own values. All of them continue from the mean if
-    the checkpoint holds the mean, or if `mean` allows it and their number has changed. After damage
+    the checkpoint holds the mean, or if `mean` allows it and their number has changed. Without
+    `whole` a node has the files that its ranks read, and perhaps no others. After damage
     the state is undefined: another checkpoint must be loaded. Raise SharedInputError if the
     checkpoint is sound but not of this model, or `judge` refuses it.
     """
@@ -54,7 +61,9 @@ def load(
         _require_replicas(state, path, manifest, mean)
         judge(path, manifest)
 
-    manifest = load_tensors(state, world, directory, kinds=tuple(state.kinds), judge=fitting)
+    kinds = tuple(state.kinds)
+    read = sound_manifest if whole else read_manifest
+    manifest = load_tensors(state, world, directory, kinds=kinds, judge=fitting, read=read)
     if isinstance(manifest, str):
         return manifest
     progress = manifest.progress
@@ -117,7 +126,9 @@ def load_tensors(
     pieces = [p for p in state.pieces() if p.kind in kinds and p.name not in new]
     whole = not state.buffer.frozen
     with Reader(directory, manifest) as reader:
-        wanted = Wanted(pieces, kinds, judge, whole=whole, shorter=bool(head))
+        # `sound_manifest` has seen all files; without it there may be those of this node alone
+        shared = read is not read_manifest
+        wanted = Wanted(pieces, kinds, judge, whole=whole, shorter=bool(head), shared=shared)
         damage = _filled(reader, state, world, wanted)
     if damage:
         return damage
@@ -156,13 +167,15 @@ def load_frozen(
 class Wanted:
     """A request for tensors of a checkpoint: these pieces, of these kinds, of a `whole` model or of
     adapters. `shorter`: sequences may be shorter than the stored positions. `judge` may refuse the
-    checkpoint."""
+    checkpoint. If it is not `shared` by all nodes, a rank checks the pieces that its node has.
+    """
 
     pieces: Sequence[Piece]
     kinds: Sequence[str]
     judge: Judge
     whole: bool = True
     shorter: bool = False
+    shared: bool = True
 
 
 def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -> str | None:
@@ -181,7 +194,11 @@ def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -
         return damage
     # a piece that one rank has read whole need not be read again
     checked = world.all_reduce(torch.from_numpy(reader.checked), "max")
-    left = torch.nonzero(checked == 0).flatten().tolist()[world.rank :: world.size]
+    left = torch.nonzero(checked == 0).flatten().tolist()
+    if wanted.shared:
+        left = left[world.rank :: world.size]
+    else:
+        left = [number for number in left if (directory / reader.pieces[number][1].file).is_file()]
     return _first(world, Damaged, lambda: _check(reader, left))
 
 

@@ -187,12 +187,10 @@ def write_manifest(
     written: Sequence[Written],
     lineage: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write and sync the manifest over the files of all ranks. `model` is the section [model] of
-    the weights, `lineage` has further entries about their origin.
+    """Write and sync the manifest over the files of all ranks; see `manifest_text`.
 
     Raise InputError if a file is not visible from this host.
     """
-    tensors: dict[str, dict[str, Any]] = {}
     for part in written:
         path = directory / part.file
         if not path.is_file() or path.stat().st_size != part.bytes:
@@ -200,6 +198,21 @@ def write_manifest(
                 f"{path} was written by its rank but is not seen by rank 0: the run directory must "
                 "be on a file system that all nodes share"
             )
+    text = manifest_text(progress, model, written=written, lineage=lineage)
+    write_whole(directory / MANIFEST, text)
+
+
+def manifest_text(
+    progress: Progress,
+    model: Mapping[str, Any],
+    *,
+    written: Sequence[Written],
+    lineage: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the manifest over the files of all ranks. `model` is the section [model] of the
+    weights, `lineage` has further entries about their origin."""
+    tensors: dict[str, dict[str, Any]] = {}
+    for part in written:
         for name, tensor in part.tensors.items():
             table = {"shape": list(tensor.shape), "dtype": tensor.dtype, "pieces": []}
             tensors.setdefault(name, table)["pieces"] += map(_piece_as_json, tensor.pieces)
@@ -212,8 +225,7 @@ def write_manifest(
         "tensors": dict(sorted(tensors.items())),
     }
     # computed over sorted keys, so that the order of writing does not matter
-    text = json.dumps({**manifest, "crc32": checksum(manifest)}, indent=1)
-    write_whole(directory / MANIFEST, text)
+    return json.dumps({**manifest, "crc32": checksum(manifest)}, indent=1)
 
 
 def _piece_as_json(piece: StoredPiece) -> dict[str, Any]:

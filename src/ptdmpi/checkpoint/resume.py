@@ -8,6 +8,7 @@ from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.examine import checkpoints, newest
 from ptdmpi.checkpoint.load import drawn, load, load_tensors, on_root, took_mean
 from ptdmpi.checkpoint.manifest import EXTRAS, Manifest, Progress
+from ptdmpi.checkpoint.memory import MemoryCopies
 from ptdmpi.checkpoint.retention import Retention
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.config import InputError, SharedInputError
@@ -80,6 +81,39 @@ class Resumption:
                 'checkpoint.resume = "never" begins anew'
             )
         return None, []
+
+    def resume_from_copy(self, copies: MemoryCopies, wanted: str) -> Progress | None:
+        """Load the newest copy in the nodes' memory, unless the run has saved a later step since;
+        return its progress, or None if there is no such copy or it cannot be read.
+
+        A copy is of the job that this start belongs to. So the run's own checkpoints are those that
+        `checkpoint.resume = wanted` would resume from, unless it still names another origin: then
+        the next save sets aside what the run does not come from, as after the first start.
+        """
+        step = copies.find()
+        if step is None or step < on_root(self.world, lambda: self._newest_own(wanted)):
+            return None
+        loaded = copies.load(self._judge)
+        if isinstance(loaded, str):
+            return None
+        self.extras = dict(loaded.said.get(EXTRAS, {}))
+        if wanted == "never":
+            self.retention.branch_from(None)
+        elif on_root(self.world, lambda: self._names_another(wanted)):
+            source = on_root(self.world, lambda: self._candidates(wanted)[0])
+            self.retention.branch_from(source, Path(wanted))
+        return loaded.progress
+
+    def _names_another(self, wanted: str) -> bool:
+        """Return True if `wanted` is a path from which no start of this run has resumed yet."""
+        return wanted != "auto" and not self._is_own(wanted) and not self._went_on_from(wanted)
+
+    def _newest_own(self, wanted: str) -> int:
+        """Return the step of the newest checkpoint of this run's own history; 0 without any."""
+        if wanted == "never" or self._names_another(wanted):
+            return 0
+        found = files.checkpoints_in(self.directory)
+        return files.step_of(found[-1]) if found else 0
 
     def begin_from(
         self, path: Path, tokenizer_sha256: str | None, fresh: Collection[str] = ()

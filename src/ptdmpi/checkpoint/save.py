@@ -24,7 +24,8 @@ from ptdmpi.checkpoint import best
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.boxes import Outgoing, write
 from ptdmpi.checkpoint.load import on_root
-from ptdmpi.checkpoint.manifest import EXTRAS, Progress, Written, write_manifest
+from ptdmpi.checkpoint.manifest import EXTRAS, Progress, Written, manifest_text, write_manifest
+from ptdmpi.checkpoint.memory import MemoryCopies
 from ptdmpi.checkpoint.outgoing import OutgoingState
 from ptdmpi.checkpoint.resume import Resumption
 from ptdmpi.checkpoint.retention import Retention
@@ -130,6 +131,19 @@ class Checkpoints:
         """Load the weights that `path` names and nothing else; see `Resumption.begin_from`."""
         return self.resumption.begin_from(path, tokenizer_sha256, fresh)
 
+    def resume_from_copy(self, copies: MemoryCopies, wanted: str) -> Progress | None:
+        """Load a copy in the nodes' memory; see `Resumption.resume_from_copy`."""
+        return self.resumption.resume_from_copy(copies, wanted)
+
+    def describe(self, step: int, written: Sequence[Written]) -> str:
+        """Return the manifest of a copy of the present state, the one after `step`, on rank 0."""
+        return manifest_text(
+            self._progress(step),
+            self.course.config.model.model_dump(),
+            written=written,
+            lineage=self._lineage(None, self.extras()),
+        )
+
     def save(self, step: int) -> list[Saved]:
         """Write the state after `step` steps; return the saves that are complete.
 
@@ -185,6 +199,14 @@ class Checkpoints:
             **asdict(self.state.counters),
         )
 
+    def _lineage(self, loss: float | None, extras: dict[str, Any]) -> dict[str, Any]:
+        """Return the entries of a manifest about the origin of its tensors. `loss` is that of a
+        validation of this state."""
+        lineage = {**self.course.in_manifest(), **best.in_manifest(loss)}
+        if extras:
+            lineage[EXTRAS] = extras
+        return lineage
+
     def _advance(self, wait: bool) -> list[Saved]:
         flight = self._flight
         if flight is None:
@@ -225,9 +247,7 @@ class Checkpoints:
         Return the seconds since the save began, and the reason why older ones could not be
         removed."""
         model = self.course.config.model.model_dump()
-        lineage = {**self.course.in_manifest(), **best.in_manifest(flight.validation_loss)}
-        if flight.extras:
-            lineage[EXTRAS] = flight.extras
+        lineage = self._lineage(flight.validation_loss, flight.extras)
         write_manifest(flight.temporary, flight.progress, model, written=written, lineage=lineage)
         self.retention.publish(flight.temporary)
         write_s = time.perf_counter() - flight.since

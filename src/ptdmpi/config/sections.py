@@ -285,6 +285,7 @@ class CheckpointConfig(Section):
 
     every_steps: Free[NonNegative] = 0
     every_minutes: Free[Annotated[float, Field(ge=0)]] = 15.0
+    memory_every_steps: Free[NonNegative] = 0
     keep: Free[NonNegative] = 2
     keep_every: Free[NonNegative] = 0
     keep_best: Free[bool | NonNegative] = 0

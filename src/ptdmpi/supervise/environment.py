@@ -4,14 +4,18 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
 from ptdmpi.config import InputError
 
 SCRIPT = "mpi-env.sh"
+# The folder of each node for copies of the state in its memory, in the environment of the ranks.
+COPIES = "PTDMPI_COPIES"
 # Open MPI passes on its own variables; of the others a rank on another host needs these.
-PASSED_ON = ("OMP_NUM_THREADS", "MPI4PY_LIBMPI", "PYTHONPATH", "PTDMPI_COPIES")
+PASSED_ON = ("OMP_NUM_THREADS", "MPI4PY_LIBMPI", "PYTHONPATH", COPIES)
+MEMORY = Path("/dev/shm")
 
 
 def script() -> Path:
@@ -36,3 +40,8 @@ def mpi_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     found: dict[str, str] = json.loads(printed.stdout)
     return found
+
+
+def folder_of_copies() -> str:
+    """Return a folder in the memory of a node that no other job uses."""
+    return str(MEMORY / f"ptdmpi-{os.getuid()}-{uuid.uuid4().hex}")

@@ -6,6 +6,7 @@ from ptdmpi.supervise.start import Ended
 
 STOPPED = 75  # watch/requests.py: stopped on request after saving
 BAD_INPUT = 2
+CORRUPT = 3  # run.on_corruption = "stop"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def judged(ended: Ended, before: Starts, step: int, *, asked: bool, restarts: in
 
     `asked`: a stop was asked for. `restarts`: starts in a row that may bring no new step.
     """
-    if ended.code in (BAD_INPUT, STOPPED):
+    if ended.code in (BAD_INPUT, CORRUPT, STOPPED):
         return Judgement(ended.code)
     # mpirun can end with 0 after it has lost a node
     code = ended.code or 1

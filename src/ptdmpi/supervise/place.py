@@ -6,7 +6,6 @@ this machine.
 """
 
 import math
-import os
 import shutil
 import subprocess
 from collections import Counter
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ptdmpi.config import InputError
-from ptdmpi.supervise.environment import PASSED_ON
+from ptdmpi.supervise.environment import COPIES, PASSED_ON
 
 # A node that does not start `true` within this time is lost.
 PROBE_S = 20.0
@@ -80,27 +79,34 @@ class LaunchPlace:
         if self.launcher == "mpiexec":
             return [*words, "-ppn", str(most), "-hosts", names]
         hosts = ",".join(f"{node.name}:{node.ranks}" for node in used)
-        passed = [word for name in PASSED_ON if name in os.environ for word in ("-x", name)]
-        return [*words, *passed, "--host", hosts]
+        return [*words, "--host", hosts]
 
-    def probe(self, node: LaunchHost) -> list[str]:
-        """Return the words that start a program on one node, which tells whether it lives."""
+    def on(self, node: LaunchHost, *program: str) -> list[str]:
+        """Return the words that start a program once on one node."""
         if self.launcher == "srun":
             options = ["--overlap", "--mpi=none", "-n", "1", "-N", "1", "--nodelist", node.name]
-            return ["srun", *options, "true"]
+            return ["srun", *options, *program]
         if self.launcher == "mpiexec":
-            return ["mpiexec", "-n", "1", "-hosts", node.name, "true"]
-        return ["mpirun", "-n", "1", "--host", node.name, "true"]
+            return ["mpiexec", "-n", "1", "-hosts", node.name, *program]
+        return ["mpirun", "-n", "1", "--host", node.name, *program]
 
     def living(self, environment: Mapping[str, str]) -> tuple[LaunchHost, ...]:
         """Return the nodes that start a program now, all asked at once."""
-        if not self.nodes:
-            return ()
+        alive = self._on_each(environment, "true")
+        return tuple(node for node, here in zip(self.nodes, alive, strict=True) if here)
 
-        def lives(node: LaunchHost) -> bool:
+    def remove(self, folder: str, environment: Mapping[str, str]) -> None:
+        """Remove a folder on every node that can be reached."""
+        shutil.rmtree(folder, ignore_errors=True)
+        self._on_each(environment, "rm", "-rf", folder)
+
+    def _on_each(self, environment: Mapping[str, str], *program: str) -> list[bool]:
+        """Start a program on each node, all at once; return for each whether it went well."""
+
+        def works(node: LaunchHost) -> bool:
             try:
                 asked = subprocess.run(
-                    self.probe(node),
+                    self.on(node, *program),
                     env=dict(environment),
                     stdin=subprocess.DEVNULL,
                     capture_output=True,
@@ -111,9 +117,10 @@ class LaunchPlace:
                 return False
             return asked.returncode == 0
 
+        if not self.nodes:
+            return []
         with ThreadPoolExecutor(len(self.nodes)) as threads:
-            alive = list(threads.map(lives, self.nodes))
-        return tuple(node for node, here in zip(self.nodes, alive, strict=True) if here)
+            return list(threads.map(works, self.nodes))
 
 
 def place_of(hosts: str, environment: Mapping[str, str]) -> LaunchPlace:
@@ -131,8 +138,18 @@ def place_of(hosts: str, environment: Mapping[str, str]) -> LaunchPlace:
     if "Open MPI" in _version(program, environment):
         launcher = "mpirun"
     if not hosts and "PBS_NODEFILE" in environment:
-        return _pbs(launcher, Path(environment["PBS_NODEFILE"]))
-    return LaunchPlace(launcher, tuple(_host(word) for word in hosts.split(",") if word))
+        place = _pbs(launcher, Path(environment["PBS_NODEFILE"]))
+        return replace(place, options=_passed_on(launcher, environment))
+    nodes = tuple(_host(word) for word in hosts.split(",") if word)
+    return LaunchPlace(launcher, nodes, _passed_on(launcher, environment) if nodes else ())
+
+
+def _passed_on(launcher: str, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the options by which Open MPI passes variables on; other launchers pass all."""
+    if launcher != "mpirun":
+        return ()
+    names = [name for name in PASSED_ON if name in environment or name == COPIES]
+    return tuple(word for name in names for word in ("-x", name))
 
 
 def _host(word: str) -> LaunchHost:

@@ -18,6 +18,7 @@ from typing import Any
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError, RunConfig, resolve
 from ptdmpi.config.methods import replicas_differ
+from ptdmpi.supervise.environment import COPIES, folder_of_copies
 from ptdmpi.supervise.judge import Starts, judged
 from ptdmpi.supervise.place import LaunchHost, LaunchPlace
 from ptdmpi.supervise.progress import RunProgress
@@ -51,7 +52,7 @@ class Supervisor:
     ) -> None:
         self.job = job
         self.place = place
-        self.environment = environment
+        self.environment = {**environment, COPIES: folder_of_copies()}
         self.progress = RunProgress(Path(job.run.dir), job.run.steps)
         self.record = Starts()
         self.ranks = job.ranks
@@ -67,6 +68,12 @@ class Supervisor:
         """Start the ranks until the run has ended; return the exit code."""
         for number in REQUESTS:
             signal.signal(number, self._request)
+        try:
+            return self._supervised()
+        finally:
+            self.place.remove(self.environment[COPIES], self.environment)
+
+    def _supervised(self) -> int:
         nodes: Sequence[LaunchHost] = self.place.nodes
         while True:
             ended = self._attempt(nodes)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ptdmpi.base.words import counted, short
 from ptdmpi.checkpoint.base import base_told, take_base
+from ptdmpi.checkpoint.memory import MemoryCopies
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import World
 from ptdmpi.config import SharedInputError, to_toml
@@ -51,13 +52,19 @@ class Attempt:
     """
 
     def __init__(
-        self, world: World, engine: Engine, checkpoints: Checkpoints, start: Handover
+        self,
+        world: World,
+        engine: Engine,
+        checkpoints: Checkpoints,
+        start: Handover,
+        copies: MemoryCopies | None = None,
     ) -> None:
         """Load the state into `engine`. Raises InputError on every rank if that is not possible."""
         config = engine.config
         self.config = config
         self.world = world
         self.checkpoints = checkpoints
+        self.copies = copies
         self.course = checkpoints.course
         self.path = Path(config.run.dir)
         # kernels that `ptdmpi probe` has measured on this machine
@@ -112,6 +119,11 @@ class Attempt:
         `fresh` names the parameters of a head that `adapt.base` lacks: they begin as they were
         drawn, unless a checkpoint has them. Raises InputError on every rank.
         """
+        if self.copies is not None:
+            copied = self.checkpoints.resume_from_copy(self.copies, start.resume)
+            if copied is not None:
+                self.how = f"goes on from the copy in memory of step {copied.step}"
+                return copied.step
         progress, self.skipped = self.checkpoints.resume(start.resume, start.lost)
         if progress is not None:
             self.how = self._resumed(start.resume, progress.step)

@@ -1,7 +1,7 @@
 """The parts of one rank's training run, made in the order in which they need each other."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,12 +9,14 @@ from pathlib import Path
 import torch
 
 from ptdmpi.base.heap import give_back, keep_freed
+from ptdmpi.checkpoint.memory import MemoryCopies
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import Axes, World
 from ptdmpi.config import Config
 from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.layout.grid import grid_of
+from ptdmpi.supervise.environment import COPIES
 from ptdmpi.train.attempt import Attempt
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.feed import Feed
@@ -110,7 +112,8 @@ def _with_state(
     skips = Skips(engine, lookout.ranks.name, config.run.max_skips, say)
     checkpoints = _checkpoints(engine, feed, hooks)
     start = handover or Handover(config.checkpoint.resume)
-    attempt = Attempt(world, engine, checkpoints, start)
+    copies = copies_of_run(engine, world, checkpoints)
+    attempt = Attempt(world, engine, checkpoints, start, copies)
     hooks.restore(checkpoints.resumption.extras)
     concluded = attempt.first
     if start.unfinished is not None:
@@ -138,7 +141,7 @@ def _with_state(
         lookout=lookout,
         profile=profile,
         skips=skips,
-        saving=_saving(checkpoints, journal, engine, hooks),
+        saving=_saving(checkpoints, journal, engine, hooks=hooks, copies=copies),
         validation=Validation(
             config, feed, engine, tasks, vote=vote, standing=standing, hooks=hooks
         ),
@@ -162,7 +165,27 @@ def _checkpoints(engine: Engine, feed: Feed, hooks: Hooks) -> Checkpoints:
     return checkpoints
 
 
-def _saving(checkpoints: Checkpoints, journal: Journal, engine: Engine, hooks: Hooks) -> Saving:
+def copies_of_run(
+    engine: Engine, world: World, checkpoints: Checkpoints, environ: Mapping[str, str] = os.environ
+) -> MemoryCopies | None:
+    """Return the copies in the nodes' memory; None if none are asked for, or nobody would start
+    the ranks again: `ptdmpi run` names the folder."""
+    folder = environ.get(COPIES, "")
+    asked = engine.config.checkpoint.memory_every_steps > 0 and bool(folder)
+    if not all(engine.axes.world.all_gather_object(asked)):
+        return None
+    describe = checkpoints.describe
+    return MemoryCopies(Path(folder), world, engine.state, engine.axes, describe=describe)
+
+
+def _saving(
+    checkpoints: Checkpoints,
+    journal: Journal,
+    engine: Engine,
+    *,
+    hooks: Hooks,
+    copies: MemoryCopies | None,
+) -> Saving:
     """Return what saves the run, after its state was verified."""
     return Saving(
         checkpoints,
@@ -171,6 +194,7 @@ def _saving(checkpoints: Checkpoints, journal: Journal, engine: Engine, hooks: H
         record=journal.keep,
         verify=engine.verification.before_save,
         hooks=hooks,
+        copies=copies,
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ptdmpi.base.words import file_size
+from ptdmpi.checkpoint.memory import MemoryCopies
 from ptdmpi.checkpoint.save import Checkpoints, Saved, SaveFailed
 from ptdmpi.train.hooks import Hooks
 from ptdmpi.watch.requests import Save
@@ -28,9 +29,10 @@ class Saving:
         record: Callable[..., None],
         verify: Callable[[], None],
         hooks: Hooks,
+        copies: MemoryCopies | None = None,
     ) -> None:
         """`last_step` is the run's; `say` prints a line, `record` writes a record of values.
-        `verify` raises an error if the state must not be saved."""
+        `verify` raises an error if the state must not be saved. `copies` in memory are made too."""
         self.checkpoints = checkpoints
         self.last_step = last_step
         self.every_steps = checkpoints.config.every_steps
@@ -38,6 +40,7 @@ class Saving:
         self.record = record
         self.verify = verify
         self.hooks = hooks
+        self.copies = copies
         self.failures = 0
         self.retry_step: int | None = None
         self.newest: tuple[int, str] | None = None
@@ -61,7 +64,17 @@ class Saving:
             self._attempt(partial(self.checkpoints.save, step), step, must)
         if must:
             self._attempt(self.checkpoints.finish, step, must)
+        elif self.copies is not None and step % self.checkpoints.config.memory_every_steps == 0:
+            self._copy(self.copies, step, verified=due)
         return due
+
+    def _copy(self, copies: MemoryCopies, step: int, verified: bool) -> None:
+        """Copy the state into the nodes' memory. A failure is reported, and ends no run."""
+        if not verified:
+            self.verify()
+        why = copies.keep(step)
+        if why:
+            self.say(f"warning: no copy in memory after step {step}: {why}; the one before stays")
 
     def _attempt(self, work: Callable[[], list[Saved]], step: int, must: bool = False) -> None:
         """Do `work`, and report its saves. Raises SaveFailed if it fails and `must`."""

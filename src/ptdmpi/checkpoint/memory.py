@@ -1,0 +1,275 @@
+"""Copies of the training state in the memory of the nodes, from which lost ranks are restarted.
+
+A copy is a checkpoint whose files are in a folder of tmpfs, which the kernel keeps when the ranks
+die: each node has those of its own ranks, and those of the node before it (Wang et al. 2023,
+"Gemini", section 4), so that the loss of one node loses no file. `ptdmpi run` names the folder and
+removes it at the end.
+
+    FOLDER/step-00000012-ID/rank-00000.safetensors ... manifest.json
+
+A copy is made in two phases. First every rank writes, and passes its file to the next node. When
+all have said that this went well, each node writes the manifest, which makes the copy valid; when
+all have said so, the copy before it is removed. So at every moment one copy is whole.
+"""
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ptdmpi.base.disk import write_whole
+from ptdmpi.checkpoint import directory as files
+from ptdmpi.checkpoint.boxes import write
+from ptdmpi.checkpoint.load import Judge, load
+from ptdmpi.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    Written,
+    read_manifest,
+)
+from ptdmpi.checkpoint.outgoing import OutgoingState
+from ptdmpi.comm.communicator import Handle
+from ptdmpi.comm.mpi import MpiCommunicator
+from ptdmpi.comm.world import Axes, World
+from ptdmpi.model.state import State, key
+
+# The longest message: counts of MPI calls are 32-bit integers.
+MESSAGE_BYTES = 1 << 30
+Describe = Callable[[int, Sequence[Written]], str]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A copy as one node has it: the manifest, empty before the copy is valid, and the bytes of
+    each file."""
+
+    manifest: str
+    sizes: Mapping[str, int]
+
+
+class MemoryCopies:
+    """The copies of one run; every rank calls every method.
+
+    `seconds` and `count` tell what the copies of this process have cost.
+    """
+
+    def __init__(
+        self, folder: Path, world: World, state: State, axes: Axes, *, describe: Describe
+    ) -> None:
+        """`describe` returns the manifest over files after a step, as a text; rank 0 calls it."""
+        self.folder = folder
+        self.state = state
+        self.describe = describe
+        self.world = axes.world
+        self.wire = MpiCommunicator(world.control)
+        self.outgoing = OutgoingState(state, axes, mean=False, copied=False)
+        here = (world.process.node, str(folder))
+        places = self.world.all_gather_object(here)
+        # the ranks of each node, node by node; tests have several folders on one machine
+        self.nodes = [
+            [rank for rank, other in enumerate(places) if other == place]
+            for place in sorted(set(places))
+        ]
+        self.node = next(ranks for ranks in self.nodes if self.world.rank in ranks)
+        self.newest: Path | None = None
+        # what `find` has found: the copies of each node, by its leading rank, and the newest
+        self._holdings: list[dict[str, Held]] = []
+        self._found = ""
+        self.seconds = 0.0
+        self.count = 0
+
+    @property
+    def leads(self) -> bool:
+        """Return True on the rank that keeps the folder of its node."""
+        return self.world.rank == self.node[0]
+
+    # -- making a copy -----------------------------------------------------------------------------
+
+    def keep(self, step: int) -> str:
+        """Copy the state after `step`. Return why that failed, the same on every rank, or ""; the
+        copy before then stays."""
+        begin = time.perf_counter()
+        name = self.world.broadcast_object(f"{files.name_of(step)}-{time.time_ns():x}")
+        path = self.folder / name
+        written, why = self._written(path)
+        everyone = self.world.all_gather_object((written, why))
+        parts = [part for part, _ in everyone if part is not None]
+        why = _first(reason for _, reason in everyone)
+        if not why:
+            why = _first(self.world.all_gather_object(self._passed_on(path, everyone)))
+        if not why:
+            text = self.describe(step, parts) if self.world.rank == 0 else ""
+            why = self._commit(path, self.world.broadcast_object(text))
+        if not why:
+            self.newest = path
+        if self.leads:
+            self._remove_all_but(self.newest)
+        self.count += 1
+        self.seconds += time.perf_counter() - begin
+        return why
+
+    def _written(self, path: Path) -> tuple[Written | None, str]:
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            file = path / f"rank-{self.world.rank:05d}.safetensors"
+            return write(file, self.outgoing.take()), ""
+        except OSError as error:
+            return None, f"rank {self.world.rank}: {error}"
+
+    def _passed_on(self, path: Path, everyone: Sequence[tuple[Written | None, str]]) -> str:
+        """Send this rank's file to the next node, and write those that come from the node before.
+
+        Files of a node are dealt over the ranks of the next one.
+        """
+        if len(self.nodes) == 1:
+            return ""
+        number = self.nodes.index(self.node)
+        after = self.nodes[(number + 1) % len(self.nodes)]
+        before = self.nodes[number - 1]
+        own = everyone[self.world.rank][0]
+        assert own is not None
+        target = after[self.node.index(self.world.rank) % len(after)]
+        sending = self._send(path / own.file, target)
+        why = ""
+        for place, source in enumerate(before):
+            part = everyone[source][0]
+            if part is not None and self.node[place % len(self.node)] == self.world.rank:
+                why = why or self._receive(path / part.file, part.bytes, source)
+        for handle in sending:
+            handle.wait()
+        return why
+
+    def _commit(self, path: Path, manifest: str) -> str:
+        """Write the manifest on each node, which makes the copy valid there; return why that
+        failed on some node, or ""."""
+        why = ""
+        if self.leads:
+            try:
+                path.mkdir(parents=True, exist_ok=True, mode=0o700)
+                write_whole(path / MANIFEST, manifest)
+            except OSError as error:
+                why = f"rank {self.world.rank}: {error}"
+        return _first(self.world.all_gather_object(why))
+
+    # -- going on from a copy ----------------------------------------------------------------------
+
+    def find(self) -> int | None:
+        """Return the step of the newest copy of which the nodes together have every file; None
+        without any."""
+        self._holdings = self.world.all_gather_object(self._held() if self.leads else {})
+        names = {name for held in self._holdings for name in held}
+        whole = [name for name in names if self._is_whole(name)]
+        self._found = max(whole, key=_place_in_time, default="")
+        return _place_in_time(self._found)[0] if whole else None
+
+    def load(self, judge: Judge) -> Manifest | str:
+        """Load the copy that `find` has found; see `load.load`. Files that ranks need and their
+        node lacks come from other nodes."""
+        path = self.folder / self._found
+        why = self._commit(path, self._text(self._found)) or self._fetch(path)
+        if why:
+            return why
+        manifest = load(self.state, self.world, path, judge=judge, whole=False)
+        self.newest = path
+        if self.leads:
+            self._remove_all_but(path)
+        return manifest
+
+    def _is_whole(self, name: str) -> bool:
+        text = self._text(name)
+        return bool(text) and all(
+            self._holder(name, file, about["bytes"]) is not None
+            for file, about in json.loads(text)["files"].items()
+        )
+
+    def _text(self, name: str) -> str:
+        """Return the manifest of a copy, from the first node that has it."""
+        return _first(held[name].manifest for held in self._holdings if name in held)
+
+    def _holder(self, name: str, file: str, size: int) -> int | None:
+        """Return the first rank whose node has a whole file of a copy; None without any."""
+        for rank, held in enumerate(self._holdings):
+            if name in held and held[name].sizes.get(file) == size:
+                return rank
+        return None
+
+    def _fetch(self, path: Path) -> str:
+        """Bring the files that this node's ranks read into its folder, each from the first node
+        that has it. The leading ranks of the nodes do it, all in one order."""
+        manifest = read_manifest(path)
+        needs = self.world.all_gather_object(self._needed(manifest))
+        why = ""
+        for ranks in self.nodes:
+            target = ranks[0]
+            held = self._holdings[target].get(path.name, Held("", {}))
+            for file in sorted(set().union(*(needs[rank] for rank in ranks))):
+                size = manifest.files[file]
+                source = self._holder(path.name, file, size)
+                if held.sizes.get(file) == size or source is None:
+                    continue
+                if self.world.rank == source:
+                    for handle in self._send(path / file, target):
+                        handle.wait()
+                elif self.world.rank == target:
+                    why = self._receive(path / file, size, source) or why
+        return _first(self.world.all_gather_object(why))
+
+    def _needed(self, manifest: Manifest) -> set[str]:
+        """Return the files that have a part of this rank's state."""
+        needed = set()
+        for piece in self.state.pieces():
+            names = [piece.key, key(piece.kind, piece.name)]
+            names += manifest.means.get(names[1], [])
+            for stored in (manifest.tensors[name] for name in names if name in manifest.tensors):
+                needed |= {one.file for one in stored.pieces if one.box.overlap(piece.box)}
+        return needed
+
+    def _held(self) -> dict[str, Held]:
+        """Return the copies in this node's folder, by their names."""
+        held: dict[str, Held] = {}
+        with contextlib.suppress(OSError):
+            for path in self.folder.iterdir():
+                sizes = {file.name: file.stat().st_size for file in path.glob("rank-*")}
+                manifest = path / MANIFEST
+                held[path.name] = Held(manifest.read_text() if manifest.is_file() else "", sizes)
+        return held
+
+    # -- files and messages ------------------------------------------------------------------------
+
+    def _send(self, path: Path, target: int) -> list[Handle]:
+        data = torch.from_numpy(np.fromfile(path, np.uint8))
+        return [self.wire.isend(part, target) for part in data.split(MESSAGE_BYTES)]
+
+    def _receive(self, path: Path, size: int, source: int) -> str:
+        data = torch.empty(size, dtype=torch.uint8)
+        for part in data.split(MESSAGE_BYTES):
+            self.wire.recv(part, source)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            data.numpy().tofile(path)
+        except OSError as error:
+            return f"rank {self.world.rank}: {error}"
+        return ""
+
+    def _remove_all_but(self, kept: Path | None) -> None:
+        with contextlib.suppress(OSError):
+            for path in self.folder.iterdir():
+                if path != kept:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def _first(reasons: Iterable[str]) -> str:
+    """Return the first of `reasons` that is not empty; "" without any."""
+    return next(filter(None, reasons), "")
+
+
+def _place_in_time(name: str) -> tuple[int, int]:
+    """Return the step of a copy and the time when it was begun, from its name."""
+    _, step, begun = name.split("-")
+    return int(step), int(begun, 16)

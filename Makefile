@@ -98,8 +98,9 @@ parity: setup ## compare the same training in every layout
 gpu: setup ## measure one GPU in at most nine minutes: docs/reference/gpu.md
 	. jobs/mpi-env.sh; $(BIN)/python -m benchmarks.gpu.run
 
-torture: setup ## kill, damage and starve runs, and count losses (an hour on two cores)
+torture: setup ## kill, damage and starve runs of every kind, and count losses (hours on two cores)
 	$(BIN)/python -m benchmarks.faults.torture
+	. jobs/mpi-env.sh; $(BIN)/python -m benchmarks.faults.every_kind
 
 calibrate: setup ## fit the efficiency of software, relative to data sheets, to published files
 	$(BIN)/python -m benchmarks.planning.calibrate

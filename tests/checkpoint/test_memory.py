@@ -86,7 +86,7 @@ def test_a_lost_node(comm, tmp_path):
 
 @parallel([4])
 def test_two_lost_nodes_are_too_many(comm, tmp_path):
-    """Of three nodes two neighbours are lost: their files are gone, and a checkpoint is read."""
+    """Two neighbours of three nodes are lost: their files are gone, and a checkpoint is read."""
     changes = {**EVERY, "parallel.zero": 3, "checkpoint.every_steps": 3}
     own = tmp_path / f"node-{(0, 0, 1, 2)[comm.rank]}"
     os.environ["PTDMPI_COPIES"] = str(own)

@@ -191,6 +191,22 @@ def test_mpirun_in_an_allocation(whole, folder, straight, announce):
 
 
 @slow
+def test_supervised_job_goes_on_without_a_lost_node(whole, folder, straight, announce):
+    """A node loses its power: the same job goes on from its neighbour's memory, on a spare node."""
+    settings = ("checkpoint.memory_every_steps=1", "checkpoint.every_steps=0")
+    run = Run(folder, "supervised", *settings)
+    run.supervise(whole, 2, "--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=1", "--time=10")
+    run.wait_for_step(50)
+    hosts = whole.hosts_of(run.job)
+    whole.cut(hosts[1])
+    announce("node lost under ptdmpi run, to the next step", run.wait_for_attempt(2))
+    wait_until((run.path / "done").exists, COMPLETE_LIMIT_S, f"done\n{run.log}")
+    assert f"lost: {hosts[1]}" in run.log and "goes on from the copy in memory" in run.log
+    assert whole.job(run.job)["Restarts"] == "0"
+    assert_same_bits(run, straight)
+
+
+@slow
 def test_gives_up(whole, folder):
     """Attempts that never bring a checkpoint come to an end."""
     run = Run(folder, "hopeless")

@@ -45,7 +45,7 @@ Describe = Callable[[int, Sequence[Written]], str]
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldCopy:
     """A copy as one node has it: the manifest, empty before the copy is valid, and the bytes of
     each file."""
 
@@ -79,7 +79,7 @@ class MemoryCopies:
         self.node = next(ranks for ranks in self.nodes if self.world.rank in ranks)
         self.newest: Path | None = None
         # what `find` has found: the copies of each node, by its leading rank, and the newest
-        self._holdings: list[dict[str, Held]] = []
+        self._holdings: list[dict[str, HeldCopy]] = []
         self._found = ""
         self.seconds = 0.0
         self.count = 0
@@ -207,7 +207,7 @@ class MemoryCopies:
         why = ""
         for ranks in self.nodes:
             target = ranks[0]
-            held = self._holdings[target].get(path.name, Held("", {}))
+            held = self._holdings[target].get(path.name, HeldCopy("", {}))
             for file in sorted(set().union(*(needs[rank] for rank in ranks))):
                 size = manifest.files[file]
                 source = self._holder(path.name, file, size)
@@ -230,14 +230,17 @@ class MemoryCopies:
                 needed |= {one.file for one in stored.pieces if one.box.overlap(piece.box)}
         return needed
 
-    def _held(self) -> dict[str, Held]:
+    def _held(self) -> dict[str, HeldCopy]:
         """Return the copies in this node's folder, by their names."""
-        held: dict[str, Held] = {}
+        held: dict[str, HeldCopy] = {}
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
                 sizes = {file.name: file.stat().st_size for file in path.glob("rank-*")}
                 manifest = path / MANIFEST
-                held[path.name] = Held(manifest.read_text() if manifest.is_file() else "", sizes)
+                text = ""
+                if manifest.is_file():
+                    text = manifest.read_text()
+                held[path.name] = HeldCopy(text, sizes)
         return held
 
     # -- files and messages ------------------------------------------------------------------------

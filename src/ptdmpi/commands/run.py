@@ -1,6 +1,7 @@
 """`ptdmpi run`: start a training and its launcher, and start the ranks anew if they are lost."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,18 @@ def command(config: Path, ranks: int | None, overrides: tuple[str, ...], **optio
     wanted = ranks or place.ranks
     if not wanted:
         raise InputError("how many ranks? legal: -n RANKS, or a job of Slurm or PBS")
-    words = [str(config)]
-    for override in overrides:
-        words += ["--set", override]
-    if options["layout"]:
-        words += ["--layout", options["layout"]]
-    job = SupervisedJob(tuple(words), tree, run, wanted, options["restarts"], options["grow_s"])
+    if run.on_failure == "shrink" and place.launcher == "mpirun":
+        place = replace(place, options=(*place.options, "--with-ft", "ulfm"))
+    job = SupervisedJob(
+        config=str(config),
+        settings=overrides,
+        searched=options["layout"] == "auto",
+        tree=tree,
+        run=run,
+        ranks=wanted,
+        restarts=options["restarts"],
+        grow_s=options["grow_s"],
+    )
     sys.exit(Supervisor(job, place.filled(wanted), environment).run())
 
 

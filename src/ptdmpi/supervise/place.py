@@ -178,7 +178,8 @@ def _slurm(environment: Mapping[str, str]) -> LaunchPlace:
         text=True,
     ).stdout.split()
     ranks = int(environment.get("SLURM_NTASKS", "0"))
-    options = ["--kill-on-bad-exit=0", "--wait=60", "--no-kill"]
+    # a step whose node is lost may hold the cores of the others for a while: overlap it
+    options = ["--kill-on-bad-exit=0", "--wait=60", "--no-kill", "--overlap"]
     if "SLURM_MPI_TYPE" not in environment:
         options.append(f"--mpi={_plugin(environment)}")
     if cores := environment.get("SLURM_CPUS_PER_TASK"):

@@ -30,13 +30,15 @@ REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 @dataclass(frozen=True)
 class SupervisedJob:
-    """What is to be run: `words` after `ptdmpi train`, and the configuration that they name.
+    """What is to be run: the file `config` with `settings`, which are `tree`, on `ranks` ranks.
 
-    `restarts`: starts in a row that may bring no new step. `grow_s`: the seconds between two looks
-    for lost nodes that have come back.
+    `searched`: the layout is searched first. `restarts`: starts in a row that may bring no new
+    step. `grow_s`: the seconds between two looks for lost nodes that have come back.
     """
 
-    words: tuple[str, ...]
+    config: str
+    settings: tuple[str, ...]
+    searched: bool
     tree: Mapping[str, Any]
     run: RunConfig
     ranks: int
@@ -58,6 +60,7 @@ class Supervisor:
         self.ranks = job.ranks
         self.started_from = self.progress.newest_checkpoint()
         self.starts = 0
+        self._began_s = time.time()
         self._start: LauncherStart | None = None
         self._requests = 0
         self._asked_s = 0.0
@@ -98,7 +101,7 @@ class Supervisor:
 
     def _attempt(self, nodes: Sequence[LaunchHost]) -> Ended:
         """Start the ranks and wait until they have ended."""
-        train = [*_program(), "train", *self.job.words, *self._overrides()]
+        train = [*_program(), "train", *self._words(), *self._overrides()]
         command = [*self.place.command(self.ranks, nodes), *train]
         try:
             start = LauncherStart(command, self.environment)
@@ -114,6 +117,18 @@ class Supervisor:
             self._grow_if_possible(start)
         self._start = None
         return start.finish(quiet=self._requests > 0)
+
+    def _words(self) -> list[str]:
+        """Return what the ranks are to train. A layout that the first start has searched, and
+        perhaps measured this machine for, is taken from the run directory afterwards."""
+        resolved = self.progress.path / "config.toml"
+        settings = [word for setting in self.job.settings for word in ("--set", setting)]
+        if not self.job.searched:
+            return [self.job.config, *settings]
+        with contextlib.suppress(OSError):
+            if resolved.stat().st_mtime >= self._began_s:
+                return [str(resolved), *settings]
+        return [self.job.config, *settings, "--layout", "auto"]
 
     def _overrides(self) -> list[str]:
         """Return the settings by which this start differs from the first: it resumes, in a layout

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from ptdmpi.base.words import file_size
+from ptdmpi.base.words import counted, file_size
 from ptdmpi.checkpoint.memory import MemoryCopies
 from ptdmpi.checkpoint.save import Checkpoints, Saved, SaveFailed
 from ptdmpi.train.hooks import Hooks
@@ -64,6 +64,10 @@ class Saving:
             self._attempt(partial(self.checkpoints.save, step), step, must)
         if must:
             self._attempt(self.checkpoints.finish, step, must)
+            if self.copies is not None and self.copies.count:
+                count = self.copies.count
+                mean_ms = 1000 * self.copies.seconds / count
+                self.say(f"{counted(count, 'copy')} in memory, {mean_ms:.1f} ms each")
         elif self.copies is not None and step % self.checkpoints.config.memory_every_steps == 0:
             self._copy(self.copies, step, verified=due)
         return due

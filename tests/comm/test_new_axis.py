@@ -1,6 +1,6 @@
 """A fourth axis costs an entry in a grid: what is for all axes works with one it has never seen.
 
-The axis "context" stands at each place of the order, with size 1 and with size 2.
+The axis "new" stands at each place of the order, with size 1 and with size 2.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from tests._configs import layout, small
 from tests._engines import VOCAB_SIZE, build, steps_of
 from tests.parallel import parallel
 
-NEW = "context"
+NEW = "new"
 PLACES = range(len(AXES) + 1)
 new_axis = pytest.mark.parametrize(
     ("place", "new"), [(place, new) for place in PLACES for new in (1, 2)]

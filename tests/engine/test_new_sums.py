@@ -23,14 +23,14 @@ from tests._engines import VOCAB_SIZE, build, microbatches, steps_of
 from tests.parallel import parallel
 
 ROW = "ptdmpi.plan.layout.grid.AXES"
-SEQUENCE = {**AXES, "context": Axis(cuts_sequence=True)}
+SEQUENCE = {**AXES, "halves": Axis(cuts_sequence=True)}
 EXPERTS = {**AXES, "experts": Axis(cuts_state=True, other_parameters=True, reads_samples=True)}
 HIDDEN = 32
 
 
 def shared_positions(engine: Engine, step: int) -> list:
     """The microbatches of all positions, of which this rank's labels count in its own half."""
-    here, size = engine.axes["context"].rank, engine.axes["context"].size
+    here, size = engine.axes["halves"].rank, engine.axes["halves"].size
     batches = microbatches(engine.config, step, engine.axes["data"].rank)
     mine = torch.arange(len(batches[0].inputs)) * size // len(batches[0].inputs) == here
     return [replace(batch, weights=batch.weights * mine[:, None]) for batch in batches]
@@ -44,7 +44,7 @@ def test_an_axis_that_cuts_the_sequence(comm, zero):
     data = comm.size // 2
     changes = {**layout(d=data), "parallel.zero": zero}
     with patch(ROW, SEQUENCE):
-        sizes = {"data": data, "context": 2, "shards": data if zero else 1}
+        sizes = {"data": data, "halves": 2, "shards": data if zero else 1}
         engine = Engine(small(changes, data), world.split(training_grid(**sizes)), VOCAB_SIZE)
         assert engine.axes["losses"].size == comm.size and engine.axes["data"].size == data
         found = [engine.step(k, shared_positions(engine, k)) for k in range(2)]
@@ -59,7 +59,7 @@ def test_an_axis_that_cuts_the_sequence(comm, zero):
 @parallel(ranks=[2])
 def test_a_method_that_knows_the_data_axis_alone_is_refused(comm):
     with patch(ROW, SEQUENCE):
-        axes = World(comm).split(training_grid(context=2))
+        axes = World(comm).split(training_grid(halves=2))
         changes = {"run.reproducible": True}
         with pytest.raises(SharedInputError, match='over the data axis alone; legal here: "all_r'):
             Engine(small(changes), axes, VOCAB_SIZE)

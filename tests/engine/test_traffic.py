@@ -1,6 +1,7 @@
 """What ranks send in a step, counted on the wires, is what the closed forms say: to the byte, and
 in as many messages, on every rank."""
 
+import math
 from unittest.mock import patch
 
 import pytest
@@ -64,6 +65,13 @@ CASES = {
     "t2 p2 lora zb-h1 divided": layout(t=2, p=2) | LORA | DIVIDED | {"parallel.schedule": "zb-h1"},
     "t4 lora shared keys": layout(t=4) | LORA | {"model.kv_heads": 2},
     "d2 p2 lora zero 2": layout(d=2, p=2) | LORA | {"parallel.zero": 2},
+    "c2": {"parallel.context": 2},
+    "c2 llama full": SHARED_KEYS | {"parallel.context": 2, "recompute.mode": "full"},
+    "c2 p2 zb-h1": layout(p=2) | {"parallel.context": 2, "parallel.schedule": "zb-h1"},
+    "c2 d2": layout(d=2) | {"parallel.context": 2},
+    "c2 d2 zero 1": layout(d=2) | {"parallel.context": 2, "parallel.zero": 1},
+    "c2 d2 zero 3": layout(d=2) | {"parallel.context": 2, "parallel.zero": 3},
+    "t2 c2 divided": layout(t=2) | DIVIDED | {"parallel.context": 2},
     "t2": layout(t=2),
     "t2 bf16": layout(t=2) | {"precision.compute": "bf16"},
     "t2 fp64": layout(t=2) | {"precision.compute": "fp64"},
@@ -161,14 +169,15 @@ OTHERS = tuple(name for name in CASES if name not in FEW)
 def test_a_step_sends_what_the_closed_forms_say(comm, names):
     for name in names:
         changes = CASES[name]
-        sizes = [changes.get(f"parallel.{axis}", 1) for axis in ("tensor", "pipeline", "data")]
-        if sizes[0] * sizes[1] * sizes[2] != comm.size:
+        axes_of = ("tensor", "context", "pipeline", "data")
+        if math.prod(changes.get(f"parallel.{axis}", 1) for axis in axes_of) != comm.size:
             continue
         engine = build(World(comm), changes)
-        axes = engine.axes
+        axes, here = engine.axes, engine.context.positions
         expected = closed_forms(engine).of(axes["pipeline"].rank, axes["shard"].rank)
         for step in range(2):  # the second is as the first
-            found = engine.step(step, microbatches(engine.config, step, axes["data"].rank)).traffic
+            batches = microbatches(engine.config, step, axes["data"].rank)
+            found = engine.step(step, [batch.at(here) for batch in batches]).traffic
             assert found.sent_bytes == expected.sent_bytes, name
             assert found.messages == expected.messages, name
 

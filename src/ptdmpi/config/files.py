@@ -98,11 +98,13 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
         raise InputError("\n".join(mistakes))
     config = _begun(sections.whole()).with_head().adapted()
     parallel, working = config.parallel, ranks - config.run.spare_ranks
-    data = working // (parallel.tensor * parallel.pipeline)
+    data = working // parallel.model_ranks
     group = parallel.shard_group
     if group == "node":
-        # tensor ranks are neighbours (`plan.layout.grid`), so a node has so many of the data axis
-        group = shards_of_a_node(data, (node_ranks or ranks) // parallel.tensor)
+        stride = parallel.tensor * parallel.context
+        # tensor and context ranks are neighbours (`plan.layout.grid`), so a node has so many of
+        # the data axis
+        group = shards_of_a_node(data, (node_ranks or ranks) // stride)
     return config.replace("parallel", data=data, shard_group="all" if group == data else group)
 
 

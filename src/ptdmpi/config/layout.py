@@ -14,7 +14,14 @@ from ptdmpi.config.choices import default_schedule
 from ptdmpi.config.sections import BatchConfig, ParallelConfig, RecomputeConfig
 from ptdmpi.config.zero import Sharing, covers_gradients, covers_state, covers_weights
 
-LETTERS = {"t": "tensor", "p": "pipeline", "d": "data", "v": "virtual", "b": "micro_size"}
+LETTERS = {
+    "t": "tensor",
+    "c": "context",
+    "p": "pipeline",
+    "d": "data",
+    "v": "virtual",
+    "b": "micro_size",
+}
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class Layout:
     offload: str = "none"
     partition_activations: bool = False
     first_layers: int | None = None
+    context: int = 1
 
     @classmethod
     def of(
@@ -64,6 +72,7 @@ class Layout:
         group = parallel.shard_group
         return cls(
             tensor=parallel.tensor,
+            context=parallel.context,
             pipeline=parallel.pipeline,
             data=data,
             virtual=parallel.virtual,
@@ -120,8 +129,13 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Return n = t p d."""
-        return self.tensor * self.pipeline * self.data
+        """Return n = t c p d."""
+        return self.model_ranks * self.data
+
+    @property
+    def model_ranks(self) -> int:
+        """Return t c p, the ranks that compute one sample together."""
+        return self.tensor * self.context * self.pipeline
 
     @property
     def stages(self) -> int:
@@ -136,7 +150,10 @@ class Layout:
         return copy
 
     def __str__(self) -> str:
-        return ",".join(f"{letter}={getattr(self, name)}" for letter, name in LETTERS.items())
+        sizes = {letter: getattr(self, name) for letter, name in LETTERS.items()}
+        if self.context == 1:
+            del sizes["c"]
+        return ",".join(f"{letter}={size}" for letter, size in sizes.items())
 
     def microbatches(self, batch: int) -> int:
         """Return m = B / (d b)."""
@@ -155,7 +172,7 @@ class Layout:
 
         `dp_overlap` is priced only and has no key.
         """
-        names = ("tensor", "pipeline", "virtual", "data", "schedule", "zero", "offload")
+        names = ("tensor", "context", "pipeline", "virtual", "data", "schedule", "zero", "offload")
         switches = ("sequence_parallel", "scatter_gather")
         layers = "all" if self.recompute_layers is None else self.recompute_layers
         group = "all" if self.shard_group is None else self.shard_group
@@ -181,7 +198,7 @@ def parse(text: str) -> dict[str, int]:
         if letter not in LETTERS or not value.isdigit() or int(value) < 1:
             raise InputError(
                 f'layout {text}: "{part}" is no size; write t=8,p=8,d=1,v=3,b=1 '
-                "(d, v and b may be left out)"
+                "(c, d, v and b may be left out)"
             )
         if LETTERS[letter] in sizes:
             raise InputError(f"layout {text}: {letter} is given twice")
@@ -194,19 +211,20 @@ def complete(sizes: Mapping[str, int], ranks: int | None, **settings: Any) -> La
     default schedule of its v; `settings` that are None are left out. Raises InputError where sizes
     and ranks do not agree."""
     tensor, pipeline = sizes.get("tensor", 1), sizes.get("pipeline", 1)
-    model_ranks = tensor * pipeline
+    context = sizes.get("context", 1)
+    model_ranks = tensor * context * pipeline
     data = sizes.get("data")
     if data is None:
         if ranks is None:
             raise InputError("give --ranks, or d in --layout")
         if ranks % model_ranks:
-            raise InputError(f"layout: t p = {model_ranks} does not divide {ranks} ranks")
+            raise InputError(f"layout: t c p = {model_ranks} does not divide {ranks} ranks")
         data = ranks // model_ranks
     virtual, micro_size = sizes.get("virtual", 1), sizes.get("micro_size", 1)
-    layout = Layout(tensor, pipeline, data, virtual, micro_size)
+    layout = Layout(tensor, pipeline, data, virtual, micro_size, context=context)
     if ranks is not None and layout.ranks != ranks:
         raise InputError(
-            f"layout {layout}: t p d = {layout.ranks}, but --ranks is {ranks}; "
+            f"layout {layout}: t c p d = {layout.ranks}, but --ranks is {ranks}; "
             "leave d out, or make them agree"
         )
     settings = {key: value for key, value in settings.items() if value is not None}

@@ -83,6 +83,7 @@ def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
     yield _divides(layout, "heads", model.heads)
     yield _key_heads(layout, model)
     yield _divides(layout, "ffn_hidden", model.ffn_hidden)
+    yield _chunks(layout, model)
     yield Rule(
         "sequence",
         layout.sequence_parallel and model.seq_length % layout.tensor > 0,
@@ -112,6 +113,27 @@ def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
             + (f"legal: 1 to {most}" if layout.stages > 1 else 'one stage has all; legal: "auto"')
         ),
     )
+
+
+def _chunks(layout: Layout, model: ModelConfig) -> Rule:
+    """Each context rank has two equal chunks of a sequence, of which, under sequence parallelism,
+    each tensor rank has an equal part."""
+    unit = 2 * layout.context
+    words = "2 * parallel.context"
+    if layout.sequence_parallel and layout.tensor > 1:
+        unit *= layout.tensor
+        words += " * tensor"
+
+    def text() -> str:
+        below = model.seq_length // unit * unit
+        legal = [length for length in (below, below + unit) if length]
+        return (
+            f"parallel.context = {layout.context}: {words} = {unit} does not divide "
+            f"model.seq_length = {model.seq_length}; legal nearby: seq_length "
+            f"{nearest(model.seq_length, legal)}"
+        )
+
+    return Rule("context", layout.context > 1 and model.seq_length % unit > 0, text)
 
 
 def _key_heads(layout: Layout, model: ModelConfig) -> Rule:
@@ -261,7 +283,7 @@ def _recompute_rules(layout: Layout, model: ModelConfig | None) -> Iterator[Rule
         full and layers is not None and layers > model.layers,
         lambda: f"recompute.layers = {layers}: the model has {of_model}",
     )
-    size = model.seq_length * layout.micro_size * model.hidden
+    size = model.seq_length // layout.context * layout.micro_size * model.hidden
     yield Rule(
         "partition_size",
         partitions and size % tensor > 0,

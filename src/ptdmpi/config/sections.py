@@ -77,10 +77,12 @@ class RunConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Sizes of the tensor, pipeline and data axes, how the pipeline is run, and which state is
-    sharded in groups of `shard_group` data ranks (`zero`) or kept off the device (`offload`)."""
+    """Sizes of the tensor, context, pipeline and data axes, how the pipeline is run, and which
+    state is sharded in groups of `shard_group` data ranks (`zero`) or kept off the device
+    (`offload`)."""
 
     tensor: Reported[Positive] = 1
+    context: Reported[Positive] = 1
     pipeline: Reported[Positive] = 1
     virtual: Reported[Positive] = 1
     data: Reported[Positive | Literal["auto"]] = "auto"
@@ -91,6 +93,11 @@ class ParallelConfig(Section):
     zero: Reported[Annotated[int, Field(ge=0, le=3)]] = 0
     shard_group: Reported[Positive | Literal["all", "node"]] = "all"
     offload: Reported[OffloadName] = "none"
+
+    @property
+    def model_ranks(self) -> int:
+        """Return t c p, the ranks that compute one sample together."""
+        return self.tensor * self.context * self.pipeline
 
     @model_validator(mode="before")
     @classmethod

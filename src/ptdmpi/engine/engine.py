@@ -33,6 +33,7 @@ from ptdmpi.model.kernels import compute_by as hand
 from ptdmpi.model.kernels.choice import HostChoice
 from ptdmpi.model.output.losses import TASK, SummedLoss, kinds_of, weights
 from ptdmpi.model.parameters import data_types
+from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.sharded import GatheredWeights, ReducedGradients, Walk
 from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.model.state import Kept, State
@@ -113,7 +114,8 @@ class Engine:
         self.schedule = schedules.build(
             config.parallel.schedule, pipeline.size, config.parallel.virtual, config.microbatches
         )
-        self.stages = _stages(config, axes, vocab_size, self.schedule)
+        self.context = ContextAxis(axes["context"])
+        self.stages = _stages(config, axes, vocab_size, self.schedule, context=self.context)
         self.losses = kinds_of(config.model)  # by name
         tensor = axes["tensor"]
         portion = Portion(tensor.rank, tensor.size, config.parallel.zero, axes["shard"])
@@ -129,6 +131,8 @@ class Engine:
         self.runner = Runner(self.stages, pipeline, compute, self.device)
         if portion.shards_gradients:
             self.runner.inside["shard"] = axes["shard"]
+        if self.context.size > 1:
+            self.runner.inside["context"] = axes["context"]
         policy = _method(Replica(config, axes, self.buffer, self.stages, self.schedule))
         self.runner.hooks.append(policy)
         borrowed = _borrowed(self.stages)
@@ -268,6 +272,9 @@ class Engine:
     def _counts(self, batches: Sequence[Microbatch]) -> dict[str, float]:
         """Return the number of terms of each loss in the global batch, by name; equal on all
         ranks."""
+        length = self.config.model.seq_length // self.context.size
+        if self.context.size > 1 and any(len(batch.inputs) != length for batch in batches):
+            raise ValueError(f"a rank of the context axis computes {length} positions of a sample")
         mine = {
             name: sum(kind.count(batch) for batch in batches) for name, kind in self.losses.items()
         }
@@ -327,7 +334,12 @@ def _require_exact(config: Config, axes: Axes) -> None:
 
 
 def _stages(
-    config: Config, axes: Axes, vocab_size: int, schedule: schedules.Schedule
+    config: Config,
+    axes: Axes,
+    vocab_size: int,
+    schedule: schedules.Schedule,
+    *,
+    context: ContextAxis,
 ) -> dict[int, Stage]:
     """Return the stages of this rank by number. Their placement is the schedule's, so that it is
     decided in one place only."""
@@ -336,7 +348,7 @@ def _stages(
         config.model, vocab_size, schedule.placement, first=config.layout.first_layers
     )
     return {
-        number: Stage(config, vocab_size, layers[number], axis)
+        number: Stage(config, vocab_size, layers[number], axis, context=context)
         for number in schedule.stages_of(axes["pipeline"].rank)
     }
 

@@ -3,13 +3,14 @@ way through the stages of a rank."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ptdmpi.comm.queues import Passed, copies_of
 from ptdmpi.model.documents import Documents
+from ptdmpi.model.sequence.positions import Positions
 
 ALIGNMENT_BYTES = 256  # of each tensor of a step in their common memory
 
@@ -56,6 +57,38 @@ class Microbatch:
         """Return a microbatch of sequences [s + 1, b] of token ids, in which every label counts;
         `samples` [b] are the global sample numbers."""
         return cls(ids[:-1].contiguous(), ids[1:].contiguous(), None, samples)
+
+    def at(self, positions: Positions) -> "Microbatch":
+        """Return the same samples at some positions of the sequence, made on the host.
+
+        Labels were shifted on the whole sequence. Documents stay whole, for keys of all positions
+        are seen. Masked positions become those of this rank's sequence, and weigh nothing where
+        another rank has them; the order of segments is that of the first position.
+        """
+        if positions.are_all:
+            return self
+        types = None if self.types is None else positions.of(self.types)
+        here = replace(self, inputs=positions.of(self.inputs), types=types)
+        if self.masked is not None:
+            return here._with_masked_of(self, positions)
+        weights = None if self.weights is None else positions.of(self.weights)
+        return replace(here, labels=positions.of(self.labels), weights=weights)
+
+    def _with_masked_of(self, whole: "Microbatch", positions: Positions) -> "Microbatch":
+        """Return this part of a masked sample with its masked positions and the order of its
+        segments."""
+        assert whole.masked is not None
+        count = len(self.inputs)
+        numbers = positions.numbers(count, self.inputs.device)
+        places = torch.full((len(whole.inputs),), -1).scatter(0, numbers, torch.arange(count))
+        masked = places[whole.masked]
+        weights = (masked >= 0).float()
+        if whole.weights is not None:
+            weights = weights * whole.weights
+        order = whole.order
+        if order is not None and numbers[0] > 0:
+            order = torch.full_like(order, -1)
+        return replace(self, masked=masked.clamp_min(0), weights=weights, order=order)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Microbatch":
         """Return the same microbatch with `change` applied to each of its tensors; counts stay."""

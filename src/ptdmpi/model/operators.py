@@ -27,10 +27,11 @@ from ptdmpi.model.kernels.norm import rms_norm, soft_cap
 from ptdmpi.model.kernels.rope import rotate
 from ptdmpi.model.parameters import declare
 from ptdmpi.model.random import RandomStream, dropout
+from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.sequence.positions import ALL, Positions
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layer import describe
-from ptdmpi.plan.layer.attention import Attend, SplitHeads
+from ptdmpi.plan.layer.attention import Attend, GatherKeys, SplitHeads
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.products import Multiply
@@ -66,6 +67,7 @@ class Build(NamedTuple):
     axis: TensorAxis
     layer: int
     selective: bool = False
+    context: ContextAxis | None = None
 
 
 class Norm(nn.Module):
@@ -263,6 +265,17 @@ def _attention(owner: nn.Module, row: Operator, build: Build) -> Callable[..., T
     return core
 
 
+def _whole_keys(owner: nn.Module, row: Operator, build: Build) -> Callable[..., tuple[Tensor, ...]]:
+    def compute(q: Tensor, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, ...]:
+        """Return the queries of this rank, and all keys and values."""
+        if build.context is None or build.context.size == 1:
+            return q, k, v
+        # a copy: a view would keep keys and values, too, which are there whole now
+        return q.clone(), *build.context.whole_keys(k, v)
+
+    return compute
+
+
 def _activation(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
     assert isinstance(row, Activate)
     function = Activation(row)
@@ -282,6 +295,7 @@ MAKERS: Mapping[type[Operator], Maker] = {
     Normalize: _norm,
     Multiply: _product,
     SplitHeads: _heads,
+    GatherKeys: _whole_keys,
     Attend: _attention,
     Activate: _activation,
     AddResidual: _residual,

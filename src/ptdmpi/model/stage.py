@@ -18,6 +18,7 @@ from ptdmpi.model.operators import Context
 from ptdmpi.model.output.heads import ClassOutput, Output, TokenOutput, output_of
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.random import RandomStream
+from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.sharded import Walk
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.model.transformer import Block, Embedding, rotary_table
@@ -36,10 +37,20 @@ class Stage(nn.Module):
     microbatch and what the op needs of a neighbour.
     """
 
-    def __init__(self, config: Config, vocab_size: int, layers: range, axis: TensorAxis) -> None:
+    def __init__(
+        self,
+        config: Config,
+        vocab_size: int,
+        layers: range,
+        axis: TensorAxis,
+        *,
+        context: ContextAxis | None = None,
+    ) -> None:
         super().__init__()
         model = config.model
         self.axis = axis
+        context = context or ContextAxis()
+        self.positions = context.positions
         self.seed = config.run.seed
         self.first = layers.start == 0
         self.last = layers.stop == model.layers
@@ -50,7 +61,7 @@ class Stage(nn.Module):
         self.drops = max(model.dropout, model.attention_dropout, model.adapt.dropout) > 0.0
         self.embedding = Embedding(model, axis, vocab_size) if self.first else None
         self.layers = nn.ModuleDict(
-            {str(i): Block(model, axis, i, config.recompute) for i in layers}
+            {str(i): Block(model, axis, i, config.recompute, context=context) for i in layers}
         )
         self.rotary: tuple[Tensor, Tensor] | None = None
         self.output: Output | None = None
@@ -59,7 +70,8 @@ class Stage(nn.Module):
             for name, module in self.output.modules.items():
                 self.add_module(name, module)
         declare_as_described(self, model, vocab_size, layers)
-        shape = (model.seq_length, config.batch.micro_size, model.hidden)
+        length = model.seq_length // self.positions.parts
+        shape = (length, config.batch.micro_size, model.hidden)
         self.boundary = Boundary(shape, axis, config.parallel.scatter_gather)
         # if weights or gradients are sharded: is notified which part of the stage is computed
         self.walk: Walk | None = None
@@ -98,10 +110,12 @@ class Stage(nn.Module):
             # in the compute type: a conversion in each layer would be a copy to keep
             compute = next(self.parameters()).dtype
             cos, sin = rotary_table(model, device)
-            self.rotary = (cos.to(compute), sin.to(compute))
+            cos, sin = cos.to(compute), sin.to(compute)
+            self.rotary = (cos, sin)
+            here = (self.positions.of(cos), self.positions.of(sin))
             for block in self.layers.values():
                 assert isinstance(block, Block)
-                block.place_rotary(self.rotary)
+                block.place_rotary(here)
 
     def begin_step(self) -> None:
         """Discard what an interrupted step has left; the runner calls it before the ops."""
@@ -148,13 +162,13 @@ class Stage(nn.Module):
     def _context(self, batch: Microbatch, step: int | None) -> Context:
         stream = rotary = None
         if self.drops and step is not None:
-            stream = RandomStream.of(self.seed, step, batch.samples)
+            stream = RandomStream.of(self.seed, step, batch.samples, self.positions)
         if self.rotary is not None and batch.documents is not None:
             # [s, 1, 1, head size] -> [s, b, 1, head size]
             (cos, sin) = self.rotary
-            at = batch.documents.positions
+            at = self.positions.of(batch.documents.positions)
             rotary = (cos[at, 0], sin[at, 0])
-        return Context(stream, batch.documents, rotary)
+        return Context(stream, batch.documents, rotary, positions=self.positions)
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the output of each head for the last stage's activations, without sequence

@@ -18,6 +18,7 @@ from ptdmpi.model import built
 from ptdmpi.model.kernels import Computing, compiler
 from ptdmpi.model.kernels.activation import gelu
 from ptdmpi.model.operators import Build, Context, Heads, Norm, drop_hidden, install, run
+from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.describe import WORD_TABLE
@@ -61,7 +62,13 @@ class Block(nn.Module):
     """A layer: its sublayers' rows (`plan.layer.describe`), run in order."""
 
     def __init__(
-        self, model: ModelConfig, axis: TensorAxis, layer: int, recompute: RecomputeConfig
+        self,
+        model: ModelConfig,
+        axis: TensorAxis,
+        layer: int,
+        recompute: RecomputeConfig,
+        *,
+        context: ContextAxis | None = None,
     ) -> None:
         super().__init__()
         self.axis = axis
@@ -70,7 +77,8 @@ class Block(nn.Module):
         limit = model.layers if recompute.layers == "all" else recompute.layers
         self.recompute = recompute.mode == "full" and layer < limit
         self.partition = recompute.partition_activations and axis.size > 1
-        build = Build(model, axis, layer, recompute.mode == "selective")
+        selective = recompute.mode == "selective"
+        build = Build(model, axis, layer, selective, context)
         self.steps = install(self, operators(describe.layer(model, layer)), build)
         self._compiled: Callable[[Tensor, Context], Tensor] | None = None
 

@@ -144,7 +144,8 @@ def train(task: TrainingTask, axes: Axes) -> Training | None:
     norms = []
     gradients: list[Piece] = []
     for step in range(task.steps):
-        result = engine.step(step, microbatches(config, task.case, step, axes["data"].rank))
+        batches = microbatches(config, task.case, step, axes["data"].rank)
+        result = engine.step(step, [batch.at(engine.context.positions) for batch in batches])
         losses.append(result.loss)
         norms.append(result.grad_norm)
         if step == 0:
@@ -212,7 +213,7 @@ class Blocks:
 
     def _split(self, part: World, layout: Layout) -> Axes:
         """Return the communicators of a layout within a block."""
-        sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline}
+        sizes = {"tensor": layout.tensor, "context": layout.context, "pipeline": layout.pipeline}
         grid = training_grid(layout.data, layout.shards, **sizes)
         if grid not in self._axes:
             self._axes[grid] = part.split(grid, self.wire)

@@ -27,10 +27,11 @@ def needed_ranks(tree: Mapping[str, Any]) -> tuple[int, bool]:
     data_parallel.topology has. The tree need not be valid.
     """
     tensor = _positive(tree, "parallel", "tensor") or 1
+    context = _positive(tree, "parallel", "context") or 1
     pipeline = _positive(tree, "parallel", "pipeline") or 1
     data = _positive(tree, "parallel", "data")
     spare = _positive(tree, "run", "spare_ranks")
-    return tensor * pipeline * (data or _graph_ranks(tree)) + spare, data > 0
+    return tensor * context * pipeline * (data or _graph_ranks(tree)) + spare, data > 0
 
 
 def _positive(tree: Mapping[str, Any], section: str, key: str) -> int:

@@ -26,8 +26,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "optimizer": ("optimizer",),
     "data": ("data",),
 }
-# group of a collective that runs inside an op -> its part
-INSIDE = {"tensor": "tensor axis", "shard": "data axis"}
+# group of a collective that runs inside an op -> its part. A price counts messages of attention
+# over the context axis with those of the tensor axis.
+INSIDE = {"tensor": "tensor axis", "context": "tensor axis", "shard": "data axis"}
 
 
 def parts(timeline: Timeline) -> dict[str, float]:

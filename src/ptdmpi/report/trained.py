@@ -51,7 +51,8 @@ def resolved(config: dict[str, Any]) -> Config:
     """
     parallel = config["parallel"]
     run = {**config["run"], "spare_ranks": 0, "on_failure": "abort"}
-    ranks = parallel["tensor"] * parallel["pipeline"] * parallel["data"]
+    ranks = parallel["tensor"] * parallel.get("context", 1) * parallel["pipeline"]
+    ranks *= parallel["data"]
     return resolve({**config, "run": run}, ranks)
 
 

@@ -30,6 +30,7 @@ from ptdmpi.inference.tensors import as_tensors
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import Samples, begun
 from ptdmpi.model.batch import Microbatch, Placing
+from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.train.tasks.files import task_framing
 
 if TYPE_CHECKING:  # its import starts MPI; data is also opened without MPI
@@ -255,8 +256,12 @@ class Feed:
         return Prefetcher(batches, first, self.config.run.steps)
 
     def place(self, microbatches: list[MicrobatchRows]) -> list[Microbatch]:
-        """Return microbatches as tensors [s, b] on the device, valid until the next call."""
-        return self._placing.place([as_tensors(microbatch) for microbatch in microbatches])
+        """Return microbatches as tensors [s, b] on the device, valid until the next call.
+
+        Every rank of the context axis reads whole samples, and takes its positions here.
+        """
+        here = ContextAxis(self.axes["context"]).positions
+        return self._placing.place([as_tensors(rows).at(here) for rows in microbatches])
 
     def validation(self) -> Iterator[tuple[int, list[MicrobatchRows]]]:
         """Yield this data rank's validation microbatches in groups, each with its dataset's number.

@@ -18,12 +18,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from ptdmpi.comm.communicator import OneRank
+from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.config import Layout, RecomputeConfig
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.model.kernels import Kernels, compute_by
 from ptdmpi.model.kernels.choice import HostChoice
 from ptdmpi.model.operators import Context, run
 from ptdmpi.model.random import RandomStream
+from ptdmpi.model.sequence.context import ContextAxis
+from ptdmpi.model.sequence.positions import ALL
+from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.model.transformer import Block, rotary_table
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.account import FusedAttention, MatrixProduct, kept, total_bytes
@@ -54,12 +59,24 @@ WIDENED = HostChoice(half="widened")
 HALF = ("bf16", "fp16")
 
 
-def layer_of(name: str, axis, precision: str, recompute: str = "none", *, widens: bool = False):
+def layer_of(
+    name: str,
+    axis,
+    precision: str,
+    recompute: str = "none",
+    *,
+    widens: bool = False,
+    context: ContextAxis | None = None,
+):
     """A layer with known weights, its rows' sizes, and the context of its forward; `widens`: its
-    products of half types are in float32, on request."""
+    products of half types are in float32, on request. `context`: an axis that cuts its sequence,
+    whose messages are counted instead of the tensor axis'."""
     sizes = {"model.hidden": H, "model.heads": 8, "model.seq_length": S, "model.layers": 2}
     model = small({**sizes, **SHAPES[name]}).model
-    placed = Placed(Block(model, axis, 0, RecomputeConfig(mode=recompute)), axis, precision)
+    block = Block(model, axis, 0, RecomputeConfig(mode=recompute), context=context)
+    placed = Placed(block, axis, precision)
+    here = ALL if context is None else context.positions
+    placed.counted = axis.comm if context is None else context.comm
     kernels = Kernels(WIDENED if widens else None, PRECISIONS[precision])
     compute_by(placed.layer, kernels)
     widens = kernels.widens("cpu", placed.buffer.precision.compute)
@@ -67,12 +84,13 @@ def layer_of(name: str, axis, precision: str, recompute: str = "none", *, widens
     if model.positions == "rope":
         dtype = placed.buffer.precision.compute
         cos, sin = rotary_table(model, CPU)
-        placed.rotary = (cos.to(dtype), sin.to(dtype))
+        placed.rotary = (here.of(cos.to(dtype)), here.of(sin.to(dtype)))
         placed.layer.place_rotary(placed.rotary)
-    layout = Layout(axis.size, 1, 1, micro_size=B, sequence_parallel=axis.sequence_parallel)
-    stream = RandomStream.of(1, 2, torch.arange(B)) if "dropout" in name else None
+    divided = axis.sequence_parallel
+    layout = Layout(axis.size, 1, 1, micro_size=B, sequence_parallel=divided, context=here.size)
+    stream = RandomStream.of(1, 2, torch.arange(B), here) if "dropout" in name else None
     software = TRAINER.model_copy(update={"wide_products": widens})
-    return placed, Sizes(model, layout, precision, software), Context(stream)
+    return placed, Sizes(model, layout, precision, software), Context(stream, positions=here)
 
 
 class Row:
@@ -88,7 +106,8 @@ class Row:
 def measured(placed: Placed, context: Context) -> dict[str, Row]:
     """Run a layer row by row, forward and backward, and return what each row did."""
     axis = placed.axis
-    x = positions(random_tensor("x", (S, B, H), placed_precision(placed)), axis).clone()
+    whole = random_tensor("x", (S, B, H), placed_precision(placed))
+    x = positions(context.positions.of(whole), axis).clone()
     values = {"x": x.requires_grad_()}
     weights = {weight.untyped_storage().data_ptr() for weight in placed.layer.parameters()}
     rows = {}
@@ -102,10 +121,10 @@ def measured(placed: Placed, context: Context) -> dict[str, Row]:
                 row.saved[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        with Counted(axis.comm) as forward, saved_tensors_hooks(pack, lambda tensor: tensor):
+        with Counted(placed.counted) as forward, saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = run([replace_last(step)], dict(inputs), context)
         made = [outputs[name] for name in step.row.outputs]
-        with Counted(axis.comm) as backward:
+        with Counted(placed.counted) as backward:
             torch.autograd.backward(made, [torch.ones_like(value) for value in made])
         row.flops = (forward.flops, backward.flops)
         row.products = (forward.products, backward.products)
@@ -209,10 +228,17 @@ def saved_by(rows: dict[str, Row], row) -> int:
     return sum(rows[row.name].saved.values())
 
 
-def wrong(name: str, axis, precision: str = "fp64", *, widens: bool = False) -> list[str]:
+def wrong(
+    name: str,
+    axis,
+    precision: str = "fp64",
+    *,
+    widens: bool = False,
+    context: ContextAxis | None = None,
+) -> list[str]:
     """Return the rows whose account is not what was measured, and in which respect."""
-    placed, sizes, context = layer_of(name, axis, precision, widens=widens)
-    rows = measured(placed, context)
+    placed, sizes, given = layer_of(name, axis, precision, widens=widens, context=context)
+    rows = measured(placed, given)
     mistakes = []
     described = operators(describe.layer(sizes.model, 0))
     for row in described:
@@ -258,6 +284,14 @@ def row_output(row, sizes: Sizes) -> int:
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_row_does_what_it_says(comm, name, sequence_parallel):
     assert wrong(name, tensor_axis(comm, sequence_parallel)) == []
+
+
+@parallel(ranks=[2, 4])
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_row_does_so_at_some_positions(comm, name):
+    """A context axis cuts the sequence: keys and values are of all positions, all else is not."""
+    context = ContextAxis(MpiCommunicator(comm))
+    assert wrong(name, TensorAxis(OneRank()), context=context) == []
 
 
 @parallel(ranks=[1, 2])

@@ -48,8 +48,10 @@ def test_replicas_hold_the_same_part_and_all_parts_are_the_model(grid):
 
 def test_tensor_varies_fastest_then_data_then_pipeline():
     grid = training_grid(tensor=2, pipeline=2, data=3)
-    assert grid.axes == ("tensor", "shard", "replicate", "pipeline") and grid.data_size == 3
-    here = {"tensor": 0, "shard": 0, "replicate": 0, "pipeline": 0}
+    assert (
+        grid.axes == ("tensor", "context", "shard", "replicate", "pipeline") and grid.data_size == 3
+    )
+    here = {"tensor": 0, "context": 0, "shard": 0, "replicate": 0, "pipeline": 0}
     assert grid.coordinates(1) == {**here, "tensor": 1}
     assert grid.coordinates(2) == {**here, "replicate": 1}
     assert grid.coordinates(6) == {**here, "pipeline": 1}
@@ -95,9 +97,11 @@ def test_what_is_outside_the_grid_is_refused():
         grid.rank({"tensor": 0, "data": 1, "pipeline": 0})
     with pytest.raises(ValueError, match="outside"):
         grid.rank({"tensor": 0})
-    with pytest.raises(ValueError, match='"size" is no axis: tensor, shard, replicate, pipeline'):
+    with pytest.raises(
+        ValueError, match='"size" is no axis: tensor, context, shard, replicate, pipeline'
+    ):
         grid.group(0, "size")
-    with pytest.raises(ValueError, match='"context" is no axis'):
-        training_grid(context=2)
+    with pytest.raises(ValueError, match='"experts" is no axis'):
+        training_grid(experts=2)
     with pytest.raises(InputError, match="data parallel size 0"):
         Grid({"data": 0})

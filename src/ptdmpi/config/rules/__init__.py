@@ -9,6 +9,7 @@ from functools import partial
 
 from ptdmpi.config.configuration import Sections
 from ptdmpi.config.rules.adapt import adapt_rules
+from ptdmpi.config.rules.context import context_rules
 from ptdmpi.config.rules.known import where_known
 from ptdmpi.config.rules.methods import method_rules
 from ptdmpi.config.rules.model import masked_log_rules, quantize_rules, shape_rules
@@ -53,6 +54,7 @@ def rules(sections: Sections, ranks: int) -> Iterator[str]:
     yield from adapt_rules(sections)
     yield from optimizer_rules(sections)
     yield from compile_rules(sections)
+    yield from context_rules(sections)
     yield from task_rules(sections)
 
 

@@ -35,20 +35,25 @@ def spare_rules(ranks: int, spare: int) -> Iterator[str]:
 
 def axis_rules(parallel: ParallelConfig, ranks: int, spare: int) -> Iterator[str]:
     """Yield a mistake if the axes do not fill `ranks` ranks; `spare` more wait."""
-    model_ranks = parallel.tensor * parallel.pipeline
+    model_ranks = parallel.model_ranks
+    words = "tensor * pipeline"
+    sizes = f"{parallel.tensor} * {parallel.pipeline}"
+    if parallel.context > 1:
+        words = "tensor * context * pipeline"
+        sizes = f"{parallel.tensor} * {parallel.context} * {parallel.pipeline}"
     beside = f" beside {counted(spare, 'spare one')}" if spare else ""
     if parallel.data == "auto":
         if ranks % model_ranks:
             yield (
-                f"{counted(ranks, 'rank')}{beside} cannot be split: parallel.tensor * pipeline = "
-                f"{parallel.tensor} * {parallel.pipeline} = {model_ranks} must divide the number "
+                f"{counted(ranks, 'rank')}{beside} cannot be split: parallel.{words} = "
+                f"{sizes} = {model_ranks} must divide the number "
                 f"of ranks; start {max(1, ranks // model_ranks) * model_ranks + spare}, or use "
-                f"tensor * pipeline = {nearest(model_ranks, divisors(ranks))}"
+                f"{words} = {nearest(model_ranks, divisors(ranks))}"
             )
     elif model_ranks * parallel.data != ranks:
         yield (
-            f"parallel.tensor * pipeline * data = {parallel.tensor} * {parallel.pipeline} * "
-            f"{parallel.data} = {model_ranks * parallel.data}, but "
+            f"parallel.{words} * data = {sizes} * {parallel.data} = "
+            f"{model_ranks * parallel.data}, but "
             f"{counted(ranks, 'rank')} {'was' if ranks == 1 else 'were'} started{beside}; "
             f'start {model_ranks * parallel.data + spare}, or set parallel.data = "auto"'
         )
@@ -59,7 +64,7 @@ def layout_rules(sections: Sections, ranks: int) -> Iterator[str]:
     parallel = sections.parallel
     if parallel is None:
         return
-    data = max(1, ranks // (parallel.tensor * parallel.pipeline))
+    data = max(1, ranks // parallel.model_ranks)
     if parallel.data != "auto":
         data = parallel.data
     batch = sections.batch
@@ -100,7 +105,7 @@ def _noise_key(log: LogConfig) -> str:
 
 def _noise_of_ranks(ranks: int, log: LogConfig, parallel: ParallelConfig) -> Iterator[str]:
     key = _noise_key(log)
-    if ranks <= parallel.tensor * parallel.pipeline:
+    if ranks <= parallel.model_ranks:
         yield f"{key} gradients of data ranks: it needs d of at least 2; legal: 0"
     if covers_state(parallel.zero):
         yield (
@@ -145,7 +150,7 @@ def _split_shares(ranks: int, data: DataConfig, parallel: ParallelConfig) -> Ite
         return
     size = parallel.data
     if size == "auto":
-        size = ranks // (parallel.tensor * parallel.pipeline)
+        size = ranks // parallel.model_ranks
     count = len(data.train)
     if size > 0 and count % size:
         below = count // size * size

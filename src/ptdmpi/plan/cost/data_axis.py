@@ -87,11 +87,16 @@ class DataAxis:
 
     def shard_group(self, layout: Layout) -> Group:
         """Return the group that shards state: neighbours, t ranks apart."""
-        return self._group(layout.shards, layout.tensor)
+        return self._group(layout.shards, layout.tensor * layout.context)
 
     def replicas(self, layout: Layout) -> Group:
-        """Return the group of ranks with copies of the same shard: one in each shard group."""
-        return self._group(layout.data // layout.shards, layout.tensor * layout.shards)
+        """Return the group of ranks with copies of the same shard: those of the context axis in
+        each shard group."""
+        copies = layout.context * (layout.data // layout.shards)
+        stride = layout.tensor
+        if layout.context == 1:
+            stride *= layout.shards
+        return self._group(copies, stride)
 
     # -- after the pipeline ----------------------------------------------------------------------
 

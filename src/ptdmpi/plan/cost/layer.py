@@ -69,7 +69,10 @@ class TensorRank:
         self.machine = machine
         self.sizes = sizes_on(machine, model, layout)
         tensor = layout.tensor
-        self.group = Group(tensor, min(tensor, machine.cluster.node.devices))
+        near = machine.cluster.node.devices
+        self.group = Group(tensor, min(tensor, near))
+        inside = min(layout.context, max(1, near // tensor))
+        self.groups = {"tensor": self.group, "context": Group(layout.context, inside)}
 
     def kernel_s(self, kernel: Kernel) -> float:
         """Return the seconds of a kernel."""
@@ -89,7 +92,7 @@ class TensorRank:
         product, only the time after the product counts."""
         size = message.whole_bytes / message.pieces
         priced = getattr(self.machine, f"{message.collective}_s")
-        seconds = message.pieces * priced(size, self.group)
+        seconds = message.pieces * priced(size, self.groups[message.axis])
         if message.behind is None or not self.sizes.software.overlap_tensor:
             return seconds
         return max(0.0, seconds - self.kernel_s(message.behind))

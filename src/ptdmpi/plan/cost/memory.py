@@ -374,7 +374,8 @@ class MemoryModel:
 def _flight_key(layout: Layout, rank: int, microbatches: int) -> tuple[object, ...]:
     """Return the settings that determine what a rank's ops hold. Sharding is not one of them, so a
     search that tries all ways of sharding reuses the result."""
-    sizes = (layout.tensor, layout.pipeline, layout.virtual, layout.micro_size)
+    axes = (layout.tensor, layout.context, layout.pipeline)
+    sizes = (*axes, layout.virtual, layout.micro_size)
     how = (layout.schedule, layout.sequence_parallel, layout.recompute, layout.recompute_layers)
     return *sizes, *how, layout.first_layers, rank, microbatches
 

@@ -134,7 +134,8 @@ class Pricer:
     def _rough(self, layout: Layout) -> tuple[float, float]:
         """Return (work of the mean rank, a layer's time while others wait) in seconds, for any
         number of chunks."""
-        sizes = (layout.tensor, layout.pipeline, layout.data, layout.micro_size)
+        axes = (layout.tensor, layout.context, layout.pipeline, layout.data)
+        sizes = (*axes, layout.micro_size)
         how = (layout.recompute, layout.recompute_layers is None, layout.partition_activations)
         key = (*sizes, *how, layout.sequence_parallel, layout.scatter_gather, splits(layout))
         if key not in self._roughly:

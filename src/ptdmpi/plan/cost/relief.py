@@ -65,7 +65,7 @@ class Step:
     @property
     def model_ranks(self) -> int:
         """Return t p, the number of ranks that a model is divided over."""
-        return self.layout.tensor * self.layout.pipeline
+        return self.layout.model_ranks
 
     def largest(self) -> tuple[int, Footprint]:
         """Return (pipeline rank, its peak) of the rank that needs most."""
@@ -98,9 +98,9 @@ class Step:
             if fields.get(key) == "all":
                 fields[key] = None
         layout, ranks = replace(self.layout, **fields), self.layout.ranks * grown
-        if ranks % (layout.tensor * layout.pipeline):
+        if ranks % layout.model_ranks:
             return None
-        layout = replace(layout, data=ranks // (layout.tensor * layout.pipeline))
+        layout = replace(layout, data=ranks // layout.model_ranks)
         if not is_legal(layout, self.memory.model, self.batch):
             return None
         return replace(self, layout=layout)

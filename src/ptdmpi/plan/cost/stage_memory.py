@@ -252,6 +252,7 @@ class StageMemory:
         """Return the bytes of each part that the stages of a layout may consist of."""
         return self._parts(
             layout.tensor,
+            layout.context,
             layout.micro_size,
             layout.sequence_parallel,
             layout.partition_activations,
@@ -259,7 +260,13 @@ class StageMemory:
         )
 
     def _counted(
-        self, tensor: int, micro_size: int, divides: bool, partitions: bool, sends: bool
+        self,
+        tensor: int,
+        context: int,
+        micro_size: int,
+        divides: bool,
+        partitions: bool,
+        sends: bool,
     ) -> PartBytes:
         """Return `parts` by the fields of a layout; `divides`: under sequence parallelism;
         `partitions`: the activations that full recomputation keeps; `sends`: there is a next
@@ -271,6 +278,7 @@ class StageMemory:
             micro_size=micro_size,
             sequence_parallel=divides,
             partition_activations=partitions,
+            context=context,
         )
         sizes = Sizes(self.model, layout, self.precision, self.software)
         layer = describe.layer(self.model)

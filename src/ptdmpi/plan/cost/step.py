@@ -45,12 +45,12 @@ class StepTimes:
             on_host=cluster.on_host,
             method=self.method,
         )
-        self._layers: dict[tuple[int, int, bool], tuple[LayerTimes, EndTimes]] = {}
-        self._idle: dict[tuple[int, int, bool], LayerTimes] = {}
+        self._layers: dict[tuple[object, ...], tuple[LayerTimes, EndTimes]] = {}
+        self._idle: dict[tuple[object, ...], LayerTimes] = {}
 
     def kernels(self, layout: Layout) -> tuple[LayerTimes, EndTimes]:
         """Return the times of a layer, and of embedding and head, on one tensor rank."""
-        key = (layout.tensor, layout.micro_size, layout.sequence_parallel)
+        key = _layer_key(layout)
         if key not in self._layers:
             priced = (self.machine, self.model, layout)
             self._layers[key] = LayerTimes(*priced), EndTimes(*priced)
@@ -58,7 +58,7 @@ class StepTimes:
 
     def idle_layer(self, layout: Layout) -> LayerTimes:
         """Return the times of a layer without a backward, and without adapters."""
-        key = (layout.tensor, layout.micro_size, layout.sequence_parallel)
+        key = _layer_key(layout)
         if key not in self._idle:
             self._idle[key] = LayerTimes(self.machine, self.model, layout, 0)
         return self._idle[key]
@@ -231,13 +231,18 @@ def splits(layout: Layout) -> bool:
     return KINDS[layout.schedule].splits
 
 
+def _layer_key(layout: Layout) -> tuple[object, ...]:
+    """Return the settings that determine the times of a layer."""
+    return layout.tensor, layout.context, layout.micro_size, layout.sequence_parallel
+
+
 def _crossings(layout: Layout, count: int, devices: int) -> list[bool]:
     """Return, for each of `count` stages but the first, whether the message to it from any data
     rank leaves its node, which has `devices` devices.
 
     The value of two stages on one rank, which send nothing, is arbitrary.
     """
-    row = layout.tensor * layout.data
+    row = layout.tensor * layout.context * layout.data
     if row % devices == 0:  # whole nodes, which two pipeline ranks never share
         return [True] * (count - 1)
     placed = placement_of(layout)

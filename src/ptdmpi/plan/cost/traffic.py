@@ -23,7 +23,7 @@ from ptdmpi.plan.layer.folds import messages, operators, recomputed
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.parts import ALIGNMENT
 from ptdmpi.plan.layer.sizes import Sizes
-from ptdmpi.plan.layout.grid import DATA, ENDS
+from ptdmpi.plan.layout.grid import DATA, ENDS, LOSSES
 from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.schedule.orders import KINDS, build
@@ -75,6 +75,7 @@ class StepTraffic:
         norms = self.method.norms(step)
         tallies = {
             "tensor": self._tensor(rank, shard, norms),
+            "context": self._context(rank),
             **self._data(rank, shard, data, step),
             "pipeline": self._pipeline(rank, norms),
             ENDS: self._ends(rank, shard),
@@ -87,6 +88,8 @@ class StepTraffic:
         tally, layout = Tally(self.layout.tensor), self.layout
         for stage in self.placed.stages_of(rank):
             for message in self._messages(stage):
+                if message.axis != "tensor":
+                    continue
                 tally.add(message.collective, message.whole_bytes, self.microbatches)
         if self._is_scattered:
             tally.add("all_gather", self.whole, self.held.crossings(rank) * self.microbatches)
@@ -103,8 +106,25 @@ class StepTraffic:
                 tally.add("all_gather", size, count)
         return tally
 
+    def _context(self, rank: int) -> Tally:
+        """Return the traffic over the context axis: keys, values and their gradients, and the sums
+        of weights' gradients that are not taken together with those of data ranks."""
+        layout = self.layout
+        tally, element = Tally(layout.context), self.sizes.wide_bytes
+        units, _ = self.held.units(rank, layout.shards_gradients, layout.shards)
+        if layout.shards > 1:
+            for size in units.values():
+                tally.add("all_reduce", size // layout.shards * element)
+        elif layout.data == 1:
+            tally.add("all_reduce", sum(units.values()) * element)
+        for stage in self.placed.stages_of(rank):
+            for message in self._messages(stage):
+                if message.axis == "context":
+                    tally.add(message.collective, message.whole_bytes, self.microbatches)
+        return tally
+
     def _messages(self, stage: int) -> Iterator[Message]:
-        """Yield the messages over the tensor axis of one microbatch in a stage."""
+        """Yield the messages of one microbatch in a stage, over the axes of a layer."""
         config, first = self.model, self.model.adapt.first_layer
         if stage == 0:
             yield from self._passes(describe.embedding(config, self.vocab_size), False)
@@ -175,6 +195,11 @@ class StepTraffic:
         if self.reproducible:
             return {DATA: self._tree(rank)}
         element = self.sizes.wide_bytes
+        if shards == 1 and layout.context > 1:
+            units, _ = self.held.units(rank, False, 1)
+            tally = Tally(layout.context * layout.data)
+            tally.add("all_reduce", sum(units.values()) * element)
+            return {LOSSES: tally} if layout.data > 1 else {}
         if shards == 1:
             return {DATA: _told(self, rank, data, step)}
         units, uses = self.held.units(rank, layout.shards_gradients, shards)

@@ -12,6 +12,8 @@ from ptdmpi.plan.layer.account import (
     Kernel,
     MatrixProduct,
     MemoryPass,
+    Message,
+    Phase,
 )
 from ptdmpi.plan.layer.elementwise import norm_operands, norm_statistics
 from ptdmpi.plan.layer.operator import Operator, hash_bytes
@@ -98,6 +100,54 @@ def _priced_heads(sizes: Sizes) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
+class GatherKeys(Operator):
+    """Keys and values of this rank's positions -> those of all, and a copy of its queries; nothing
+    where no axis cuts the sequence.
+
+    Their gradients are summed over the context axis (Dubey et al. 2024, arXiv 2407.21783, section
+    3.3.2).
+    """
+
+    def _bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of the keys and values of all positions."""
+        size = 2 * local_heads(sizes)[1] * keys_of(sizes) * sizes.model.head_size
+        return size * sizes.compute_bytes
+
+    def _copies(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Put both side by side for the message, and in the order of positions after it."""
+        if sizes.layout.context > 1:
+            yield MemoryPass(2 * self._bytes(sizes) * (1 + 1 / sizes.layout.context))
+
+    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        yield from self._copies(sizes)
+
+    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
+        yield from self._copies(sizes)
+
+    def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
+        if sizes.layout.context == 1:
+            return
+        if phase == "forward":
+            yield Message("all_gather", self._bytes(sizes), "context")
+        if phase in ("backward", "inputs") and input_trains:
+            yield Message("reduce_scatter", self._bytes(sizes), "context")
+
+    def forward_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of gathered keys and values, in both orders."""
+        return 2 * self._bytes(sizes) if sizes.layout.context > 1 else 0
+
+    def backward_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of both gradients as they are, side by side, and in the order of
+        ranks."""
+        return 3 * self._bytes(sizes) if sizes.layout.context > 1 else 0
+
+
+def keys_of(sizes: Sizes) -> int:
+    """Return the keys of a microbatch that this rank's queries may see: s b."""
+    return sizes.model.seq_length * sizes.layout.micro_size
+
+
+@dataclass(frozen=True)
 class Attend(Operator):
     """softmax(Q K^T) V by head, with mask, cap, window and dropout; then the heads are joined.
 
@@ -121,13 +171,15 @@ class Attend(Operator):
         batch = sizes.layout.micro_size * _priced_heads(sizes)[0]
         capped = sizes.model.attention_softcap > 0.0
         if sizes.fused_attention and not capped:
-            yield FusedAttention(batch * s, s, d, 5 if backward else 2, seen_share(sizes.model))
+            rows = batch * s // sizes.layout.context
+            yield FusedAttention(rows, s, d, 5 if backward else 2, seen_share(sizes.model))
             return
         # forward Q K^T, P V; backward dO V^T, then P^T dO, dS K and dS^T Q
-        yield MatrixProduct(s, s, d, batch)
+        queries = s // sizes.layout.context
+        yield MatrixProduct(queries, s, d, batch)
         for _ in range(3 if backward else 1):
-            yield MatrixProduct(s, d, s, batch)
-        scores = batch * s * s
+            yield MatrixProduct(queries, d, s, batch)
+        scores = batch * queries * s
         fused = not capped and s <= FUSED_KEYS and batch % FUSED_HEADS == 0
         softmax = (FUSED_SOFTMAX if fused else PLAIN_SOFTMAX)[backward]
         e = sizes.compute_bytes
@@ -167,17 +219,18 @@ class Attend(Operator):
         heads, kv_heads = local_heads(sizes)
         explicit = model.attention_dropout > 0.0
         # the explicit core repeats grouped keys and values, FlashAttention does not
-        multiplied = 3 * heads if explicit else heads + 2 * kv_heads
+        repeated = heads if explicit else kv_heads
         # capped scores are computed in blocks, whose operands are widened for the block alone
         capped = model.attention_softcap > 0.0 and not explicit
-        copied = multiplied != heads + 2 * kv_heads
+        copied = repeated != kv_heads
         copied = copied or (sizes.operand_bytes != c and not capped)
-        per_head = sizes.tokens * model.head_size
+        queries = heads * sizes.tokens * model.head_size
+        keys = 2 * keys_of(sizes) * model.head_size
         # where products work on a copy, the originals stay for the core's recomputation only
         if mode == "selective" or not copied:
-            yield Item("attention.query_key_value", (heads + 2 * kv_heads) * per_head, c)
+            yield Item("attention.query_key_value", queries + kv_heads * keys, c)
         if copied:
-            size = multiplied * per_head
+            size = queries + repeated * keys
             yield Item("attention.query_key_value.copy", size, sizes.operand_bytes, "none")
         if explicit:
             yield from self._kept_scores(sizes)
@@ -201,7 +254,8 @@ class Attend(Operator):
         model = sizes.model
         scores = sizes.tokens * local_heads(sizes)[0] * model.seq_length
         if model.attention == "causal":
-            yield Item("attention.future", model.seq_length**2, 1, "none")
+            queries = model.seq_length // sizes.layout.context
+            yield Item("attention.future", queries * model.seq_length, 1, "none")
         if model.attention_softcap:
             yield Item("attention.tangents", scores, sizes.compute_bytes, "none")
         yield Item("attention.softmax", scores, sizes.wide_bytes, "none")
@@ -218,7 +272,8 @@ class Attend(Operator):
             yield Item("attention.logsumexp", sizes.tokens * heads, sizes.wide_bytes, "none")
         repeats = sizes.software.repeats_keys and not model.attention_softcap
         if repeats and c >= sizes.wide_bytes and kv_heads < heads:
-            yield Item("attention.key_value.copy", 2 * heads * per_head, c, "none")
+            size = 2 * heads * keys_of(sizes) * model.head_size
+            yield Item("attention.key_value.copy", size, c, "none")
         if sizes.software.kept_block:
             yield Item("attention.probabilities", heads * kept_probabilities(sizes), c, "none")
         if sizes.operand_bytes != c and not model.attention_softcap:
@@ -230,7 +285,8 @@ class Attend(Operator):
         each = sizes.compute_bytes
         if sizes.operand_bytes > each:
             each += sizes.operand_bytes
-        return 4 * sizes.tokens * local_heads(sizes)[0] * sizes.model.head_size * each
+        heads = local_heads(sizes)[0] * sizes.model.head_size
+        return 2 * (sizes.tokens + keys_of(sizes)) * heads * each
 
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the gradients of the softmax's output and input, or, for kernels
@@ -239,7 +295,9 @@ class Attend(Operator):
         rows = sizes.tokens * local_heads(sizes)[0]
         if model.attention_dropout > 0.0:
             return rows * model.seq_length * 2 * sizes.wide_bytes
-        return 4 * rows * model.head_size * sizes.operand_bytes + capped_block_bytes(sizes)
+        keys = keys_of(sizes) * local_heads(sizes)[0]
+        operands = 2 * (rows + keys) * model.head_size * sizes.operand_bytes
+        return operands + capped_block_bytes(sizes)
 
     def drawing_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the mask's hashes, next to scores and weights."""
@@ -269,9 +327,15 @@ def kept_probabilities(sizes: Sizes) -> int:
     if model.attention != "causal" or model.attention_softcap:
         return 0
     count = 0
-    for first in range(0, model.seq_length, block):
-        end = min(first + block, model.seq_length)
-        count += end * (end - first)
+    # the first context rank's queries: in zigzag every rank has as many
+    runs = [range(model.seq_length)]
+    if sizes.layout.context > 1:
+        chunk = model.seq_length // (2 * sizes.layout.context)
+        runs = [range(chunk), range(model.seq_length - chunk, model.seq_length)]
+    for run in runs:
+        for first in range(run.start, run.stop, block):
+            end = min(first + block, run.stop)
+            count += end * (end - first)
     return count * sizes.layout.micro_size
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from ptdmpi.config import ModelConfig
 from ptdmpi.config.adapt import targets_of
-from ptdmpi.plan.layer.attention import Attend, SplitHeads
+from ptdmpi.plan.layer.attention import Attend, GatherKeys, SplitHeads
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.ends import (
     AddRows,
@@ -116,6 +116,7 @@ def attention(build: LayerBuild) -> Sublayer:
         0,
         build.product("attention.qkv", qkv, "y", "y"),
         SplitHeads("attention.heads", ("y",), ("q", "k", "v"), norms, rotates),
+        GatherKeys("attention.keys", ("q", "k", "v"), ("q", "k", "v")),
         Attend("attention.core", ("q", "k", "v"), ("y",)),
         replace(build.product("attention.out", out, "y", "y"), shares_input=True),
     )

@@ -8,8 +8,8 @@ from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.plan.machine.cluster import TRAINER, Software
 
 # The rows of a value [rows, width] on a rank, as a symbol:
-#   whole      s b       every position of the microbatch
-#   local      s b / t   this rank's positions between blocks under sequence parallelism, else s b
+#   whole      s b / c   every position of the microbatch that a context rank has
+#   local      s b / ct  this rank's positions between blocks under sequence parallelism, else whole
 #   predicted  k b       the positions that the head is asked for
 #   samples    b         one position of each sequence
 Rows = Literal["whole", "local", "predicted", "samples"]
@@ -33,22 +33,24 @@ class Sizes:
 
     @property
     def tokens(self) -> int:
-        """Return the positions of a microbatch, s b."""
-        return self.model.seq_length * self.layout.micro_size
+        """Return the positions of a microbatch on this rank, s b / c."""
+        return self.model.seq_length // self.layout.context * self.layout.micro_size
 
     @property
     def local_tokens(self) -> int:
-        """Return this rank's positions between the blocks: s b, or s b / t under sequence
-        parallelism."""
+        """Return this rank's positions between the blocks: s b / c, or s b / (c t)
+        under sequence parallelism."""
         if self.layout.sequence_parallel:
             return self.tokens // self.layout.tensor
         return self.tokens
 
     @property
     def predicted(self) -> int:
-        """Return the positions of a microbatch whose tokens are predicted: s b, or the masked
-        ones."""
+        """Return the positions of a microbatch whose tokens are predicted: s b / c, or the masked
+        ones, which every context rank asks for."""
         each = self.model.predictions() if self.predictions is None else self.predictions
+        if not self.model.masked:
+            each //= self.layout.context
         return each * self.layout.micro_size
 
     def rows(self, rows: Rows) -> int:

@@ -41,6 +41,7 @@ class Axis:
 # neighbours shard the state (`zero`), and groups of them hold copies of it.
 AXES: Mapping[str, Axis] = {
     "tensor": Axis(cuts_state=True),
+    "context": Axis(cuts_sequence=True),
     "shard": Axis(cuts_state=True, reads_samples=True),
     "replicate": Axis(reads_samples=True),
     "pipeline": Axis(cuts_state=True, other_parameters=True),
@@ -232,5 +233,9 @@ def grid_of(config: Config) -> Grid:
     """Return the grid of a configuration."""
     parallel, layout = config.parallel, config.layout
     return training_grid(
-        layout.data, layout.shards, tensor=parallel.tensor, pipeline=parallel.pipeline
+        layout.data,
+        layout.shards,
+        tensor=parallel.tensor,
+        context=parallel.context,
+        pipeline=parallel.pipeline,
     )

@@ -1,0 +1,74 @@
+"""Rules about [parallel] context: what the axis that cuts sequences does not go with."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ptdmpi.config.configuration import Sections
+
+
+class _Excluded(NamedTuple):
+    """A setting that sequences in parts exclude: whether it is set, how it reads, why it is
+    excluded, and what is legal."""
+
+    is_set: bool
+    key: str
+    reason: str
+    legal: str
+
+
+def context_rules(sections: Sections) -> Iterator[str]:
+    """Yield what `parallel.context` above 1 refuses."""
+    parallel = sections.parallel
+    if parallel is None or parallel.context == 1:
+        return
+    for excluded in _excluded(sections):
+        if excluded.is_set:
+            yield (
+                f"parallel.context = {parallel.context} cuts sequences, and {excluded.key} "
+                f"{excluded.reason}; legal: context = 1, or {excluded.legal}"
+            )
+
+
+def _excluded(sections: Sections) -> Iterator[_Excluded]:
+    run, log, task = sections.run, sections.log, sections.task
+    if run is not None:
+        yield _Excluded(
+            run.reproducible,
+            "run.reproducible = true",
+            "sums gradients of whole sequences along one tree",
+            "reproducible = false",
+        )
+        yield _Excluded(
+            run.compile,
+            "run.compile = true",
+            "compiles a layer without messages",
+            "compile = false",
+        )
+    method = sections.data_parallel
+    if method is not None:
+        yield _Excluded(
+            method.method != "all_reduce",
+            f'data_parallel.method = "{method.method}"',
+            "sums gradients over the data axis alone",
+            'method = "all_reduce"',
+        )
+    if log is not None:
+        yield _Excluded(
+            log.gradient_noise_every_steps > 0,
+            f"log.gradient_noise_every_steps = {log.gradient_noise_every_steps}",
+            "compares gradients of whole sequences",
+            "0",
+        )
+        yield _Excluded(
+            log.tasks_every_steps > 0,
+            f"log.tasks_every_steps = {log.tasks_every_steps}",
+            "asks the model that trains for whole sequences",
+            "0",
+        )
+    if task is not None:
+        yield _Excluded(
+            task.kind != "none",
+            f'task.kind = "{task.kind}"',
+            "judges a sequence at one position",
+            'kind = "none"',
+        )

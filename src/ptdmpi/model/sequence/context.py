@@ -1,0 +1,66 @@
+"""The context axis: ranks that have different positions of the same samples, and how attention of
+each of them sees the keys of all (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2)."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ptdmpi.comm.communicator import Communicator, OneRank
+from ptdmpi.model.sequence.positions import Positions
+
+
+@dataclass(frozen=True)
+class ContextAxis:
+    """The context communicator, whose ranks have two chunks of every sequence each, in zigzag."""
+
+    comm: Communicator = field(default_factory=OneRank)
+
+    @property
+    def size(self) -> int:
+        return self.comm.size
+
+    @property
+    def positions(self) -> Positions:
+        """Return the positions of the sequence that this rank has."""
+        return Positions(self.comm.rank, self.comm.size)
+
+    def whole_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values at all positions [b, heads, s, d], from those at this rank's
+        positions [b, heads, s / c, d]; their gradients are summed over the axis."""
+        if self.size == 1:
+            return k, v
+        keys, values = _WholeKeys.apply(k, v, self)
+        return keys, values
+
+    def in_order(self, dealt: Tensor) -> Tensor:
+        """Return [s, ...] in the order of positions, from the chunks of rank after rank."""
+        chunks = dealt.unflatten(0, (self.size, 2, -1))
+        # the first chunks of the ranks ascend, their second ones descend
+        return torch.cat((chunks[:, 0], chunks[:, 1].flip(0))).flatten(0, 1)
+
+    def dealt(self, whole: Tensor) -> Tensor:
+        """Return [s, ...] as the chunks of rank after rank: the inverse of `in_order`."""
+        chunks = whole.unflatten(0, (2 * self.size, -1))
+        return torch.stack((chunks[: self.size], chunks[self.size :].flip(0)), 1).flatten(0, 2)
+
+
+class _WholeKeys(Function):
+    """One gather of keys and values side by side, and one sum of both gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, axis: ContextAxis) -> tuple[Tensor, Tensor]:
+        ctx.axis = axis
+        both = torch.stack((k, v)).permute(3, 0, 1, 2, 4).contiguous()  # [s / c, 2, b, heads, d]
+        whole = axis.in_order(axis.comm.all_gather(both))
+        keys, values = whole.permute(1, 2, 3, 0, 4)
+        return keys, values
+
+    @staticmethod
+    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, None]:
+        axis: ContextAxis = ctx.axis
+        both = axis.dealt(torch.stack((dk, dv)).permute(3, 0, 1, 2, 4))
+        dk, dv = axis.comm.reduce_scatter(both.contiguous()).permute(1, 2, 3, 0, 4)
+        return dk, dv, None

@@ -1,0 +1,219 @@
+"""Context parallelism trains like one rank: losses, norms and weights of the same global batches,
+in every combination of the context axis with the others; and no token sees what it must not."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from ptdmpi.comm.world import World
+from ptdmpi.config import InputError
+from ptdmpi.engine.engine import Engine
+from ptdmpi.model.batch import Microbatch
+from ptdmpi.model.documents import Documents
+from ptdmpi.model.sequence.positions import Positions
+from tests._configs import layout, small
+from tests._engines import build, from_root, microbatches, whole_weights
+from tests.parallel import parallel
+
+BASE = {"model.seq_length": 24, "precision.compute": "fp64", "model.kv_heads": 2}
+LLAMA = {"model.kind": "llama", "model.ffn_hidden": 48}
+ROWS = {
+    "c2": (2, {"parallel.context": 2}),
+    "c2 llama": (2, {"parallel.context": 2, **LLAMA}),
+    "c2 windows": (2, {"parallel.context": 2, **LLAMA, "model.sliding_window": 5}),
+    "c2 softcap": (2, {"parallel.context": 2, **LLAMA, "model.attention_softcap": 3.0}),
+    "c2 documents": (2, {"parallel.context": 2, **LLAMA, "data.document_boundaries": True}),
+    "c2 learned, documents": (2, {"parallel.context": 2, "data.document_boundaries": True}),
+    "c2 dropout": (
+        2,
+        {"parallel.context": 2, "model.dropout": 0.1, "model.attention_dropout": 0.1},
+    ),
+    "c2 bert": (
+        2,
+        {
+            "parallel.context": 2,
+            "model.kind": "bert",
+            "model.kv_heads": None,
+            "model.dropout": 0.1,
+        },
+    ),
+    "c2 selective": (2, {"parallel.context": 2, "recompute.mode": "selective"}),
+    "c2 full": (2, {"parallel.context": 2, "recompute.mode": "full", **LLAMA}),
+    "c2 muon": (2, {"parallel.context": 2, "optimizer.kind": "muon"}),
+    "c3": (3, {"parallel.context": 3, **LLAMA}),
+    "c4": (4, {"parallel.context": 4, "model.seq_length": 32, **LLAMA}),
+    "t2 c2": (4, {**layout(t=2), "parallel.context": 2}),
+    "t2 c2 sequence": (
+        4,
+        {
+            **layout(t=2),
+            "parallel.context": 2,
+            "parallel.sequence_parallel": True,
+            "model.dropout": 0.1,
+            "model.attention_dropout": 0.1,
+        },
+    ),
+    "t2 c2 sequence bert": (
+        4,
+        {
+            **layout(t=2),
+            "parallel.context": 2,
+            "parallel.sequence_parallel": True,
+            "model.kind": "bert",
+            "model.kv_heads": None,
+        },
+    ),
+    "c2 p2": (4, {**layout(p=2), "parallel.context": 2, "model.tie_embeddings": True}),
+    "c2 p2 zero bubble": (
+        4,
+        {**layout(p=2), "parallel.context": 2, "parallel.schedule": "zb-h1", **LLAMA},
+    ),
+    "c2 d2": (4, {**layout(d=2), "parallel.context": 2}),
+    "c2 d2 zero 1": (4, {**layout(d=2), "parallel.context": 2, "parallel.zero": 1}),
+    "c2 d2 zero 3": (4, {**layout(d=2), "parallel.context": 2, "parallel.zero": 3, **LLAMA}),
+}
+MEAN_DOCUMENT = 6
+
+
+def batches_of(engine: Engine, step: int) -> list[Microbatch]:
+    """The microbatches of a rank, at its positions; with documents if the data has them."""
+    batches = microbatches(engine.config, step, engine.axes["data"].rank)
+    if engine.config.data.document_boundaries:
+        batches = [in_documents(batch) for batch in batches]
+    return [batch.at(engine.context.positions) for batch in batches]
+
+
+def in_documents(batch: Microbatch) -> Microbatch:
+    numbers = (batch.inputs.t() % MEAN_DOCUMENT == 0).cumsum(1)
+    return replace(batch, documents=Documents.of(numbers))
+
+
+def trained(world: World, changes, steps: int):
+    """Losses, norms and whole weights of some steps on all ranks of `world`."""
+    engine = build(world, changes)
+    results = [engine.step(k, batches_of(engine, k)) for k in range(steps)]
+    curve = torch.tensor([(r.loss, r.grad_norm) for r in results], dtype=torch.float64)
+    return curve, whole_weights(engine)
+
+
+def check(comm, name: str, steps: int) -> None:
+    ranks, changes = ROWS[name]
+    part = World(comm).first(ranks)
+    found = None if part is None else trained(part, {**BASE, **changes}, steps)
+    alone = World(comm).first(1)
+    axes = {key: None for key in changes if key.startswith("parallel.")}
+    if alone is not None:
+        curve, weights = trained(alone, {**BASE, **changes, **axes}, steps)
+        torch.testing.assert_close(found[0], curve, rtol=1e-12, atol=0)
+        for key, values in weights.items():
+            error = (found[1][key] - values).abs().max() / values.abs().max()
+            assert error < 1e-12, (key, float(error))
+    from_root(comm, None)
+
+
+@parallel(ranks=[4])
+@pytest.mark.parametrize("name", ROWS)
+def test_parity_with_one_rank(comm, name):
+    check(comm, name, 3)
+
+
+@parallel(ranks=[4])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ROWS)
+def test_parity_after_twenty_steps(comm, name):
+    check(comm, name, 20)
+
+
+RIGHT_AT = Microbatch.at
+RIGHT_COUNTS = Engine._counts
+
+
+def shifted_after_the_cut(batch: Microbatch, positions: Positions) -> Microbatch:
+    here = RIGHT_AT(batch, positions)
+    return replace(here, labels=here.inputs.roll(-1, 0))
+
+
+def without_documents(batch: Microbatch, positions: Positions) -> Microbatch:
+    return replace(RIGHT_AT(batch, positions), documents=None)
+
+
+def counts_of_one_rank(engine: Engine, batches: list[Microbatch]) -> dict[str, float]:
+    return {name: n / engine.context.size for name, n in RIGHT_COUNTS(engine, batches).items()}
+
+
+FAULTS = {
+    "labels are shifted after the cut": (Microbatch, "at", shifted_after_the_cut),
+    "documents see each other": (Microbatch, "at", without_documents),
+    "losses are scaled by c": (Engine, "_counts", counts_of_one_rank),
+}
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(comm, name):
+    changes = {**BASE, **ROWS["c2 documents"][1]}
+    world = World(comm)
+    right, _ = trained(world, changes, 2)
+    with patch.object(*FAULTS[name]):
+        wrong, _ = trained(world, changes, 2)
+    assert (wrong / right - 1).abs().max() > 1e-6
+
+
+def losses_of(engine: Engine, batch: Microbatch) -> torch.Tensor:
+    """The loss of each position [s, b], found by asking for one label after the other."""
+    found = []
+    for position in range(len(batch.inputs)):
+        weights = torch.zeros(batch.inputs.shape)
+        weights[position, 0] = 1.0
+        asked = replace(batch, weights=weights).at(engine.context.positions)
+        found.append(engine.evaluate([asked])["task"].sum)
+    return torch.tensor(found)
+
+
+@parallel(ranks=[1, 2, 3])
+@pytest.mark.parametrize("in_several", [False, True])
+def test_a_perturbed_token_changes_the_losses_that_see_it(comm, in_several):
+    """Its own as a label, and those from it to the end of its document, and no other."""
+    changes = {**BASE, **LLAMA, "parallel.context": comm.size, "batch.micro_size": 1}
+    engine = build(World(comm), {**changes, "model.seq_length": 12})
+    batch = microbatches(engine.config, 0, 0, masked=False)[0]
+    numbers = torch.tensor([[0] * 5 + [1] * 7] if in_several else [[0] * 12])
+    batch = replace(batch, documents=Documents.of(numbers) if in_several else None)
+    before = losses_of(engine, batch)
+    for position in (1, 4, 5, 8):
+        inputs, labels = batch.inputs.clone(), batch.labels.clone()
+        inputs[position] = labels[position - 1] = (inputs[position] + 1) % 101
+        after = losses_of(engine, replace(batch, inputs=inputs, labels=labels))
+        changed = (after != before).nonzero().flatten().tolist()
+        end = 5 if in_several and position < 5 else 12
+        assert changed == list(range(position - 1, end)), position
+
+
+@parallel(ranks=[2])
+def test_a_rank_that_was_given_whole_sequences_says_so(comm):
+    engine = build(World(comm), {**BASE, "parallel.context": 2})
+    with pytest.raises(ValueError, match="computes 12 positions"):
+        engine.step(0, microbatches(engine.config, 0, 0))
+
+
+REFUSED = {
+    "length": ({"model.seq_length": 22}, "2 \\* parallel.context = 4 does not divide"),
+    "sequence": (
+        {**layout(t=2), "parallel.sequence_parallel": True, "model.seq_length": 20},
+        "2 \\* parallel.context \\* tensor = 8 does not divide",
+    ),
+    "tree": ({"run.reproducible": True}, "run.reproducible = true sums"),
+    "graph": ({"run.compile": True}, "run.compile = true compiles a layer without messages"),
+    "ring": ({"data_parallel.method": "ring", **layout(d=2)}, "over the data axis alone"),
+    "noise": ({"log.gradient_noise_every_steps": 2, **layout(d=2)}, "gradient_noise"),
+    "ranks": ({"parallel.tensor": 3, "model.heads": 3}, "tensor \\* context \\* pipeline"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_go_together_is_one_line(name):
+    changes, line = REFUSED[name]
+    with pytest.raises(InputError, match=line):
+        small({"model.seq_length": 24, "parallel.context": 2, **changes}, 4)

@@ -2,10 +2,10 @@
 
 Memory and arithmetic units fail without notice now and then (Dixit et al. 2021, arXiv 2102.11245).
 Ranks that hold the same values compare hashes of them before every N-th update. If two replicas
-differ, nothing shows which one is right; among more, the majority is. Each rank also compares its
-values with those that the update before left: this covers state without a replica, and names the
-rank. The values of a step are compared when the step has used them, before the update replaces
-them.
+differ, nothing shows which one is right. Among three or more, the majority counts as right. Each
+rank also compares its values with those that the previous update left. This needs no replica, and
+shows which rank is wrong. Both comparisons take place after the step has used the values and before
+the update replaces them.
 """
 
 import hashlib
@@ -21,8 +21,9 @@ from ptdmpi.comm.world import Axes
 from ptdmpi.model.state import Resident, State
 
 COLUMNS = 512  # words of 8 bytes: 4 KiB, a page
-# Odd, so that no bit of a word is lost in a product: the golden ratio in 64 bits (Knuth, The Art of
-# Computer Programming, volume 3, section 6.4), and the multiplier of Steele et al. 2014 (SplitMix).
+# Both factors are odd, so that no bit of a word is lost in a product. STRIDE is the golden ratio in
+# 64 bits (Knuth, The Art of Computer Programming, volume 3, section 6.4). MIX is the multiplier of
+# SplitMix (Steele et al. 2014).
 STRIDE, MIX = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
 
 Members = tuple[int, ...]  # ranks that hold the same values, ascending
@@ -30,9 +31,9 @@ Members = tuple[int, ...]  # ranks that hold the same values, ascending
 
 @dataclass(frozen=True)
 class Fault:
-    """Values that are not what they should be: `kind` and `name` of the state, and the `ranks` that
-    may be wrong. `others`: those that agree with each other; empty if there is no majority.
-    `changed`: the rank's own values changed after its last update."""
+    """A tensor of the state with wrong values: its `kind` and `name`, and the `ranks` that may be
+    wrong. `others` are the majority of ranks, whose values agree; it is empty if there is no
+    majority. `changed` is True if a rank's own values changed after its last update."""
 
     kind: str
     name: str
@@ -52,7 +53,8 @@ class Fault:
 
 
 class CorruptState(RuntimeError):
-    """An error: the state of a run is corrupt. It is raised on every rank, with what all found."""
+    """An error: the state of a run is corrupt. All ranks raise it, with the faults that
+    any rank has found."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         super().__init__("; ".join(fault.text("rank {}".format) for fault in faults))
@@ -69,10 +71,10 @@ class Hashed(NamedTuple):
 
 
 class Verification:
-    """The comparison of the state's hashes before every `every`-th update; 0: never.
+    """The comparison of the state's hashes before every `every`-th update, or never if that is 0.
 
-    Every rank calls every method. Methods of data parallelism whose replicas differ are compared
-    along the other axes only.
+    Every rank calls every method. If the data-parallel method lets replicas differ, they are not
+    compared with each other, but ranks along the other axes are.
     """
 
     def __init__(self, every: int, state: State, axes: Axes) -> None:
@@ -154,9 +156,9 @@ def hashes(held: Iterable[Resident]) -> list[int]:
 def hash_of(values: Tensor) -> Tensor:
     """Return a hash of a flat tensor's bytes: one int64 on its device, in one pass over memory.
 
-    Words of 8 bytes are added up in COLUMNS sums modulo 2^64, which are then mixed. A flipped bit
-    changes one sum, and always the hash. Several changes are missed if they cancel in one sum,
-    such as words of one column that change places.
+    Words of 8 bytes are added up in COLUMNS sums modulo 2^64, which are then mixed. One flipped
+    bit changes one sum, and so always the hash. Several changes go unnoticed if they cancel in one
+    sum, for example if two words of one column are exchanged.
     """
     data = values.view(torch.uint8) if values.nbytes % 8 else values.view(torch.int64)
     whole = data.numel() // COLUMNS * COLUMNS
@@ -171,7 +173,7 @@ def hash_of(values: Tensor) -> Tensor:
 
 
 def _by_members(members: Sequence[Members], values: Sequence[int]) -> dict[Members, bytes]:
-    """Return one hash of all values that the same ranks hold, for ranks that are not alone."""
+    """Return one hash for each group of at least two ranks, of all values that the group shares."""
     sums = {ranks: hashlib.blake2b(digest_size=16) for ranks in members if len(ranks) > 1}
     for ranks, value in zip(members, values, strict=True):
         if ranks in sums:
@@ -182,7 +184,8 @@ def _by_members(members: Sequence[Members], values: Sequence[int]) -> dict[Membe
 def _agree(
     sums: dict[Members, bytes], rank: int, every: Sequence[tuple[dict[Members, bytes], object]]
 ) -> bool:
-    """Return True if a rank's hashes are those of the ranks that hold the same values."""
+    """Return True if the hashes of `rank`, `sums`, equal those of all later ranks that should hold
+    the same values. `every` has the hashes of each rank."""
     return all(
         every[other][0].get(ranks) == value
         for ranks, value in sums.items()
@@ -194,8 +197,8 @@ def _agree(
 def _differences(
     every: Iterable[Sequence[Hashed]],
 ) -> Iterator[Fault]:
-    """Yield what differs among ranks that hold the same values; `every` has the tensors
-    of each rank."""
+    """Yield a fault for each tensor that differs among the ranks that should hold the same values;
+    `every` has the tensors of each rank."""
     values: dict[tuple[str, str, Members], dict[int, int]] = {}
     for rank, of_rank in enumerate(every):
         for kind, name, ranks, value in of_rank:

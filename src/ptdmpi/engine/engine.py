@@ -54,16 +54,17 @@ TOTAL = "total"  # the weighted sum of all losses, which is minimized
 class StepResult:
     """The results of a step; `loss` and `grad_norm` are equal on all ranks.
 
-    `loss`: in nats per valid token of the global batch, the sum of the means of all losses that
-    train; `losses`: each of them by name. `grad_norm`: before clipping. `skipped`: True if the loss
-    or the gradient is not finite, so that nothing was updated; `overflow`: True if fp16 is the
-    likely cause, and a smaller loss scale may help. `watch` has this rank's timeline; `compute_s`
-    are the seconds in this rank's own ops, without the collectives in them (`inside_s`, by group).
-    `traffic`: the messages that this rank has sent.
+    `loss` is the sum of the means of all losses that train, in nats per valid token of the global
+    batch. `losses` has each loss by name. `grad_norm` is the norm before clipping. `skipped` is
+    True if the loss or the gradient is not finite, so that nothing was updated. `overflow` is True
+    if fp16 is the likely cause, and a smaller loss scale may help. `watch` has this rank's
+    timeline. `compute_s` are the seconds of this rank's own ops without the collectives inside
+    them, which `inside_s` has by group. `traffic` counts the messages that this rank has sent.
 
-    In steps that measure them: `consensus`, the distance between replicas that differ, before they
-    were mixed (`Replicas.consensus`), and `noise`, that of the data ranks' gradients.
-    `bits_per_element`: of this rank's codes, if gradients are compressed.
+    `consensus` and `noise` are None except in steps that measure them. `consensus` is the distance
+    between replicas that differ, before they were averaged (`Replicas.consensus`). `noise` is the
+    noise of the data ranks' gradients. If values are compressed, `bits_per_element` is the size of
+    this rank's compressed values, in bits for each of them; otherwise it is None.
     """
 
     loss: float
@@ -101,7 +102,7 @@ class Engine:
         *,
         place: Place | None = None,
     ) -> None:
-        """Build the model of this rank. `place` is the rank's place that observers see. Raise
+        """Build the model of this rank. `place` has this rank's progress, for observers. Raise
         SharedInputError, on all ranks, if this layout or machine cannot do what the configuration
         asks for."""
         self.config = config
@@ -151,7 +152,7 @@ class Engine:
         self.compute_by(None)
 
     def compute_by(self, choice: HostChoice | None) -> None:
-        """Compute with the kernels that a run has chosen; None: with the usual ones."""
+        """Compute with the kernels of `choice`; with the default kernels if it is None."""
         self.kernels = Kernels(choice, PRECISIONS[self.config.precision.compute])
         for stage in self.stages.values():
             hand(stage, self.kernels)
@@ -182,8 +183,8 @@ class Engine:
             # the norm, and so clipping, is of the gradients without fp16's loss scale
             self.optimizer.expect(scale)
             arriving = self._arriving(passes, *own, self.reduction.global_norm())
-            # The only place in a step where the host waits for the device: it decides by loss and
-            # norm. Before the update, which must not run on the remains of an aborted message.
+            # The host waits for the device only here (and if gradients are compressed): it decides
+            # by loss and norm, and the update must not use what an aborted message has left.
             self.axes.settle()
             inside_s = self.runner.inside_s
             compute_s = watch.compute_s - sum(inside_s.values())
@@ -235,10 +236,11 @@ class Engine:
     def accumulate(
         self, step: int, batches: Sequence[Microbatch], watch: Stopwatch
     ) -> tuple[dict[str, float], list[MicrobatchPass]]:
-        """Run forward and backward of all microbatches; this rank's sums are left in the buffer.
+        """Run forward and backward of all microbatches, and leave the sums of their gradients on
+        this rank in the buffer.
 
-        Return how many of the global batch each loss counts, by name, and the microbatches, with
-        their losses if this rank has the last stage.
+        Return the number of terms of each loss in the global batch, by name, and the microbatches,
+        which have their losses if this rank has the last stage.
         """
         # Count before anything runs: gradients are weighted by 1 / valid as they are computed, so
         # that microbatches with unequal numbers of tokens need no weights of their own in any sum.
@@ -302,7 +304,7 @@ class Engine:
 
     def _summed(self, values: Sequence[float]) -> dict[str, float]:
         """Return the total loss and those by name, each summed in the order of the global batch's
-        microbatches; `values` are those of `_values`."""
+        microbatches; `values` are numbers in the order of `_values`."""
         last_stage = self.schedule.stages - 1
         sums: dict[str, float] = {}
         if last_stage in self.stages:
@@ -316,7 +318,7 @@ class Engine:
 
 
 def _named(sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, SummedLoss]:
-    """Return the losses with a count, by name, and always the task's."""
+    """Return the losses by name, without those that have no terms; the task's is always there."""
     return {
         name: SummedLoss(sums[name], count)
         for name, count in counts.items()
@@ -325,7 +327,7 @@ def _named(sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, 
 
 
 def _require_exact(config: Config, axes: Axes) -> None:
-    """Raise SharedInputError if a run is to be reproducible and its wire's sums are not."""
+    """Raise SharedInputError if a run is to be reproducible and its wire does not sum by rank."""
     if config.run.reproducible and not axes.exact:
         raise SharedInputError(
             "run.reproducible = true needs sums in ascending rank order, which "
@@ -341,8 +343,8 @@ def _stages(
     *,
     context: ContextAxis,
 ) -> dict[int, Stage]:
-    """Return the stages of this rank by number. Their placement is the schedule's, so that it is
-    decided in one place only."""
+    """Return the stages of this rank by number. The schedule alone decides which
+    rank has which stages."""
     axis = TensorAxis(axes["tensor"], config.parallel.sequence_parallel)
     layers = split_model(
         config.model, vocab_size, schedule.placement, first=config.layout.first_layers
@@ -358,7 +360,7 @@ def _sums_early(config: Config, axes: Axes) -> bool:
     methods have their state in one piece."""
     if config.data_parallel.method != "all_reduce" or not axes[LOSSES].overlaps:
         return False
-    # one rank may be the last of several: it takes over their state as it is
+    # a single rank may be the last survivor of several, whose state it takes over as it is
     return axes[LOSSES].size > 1 or config.run.on_failure == "shrink"
 
 
@@ -413,7 +415,7 @@ def _buffer(
     def unit_of(name: str) -> str:
         """Return the name of the unit that a parameter is in."""
         if tied and name == TIED_NAME and portion.shards_state:
-            return name  # alone, so that both ends of the pipeline, and both uses, are cut alike
+            return name  # a unit of its own: both uses, perhaps on two ranks, are then cut alike
         if portion.shards_gradients or config.data_parallel.overlap or overlaps:
             return place_of(name)
         return ALL

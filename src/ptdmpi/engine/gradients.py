@@ -1,8 +1,9 @@
-"""From each rank's sums of gradients to the gradients for the update, and their norm.
+"""The reduction of each rank's sums of gradients to the gradients for the update, and their norm.
 
-The reduction is a list of steps, each over one group of ranks: the data-parallel method over the
-data axis; the sums over the tensor axis, or over some neighbours there, of gradients of which each
-rank has a part; and the sum of the two uses of a tied table over the ends of the pipeline.
+The reduction is a list of steps, each over one group of ranks. The data-parallel method reduces
+over the data axis. If each tensor rank has only a part of a gradient, the parts are summed over the
+tensor axis, or over some neighbours there. The gradients of the two uses of a tied table are summed
+over the ends of the pipeline.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -30,7 +31,7 @@ class GradientStep(Protocol):
 
 
 class PartialSum:
-    """The sum over a group of the gradients of which each of its ranks has a part."""
+    """The sum, over a group, of gradients of which each rank of the group has one part."""
 
     def __init__(
         self, group: Communicator, buffer: ParameterBuffer, entries: Sequence[Entry]
@@ -39,15 +40,16 @@ class PartialSum:
         self.views = _own_views(buffer, entries)
 
     def reduce(self) -> None:
-        """Sum all of them in one message: they are many and small (norms and biases)."""
+        """Sum the gradients in one message: they are many and small (norms and biases)."""
         _sum_packed(self.group, self.views)
 
 
 class CopiedShares:
-    """The sum of gradients that neighbours on the tensor axis hold copies of (a key head that
-    serves several ranks' queries): each rank has the part of its own queries.
+    """The sum of the gradients of parameters that neighbours on the tensor axis hold copies of,
+    such as a key head that serves the queries of several ranks. Each of these ranks has the part of
+    the gradient that comes from its own queries.
 
-    `copied`: the pieces of each such parameter on this rank.
+    `copied` has the pieces of each such parameter on this rank.
     """
 
     def __init__(
@@ -61,14 +63,18 @@ class CopiedShares:
         self.copied = copied
 
     def reduce(self) -> None:
-        """Sum the copies by one all-reduce over the tensor axis of all t / c shares; each rank
-        sends zeros for the shares of others. This moves t / c times the bytes of a group for each
-        share, once in a step, but needs no further communicators."""
+        """Sum the copies by one all-reduce over the tensor axis.
+
+        If c of the t tensor ranks hold copies of the same share, there are t / c different shares.
+        The message has room for all of them, and each rank sends zeros for those that it does not
+        hold. The message is t / c times as long as one within each c ranks would be, but it is sent
+        only once in a step and needs no further communicators.
+        """
         tensor = self.tensor
         for held in self.buffer.own_parts(self.copied):
             for share in self.copied[held.entry.name]:
                 views = [view for view in _parts_of(self.buffer, held, share) if share.copies > 1]
-                if not views:  # then no rank of the tensor axis has any: all cut units alike
+                if not views:  # no rank of the tensor axis has any then: all cut units alike
                     continue
                 local = torch.cat([view.flatten() for view in views])
                 every = local.new_zeros((tensor.size // share.copies, local.numel()))
@@ -81,8 +87,9 @@ class CopiedShares:
 class TiedTable:
     """The sum of the gradients of a table's two uses, as embedding and as head.
 
-    `ends` are the ranks that hold one use each; None if both are on this rank. The two are
-    accumulated separately and added in this order in every layout, so that their bits are equal.
+    `ends` are the ranks that hold one use each; None if both are on this rank. The
+    gradients are accumulated separately and added in this order in every layout, so that the sum
+    has the same bits in all layouts.
     """
 
     def __init__(self, buffer: ParameterBuffer, ends: Communicator | None) -> None:
@@ -90,15 +97,15 @@ class TiedTable:
         self.ends = ends
 
     def reduce(self) -> None:
-        """Add the two gradients; both uses have the sum afterwards, or the first one if both are
-        here."""
+        """Add the two gradients. Afterwards both ends have the sum; if both uses are on this rank,
+        the first one has it."""
         buffer = self.buffer
         first = _own_views(buffer, [buffer.entries[TIED_NAME]])
         if self.ends is not None:
             for view in first:
                 self.ends.all_reduce(view)
             return
-        # a unit of its own where units are cut, so that both uses are cut alike
+        # where units are cut, the table is one unit, so that both uses are cut alike
         for view, more in zip(first, _own_views(buffer, [buffer.second[TIED_NAME]]), strict=True):
             view.add_(more)
 
@@ -119,8 +126,8 @@ class GradientReduction:
         *,
         borrowed: Collection[str] = (),
     ) -> None:
-        """Build the steps. `borrowed`: names that another rank of the pipeline counts, as in a
-        state."""
+        """Build the steps. `borrowed` are the names of this rank's parameters that another rank of
+        the pipeline counts, as in `State`."""
         self.axes = axes
         self.buffer = buffer
         self.policy = policy
@@ -134,14 +141,15 @@ class GradientReduction:
         elif tied and TIED_NAME in buffer.entries:
             self.steps.append(TiedTable(buffer, axes[ENDS]))
         self._own_norm_every = policy.replica.config.log.gradient_noise_every_steps
-        # Sums may be taken in either order. A method that does more needs the sums of the other
-        # steps, and so does the norm of this replica's own gradient.
+        # A method that only sums may be the first step. A method that does more is the last step,
+        # because it needs the sums of the other ones. The norm of this replica's own gradient also
+        # needs them.
         self.steps.insert(
             0 if policy.linear and not self._own_norm_every else len(self.steps), policy
         )
         # sorted: a rank sends its norms without names, so their order identifies them
         self.counted = sorted(name for name in buffer.entries if name not in borrowed)
-        # the parameters that every tensor rank has whole; made once, as it is copied from the host
+        # True for parameters that every tensor rank has whole; copied to the device only once
         cuts = [buffer.entries[name].declaration.cut_by for name in self.counted]
         whole = ["tensor" not in axes for axes in cuts]
         self._whole = torch.tensor(whole, device=buffer.device)
@@ -190,8 +198,9 @@ class GradientReduction:
         norms = torch.stack(torch._foreach_norm(parts))
         if self.axes["tensor"].size == 1:
             return norms
-        # If each rank has a part, squares add up; if each has the whole, it counts once. All
-        # squares are sent, also unused ones: one message of the same length on all ranks.
+        # If each rank has a part of a parameter, the squares are added; if each has the whole, its
+        # own norm is used. All squares are sent, also unused ones, so that the message has the same
+        # length on all ranks.
         squares = self.axes["tensor"].all_reduce(norms.square())
         return torch.where(self._whole, norms, squares.sqrt())
 

@@ -35,13 +35,14 @@ A = 3.4445
 B = -4.7750
 C = 2.0315
 LEAST_NORM = 1e-7  # the least number by which a matrix is divided
-RMS = 0.2  # of AdamW's updates, typically (Liu et al. 2025, section 2.2)
+RMS = 0.2  # typical root mean square of AdamW's updates (Liu et al. 2025, section 2.2)
 
 
 class Matrix(NamedTuple):
-    """A parameter that is updated as a whole, as far as this rank holds it: all tensors have its
-    `own` elements, flat. `moments`: the momentum, and the weights' moving average if there is one.
-    `decay`: the weight decay. `share`: the factor of the learning rate."""
+    """A parameter that is updated as a whole, and the elements of it that this rank holds: `own`.
+    The tensors have these elements, flat. `moments` are the momentum, and the weights' moving
+    average if there is one. `decay` is the weight decay, `share` the factor of the learning
+    rate."""
 
     own: OwnPart
     master: Tensor
@@ -131,7 +132,7 @@ class Muon:
         declaration = matrix.own.entry.declaration
         whole = gathered(self._slice(matrix, arrived), declaration, self.tensor)
         for box in matrices_of(declaration):
-            # dealt at once, so that it takes no memory during the next matrix' iteration
+            # sent out now, so that the update takes no memory while the next matrix is iterated
             update = orthogonal(whole[box.index], self.kernels)
             length = rate * scale(self.config, *box.size)
             for place, own in self._in(box, matrix.own, matrix.master):
@@ -223,7 +224,7 @@ def orthogonal(matrix: Tensor, kernels: Kernels = USUAL) -> Tensor:
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=LEAST_NORM)
     for _ in range(STEPS):
-        squares = kernels.product(x, x.mT)  # of the shorter side
+        squares = kernels.product(x, x.mT)  # a matrix of the shorter side's length
         squares = _sum(squares, squares, B, C, kernels=kernels)
         x = _sum(squares, x, A, 1.0, kernels=kernels)
     return x.mT if matrix.shape[0] > matrix.shape[1] else x

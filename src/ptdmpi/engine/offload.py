@@ -1,10 +1,10 @@
 """The optimizer's state off the device: in the host's memory, or in a file of the rank.
 
 The host does the update, chunk by chunk: gradients are copied to it, and weights back (Ren et al.
-2021, arXiv 2101.06840, section 4), by copies with no wait but the step's own. Chunks are whole
-multiples of ALIGNMENT, so that no bit depends on them. With a file, the next chunk is read and the
-last one written during the update of one (Rajbhandari et al. 2021, arXiv 2104.07857, section
-5.2.2).
+2021, arXiv 2101.06840, section 4), by copies that need no wait except the step's own. The length
+of a chunk is a multiple of ALIGNMENT, so that no bit depends on it. With a file, the next chunk is
+read and the previous one written while the host updates a chunk (Rajbhandari et al. 2021, arXiv
+2104.07857, section 5.2.2).
 """
 
 import mmap
@@ -64,9 +64,9 @@ class HostUpdate:
 
     If gradients are on a device, the host has locked memory for every gradient of this rank's part,
     and for every master that is a weight on the device. So the copies of a step begin before the
-    host waits for loss and norm, and no other wait is needed. New weights of a half type leave
-    through the memory of their gradient and are rounded here, because they then take half the bytes
-    on the link.
+    host waits for loss and norm, and no other wait is needed. The host
+    rounds new weights of a half type before it sends them, because they then take half the bytes on
+    the link. They are sent from the memory of their gradients.
     """
 
     def __init__(self, storage: Storage, groups: Sequence[Alike]) -> None:
@@ -83,8 +83,8 @@ class HostUpdate:
         ]
 
     def expect(self) -> None:
-        """Begin to copy the update's inputs from the device: complete once its clock has
-        settled."""
+        """Begin to copy the update's inputs from the device. The copies are complete after the
+        device's clock has settled."""
         for chunk, rooms in zip(self.chunks, self._rooms, strict=True):
             for kept, room in zip((*chunk.gradients, *chunk.masters), rooms, strict=True):
                 if room is not None:
@@ -134,12 +134,13 @@ class _Mapping(NamedTuple):
 
 
 class FileStorage(Storage):
-    """Storage in one file without a name in `directory`, whose room is allocated when tensors are
-    made.
+    """Storage in one file without a name in `directory`. The file's room on the disk is allocated
+    when tensors are made.
 
-    The tensors are a mapping of the file: code that goes through pieces (checkpoints, survivors)
-    reads values as anywhere else, and `let_go` frees the memory that this takes. The update reads
-    and writes the file itself, so that an error of the disk is an exception, not a signal.
+    The tensors are mappings of the file. Code that reads the state piece by piece (checkpoints,
+    survivors) reads them like other tensors, and `let_go` frees the memory that this takes. The
+    update reads and writes the file itself, so that an error of the disk is an exception, not a
+    signal.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -183,7 +184,7 @@ class FileStorage(Storage):
         stored: list[Future[None]] = []
         coming = [self._coming(rows, 0)] if rows else []
         for number, row in enumerate(rows):
-            if number + 1 < len(rows):  # after the previous chunk in the same memory is written
+            if number + 1 < len(rows):  # read after the previous chunk in its memory is written
                 coming.append(self._coming(rows, number + 1))
             here = coming.pop(0).result()
             yield here

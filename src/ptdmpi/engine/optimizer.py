@@ -128,22 +128,23 @@ class Optimizer:
             self._host.expect()
 
     def step(self, rate: float, norm: float) -> None:
-        """Clip by `norm`, the global norm of the gradients, and update the masters. The weights are
-        not updated yet (`State.changed`), or not those of other ranks. Raise OSError if the disk
-        with the state fails.
+        """Clip by `norm`, the global norm of the gradients, and update the masters. The weights
+        follow later, in `State.changed`; if `writes_weights`, only those of other ranks do. Raise
+        OSError if the disk with the state fails.
 
         The arithmetic of clipping is that of torch.nn.utils.clip_grad_norm_.
         """
         factor = 1.0
         if self.config.clip_norm > 0.0 and self.gradients:
-            # in the gradients' type, as on their device, but here the host needs no wait
+            # torch computes this in the gradients' type on the device; here the host needs no wait
             known = torch.tensor(norm, dtype=self.gradients[0].dtype)
             factor = torch.clamp(self.config.clip_norm / (known + 1e-6), max=1.0).item()
             if factor != 1.0 and self._host is None:
                 torch._foreach_mul_(self.gradients, factor)
         counters = self.state.counters
         self.state.read.computing_waits()
-        # Adam corrects its moments by its count: use ours, which skips and checkpoints respect
+        # Adam corrects its moments by its count of updates. Ours omits skipped steps and is in
+        # checkpoints, so use ours.
         self._updates.fill_(counters.updates)
         for group in self._groups if self._host is None else self._host.parts(factor):
             update(self.config, group, rate, self._updates)
@@ -265,5 +266,5 @@ def group_of(config: OptimizerConfig, name: str) -> RateGroup:
 
 
 def _cut(ranges: Sequence[_Range], parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return ranges of the parts of units."""
+    """Return the elements of `ranges`; `parts` has one tensor for each unit."""
     return [parts[piece.unit][piece.some] for piece in ranges]

@@ -80,8 +80,8 @@ class Runner:
         microbatches: Sequence[MicrobatchPass],
         watch: Stopwatch,
     ) -> None:
-        """Execute `program`, this rank's part of `schedule`, on the microbatches by whose numbers
-        its ops are named; these have the losses afterwards. `watch` records the spans.
+        """Execute `program`, this rank's part of `schedule`. An op's microbatch is its number in
+        `microbatches`, which have the losses afterwards. `watch` records the spans.
 
         An exception is raised again with a note that shows the place in the schedule.
         """
@@ -99,7 +99,7 @@ class Runner:
             except Exception as error:
                 error.add_note(_here(program, place))
                 raise
-        # a step ends when its messages are sent: the next one reuses their memory
+        # the step ends only after its messages are sent, because the next step reuses their memory
         for handle, _, peer in self._leaving:
             with self._span("send", "", peer):
                 handle.wait()
@@ -128,7 +128,8 @@ class Runner:
     def _act(self, schedule: Schedule, action: Action) -> None:
         match action:
             case Receive(op, peer):
-                # only posted: the op that needs it waits, and earlier ops are computed meanwhile
+                # do not wait here: the op that needs the message does, and earlier ops run
+                # meanwhile
                 buffer = torch.empty(
                     self.boundary.wire_elements, dtype=self.dtype, device=self.device
                 )
@@ -151,7 +152,7 @@ class Runner:
         handle, buffer, peer = self._arriving.pop(source)
         with self._span("receive", str(source), peer):
             handle.wait()
-        # then nothing is exchanged: no span, and no time to count separately
+        # a message that is not scattered is not gathered: there is no time to record
         if not self.boundary.scattered:
             return self.boundary.unpack(buffer)
         with self._span("gather", str(source)):

@@ -16,7 +16,7 @@ from torch.optim.sgd import sgd
 from ptdmpi.config import OptimizerConfig
 from ptdmpi.engine.offload import Alike
 
-# Elements of a temporary tensor: so few that plans need not count an update's memory.
+# Elements of a temporary tensor. They are so few that plans need not count an update's memory.
 PIECE = 1 << 20
 
 

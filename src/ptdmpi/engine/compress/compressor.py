@@ -1,4 +1,4 @@
-"""The contract of a compressor, and where its randomness comes from."""
+"""The contract of a compressor, and the source of its random numbers."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ptdmpi.model.random import GOLDEN, fold, mix, shift_right
 
-# The number, among the keys of data ranks, for draws that are the same on all of them.
+# It replaces a data rank's number in the hash of draws that are the same on all data ranks.
 EVERYBODY = -1
 
 

@@ -3,8 +3,8 @@
 A *line* of a parameter has the elements at one index of the dim that the tensor axis divides (a row
 of a column-parallel weight, a column of a row-parallel one). No legal size of that axis cuts a
 line. `grains` returns how many neighbouring lines no legal size separates: they are a *tile*, in
-logical order line after line. A tile is cut into runs of the greatest length that a compressor
-takes: its units. A parameter that the tensor axis does not divide is one tile.
+logical order line after line. A tile is cut into runs, its *units*, that are as long as a
+compressor allows. A parameter that the tensor axis does not divide is one tile.
 """
 
 from collections.abc import Iterator, Sequence

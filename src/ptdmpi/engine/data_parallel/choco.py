@@ -39,7 +39,7 @@ class Choco(Decentralized):
     def after_update(self, step: int, skipped: bool) -> None:
         """Send the code of this replica to its neighbours, and move towards their public
         weights."""
-        if skipped or not self.state.kinds[PUBLIC].parts:  # or nothing trains on this rank
+        if skipped or not self.state.kinds[PUBLIC].parts:  # no parts: nothing trains here
             return
         (graph,) = self._graphs
         row = self.topology.row(step, self.data.rank)

@@ -28,7 +28,7 @@ class Compressed(DataParallel):
         super().__init__(replica)
         self.kinds = kinds_of(replica.config.data_parallel)
         self.compression = Compression(replica)
-        self._midway = False  # the memories have changed in a step whose update is not done
+        self._midway = False  # True from a change of the feedback's state to the weights' update
 
     def reduce(self) -> None:
         """Replace the gradients by the mean of the replicas' compressed gradients.
@@ -45,7 +45,7 @@ class Compressed(DataParallel):
         self.bits_per_element = self.compression.bits_per_element
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Note that weights and what is remembered belong to the same step again."""
+        """Note that the weights and the feedback's state belong to the same step again."""
         self._midway = False
 
     @property

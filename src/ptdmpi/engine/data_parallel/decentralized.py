@@ -29,8 +29,8 @@ class _Exchange:
         """Set own to sum_j w_ij x_j over this rank and its sources, added one after the other,
         ascending."""
         self.handle.wait()
-        # Multiply and add separately, so that no kernel fuses the two for some of the elements:
-        # bits would depend on how the state is cut. The send is over, so `own` may change now.
+        # Multiply and add separately. A kernel that fuses the two for some elements only would make
+        # the bits depend on how the state is cut. The send is over, so `own` may change now.
         terms = [
             (self.own if place is None else self.arrived[place]).mul_(weight)
             for place, weight in self.terms

@@ -1,5 +1,5 @@
-"""Error feedback: the mean over replicas of their compressed gradients, and the use of the
-remainder of each code, by the rule of `error_feedback`."""
+"""Error feedback: the mean over replicas of their compressed gradients, and the use of
+what a code leaves out, its remainder, by the rule of `error_feedback`."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -70,8 +70,8 @@ class CompressedTiles:
         return self._low_rank_mean(self.compressor, x)
 
     def _low_rank_mean(self, compressor: LowRank, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `mean` does. The first lines of a tile of "low_rank" keep the factor with
-        which the next step starts."""
+        """Do `mean` for the compressor "low_rank". The first lines of a tile in the state
+        "low_rank" keep the factor with which the next step starts."""
         lines = self.batch.lines
         length = self.batch.length
         rank = compressor.rank

@@ -1,11 +1,10 @@
-"""The contract of data-parallel methods: the messages between the replicas of a model, and their
-times.
+"""The contract of data-parallel methods, which decide what the replicas of a model send, and when.
 
-A method is one class with a few hooks: when the gradient of one microbatch is complete (`leaf`),
-when all gradients are (`reduce`), and after the update. `differs` names the axes along which
-replicas need not be equal; `kinds` is the state that the method keeps for each parameter from step
-to step. Norm, skipped steps, memory, validation and checkpoints read these and do not know which
-method runs.
+A method is one class with a few hooks. `leaf` is called when the gradient of one microbatch is
+complete, `reduce` when all gradients are, and `after_update` after the update. `differs` names the
+axes along which replicas need not be equal. `kinds` is the state that the method keeps for each
+parameter from step to step. The code for norms, skipped steps, memory, validation and checkpoints
+reads `differs` and `kinds` and does not know which method runs.
 """
 
 import math
@@ -45,23 +44,24 @@ class DataParallel(OpHook):
     gradients of this replica alone, already summed over its tensor ranks, and over both ends of the
     pipeline for a tied table.
 
-    `by_unit`: True if the method sums over all ranks that see other tokens (the group `losses`, not
-    `data` alone), except, unit by unit of the flat order, over the axes along which parameters are
-    declared to be `apart`. Other methods are refused if that makes a difference.
+    `by_unit`: True if the method sums over all ranks that see other tokens, which are the group
+    `losses` and not `data` alone. It sums unit by unit of the flat order, and not over the axes
+    along which the parameters of a unit are declared to be `apart`. Other methods are refused if
+    that makes a difference.
 
     `kinds`: the state that the method keeps of each parameter in addition to weights and moments,
-    by name: one number of the masters' type for every element. Each says whether replicas hold the
-    same (`Kept.differs`), and its first value. `ptdmpi.config.methods.kept_by` has their names, for
-    code that counts memory without an engine. They are made with the state:
-    `self.state.kinds["error"].parts[n]` corresponds, element by element, to
-    `self.replica.buffer.masters[n]`. Checkpoints contain them, those of each replica if they
-    differ, and a resumed run continues with the same bits.
+    by name: one number of the masters' type for every element. Each kind says whether replicas
+    hold the same values (`Kept.differs`), and the values at the beginning.
+    `ptdmpi.config.methods.kept_by` has their names, for code that counts memory without an engine.
+    They are made with the state: `self.state.kinds["error"].parts[n]` corresponds, element by
+    element, to `self.replica.buffer.masters[n]`. Checkpoints contain them, those of each replica if
+    they differ, and a resumed run continues with the same bits.
     """
 
     differs: tuple[str, ...] = ()
     linear: bool = True
     by_unit: bool = False
-    # of this rank's codes of the last step, if it has compressed any
+    # bits per element of what this rank compressed in the last step, if anything
     bits_per_element: float | None = None
     state: State  # set by the engine when it makes the state, which contains `kinds`
 
@@ -86,9 +86,9 @@ class DataParallel(OpHook):
         this returns."""
 
     def reduce(self) -> None:
-        """Turn the gradients in the buffer, of this data rank's microbatches, into those with which
-        this replica updates. They are already weighted by 1 / valid tokens of the global batch, so
-        the gradient of the global batch is their plain sum over data ranks."""
+        """Replace the gradients of this data rank's microbatches in the buffer by those with which
+        this replica updates. The former are already weighted by 1 / valid tokens of the global
+        batch, so the gradient of the global batch is their plain sum over data ranks."""
 
     def after_update(self, step: int, skipped: bool) -> None:
         """Act after step `step` (from 0): the masters of this replica are updated, or all replicas
@@ -102,15 +102,15 @@ class DataParallel(OpHook):
         return True
 
     def replicas_lost(self) -> None:
-        """Recompute what was known of all replicas for the remaining ones. The state is that of the
-        survivors of lost ranks; there are fewer replicas, or some are copies. All ranks call it."""
+        """Recompute the state that depends on all replicas, after ranks were lost. `state` is that
+        of the survivors; there are fewer replicas, or some are copies. All ranks call it."""
 
     def settle(self) -> None:
         """Finish what is under way; all ranks call it, between two steps."""
 
     def agreed(self, value: float) -> float:
-        """Return the same number on all ranks for a `value` that may differ between replicas, such
-        as a norm: the greatest. It decides whether a step is skipped, so a NaN makes it NaN."""
+        """Return the greatest `value` of all replicas, such as a norm, on all ranks. If one value
+        is NaN, return NaN, because the result decides whether a step is skipped."""
         if not self.differs:
             return value  # already equal: no message
         values = self.data.all_gather_object(value)

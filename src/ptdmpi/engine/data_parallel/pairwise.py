@@ -1,5 +1,5 @@
-"""The sum of all gradients by messages between pairs: the same bits as `all_reduce`, at the cost of
-the textbook's algorithms."""
+"""The sum of all gradients by messages between pairs of ranks. The result has the same bits as that
+of `all_reduce`, and the cost is that of the algorithms in textbooks."""
 
 from collections.abc import Iterator
 

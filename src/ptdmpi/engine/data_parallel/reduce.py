@@ -84,8 +84,8 @@ class AllReduce(EarlySums):
 
 
 class Sharded(EarlySums):
-    """The sum over the data axis, of which each rank of a shard group gets its part (`zero`): first
-    within the group, then over the groups, each in ascending rank.
+    """The sum over the data axis, of which each rank of a shard group gets its part (`zero`).
+    Gradients are summed first within the group, then over the groups, each in ascending rank.
 
     With `zero` = 1 the gradients are whole and are reduced unit by unit, here or during the last
     backward. Otherwise each gradient was reduced as it was computed.

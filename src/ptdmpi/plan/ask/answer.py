@@ -17,10 +17,10 @@ MOST_PLAIN = 300  # greatest over least value of a logarithmic axis with plain l
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture, of points joined by lines (`lines`: name -> points) or of bars by name.
+    """A picture: lines through points (`lines`: name -> points), or one bar for each name.
 
-    `level` is a dashed horizontal line, `mark` a line at a point of the horizontal axis, each with
-    a label.
+    `level` is a dashed horizontal line, and `mark` a vertical line at a point of the horizontal
+    axis. Both have a label.
     """
 
     across: str
@@ -36,8 +36,9 @@ class Panel:
 class Reply:
     """An answer to a question of `ptdmpi ask`.
 
-    `short`: the answer in a sentence or two; `rows`: a table, with its head first; `notes`: the
-    assumptions; `numbers`: the same for a program; `panels`: the pictures.
+    `short` is the answer in a sentence or two. `rows` is a table whose first row is its head.
+    `notes` are the assumptions. `numbers` has the same results for a program. `panels` are the
+    pictures.
     """
 
     short: str
@@ -114,7 +115,8 @@ def _label_plainly(axis: Any) -> None:
 
 
 def _legend_place(panel: Panel) -> dict[str, Any]:
-    """Return where the legend is: below a panel of many lines, which it would cover."""
+    """Return the place of the legend: below a panel with many lines, because it would cover
+    them."""
     if len(panel.lines) <= MOST_INSIDE:
         return {"loc": "best"}
     return {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}

@@ -1,4 +1,4 @@
-"""Batch and precision of a prediction for which none are named."""
+"""The batch and the precision of a prediction whose request names none."""
 
 from ptdmpi.base.errors import InputError
 from ptdmpi.config.presets import recipe
@@ -25,7 +25,8 @@ def published_batch(model: str) -> int:
 
 
 def usual_precision(cluster: Cluster) -> str:
-    """Return bf16, fp16 or any other precision, the first that the cluster file has a peak of."""
+    """Return the first precision that the cluster file has a peak for: bf16, else fp16, else
+    any."""
     known = cluster.device.peak_flops
     for precision in PREFERRED:
         if precision in known:
@@ -36,8 +37,8 @@ def usual_precision(cluster: Cluster) -> str:
 def pricer_of_names(model: str, cluster: str, batch: int | None) -> Pricer:
     """Return a pricer of a model on a cluster, both by name, in the cluster's usual precision.
 
-    `batch` None takes the published one. Raises InputError for unknown names and for a model
-    without a published batch.
+    If `batch` is None, the published batch is used. Raises InputError for unknown names and for a
+    model without a published batch.
     """
     machine = load_cluster(cluster)
     size = batch or published_batch(model)

@@ -1,4 +1,5 @@
-"""Days from a speed, the speed from published days, and the model for a budget."""
+"""The days of a training from its speed, the speed from published days, and the model for a
+budget."""
 
 import math
 from typing import NamedTuple
@@ -33,8 +34,8 @@ def speed(parameters: float, tokens: float, ranks: int, taken: float, factor: in
 def days_answer(
     pricer: Pricer, ranks: int, tokens: float, taken: float | None, utilisation: float | None
 ) -> Reply:
-    """Return the utilisation in a training of `taken` days, or the days at a `utilisation`, of the
-    model's FLOPs.
+    """Return the model FLOPs utilisation of a training that takes `taken` days, or the days of a
+    training with a given `utilisation`.
 
     Raises InputError unless exactly one of the two is given, and if the training exceeds the peak.
     """
@@ -107,9 +108,9 @@ class Loss(NamedTuple):
         return self.least + self.a / parameters**self.alpha + self.b / tokens**self.beta
 
     def best(self, flops: float) -> float:
-        """Return the N of least loss for C = 6 N D.
+        """Return N, the number of parameters with the least loss for C = 6 N D.
 
-        By equation 4 there it is G (C / 6)^(beta / (alpha + beta)).
+        By equation 4 of that paper, N is G (C / 6)^(beta / (alpha + beta)).
         """
         power = 1 / (self.alpha + self.beta)
         scale = (self.alpha * self.a / (self.beta * self.b)) ** power
@@ -117,13 +118,13 @@ class Loss(NamedTuple):
 
 
 def optimal(flops: float) -> float:
-    """Return N for C = 6 N D and D = 20 N."""
+    """Return the number of parameters N for which C = 6 N D and D = 20 N."""
     return math.sqrt(flops / (MODEL_FLOPS * TOKENS_PER_PARAMETER))
 
 
 def size_answer(flops: float) -> Reply:
-    """Return the size of a model for a budget, the presets next to it, and the cost of other
-    sizes."""
+    """Return the size of a model for a budget of `flops`, the presets closest to this size, and the
+    cost of other sizes."""
     best, loss = optimal(flops), Loss()
     fitted = loss.best(flops)
     sizes = {

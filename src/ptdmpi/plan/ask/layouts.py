@@ -1,5 +1,5 @@
-"""The choice of a layout: the fastest of a model on a cluster, or the price of one, with
-explanations."""
+"""The answer of `ptdmpi plan`: the fastest layouts of a model on a cluster, or the price of a given
+layout, with explanations."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -30,12 +30,12 @@ BASE_BLOCK = 64  # elements of a frozen matrix that share a scale
 class LayoutRequest:
     """The question of `ptdmpi plan`; its fields are the command's options.
 
-    `layout` is priced instead of searching; `why` is a layout that is compared with the best one.
-    `tokens`: of the whole training, for its days and rank-hours. `lora`: rank of adapters over a
-    frozen model, whose matrices have the codes `base_bits` in blocks of `base_block` elements.
-    Settings of a layout that are None are left to the search. For a given layout they take
-    `Layout`'s defaults, except `sequence_parallel` and `scatter_gather`, which take the faster
-    choice.
+    If `layout` is given, it is priced and nothing is searched. `why` is a layout to compare with
+    the best one. `tokens` is the number of tokens of the whole training, from which its days and
+    rank-hours follow. `lora` is the rank of adapters over a frozen model. The frozen matrices have
+    codes of the kind `base_bits`, in blocks of `base_block` elements. Settings of a layout that are
+    None are left to the search. For a given layout they have the defaults of `Layout`, except
+    `sequence_parallel` and `scatter_gather`, for which the faster choice is taken.
     """
 
     model: str
@@ -248,7 +248,7 @@ def _given_layout(pricer: Pricer, text: str, request: LayoutRequest) -> Layout:
 def _in_shard_groups(
     pricer: Pricer, layout: Layout, group: int | Literal["all", "node"] | None
 ) -> Layout:
-    """Return the layout with shard groups of `group` data ranks; a group of all is written None."""
+    """Return the layout with shard groups of `group` data ranks; None stands for all data ranks."""
     if group is None:
         return layout
     if isinstance(group, int):
@@ -261,8 +261,8 @@ def _in_shard_groups(
 
 
 def _comparison(pricer: Pricer, layout: Layout, best: Price) -> dict[str, Any]:
-    """Return the numbers of `layout`, the part of a step that differs most from the best layout's,
-    and the fewest changes at once that make it faster."""
+    """Return a comparison of `layout` with the best layout: the numbers of `layout`, the part of
+    its step that differs most, and the smallest set of changes that makes it faster."""
     price = pricer.price(layout)
     parts = asdict(price.parts)
     best_parts = asdict(best.parts)
@@ -283,7 +283,8 @@ def _comparison(pricer: Pricer, layout: Layout, best: Price) -> dict[str, Any]:
 
 
 def _rules_of_thumb(pricer: Pricer, space: Space, best: Price) -> dict[str, Any]:
-    """Return the layout by the rules of Narayanan et al. 2021 and the microbatch by their model."""
+    """Return the layout that the rules of Narayanan et al. 2021 choose, and their microbatch
+    size."""
     ruled = heuristic(pricer, space)
     times = microbatch_model(pricer, best.layout)
     return {
@@ -299,7 +300,7 @@ def _rules_of_thumb(pricer: Pricer, space: Space, best: Price) -> dict[str, Any]
 def _training_sections(pricer: Pricer, layout: Layout) -> dict[str, dict[str, Any]] | None:
     """Return the sections of a configuration that trains in this layout.
 
-    Return None if `ptdmpi train` cannot.
+    Return None if `ptdmpi train` cannot train in this layout.
     """
     if layout.dp_overlap:
         return None

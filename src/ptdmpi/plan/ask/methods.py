@@ -1,8 +1,9 @@
 """The savings and the costs of communication-efficient data-parallel methods on a cluster.
 
-A method other than the sum of whole gradients changes the update. So the answer gives, next to the
-time of a step, how many more steps a method may need and still end at the same time. If that number
-is large the method may pay; only a training can show whether it does.
+A method that does not sum whole gradients changes the update, so a training may need more steps.
+The answer gives the time of a step, and how many more steps a training may take until it is as slow
+as with whole gradients. If that number is large, the method may save time. Only a training can show
+whether it does.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.kernels import Group
 
 LEAST = {"method": "compressed", "compressor": "top_k", "ratio": 0.01}
-# Name -> the section; those drawn over the number of replicas come first.
+# Name of a method -> its section. The methods that are drawn over the number of replicas come
+# first.
 METHODS: dict[str, dict[str, object]] = {
     "all_reduce": {},
     "parameter_server": {"method": "parameter_server"},
@@ -103,8 +105,8 @@ def answer(pricer: Pricer, layout: Layout) -> Reply:
 def _priced(
     pricer: Pricer, layout: Layout, plain: Price
 ) -> tuple[list[dict[str, Any]], dict[str, list[tuple[float, float]]]]:
-    """Return the numbers of each method, and, for the first ones, milliseconds by number of
-    replicas."""
+    """Return the numbers of each method and, for the methods that are drawn, the milliseconds by
+    number of replicas."""
     busiest = max(pricer.memory.stages.elements(layout, rank) for rank in range(layout.pipeline))
     near = pricer.times.data.replicas(layout).per_node
     entries: list[dict[str, Any]] = []

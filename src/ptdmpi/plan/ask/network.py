@@ -41,13 +41,13 @@ def distant(cluster: Cluster, times: float) -> Cluster:
 
 
 class TieredTimes(StepTimes):
-    """Seconds of steps on a network of two tiers: within a pod of nodes the rates of the cluster
-    file, between pods 1/`taper` of them.
+    """Seconds of steps on a network of two tiers. Messages within a pod of nodes have the rates of
+    the cluster file; messages between pods have 1/`taper` of these rates.
 
-    All ranks wait for a message that passes between pods anywhere: pipelines on more than one pod
-    send at the tapered rate, and so do data axes whose ranks are not all in one pod. The grid is
-    node-major, so a data axis, which spans t d neighbours, is in one pod if t d divides the pod's
-    ranks.
+    If a message passes between pods anywhere, all ranks wait for it. So pipelines on more than one
+    pod send at the tapered rate, and so do data axes whose ranks are not all in one pod. The grid
+    is node-major. So a data axis, which spans t d neighbours, is in one pod if t d divides the
+    number of ranks in a pod.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class TieredAxis(DataAxis):
         return self.pod_ranks % (layout.tensor * layout.data) != 0
 
     def _ends_s(self, layout: Layout) -> float:
-        """Return the seconds of messages between the first and the last stage, which are as far
-        apart as any."""
+        """Return the seconds of the messages between the first and the last stage, the two stages
+        that are farthest apart."""
         if layout.ranks > self.pod_ranks:
             return self.outside._ends_s(layout)
         return super()._ends_s(layout)
@@ -101,7 +101,8 @@ class TieredAxis(DataAxis):
 
 
 class What(NamedTuple):
-    """A change of the machine, its step in the layout that was best before, and its best layout."""
+    """A change of the machine, with two steps on the changed machine: the step of the layout that
+    was best before the change, and the step of the layout that is best after it."""
 
     name: str
     same_s: float
@@ -109,10 +110,10 @@ class What(NamedTuple):
 
 
 def machines(pricer: Pricer, pod_nodes: int | None) -> list[tuple[str, Pricer]]:
-    """Return the changed machines by name, the cluster itself first; networks of two tiers are
-    included if pods are known.
+    """Return the changed machines by name, after the cluster itself. Networks of two tiers are
+    included if `pod_nodes` is given.
 
-    Raises InputError for a machine that was measured: its times are in tables.
+    Raises InputError for a measured machine, because its times are tables without rates to change.
     """
     cluster = pricer.cluster
     precision = pricer.machine.dtype

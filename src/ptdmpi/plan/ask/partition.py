@@ -1,9 +1,11 @@
 """The ways to cut the two products of an MLP over the tensor axis, and the messages of each.
 
-Y = f(X A) B with X of b s rows, A (h, u) and B (g, h); u = g, or u = 2 g for a gated f. A product
-cut by columns needs its whole input and yields columns of its output. One cut by rows takes columns
-of its input and yields a summand of its output. f is not linear and must see the sum: f(X1 A1 +
-X2 A2) is not f(X1 A1) + f(X2 A2). So the collectives, with the columns of their tensor, are
+The MLP computes Y = f(X A) B. X has b s rows, A is (h, u) and B is (g, h), with u = g, or u = 2 g
+if f is gated. A product that is cut by columns needs its whole input and yields columns of its
+output. A product that is cut by rows needs only columns of its input and yields a summand of its
+output. f is not linear and must see the sum: f(X1 A1 + X2 A2) is not f(X1 A1) + f(X2 A2). So each
+way to cut A and B needs the following collectives. The letter after a collective is the number of
+columns of its tensor.
 
     A by, B by       forward                            backward
     columns, rows    sum h                              sum h
@@ -11,10 +13,10 @@ X2 A2) is not f(X1 A1) + f(X2 A2). So the collectives, with the columns of their
     rows, rows       reduce-scatter u, sum h            gather u, gather h
     rows, columns    sum u, gather h                    sum g, gather h
 
-A sum is an all-reduce and sends as much as a reduce-scatter and a gather, (t - 1)/t of the tensor
-each. Columns first, rows second (Shoeybi et al. 2019, arXiv 1909.08053, section 3) sends least:
-nothing between the two products, and nothing of the wider tensor. Attention is cut the same way,
-with its heads in place of columns.
+A sum is an all-reduce. It sends as much as a reduce-scatter and a gather together, and each of
+these sends (t - 1)/t of the tensor. The first way, A by columns and B by rows, sends least (Shoeybi
+et al. 2019, arXiv 1909.08053, section 3). It sends nothing between the two products, and it never
+sends the wider tensor. Attention is cut the same way, with its heads in place of columns.
 """
 
 from collections.abc import Mapping
@@ -31,8 +33,8 @@ from ptdmpi.plan.shape.parameters import layer
 
 
 class Partition(NamedTuple):
-    """The cuts of A and B, and the collectives of forward and backward, each (kind, columns: "h",
-    "g" or "u")."""
+    """A way to cut A and B, with the collectives of forward and backward. Each collective is (kind,
+    its columns: "h", "g" or "u")."""
 
     name: str
     sends: tuple[tuple[str, str], ...]
@@ -62,8 +64,8 @@ def sent(way: Partition, columns: Mapping[str, float], tensor: int) -> float:
 
 
 def answer(pricer: Pricer, tensor: int, micro_size: int) -> Reply:
-    """Return the costs of the four ways for one layer's MLP and one microbatch on t ranks. Raises
-    InputError for a t that does not divide the model."""
+    """Return the costs of the four ways to cut one layer's MLP on t ranks, for one microbatch.
+    Raises InputError for a t that does not divide the model."""
     config, machine = pricer.model.config, pricer.machine
     columns = widths(config)
     if tensor < 2 or columns["g"] % tensor or columns["h"] % tensor:

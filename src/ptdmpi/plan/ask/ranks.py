@@ -34,8 +34,8 @@ class Cost:
 
 
 def cost(price: Price, pricer: Pricer, tokens: float) -> Cost:
-    """Return the cost of training on `tokens` tokens in the layout of a price; all devices of each
-    node are paid for."""
+    """Return the cost of training on `tokens` tokens in the layout of a price. All devices of each
+    node are paid for, used or not."""
     steps = tokens / (pricer.batch * pricer.model.config.seq_length)
     node = pricer.cluster.node
     hours = steps * price.step_time_s / 3600
@@ -116,7 +116,8 @@ def _costs(pricer: Pricer, rungs: list[int], tokens: float) -> list[Cost]:
 
 
 def _row(cost: Cost, entry: dict[str, Any], money: float | None, *, is_best: bool) -> list[str]:
-    """Return the row of one number of ranks; `entry` is that of its layout in the JSON."""
+    """Return the table's row for one number of ranks; `entry` describes its layout, as in the
+    JSON."""
     row = [f"{cost.ranks}", f"{cost.days:.1f}", f"{cost.rank_hours:,.0f}"]
     if money is not None:
         row.append(f"{money:,.0f}")

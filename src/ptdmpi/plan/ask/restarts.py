@@ -53,8 +53,7 @@ class Failures:
 
     @property
     def best_s(self) -> float:
-        """Return the checkpoint interval with the highest goodput, by bisection of a falling
-        function."""
+        """Return the checkpoint interval with the highest goodput, by bisection."""
         wanted, low, high = math.exp(-self.save_s / self.between_s), 0.0, 1.0
         for _ in range(60):
             middle = (low + high) / 2

@@ -40,7 +40,7 @@ def lengths(pricer: Pricer, sizes: Sequence[int]) -> list[Pricer]:
 def answer(pricers: Sequence[Pricer], ranks: int, over: str) -> Reply:
     """Return the best layout of each pricer; `over`: "batch" or "sequence length".
 
-    Raises InputError if none fits.
+    Raises InputError if no pricer has a layout that fits.
     """
     fastest: list[tuple[int, Pricer, Price]] = []
     reason = ""

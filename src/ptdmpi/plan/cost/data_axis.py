@@ -48,9 +48,10 @@ class Behind(NamedTuple):
 class StagePlaces(NamedTuple):
     """The properties of a stage that determine the messages in its ops under ZeRO 2 or 3.
 
-    The first `idle` of its `layers` have no backward. `ends`: whether the stage is the first, and
-    the last, of the model. `stays`: number of places that are still gathered when an op begins.
-    `gathers`: how often DeepSpeed gathers a tensor in a microbatch.
+    The first `idle` of its `layers` have no backward. `ends` says whether the stage is the first,
+    and whether it is the last, of the model. `stays` is the number of places whose weights are
+    still gathered when an op begins. `gathers` is how often DeepSpeed gathers a tensor in a
+    microbatch.
     """
 
     gathers_weights: bool
@@ -149,7 +150,7 @@ class DataAxis:
         shards = layout.sharing.gradient_shards
         table = self._table_elements(layout.tensor) * self.gradient_bytes / shards
         one_node = layout.ranks <= self.cluster.node.devices
-        # a pair: on one node, or each on a node of its own
+        # the two ranks are on one node, or on two
         return self.machine.all_reduce_s(table, Group(2, 1 + one_node))
 
     # -- in the ops ------------------------------------------------------------------------------
@@ -169,7 +170,8 @@ class DataAxis:
             layers=layers,
             ends=ends,
             idle=idle,
-            # only 1F1B's ops alternate on one chunk: where one ends the next one begins
+            # only 1F1B alternates forwards and backwards on one chunk: each op begins where the
+            # last ended
             stays=int(layout.schedule == "1f1b"),
             gathers=3 if layout.recompute == "full" else 2,
         )
@@ -203,7 +205,7 @@ class DataAxis:
         skipped = idle + (idle > 0 and ends[0])  # before idle layers there are only frozen weights
         forward_s = sum(gathered[stays:])
         backward_s = sum(gathered[skipped : len(gathered) - stays])
-        # the first forward finds none of the weights, for they were updated
+        # the first forward of a step finds no gathered weights, since the update has changed them
         first_s = gathered[0]
         return InOps(forward_s, backward_s + summed_s, pairs[0][1] + first_s)
 

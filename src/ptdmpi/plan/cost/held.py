@@ -76,15 +76,15 @@ class HeldParts:
     def units(
         self, rank: int, apart: bool, shards: int, trains: bool = True
     ) -> tuple[dict[str, int], dict[str, list[str]]]:
-        """Return (elements of each unit that travels as one over the data axis, units that each
-        place uses).
+        """Return (elements of each unit, units that each place uses). A unit is a set of parameters
+        that travels as one over the data axis.
 
         Elements are rounded up so that a unit divides into `shards` equal shards. Without `apart`
-        all parts form one unit; with it (ZeRO 2 and 3, and exchanges that overlap the forward) each
-        layer, the embedding and the head is a unit. A tied table is a unit of its own if units are
-        cut; its `SECOND` gradient, which has no weights, always is. With `trains` False the units
-        are those of the frozen weights that ZeRO 3 gathers, under names of their own; quantized
-        weights are not among them.
+        all parts form one unit. With `apart` (ZeRO 2 and 3, and exchanges that overlap the forward)
+        each layer, the embedding and the head is a unit. A tied table is a unit of its own if there
+        are several shards. Its `SECOND` gradient, which has no weights, is always a unit of its
+        own. If `trains` is False, the units are those of the frozen weights that ZeRO 3 gathers,
+        and they have other names. Quantized weights are not among them.
         """
         units: dict[str, int] = {}
         uses: dict[str, list[str]] = {}
@@ -98,7 +98,7 @@ class HeldParts:
                     unit = TIED if tied and shards > 1 else place if apart else ""
                     unit = unit if trains else f"frozen {unit}"
                     uses[place].append(unit)
-                    if tied and place == HEAD and both:  # the one table again
+                    if tied and place == HEAD and both:  # the head uses the same table again
                         if not trains:
                             continue
                         unit = SECOND
@@ -113,8 +113,8 @@ class HeldParts:
         return low_bit is not None and not part.trains and layers and isinstance(part, Linear)
 
     def passes(self, rank: int, order: Sequence[Op]) -> Iterator[tuple[Sequence[str], int]]:
-        """Yield the places of each of a rank's ops, as `places.gathers` reads them: (places, 1) or
-        (places, -1)."""
+        """Yield the places that each op of a rank passes, in the form that `places.gathers` reads:
+        (places, 1) for a forward, (places, -1) for a backward."""
         for op in order:
             places = places_of(self.layers[op.stage], self.model.layers)
             if op.row.keeps == ACTIVATIONS:

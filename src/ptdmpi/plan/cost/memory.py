@@ -33,7 +33,7 @@ CHUNK_BYTES = 64 * 2**20
 MOST_FLIGHTS = 10_000  # cached results
 
 
-Sort = tuple[int, tuple[tuple[str, int], ...], bool, bool]  # of a stage: see `_sort`
+Sort = tuple[int, tuple[tuple[str, int], ...], bool, bool]  # the properties of a stage: see `_sort`
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ class MemoryModel:
         return self._distinct(Cut.of(layout), layout.recompute_layers)
 
     def _counted_distinct(self, cut: Cut, recompute_layers: int | None) -> tuple[int, ...]:
-        """Return the first pipeline rank of each kind. Ranks are of one kind if their stages are
-        (`_sort`)."""
+        """Return the first pipeline rank of each kind. Two ranks are of one kind if their stages
+        have equal properties (`_sort`)."""
         layers = self.stages.layers_of(cut)
         first: dict[object, int] = {}
         for rank in range(cut.placed.pipeline):
@@ -175,8 +175,9 @@ class MemoryModel:
     def _counted_sorts(
         self, cut: Cut, recompute_layers: int | None, rank: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return an example stage of each sort, and the number of each stage's sort, for a pipeline
-        rank. Stages of one sort need the same memory, whatever the layout's other settings are."""
+        """Return, for a pipeline rank, an example stage of each sort, and the number of the sort of
+        each stage. Stages of one sort need the same memory, whatever the layout's other settings
+        are."""
         layers = self.stages.layers_of(cut)
         numbers: dict[Sort, int] = {}
         examples: list[int] = []
@@ -192,9 +193,9 @@ class MemoryModel:
     def _sort(
         self, own: range, recompute_layers: int | None, placed: Placement, stage: int
     ) -> Sort:
-        """Return what determines a stage's memory: the number of its layers (`own`) without a
-        backward, its other layers by recomputation, and whether it is the first and the last of
-        the model."""
+        """Return the properties that determine a stage's memory: the number of its layers without a
+        backward, the number of its other layers by mode of recomputation, and whether it is the
+        first and the last of the model. `own` are its layers."""
         layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
         idle = self.model.idle(own)
         others = tuple(segments(layout, own[idle:]))
@@ -292,8 +293,8 @@ class MemoryModel:
         of buffers is ignored. If compute and master type are equal, there is one set of weights."""
         sharing, offload = how
         every, train, shared = self.stages.elements_of(cut, tensor, rank)
-        # weight and optimizer of a tied table are one, but lookup and head each add to a gradient
-        # of their own before the two are summed
+        # a tied table has one weight and one optimizer state, but two gradients: lookup and head
+        # each add to their own, and then the two are summed
         second = shared * self.software.tied_gradients_apart
         counts = (train, train + second, train + second, train)
         weights, summed, widened, optimizer = (
@@ -303,10 +304,11 @@ class MemoryModel:
         weights += self.stages.frozen_bytes(
             cut, tensor, rank, frozen=every - train, shards=sharing.weight_shards
         )
-        if self.method.matrices:  # the shard with the most state has the fewest elements of them
+        if self.method.matrices:  # the shard with the fewest matrix elements has most state
             fewest = min(work.elements for work in self.stages.dealt(cut, tensor, rank, sharing))
             optimizer -= fewest * self.wide_bytes
-        # room on the host for gradients that are updated there, and weights that are the masters
+        # buffers on the host for each parameter that is updated there: for its gradient, and for
+        # its weight if the master is the weight
         rooms = (1 + (self.compute_bytes >= FLOAT32.bytes)) * self.wide_bytes
         rooms *= 0 if self.on_host else -(-train // sharing.state_shards)
         held, host = _placed(offload, optimizer, rooms, self.on_host)
@@ -357,14 +359,14 @@ class MemoryModel:
         return around + self._whole_bytes(layout, rank)
 
     def _whole_bytes(self, layout: Layout, rank: int) -> int:
-        """Return the bytes of sharded state that is whole for a moment: the gradient of a unit
-        before ZeRO 2 and 3 scatter it, and the weights that ZeRO 3 gathers one unit ahead of its
-        use."""
+        """Return the bytes of sharded state that is whole for a moment. These are the gradient of a
+        unit, before ZeRO 2 and 3 scatter it, and the weights that ZeRO 3 gathers one unit ahead of
+        their use."""
         if not layout.shards_gradients:
             return 0
         place, pair, whole = self.stages.largest_places(Cut.of(layout), layout.tensor, rank)
         gradient = max(self.software.gradient_bytes, self.compute_bytes)
-        # a sum that proceeds while the next place is computed has a gradient of its own
+        # if a gradient is summed while the next place is computed, two gradients are in memory
         gradients = place if self.on_host else pair
         if self.software.zero_unit == "tensor":
             gradients += place  # torch's list collectives work on a copy of the whole
@@ -372,8 +374,8 @@ class MemoryModel:
 
 
 def _flight_key(layout: Layout, rank: int, microbatches: int) -> tuple[object, ...]:
-    """Return the settings that determine what a rank's ops hold. Sharding is not one of them, so a
-    search that tries all ways of sharding reuses the result."""
+    """Return the settings that determine the memory of a rank's ops. Sharding is not one of them,
+    so a search that tries all ways of sharding reuses the result."""
     axes = (layout.tensor, layout.context, layout.pipeline)
     sizes = (*axes, layout.virtual, layout.micro_size)
     how = (layout.schedule, layout.sequence_parallel, layout.recompute, layout.recompute_layers)
@@ -381,8 +383,9 @@ def _flight_key(layout: Layout, rank: int, microbatches: int) -> tuple[object, .
 
 
 def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: int) -> int:
-    """Return a lower bound of the activations that a rank keeps at its peak: all forwards before
-    its first backward, each with the bytes of the smallest stage. It needs no walk of the order."""
+    """Return a lower bound of the activations that a rank keeps at its peak. It counts all forwards
+    before the first backward, each with the bytes of the smallest stage, so the order of ops is not
+    walked."""
     key = _flight_key(layout, rank, microbatches)
     if key not in memory.least_flights:
         sizes = (layout.pipeline, layout.virtual, microbatches)
@@ -395,9 +398,10 @@ def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: in
 def _beside(memory: MemoryModel, layout: Layout, rank: int, *, kept: int, working: int) -> int:
     """Return all working memory of a rank, in bytes.
 
-    This is the larger of the needs during the backward (`working`, `beside_bytes`) and those after
-    it, when no activations are kept: the messages of data ranks, or an update of whole matrices.
-    Messages that overlap with the forwards add to the first. Copies of neighbours add to both.
+    This is the larger of two needs: during the backward (`working`, `beside_bytes`), and after it,
+    when no activations are kept but messages of data ranks or an update of whole matrices need
+    memory. Messages that overlap with the forwards add to the first need. Copies of neighbours'
+    weights add to both.
     """
     method = memory.method
     sizes = (layout.data, memory.stages.trained(layout, rank), memory.wide_bytes)

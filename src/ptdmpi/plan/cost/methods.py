@@ -1,6 +1,6 @@
 """Communication-efficient data-parallel methods: seconds and bytes of each over the data axis.
 
-With n data ranks, B bytes of gradients on each, W bytes of masters, and a code of C bytes:
+The table has n data ranks, B bytes of gradients on each, W bytes of masters, and codes of C bytes:
 
     method            in a step                                             each rank sends
     all_reduce        one sum                                               2 B (n - 1) / n
@@ -12,13 +12,14 @@ With n data ranks, B bytes of gradients on each, W bytes of masters, and a code 
     compressed        one gather of codes                                   C (n - 1)
       squeezed twice  codes to their servers, codes of means back           2 C (n - 1) / n
 
-Codes of decentralized steps travel as in their row, those of local steps as gathers, C for W.
+A decentralized step may send codes in place of weights: each code then counts C for W. The codes of
+a local step are gathered.
 
 The bytes that a rank sends are the mean over ranks. All parts of a ring begin at rank 0, so that
-its sums equal those of all_reduce; in the textbook's ring each rank begins one part, and it has
-2 (n - 1) messages of B / n in a row (`ptdmpi.engine.data_parallel.pairwise`). So latency is O(n)
-for a ring and a server, O(1) for neighbours; volume is O(n) at a server and for gathered codes,
-which pay while C n < 2 B.
+its sums equal those of all_reduce. In the textbook's ring each rank begins one part, and it has 2
+(n - 1) messages of B / n in a row (`ptdmpi.engine.data_parallel.pairwise`). So the latency is O(n)
+for a ring and for a server, and O(1) for neighbours. The volume is O(n) at a server and for
+gathered codes, which are worth sending while C n < 2 B.
 
 The time of coding is a lower bound: the bytes of memory that it reads and writes. The time of
 choosing the greatest numbers, or of hashing, is not known before it is measured.
@@ -43,21 +44,21 @@ from ptdmpi.plan.machine.kernels import Group, Machine
 from ptdmpi.plan.shape.codes import bits_per_element
 from ptdmpi.plan.shape.parameters import layer
 
-# Kinds of error feedback whose servers, which each have a part of the mean, compress it again.
+# Kinds of error feedback with servers: each server has a part of the mean and compresses it again.
 SQUEEZED = ("double_squeeze", "neolithic")
-# Numbers that coding reads and writes per element, at least: it reads the gradient and the memory,
-# and writes the memory; for each code that arrives it reads and writes the sum. Decentralized steps
-# also read and write the public copies kept from earlier messages.
+# The least count of numbers that coding reads and writes per element. Encoding reads the gradient
+# and the memory, and writes the memory. Each code that arrives reads and writes the sum.
+# Decentralized steps also read and write the public copies that are kept from earlier messages.
 CODING_PASSES, DECODING_PASSES, PUBLIC_PASSES = 3, 2, 3
 
 
 @cache
 def messages(name: str, ranks: int, per_node: int) -> tuple[tuple[float, float], ...]:
-    """Return (messages to other nodes, messages within the node) of a rank in each step of a
-    topology's period, the mean over ranks.
+    """Return (messages to other nodes, messages within the node) that a rank sends in each step of
+    a topology's period, as means over the ranks.
 
-    For a topology without a period these are its first steps. `ranks` fill the nodes one after the
-    other. Raises InputError for a file of edges that does not fit `ranks`.
+    If a topology has no period, the steps are its first ones. The ranks fill the nodes one after
+    the other. Raises InputError for a file of edges that does not fit `ranks`.
     """
     graph = topology(name, ranks)
     messages = []
@@ -85,8 +86,8 @@ def rounds_of(section: DataParallelConfig) -> int:
 
 @dataclass(frozen=True)
 class Told:
-    """The sizes of a rank's messages: number of `elements`, bytes per element of its gradients and
-    of its masters, and (lines, length) of the tiles that PowerSGD factors."""
+    """The sizes of a rank's messages: the number of `elements`, the bytes per element of its
+    gradients and of its masters, and (lines, length) of the tiles that PowerSGD factors."""
 
     elements: float
     gradient_bytes: int
@@ -114,9 +115,10 @@ def told_of(
 ) -> Told:
     """Return the message sizes of a rank with `elements` parameters.
 
-    PowerSGD's tiles have the lines of one head in attention, and elsewhere of an n-th of the MLP or
-    of the vocabulary, n = gcd(heads, ffn_hidden); if n does not divide the vocabulary, each of its
-    rows travels whole. The tile returned has the mean over elements of the cost of a line.
+    In attention a tile of PowerSGD has the lines of one head. In the MLP and in the vocabulary it
+    has one n-th of the lines, with n = gcd(heads, ffn_hidden). If n does not divide the vocabulary,
+    each of its rows travels whole. The cost of a line of the returned tile is the mean over all
+    elements.
     """
     cut = math.gcd(model.heads, model.ffn_hidden)
     head, hidden = model.hidden / model.heads, float(model.hidden)
@@ -140,8 +142,8 @@ def share_of_averages(section: DataParallelConfig) -> float:
 
 
 def code_messages(section: DataParallelConfig, sizes: Told, n: int) -> dict[str, float]:
-    """Return the approximate bytes x of one step's codes on a rank by kind of message, summed over
-    its messages, by the convention of `ptdmpi.base.traffic`."""
+    """Return the approximate bytes of one step's codes on a rank, summed over the messages of each
+    kind. The bytes count by the convention of `ptdmpi.base.traffic`."""
     code = sizes.code(section)
     if section.method == "decentralized":
         return {"neighbours": code}  # to each neighbour
@@ -156,7 +158,7 @@ def sent_bytes(section: DataParallelConfig, sizes: Told, n: int, moments: int = 
     """Return the bytes that a data rank sends in a step, the mean over steps and ranks, by the
     convention of `ptdmpi.base.traffic`.
 
-    `moments`: how many the optimizer has, which counts if they are averaged too.
+    `moments` is the number of moments of the optimizer; it counts if they are averaged too.
     """
     whole = 2 * sizes.gradients * (n - 1) / n
     match section.method:
@@ -211,7 +213,8 @@ class MethodAxis(DataAxis):
             case "ring":
                 return self._ring_s(sizes, group)
             case "parameter_server":
-                # all use the server's link, first in and then out; no other rank on its node sends
+                # all ranks use the server's link, first in and then out; on its node no other rank
+                # sends
                 alone = min(1.0, machine.adapter_share) if group.nodes > 1 else 1.0
                 return 2 * self._send_s((n - 1) * sizes.gradients * alone, group)
             case "decentralized" | "local" if not encodes(section):
@@ -237,8 +240,9 @@ class MethodAxis(DataAxis):
     def _ring_s(self, sizes: Told, group: Group) -> float:
         """Return the seconds of a ring.
 
-        After 2 n - 3 messages the last of n - 1 parts has passed n - 1 ranks; the sums take as many
-        messages on their way back. Parts larger than a message need more such rounds.
+        After 2 n - 3 messages the last of the n - 1 parts has passed n - 1 ranks. The sums need as
+        many messages on their way back. If parts are larger than a message, there are more such
+        rounds.
         """
         n = group.ranks
         if n == 1:
@@ -254,8 +258,8 @@ class MethodAxis(DataAxis):
         )
 
     def _neighbours_s(self, size: float, group: Group) -> float:
-        """Return the seconds of `size` bytes to each neighbour, over the network and within nodes
-        at once."""
+        """Return the seconds of `size` bytes to each neighbour. Messages over the network and
+        messages within nodes travel at the same time."""
         every = messages(self.section.topology, group.ranks, group.per_node)
         return sum(self._ways_s(size, far, near, group) for far, near in every) / len(every)
 
@@ -268,10 +272,10 @@ class MethodAxis(DataAxis):
             passes += DECODING_PASSES
         elif section.error_feedback in SQUEEZED:
             start_s = self._send_s(0.0, group)
-            # n - 1 messages at once, their bytes one after the other
+            # each server gets n - 1 messages at once, and their bytes one after the other
             told_s = start_s + (n - 1) * (self._send_s(code / n, group) - start_s)
             told_s += machine.all_gather_s(code, group)
-            # n codes of 1/n of the elements each, and all means
+            # a rank decodes n codes of 1/n of the elements each, and then all means
             passes += 2 * DECODING_PASSES * rounds_of(section)
         else:
             told_s = machine.all_gather_s(n * code, group)
@@ -279,8 +283,8 @@ class MethodAxis(DataAxis):
         return told_s + machine.stream_s(passes * sizes.masters)
 
     def _ways_s(self, size: float, far: float, near: float, group: Group) -> float:
-        """Return the seconds of a rank's mean numbers of messages, `far` to other nodes and `near`
-        within its own, sent at once."""
+        """Return the seconds of messages of `size` bytes that a rank sends at once: `far` to other
+        nodes and `near` within its own node, both as means."""
         ways = ((far, True), (near, False)) if group.nodes > 1 else ((far + near, False),)
         sent = [
             self.machine.send_s(count * size, crosses_nodes=crosses)
@@ -296,8 +300,8 @@ class MethodAxis(DataAxis):
 class MethodTimes(StepTimes):
     """Seconds of steps whose replicas exchange messages, and keep state, by a given method.
 
-    They are of given layouts only: another method is another training, which a search does not
-    choose.
+    They are the seconds of given layouts only. Another method is another training, which a search
+    does not choose.
     """
 
     def __init__(self, cluster: Cluster, model: Model, precision: str, method: RunMethod) -> None:

@@ -20,12 +20,12 @@ MOST_OPS = 100_000  # visited one by one, or up to twice as many
 class StageTimes:
     """Seconds of each stage's forward and backward, and of the messages into them.
 
-    `forward_in_s[s]` is the time of the activation's message from stage s - 1 to stage s,
-    `backward_in_s[s]` that of the gradient's message from stage s + 1; 0 if `placed` puts both
-    stages on one rank. With `overlap` a message travels while its ranks compute; without, its
-    receiver waits through all of it, and so does the sender, which receives at the same time. If
-    backwards are split, `weight_s` is the part of `backward_s` spent on the gradients of weights;
-    else it is empty.
+    `forward_in_s[s]` is the time of the activation's message from stage s - 1 to stage s, and
+    `backward_in_s[s]` that of the gradient's message from stage s + 1. Both are 0 if `placed` puts
+    the two stages on one rank. With `overlap` a message travels while its ranks compute. Without it
+    the receiver waits for the whole message, and so does the sender, which receives at the same
+    time. If backwards are split, `weight_s` is the part of `backward_s` spent on the gradients of
+    weights; else it is empty.
     """
 
     forward_s: tuple[float, ...]
@@ -54,8 +54,8 @@ class StageTimes:
         return self._way_s(op) if self.overlap else 0.0
 
     def _way_s(self, op: Op) -> float:
-        """Return the seconds of the message into `op`: down the model with the activations, up with
-        the gradients, or 0 for none."""
+        """Return the seconds of the message into `op`: of an activation from the stage before, or
+        of a gradient from the stage after. Return 0 if there is no message."""
         if op.row.neighbour == 0:
             return 0.0
         return (self.forward_in_s if op.row.neighbour < 0 else self.backward_in_s)[op.stage]
@@ -70,15 +70,16 @@ class StageTimes:
         """Return a lower bound in seconds for every order of work.
 
         It is the maximum over ranks of the sum of three times: of the work before a rank's first
-        forward, of all its own work, and of the work after its last backward. After a split
-        backward only the rank's own work must follow, which other ranks do at the same time.
+        forward, of all its own work, and of the work after its last backward. After the input's
+        part of a split backward only the rank's own weight gradients must follow, which other ranks
+        compute at the same time.
         """
         bound = before = after = 0.0
         way = 0.0 if self.overlap else 1.0
         seen: set[int] = set()
         for stage in range(self.placed.stages):
             rank = self.placed.rank_of(stage)
-            if rank not in seen:  # the first of its stages: nothing of its own comes before
+            if rank not in seen:  # the first of its stages: the rank has no work of its own before
                 seen.add(rank)
                 own = self.placed.stages_of(rank)
                 waits = sum(self.forward_in_s[s] + self.backward_in_s[s] for s in own)
@@ -140,8 +141,8 @@ def makespan_s(kind: str, microbatches: int, times: StageTimes) -> float:
     most = p * max(2, MOST_OPS // (2 * stages) // p)
     if microbatches <= 2 * most:
         return _simulated_s(kind, microbatches, times)
-    # both counts have the same remainder of a round: interleaving pads it, so it has a time of its
-    # own
+    # both counts leave the same remainder after whole rounds, because interleaving pads an
+    # incomplete round and its time differs
     rest = microbatches % p
     shorter_s, longer_s = (_simulated_s(kind, count + rest, times) for count in (most, 2 * most))
     further = (microbatches - 2 * most - rest) / most

@@ -107,8 +107,8 @@ class Pricer:
         return cls(StepTimes(cluster, model, precision, method), batch)
 
     def bound_s(self, layout: Layout) -> float:
-        """Return a lower bound of the step time for every order of work; the search prunes by
-        it."""
+        """Return a lower bound of the step time for every order of work. The search uses it to
+        exclude layouts."""
         microbatches = layout.microbatches(self.batch)
         bound = self.times.stage_times(layout).lower_bound_s(microbatches)
         return bound + sum(self.times.after_s(layout))
@@ -116,8 +116,8 @@ class Pricer:
     def rough_bound_s(self, layout: Layout) -> float:
         """Return a lower bound of `bound_s` that needs no stages.
 
-        It adds the mean rank's work, the filling and draining before and after it, and the data
-        axis and optimizer for the mean of the ranks' parameters.
+        It adds the mean rank's work, the time to fill and drain the pipeline before and after that
+        work, and the time of data axis and optimizer for the mean number of parameters of a rank.
         """
         after_s, each_s = self.rough_data_s(layout)
         return self.rough_work_s(layout) + after_s + layout.microbatches(self.batch) * each_s
@@ -126,8 +126,8 @@ class Pricer:
         """Return the part of `rough_bound_s` in seconds that does not depend on sharding."""
         p, fewest = layout.pipeline, self.model.config.layers // layout.stages
         worked_s, passed_s = self._rough(layout)
-        # the mean rank is in the middle: half of the others fill before it, half drain after; all
-        # others wait less for a first stage with fewer layers
+        # the mean rank is in the middle: half of the others fill the pipeline before it, half drain
+        # it after it; if the first stage has fewer layers, all others wait less for it
         less = fewest - min(fewest, layout.first_layers or fewest)
         return worked_s + (p - 1) * (fewest / 2 - less / p) * passed_s
 
@@ -148,15 +148,15 @@ class Pricer:
             idle, ahead_s = config.idle(), self.times.idle_layer(layout).forward.total
             layers_s = (config.layers - idle) * each + idle * ahead_s
             work = layout.microbatches(self.batch) * (layers_s + ends.total_s)
-            # nothing waits at the end for split backwards, see StageTimes.lower_bound_s
+            # after split backwards nothing waits at the end, see StageTimes.lower_bound_s
             passed = layer.forward.total if splits(layout) else each
             passed = min(passed, ahead_s) if idle else passed
             self._roughly[key] = work / layout.pipeline, passed
         return self._roughly[key]
 
     def rough_data_s(self, layout: Layout) -> tuple[float, float]:
-        """Return (seconds after the pipeline, seconds with each microbatch): the other part of
-        `rough_bound_s`."""
+        """Return (seconds after the pipeline, seconds that each microbatch adds): the part of
+        `rough_bound_s` that depends on sharding."""
         layers = self._trained_layers / layout.pipeline
         elements = self._trained_layers * self.times.data.layer_elements(layout.tensor)
         elements //= layout.pipeline
@@ -198,8 +198,8 @@ class Pricer:
         return self.memory.largest(layout, layout.microbatches(self.batch))[1]
 
     def timeline(self, layout: Layout, title: str) -> Timeline:
-        """Return the step op by op, for a picture: after the pipeline the data axis, then the
-        optimizer."""
+        """Return the step op by op, for a picture. The messages of the data axis come after the
+        pipeline, and then the optimizer."""
         microbatches = layout.microbatches(self.batch)
         times = self.times.stage_times(layout)
         drawn = pipeline.timeline(layout.schedule, microbatches, times, title)

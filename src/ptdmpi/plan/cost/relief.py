@@ -15,8 +15,8 @@ from ptdmpi.config.zero import covers_gradients
 from ptdmpi.plan.cost.memory import Footprint, MemoryModel
 from ptdmpi.plan.shape.parameters import parameter_count, rank_elements
 
-MOST_CHANGES = 3  # made at once
-MOST_SIZES = 8  # tried of a microbatch or an axis
+MOST_CHANGES = 3  # that are made at once
+MOST_SIZES = 8  # that are tried for a microbatch or an axis
 GROWTHS = (1, 2, 4, 8, 16, 32, 64)  # of the number of ranks
 FIELDS = {"recompute.mode": "recompute", "recompute.layers": "recompute_layers"}  # of a Layout
 Keys = dict[str, int | str | bool]
@@ -109,8 +109,9 @@ class Step:
 def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]]:
     """Yield (settings, memory needed then) of changes that fit.
 
-    Small sets of changes come first, in each size those that cost least time; changes with more
-    ranks come last. No change contains another, and no two set the same keys.
+    Small sets of changes come before larger ones, and sets of one size are sorted by the time that
+    they cost. Changes with more ranks come last. No set contains another one, and no two sets
+    change the same keys.
     """
     fitting: list[Keys] = []
     for grown in GROWTHS:
@@ -135,8 +136,8 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
 
 
 def _least_state_bytes(step: Step) -> float:
-    """Return the mean bytes of state over the ranks that divide the model; the fullest rank of any
-    split has at least as much."""
+    """Return the mean bytes of state over the ranks that divide the model. In any split at least
+    one rank has as much."""
     memory, model = step.memory, step.memory.model
     count, frozen = parameter_count(model, memory.vocab_size), 0.0
     if model.adapt.adapts:
@@ -168,10 +169,10 @@ def _steps(step: Step, grown: int) -> list[Keys]:
         steps.append({"recompute.mode": "selective"})
     partitions = layout.partition_activations
     if layout.tensor > 1 and not layout.sequence_parallel:
-        # it divides the activations that a partition does, and more
+        # this divides all activations that a partition divides, and more
         without: Keys = {"recompute.partition_activations": False} if partitions else {}
         steps.append({"parallel.sequence_parallel": True, **without})
-    # ZeRO 1 divides the update too, and sends no more than before
+    # ZeRO 1 also divides the update, and sends no more than ZeRO 0
     sharded = range(layout.zero + 1, step.most_zero + 1)
     sharded = sharded if layout.data * grown > 1 else range(0)
     steps += [{"parallel.zero": zero} for zero in sharded if not covers_gradients(zero)]
@@ -185,7 +186,7 @@ def _steps(step: Step, grown: int) -> list[Keys]:
         steps.append({"recompute.mode": "full"})
     elif layout.tensor > 1 and not layout.sequence_parallel and not partitions:
         steps.append({"recompute.partition_activations": True})
-    # these send in each microbatch as much as the others in a step
+    # these stages of ZeRO send in each microbatch as much as the lower ones in a step
     steps += [{"parallel.zero": zero} for zero in sharded if covers_gradients(zero)]
     if layout.shard_group is not None:
         steps.append({"parallel.shard_group": "all"})
@@ -198,7 +199,7 @@ def _steps(step: Step, grown: int) -> list[Keys]:
 
 
 def _places(step: Step) -> tuple[str, ...]:
-    """Return the other places for state: further off, or back from a host that is too small."""
+    """Return the other places for state: farther from the device, or nearer if the host is full."""
     if step.memory.on_host:
         return ("disk",) if step.layout.offload != "disk" else ()
     places = ("none", "optimizer", "disk")
@@ -206,8 +207,8 @@ def _places(step: Step) -> tuple[str, ...]:
 
 
 def explain(step: Step, capacity_bytes: float) -> str:
-    """Return text with the memory of the rank that needs most, by part, and three changes that
-    would fit."""
+    """Return text that explains the memory of the rank that needs most: its parts, and up to three
+    changes that would fit."""
     rank, peak = step.largest()
     lines = [
         f"memory of pipeline rank {rank}, which needs most: "

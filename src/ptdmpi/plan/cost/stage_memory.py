@@ -28,9 +28,10 @@ from ptdmpi.plan.shape.parameters import frozen_layer, frozen_places
 class PartBytes:
     """Bytes of activations of one microbatch, for each part that a stage may consist of.
 
-    `layers`: of a layer, by mode of recomputation. `idle`: the most that the forward of a layer
-    without a backward needs. `loss_works`: the most working memory that the
-    head's backward needs besides the bytes it keeps. `sent`: of the output sent to the next stage.
+    `layers` has the bytes of a layer, by mode of recomputation. `idle` is the most that the forward
+    of a layer without a backward needs. `loss_works` is the most working memory that the head's
+    backward needs in addition to the bytes it keeps. `sent` has the bytes of the output sent to the
+    next stage.
     """
 
     sizes: Sizes
@@ -47,7 +48,7 @@ class PartBytes:
 class SplitBytes:
     """Bytes of a split backward's operands from its I to its W, for one microbatch.
 
-    `layer_adds`, `head_adds`: the working memory of W besides them.
+    `layer_adds` and `head_adds` are the working memory that W needs in addition to the operands.
     """
 
     layer: int
@@ -91,11 +92,11 @@ class StageMemory:
         self.layers_of = cache(self._split)
         self.elements_of = cache(self._counted_elements)
         self.largest_places = cache(self._counted_places)
-        # the work of each rank of a shard group if matrices are updated as wholes
+        # the work of each rank of a shard group, if the optimizer updates whole matrices
         self.dealt = cache(self._counted_dealt)
-        # inventory of the op table -> bytes of it that one microbatch has in a stage
+        # name of an inventory in the op table -> its bytes for one microbatch in a stage
         self.stored_bytes = {ACTIVATIONS: self.kept_bytes, OPERANDS: self.operand_bytes}
-        # working memory of the op table -> bytes of it that an op needs in a stage
+        # name of a working memory in the op table -> its bytes for an op in a stage
         self.needed_bytes = {
             "backward": self.working_bytes,
             "inputs": self.input_bytes,
@@ -117,8 +118,8 @@ class StageMemory:
     def elements(self, layout: Layout, rank: int) -> int:
         """Return the number of parameters of a pipeline rank.
 
-        A tied table counts once for each end of the model that does not share its rank with the
-        other.
+        A tied table counts on each rank that has the first or the last stage; it counts once if a
+        rank has both.
         """
         return self.elements_of(Cut.of(layout), layout.tensor, rank)[0]
 
@@ -183,11 +184,11 @@ class StageMemory:
         return kept + (split.head if stage == layout.stages - 1 else 0)
 
     def input_bytes(self, layout: Layout, stage: int) -> int:
-        """Return the most bytes that a stage's I has of its microbatch.
+        """Return the most bytes that a microbatch takes in a stage during its I.
 
-        Activations are freed, operands are added, and the current layer needs its working memory.
-        The peak is at the loss, in the last or the first layer of a mode (in between the bytes
-        change evenly), or at the end.
+        The I frees activations and adds operands, and the current layer needs its working memory.
+        Within the layers of one mode of recomputation the bytes change evenly. So the peak is at
+        the loss, in the last or the first layer of a mode, or at the end.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         split, held = parts.split, self.kept_bytes(layout, stage)
@@ -205,16 +206,16 @@ class StageMemory:
         return max(most, ends)
 
     def weight_bytes(self, layout: Layout, stage: int) -> int:
-        """Return the bytes that a stage's W needs besides the operands."""
+        """Return the bytes that a stage's W needs in addition to the operands."""
         split = self.parts(layout).split
         last = stage == layout.stages - 1
         return max(split.layer_adds, split.head_adds if last else 0)
 
     def working_bytes(self, layout: Layout, stage: int) -> int:
-        """Return the most bytes that a stage's backward pass needs besides those it keeps.
+        """Return the most bytes that a stage's backward needs in addition to the kept activations.
 
-        The peak is at the loss, or in the last layer of a mode: earlier layers run when more is
-        free again.
+        The peak is at the loss, or in the last layer of a mode, because earlier layers run when
+        more memory is free again.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         most, freed = _forward_bytes(self, layout, stage), 0
@@ -317,8 +318,8 @@ class StageMemory:
 
 
 def _forward_bytes(memory: StageMemory, layout: Layout, stage: int) -> int:
-    """Return the most bytes that the forward of a layer without a backward needs, less those kept
-    of its microbatch later, which the caller adds."""
+    """Return the most bytes that the forward of a layer without a backward needs, minus the bytes
+    that the stage keeps of its microbatch. The caller adds the kept bytes."""
     idle = memory.model.idle(memory.split(layout)[stage])
     whole = memory.parts(layout).idle if idle else 0
     return max(0, whole - memory.kept_bytes(layout, stage))

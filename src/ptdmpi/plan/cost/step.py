@@ -1,5 +1,5 @@
-"""The parts of a layout's step: seconds of its stages, of their messages, and of the work after
-them."""
+"""The parts of a layout's step: the seconds of its stages, of the messages between them, and of the
+work after the pipeline."""
 
 import itertools
 from collections.abc import Sequence
@@ -110,8 +110,8 @@ class StepTimes:
         """Return the seconds of each stage's ops and of the messages between stages."""
         seconds, p = self.stage_seconds(layout), layout.pipeline
         count = len(seconds)
-        # ways[s]: from stage s - 1 to s, and of the gradient back; zeros before the first stage and
-        # after the last let one list serve both directions
+        # ways[s] is the time from stage s - 1 to s, and of the gradient back; the zeros before the
+        # first and after the last stage let one list serve both directions
         ways = [0.0] * (count + 1)
         if p > 1:
             devices = self.cluster.node.devices
@@ -139,7 +139,8 @@ class StepTimes:
         """Return the seconds that sharding adds to each stage's (forward, backward) of a
         microbatch.
 
-        A device that sends while it computes waits only for messages that take longer than the op.
+        A device that sends while it computes waits only for messages that take longer than their
+        op.
         """
         if not layout.shards_gradients:  # most layouts of a search
             return [(0.0, 0.0)] * len(seconds)
@@ -168,8 +169,8 @@ class StepTimes:
     def _way_s(self, layout: Layout, crosses: bool) -> float:
         """Return the seconds of one message between two stages.
 
-        Each tensor rank sends the whole tensor; or, scattered, its part, and the ranks of the
-        receiving node gather the parts (Narayanan et al. 2021, section 4.1).
+        Each tensor rank sends the whole tensor. If messages are scattered, it sends only its part,
+        and the ranks of the receiving node gather the parts (Narayanan et al. 2021, section 4.1).
         """
         layer, _ = self.kernels(layout)
         size = layer.boundary_bytes
@@ -182,8 +183,8 @@ class StepTimes:
     def after_s(self, layout: Layout) -> tuple[float, float]:
         """Return the seconds of (exposed data axis, optimizer) after the pipeline's last backward.
 
-        They are those of the rank with most parameters. The time for the norm of a rank's own
-        gradient is part of the data axis's time, as in the records of a run.
+        They are the seconds of the rank with most parameters. The data axis's time includes the
+        norm of a rank's own gradient, as in the records of a run.
         """
         layers, ranks = self.memory.stages.split(layout), self.memory.distinct_ranks(layout)
         elements = max(self.memory.stages.trained(layout, rank) for rank in ranks)
@@ -192,12 +193,12 @@ class StepTimes:
         if layout.dp_overlap:
             forward, backward = self.stage_seconds(layout)[0]
             own = max(1, sum(len(layers[stage]) for stage in placement_of(layout).stages_of(0)))
-            # gradients travel during the last microbatch's backward, but those of the last layer
-            # come too late; weights travel during the next step's forward, but those of the first
-            # layer are needed at once
+            # gradients travel during the last microbatch's backward, except those of the last
+            # layer, which come too late; weights travel during the next step's forward, except
+            # those of the first layer, which are needed at once
             hidden = ((behind.gradients_s, backward.total), (behind.weights_s, forward.total))
             data_s = sum(max(whole / own, whole - over) for whole, over in hidden)
-            # the last message sent in each microbatch's ops has no op to overlap with
+            # for the last message of each microbatch no op is left to overlap with
             idle = self.model.config.idle(layers[0])
             sent = self.data.in_ops(layout, len(layers[0]), (True, len(layers) == 1), idle)
             data_s += sent.last_s
@@ -237,10 +238,10 @@ def _layer_key(layout: Layout) -> tuple[object, ...]:
 
 
 def _crossings(layout: Layout, count: int, devices: int) -> list[bool]:
-    """Return, for each of `count` stages but the first, whether the message to it from any data
-    rank leaves its node, which has `devices` devices.
+    """Return for each of `count` stages except the first whether a message to it leaves its node on
+    any data rank. A node has `devices` devices.
 
-    The value of two stages on one rank, which send nothing, is arbitrary.
+    If two stages are on one rank, nothing is sent and the value is arbitrary.
     """
     row = layout.tensor * layout.context * layout.data
     if row % devices == 0:  # whole nodes, which two pipeline ranks never share

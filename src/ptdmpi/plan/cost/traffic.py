@@ -35,10 +35,10 @@ from ptdmpi.plan.shape.matrices import gathered_bytes, iteration_bytes
 class StepTraffic:
     """The traffic of one step of a model, layout, global batch and compute type.
 
-    `predictions`: masked positions of a sample, if not those of the default fraction.
-    `reproducible`: gradients are summed along the tree of `run.reproducible`. `method`: the
-    messages of data ranks, by default one sum of the gradients. All counts are exact except those
-    of codes, whose length depends on random draws and on how parameters are cut.
+    `predictions` is the number of masked positions of a sample; None: that of the default fraction.
+    If `reproducible`, gradients are summed along the tree of `run.reproducible`. `method` describes
+    the messages of data ranks, by default one sum of the gradients. All counts are exact, except
+    those of codes, whose length depends on random draws and on how parameters are cut.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class StepTraffic:
     def of(self, rank: int, shard: int = 0, data: int = 0, step: int = 0) -> Traffic:
         """Return the bytes and messages that each rank sends in step `step` (from 0), by group.
 
-        `rank` is the place on the pipeline axis, `shard` that in the shard group, `data` that on
-        the data axis. Sums of partial gradients over the tensor axis count as if whole, although
-        with shards they cover only a rank's part.
+        `rank` is the place on the pipeline axis, `shard` the place in the shard group, `data` the
+        place on the data axis. A sum of partial gradients over the tensor axis counts as a sum of
+        whole gradients, although with shards it covers only a rank's part.
         """
         norms = self.method.norms(step)
         tallies = {
@@ -100,15 +100,15 @@ class StepTraffic:
             for size in part.copied(layout.tensor):
                 tally.add("all_reduce", size * element)
         if counted := self.held.counted(rank):
-            tally.add("all_reduce", counted * element, norms)  # their squares
+            tally.add("all_reduce", counted * element, norms)  # the squares of the norms
         for (whole, _), count in _dealt(self, rank, shard).makes.items():
             if size := gathered_bytes(whole, layout.tensor, self.sizes.compute_bytes):
                 tally.add("all_gather", size, count)
         return tally
 
     def _context(self, rank: int) -> Tally:
-        """Return the traffic over the context axis: keys, values and their gradients, and the sums
-        of weights' gradients that are not taken together with those of data ranks."""
+        """Return the traffic over the context axis: keys, values and their gradients, and those
+        sums of weights' gradients that are not combined with the sums over data ranks."""
         layout = self.layout
         tally, element = Tally(layout.context), self.sizes.wide_bytes
         units, _ = self.held.units(rank, layout.shards_gradients, layout.shards)
@@ -150,7 +150,8 @@ class StepTraffic:
 
     @property
     def _is_scattered(self) -> bool:
-        """Return True if tensor ranks, which hold equal activations, send a share each."""
+        """Return True if each tensor rank sends only a share, because all hold equal
+        activations."""
         layout, elements = self.layout, self.sizes.tokens * self.model.hidden
         return (
             layout.scatter_gather
@@ -162,9 +163,9 @@ class StepTraffic:
     def _pipeline(self, rank: int, norms: int) -> Tally:
         """Return the traffic over the pipeline axis.
 
-        It consists of activations and their gradients, then of the norms of all ranks' parameters,
-        in rows as long as the longest rank's: norms of gradients, and those of the consensus
-        distance in steps that measure it.
+        It has the activations and their gradients. It also has the norms of gradients of all ranks'
+        parameters, in rows as long as the row of the rank with most norms. Steps that measure the
+        consensus distance add its norms.
         """
         tally, layout = Tally(self.layout.pipeline), self.layout
         shares = layout.tensor if self._is_scattered or layout.sequence_parallel else 1
@@ -176,8 +177,8 @@ class StepTraffic:
     def _data(self, rank: int, shard: int, data: int, step: int) -> dict[str, Tally]:
         """Return the traffic of gradients and weights over the data axis, by group.
 
-        With psi elements of each on this rank (Rajbhandari et al. 2020, arXiv 1910.02054, section
-        7; volumes in the limit of many ranks, of m = 1 and equal types):
+        Each rank has psi gradients and psi weights. The volumes at the right are for many ranks,
+        for m = 1 and for equal types (Rajbhandari et al. 2020, arXiv 1910.02054, section 7):
 
             ZeRO 0   a sum of the gradients                                          2 psi
             ZeRO 1   gradients are scattered, updated weights gathered               2 psi
@@ -187,8 +188,8 @@ class StepTraffic:
                      (less those still there from the op before); frozen ones, too
 
         If shards have copies, each part of the gradients is summed over the copies at the end. The
-        norms of rows of gradients are gathered. Parts of matrices that are updated as wholes travel
-        to their owners and back.
+        norms of rows of gradients are gathered. If the optimizer updates whole matrices, their
+        parts travel to the owners of the matrices and back.
         """
         layout, m = self.layout, self.microbatches
         shards, copies = layout.shards, layout.data // layout.shards
@@ -239,8 +240,8 @@ class StepTraffic:
         return tally
 
     def _ends(self, rank: int, shard: int) -> Tally:
-        """Return the traffic of this rank's part of the gradients of a tied table's two uses, if
-        the uses are on two ranks."""
+        """Return the traffic of this rank's part of the two gradients of a tied table, one from the
+        embedding and one from the head, if these are on two ranks."""
         first, last = (self.placed.rank_of(stage) for stage in (0, self.held.last))
         if not self.held.tied or first == last or rank not in (first, last):
             return Tally(1)
@@ -264,7 +265,7 @@ def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
 
 
 def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
-    """Return the traffic over the data axis, by the run's method, of a rank that does not shard its
+    """Return the traffic of the run's method over the data axis, for a rank that does not shard its
     state."""
     tally, element = Tally(of.layout.data), of.sizes.wide_bytes
     section = of.method.section
@@ -290,8 +291,8 @@ def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
 
 
 def tree_nodes(leaves: int, first: int, end: int) -> int:
-    """Return the number of nodes in the binary tree over `leaves` that leaves `first` to `end` - 1
-    join to; a node without a sibling counts as its parent."""
+    """Return the number of nodes that join the leaves `first` to `end` - 1 in the binary tree over
+    `leaves`. A node without a sibling counts as its parent."""
     nodes = 0
     while first < end:
         span = 1

@@ -9,8 +9,8 @@ from ptdmpi.plan.shape.matrices import Whole, gathered_bytes, iteration_bytes, p
 
 
 class UpdateTimes:
-    """Seconds of the update; `elements` are always the parameters of one rank, which updates its
-    shard of them."""
+    """Seconds of the update. `elements` is always the number of parameters of one rank, which
+    updates its shard of these."""
 
     def __init__(self, machine: Machine, moments: int = 2) -> None:
         """Store the machine; `moments` is how many numbers the optimizer keeps per parameter."""
@@ -21,9 +21,9 @@ class UpdateTimes:
     def optimizer_s(self, layout: Layout, elements: float) -> float:
         """Return the seconds of the optimizer's kernels, which memory bandwidth bounds.
 
-        They clear the gradients, divide them by d (this trainer has the weights in its loss), and
-        update this rank's shard. Raises InputError if the cluster file lacks a rate that an
-        offloaded update needs.
+        The kernels clear the gradients, divide them by d, and update this rank's shard. (This
+        trainer has the division in the weights of its loss.) Raises InputError if the cluster file
+        lacks a rate that an offloaded update needs.
         """
         shard = elements / layout.shards
         kernels = self._update_bytes()
@@ -40,8 +40,8 @@ class UpdateTimes:
         """Return the seconds per step of the norm of a rank's own gradient, taken every `every`
         steps (0: never).
 
-        The gradients are read once more. Its messages are as short as those of any norm, and are
-        left out as well.
+        The gradients are read once more. The messages of the norm are as short as those of any
+        norm, and are left out like those.
         """
         return self.machine.stream_s(elements * self.gradient_bytes) / every if every else 0.0
 
@@ -53,9 +53,9 @@ class UpdateTimes:
         return products_s + self.machine.all_gather_s(gathered, group)
 
     def matrices_s(self, some: Dealt, tensor: int, group: Group, shards: Group) -> float:
-        """Return the seconds of Muon for all matrices that a rank makes orthogonal; included are
-        the parts that it sends to others of its shard group and receives from them, and the same
-        amount back."""
+        """Return the seconds of Muon for all matrices that a rank makes orthogonal. They include
+        the parts of matrices that it sends to others of its shard group and receives from them, and
+        the same amount of updates back."""
         made = (n * self.matrix_s(matrix, tensor, group) for (matrix, _), n in some.makes.items())
         element, crosses = iteration_bytes(self.machine.element_bytes), shards.nodes > 1
         ways = [
@@ -101,7 +101,7 @@ class UpdateTimes:
         else:
             assert host.memory_bytes_per_s and host.link_bytes_per_s  # `lacks` has checked them
             update_s = shard * sum(kernels) / (host.memory_bytes_per_s / devices)
-            # if the masters are the weights, they come down as well
+            # if the masters are the weights, they come down the link as well
             moved = self.gradient_bytes + weight * (2 if weight >= FLOAT32.bytes else 1)
             update_s += shard * moved / host.link_bytes_per_s
         if offload == "disk":

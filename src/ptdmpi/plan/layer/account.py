@@ -33,7 +33,7 @@ class MatrixProduct:
 class MemoryPass:
     """A kernel that moves `moved_bytes` (read and written) and computes next to nothing.
 
-    `launches`: the number of kernels among which the bytes are divided.
+    `launches` is the number of kernels that move these bytes together.
     """
 
     moved_bytes: float
@@ -43,7 +43,8 @@ class MemoryPass:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """Kernels over `elements`, each of which moves so many bytes of every element.
+    """Kernels over `elements`. Each entry of `element_bytes` is the bytes that one kernel moves per
+    element.
 
     `kind` names the operation ("gelu", "layernorm_backward"): a cluster file with measurements has
     a time per element for it.
@@ -64,8 +65,8 @@ class Elementwise:
 class FusedAttention:
     """Attention whose scores stay on chip: `rows` queries of `columns` keys.
 
-    `products`: matrix products between the scores, 2 forward and 5 backward (Dao et al. 2022, arXiv
-    2205.14135, algorithm 4). `seen`: the share of the causal scores that lie in a window.
+    `products` is the number of matrix products: 2 forward and 5 backward (Dao et al. 2022, arXiv
+    2205.14135, algorithm 4). `seen` is the share of the causal scores that lie in a window.
     """
 
     rows: int
@@ -84,8 +85,8 @@ class FusedAttention:
 Kernel = MatrixProduct | MemoryPass | Elementwise | FusedAttention
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-# When an operator does something: in its forward; in its backward; and where the backward is split,
-# in the part that yields the input's gradient (I) and in the one that yields the weights' (W).
+# The phases of an operator: its forward, its backward, and, where the backward is split, the part
+# that computes the input's gradient (I) and the part that computes the weights' gradients (W).
 Phase = Literal["forward", "backward", "inputs", "weights"]
 
 
@@ -93,9 +94,10 @@ Phase = Literal["forward", "backward", "inputs", "weights"]
 class Message:
     """A collective of an activation or its gradient over an axis of the grid.
 
-    `whole_bytes`: the whole tensor, as `base.traffic` counts a collective. `behind`: the product
-    that runs at the same time on clusters that overlap the two. `pieces`: the messages that
-    published programs send instead of one; their latency is priced that often.
+    `whole_bytes` is the size of the whole tensor, as `base.traffic` counts a collective. `behind`
+    is the product that runs at the same time, on clusters that overlap the two. `pieces` is the
+    number of messages that published programs send instead of one; their latency is priced that
+    often.
     """
 
     collective: Collective
@@ -107,7 +109,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor that stays: `elements` of `element_bytes` each.
+    """A tensor that stays in memory: `elements` of `element_bytes` each.
 
     `kept_up_to` is the last mode of recomputation (none, selective, full) that keeps it.
     """

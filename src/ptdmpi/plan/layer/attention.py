@@ -1,4 +1,4 @@
-"""The core of attention: heads from the first linear's output, and the heads' outputs."""
+"""The core of attention, from the output of the first linear to the outputs of the heads."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ from ptdmpi.plan.layer.operator import Operator, hash_bytes
 from ptdmpi.plan.layer.parts import Norm, Part
 from ptdmpi.plan.layer.sizes import Sizes
 
-# Megatron-LM of 2021 fuses scaling, mask and softmax for at most so many keys, and where so many
-# divide the heads of a microbatch (megatron/model/fused_softmax.py).
+# Megatron-LM of 2021 fuses scaling, mask and softmax if there are at most FUSED_KEYS keys, and if
+# FUSED_HEADS divides the number of heads in a microbatch (megatron/model/fused_softmax.py).
 FUSED_KEYS = 2048
 FUSED_HEADS = 4
-# Bytes per score of that kernel, and of those in its place, each forward and backward: to float32,
-# scale, mask, softmax, to half; in the backward the masked gradient is copied first. They are for
-# numbers of two bytes.
+# Bytes per score of the fused kernel and of the kernels that replace it, as (forward, backward).
+# The latter convert to float32, scale, mask, take the softmax, and convert to half; in the backward
+# the masked gradient is copied first. The bytes are for numbers of two bytes.
 FUSED_SOFTMAX = (3.0, 4.0)
 PLAIN_SOFTMAX = (6 + 8 + 9 + 8 + 6, 6 + 12 + 8 + 9 + 8 + 6)
 QUERY_BLOCK = 128  # queries whose capped scores are computed at once,
-BLOCK_SCORES = 1 << 20  # and so many of the scores
+BLOCK_SCORES = 1 << 20  # and the number of these scores
 
 
 def local_heads(sizes: Sizes) -> tuple[int, int]:
@@ -42,9 +42,9 @@ def local_heads(sizes: Sizes) -> tuple[int, int]:
 class SplitHeads(Operator):
     """[s, b, (a + 2 kv)/t d] -> queries, keys and values by head, normalised and rotated.
 
-    `norms`: the norms of queries and of keys, each over a head (Dehghani et al. 2023, arXiv
-    2302.05442, section 2); empty for a model without. `rotates`: RoPE (Su et al. 2021, arXiv
-    2104.09864).
+    `norms` are the norms of queries and of keys, each over a head (Dehghani et al. 2023, arXiv
+    2302.05442, section 2); empty if the model has none. `rotates`: the model has RoPE (Su et al.
+    2021, arXiv 2104.09864).
     """
 
     norms: tuple[tuple[str, Norm], ...] = ()
@@ -54,7 +54,7 @@ class SplitHeads(Operator):
         return dict(self.norms)
 
     def _normalised(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
-        """Yield the kernels of both norms, which are priced as one."""
+        """Yield the kernels of both norms, priced as one norm."""
         if not self.norms:
             return
         heads = sum(_priced_heads(sizes))
@@ -93,19 +93,19 @@ class SplitHeads(Operator):
 
 
 def _priced_heads(sizes: Sizes) -> tuple[int, int]:
-    """Return the heads of a tensor rank for prices of time: ranks beyond the number of key heads
-    share one."""
+    """Return the heads of a tensor rank, as they count for time. If there are more tensor ranks
+    than key heads, several ranks share one key head."""
     model, tensor = sizes.model, sizes.layout.tensor
     return model.heads // tensor, max(1, model.kv_heads // tensor)
 
 
 @dataclass(frozen=True)
 class GatherKeys(Operator):
-    """Keys and values of this rank's positions -> those of all, and a copy of its queries; nothing
-    where no axis cuts the sequence.
+    """The gather of keys and values, from those of this rank's positions to those of all positions,
+    with a copy of this rank's queries. Nothing is done if no axis cuts the sequence.
 
-    Their gradients are summed over the context axis (Dubey et al. 2024, arXiv 2407.21783, section
-    3.3.2).
+    The gradients of keys and values are summed over the context axis (Dubey et al. 2024, arXiv
+    2407.21783, section 3.3.2).
     """
 
     def _bytes(self, sizes: Sizes) -> int:
@@ -114,7 +114,8 @@ class GatherKeys(Operator):
         return size * sizes.compute_bytes
 
     def _copies(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Put both side by side for the message, and in the order of positions after it."""
+        """Yield the copies that put keys next to values before the message, and positions in order
+        after it."""
         if sizes.layout.context > 1:
             yield MemoryPass(2 * self._bytes(sizes) * (1 + 1 / sizes.layout.context))
 
@@ -133,12 +134,13 @@ class GatherKeys(Operator):
             yield Message("reduce_scatter", self._bytes(sizes), "context")
 
     def forward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of gathered keys and values, in both orders."""
+        """Return the bytes of gathered keys and values, in the order of ranks and in that of
+        positions."""
         return 2 * self._bytes(sizes) if sizes.layout.context > 1 else 0
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of both gradients as they are, side by side, and in the order of
-        ranks."""
+        """Return the bytes of the gradients of keys and values in three forms: as they are
+        computed, next to each other, and in the order of ranks."""
         return 3 * self._bytes(sizes) if sizes.layout.context > 1 else 0
 
 
@@ -158,15 +160,15 @@ class Attend(Operator):
     recomputed_selectively: ClassVar[bool] = True
 
     def multiplications(self, model: ModelConfig) -> float:
-        """Return those of Q K^T and of weights V, per position: over all s positions, or over the
-        window if a layer has one (the mean over layers)."""
+        """Return the multiplications of Q K^T and of weights V, per position. They are over all s
+        positions, or over the window if a layer has one (the mean over layers)."""
         return 2 * model.attention_width * model.mean_keys
 
     # -- time -------------------------------------------------------------------------------------
 
     def core(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
-        """Yield the kernels from query, key, value to the heads' outputs. Capped scores are never
-        fused."""
+        """Yield the kernels from query, key and value to the heads' outputs. They are never fused
+        if scores are capped."""
         s, d = sizes.model.seq_length, sizes.model.head_size
         batch = sizes.layout.micro_size * _priced_heads(sizes)[0]
         capped = sizes.model.attention_softcap > 0.0
@@ -183,7 +185,7 @@ class Attend(Operator):
         fused = not capped and s <= FUSED_KEYS and batch % FUSED_HEADS == 0
         softmax = (FUSED_SOFTMAX if fused else PLAIN_SOFTMAX)[backward]
         e = sizes.compute_bytes
-        # the mask spares half the reads of the softmax kernel, not the writes
+        # with the mask the softmax kernel reads only half of the scores, but writes all
         yield MemoryPass(scores * softmax * e / 2)
         if sizes.software.dropout:
             yield MemoryPass(scores * (2 * e + 1))
@@ -192,7 +194,7 @@ class Attend(Operator):
         yield from self.core(sizes, backward=False)
 
     def _merged(self, sizes: Sizes) -> Kernel:
-        """Yield the kernel that joins the heads, or, in the backward, splits them."""
+        """Return the kernel that joins the heads, or, in the backward, splits them."""
         heads, _ = _priced_heads(sizes)
         width = heads * sizes.model.head_size
         return MemoryPass(sizes.tokens * width * 2 * sizes.compute_bytes)
@@ -208,8 +210,8 @@ class Attend(Operator):
     # -- memory -----------------------------------------------------------------------------------
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the tensors kept for the backward. The output is one of them: the kernels' backward
-        reads it, and the next row has it as input."""
+        """Yield the tensors kept for the backward. The output is one of them, because the kernels'
+        backward reads it. It is also the input of the next row."""
         width = sizes.share(sizes.model.attention_width)
         yield Item(f"{self.name}.output", sizes.tokens * width, sizes.compute_bytes)
         if not sizes.fused_attention:
@@ -220,13 +222,13 @@ class Attend(Operator):
         explicit = model.attention_dropout > 0.0
         # the explicit core repeats grouped keys and values, FlashAttention does not
         repeated = heads if explicit else kv_heads
-        # capped scores are computed in blocks, whose operands are widened for the block alone
+        # capped scores are computed in blocks, and operands are widened only for their block
         capped = model.attention_softcap > 0.0 and not explicit
         copied = repeated != kv_heads
         copied = copied or (sizes.operand_bytes != c and not capped)
         queries = heads * sizes.tokens * model.head_size
         keys = 2 * keys_of(sizes) * model.head_size
-        # where products work on a copy, the originals stay for the core's recomputation only
+        # if products work on a copy, only the core's recomputation needs the originals
         if mode == "selective" or not copied:
             yield Item("attention.query_key_value", queries + kv_heads * keys, c)
         if copied:
@@ -318,16 +320,16 @@ def seen_share(model: ModelConfig) -> float:
 
 
 def kept_probabilities(sizes: Sizes) -> int:
-    """Return the probabilities that each head keeps of a microbatch.
+    """Return the number of probabilities that each head keeps of a microbatch.
 
-    They are of blocks of queries, each with all keys up to its end, including those that windows
-    and documents hide.
+    The probabilities are kept in blocks of queries. A block has all keys up to its last query, even
+    the keys that windows and documents hide.
     """
     model, block = sizes.model, sizes.software.kept_block
     if model.attention != "causal" or model.attention_softcap:
         return 0
     count = 0
-    # the first context rank's queries: in zigzag every rank has as many
+    # the queries of the first context rank; in zigzag order every rank has as many probabilities
     runs = [range(model.seq_length)]
     if sizes.layout.context > 1:
         chunk = model.seq_length // (2 * sizes.layout.context)
@@ -342,15 +344,15 @@ def kept_probabilities(sizes: Sizes) -> int:
 def capped_block_bytes(sizes: Sizes) -> int:
     """Return the bytes of attention with capped scores, one block of queries on all keys.
 
-    These are scores, tangents, their gradients and a factor of these, and the weights as they are
-    multiplied.
+    These are the scores, their tangents, the gradients of both, a factor of these gradients, and
+    the weights in the type in which they are multiplied.
     """
     model = sizes.model
     if not model.attention_softcap:
         return 0
     heads = sizes.share(model.heads) * sizes.layout.micro_size
     scores = heads * min(QUERY_BLOCK, model.seq_length) * model.seq_length
-    # as many key heads at once as keep to the limit, or one
+    # as many key heads at once as the limit allows, at least one
     group = model.heads // model.kv_heads
     scores = min(scores, max(BLOCK_SCORES, scores // heads * group * sizes.layout.micro_size))
     return scores * (4 * sizes.wide_bytes + sizes.operand_bytes)

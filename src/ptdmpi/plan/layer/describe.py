@@ -32,7 +32,7 @@ from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Scale, Sees, Tabl
 from ptdmpi.plan.layer.products import Multiply
 
 WORD_TABLE = "word"  # the part of the embedding that a tied head shares
-# numbers of the dropout masks of a layer that are not in a residual sum (`RandomStream.at`)
+# numbers of a layer's dropout masks outside of residual sums (`RandomStream.at`)
 OTHER_MASKS = {2: "attention's weights", 3: "the adapters"}
 Adapters = Mapping[str, tuple[tuple[str, LowRankPair | Scale], ...]]
 
@@ -75,9 +75,10 @@ class LayerBuild:
     def sublayer(self, name: str, place: int, *operators: Operator) -> Sublayer:
         """Return a sublayer of operators that read "y" and write "y", with norm and residual sum.
 
-        "pre": x + f(norm(x)); "post": norm(x + f(x)) (Vaswani et al. 2017, BERT); "sandwich": as
-        "pre", with another norm of the added term (Ding et al. 2021, arXiv 2105.13290). `place`:
-        the number of its dropout mask in the layer; no other mask has it (`OTHER_MASKS`).
+        The forms are "pre": x + f(norm(x)); "post": norm(x + f(x)) (Vaswani et al. 2017, BERT); and
+        "sandwich": as "pre", with another norm of the added term (Ding et al. 2021, arXiv
+        2105.13290). `place` is the number of the sublayer's dropout mask. No other mask of the
+        layer has this number (`OTHER_MASKS`).
         """
         residual = AddResidual(f"{name}.residual", ("x", "y"), ("x",), f"{name}.mask", place)
         if self.model.block_norm == "post":
@@ -141,7 +142,8 @@ SUBLAYERS = (attention, mlp)
 
 
 def layer(model: ModelConfig, number: int | None = None) -> tuple[Sublayer, ...]:
-    """Return the sublayers of layer `number`; None: the last one, which has adapters if any has."""
+    """Return the sublayers of layer `number`; None: the last layer, which has adapters if any layer
+    has."""
     at = model.layers - 1 if number is None else number
     adapted = model.adapt.adapts and at >= model.adapt.first_layer
     build = LayerBuild(model, adapted)
@@ -151,7 +153,7 @@ def layer(model: ModelConfig, number: int | None = None) -> tuple[Sublayer, ...]
 
 
 def _require_own_masks(sublayers: Iterable[Sublayer]) -> None:
-    """Raise ValueError if two dropout masks of a layer have one number, and so the same values."""
+    """Raise ValueError if two dropout masks of a layer have one number and so equal values."""
     users = dict(OTHER_MASKS)
     for sublayer in sublayers:
         for row in sublayer.operators:
@@ -236,7 +238,7 @@ def head(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
         rows.append(SelectPositions("head.select", ("x",), ("x", "first"), predicted=True))
     if model.output_head == "mlm":
         rows += _masked_transform(model, trains)
-    # of the outputs only BERT's has a bias (Devlin et al. 2019, the published weights)
+    # among the outputs only BERT's has a bias (Devlin et al. 2019, the published weights)
     bias = model.output_head == "mlm" and model.head_bias
     linear = Linear(model.hidden, (vocab_size,), bias, model.init_std, "columns", trains=trains)
     selected = model.masked
@@ -269,8 +271,8 @@ def _masked_transform(model: ModelConfig, trains: bool) -> list[Operator]:
 
 
 def _sentence_order(model: ModelConfig, trains: bool) -> list[Operator]:
-    """Return the pooler and its two logits: are two segments in their order (Lan et al. 2020, arXiv
-    1909.11942)?"""
+    """Return the pooler and its two logits, which tell whether two segments are in their order (Lan
+    et al. 2020, arXiv 1909.11942)."""
     h, std = model.hidden, model.init_std
     pooler = Linear(h, (h,), model.head_bias, std, trains=trains)
     order = Linear(h, (2,), model.head_bias, std, trains=trains)
@@ -284,7 +286,8 @@ def _sentence_order(model: ModelConfig, trains: bool) -> list[Operator]:
 def _of_samples(
     name: str, source: str, target: str, linear: Linear, *, shares_input: bool
 ) -> Multiply:
-    """Return the row of a linear on one position of each sequence, which every rank has whole."""
+    """Return the row of a linear on one position of each sequence; every rank has the whole
+    position."""
     return Multiply(name, (source,), (target,), linear, rows="samples", shares_input=shares_input)
 
 

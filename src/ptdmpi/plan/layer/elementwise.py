@@ -28,7 +28,7 @@ def norm_operands(sizes: Sizes, name: str, norm: Norm) -> Iterator[Item]:
 class Normalize(Operator):
     """LayerNorm or RMSNorm over the last dim: [rows, h] -> [rows, h].
 
-    `joins`: the input is also the residual, so its gradient is the sum of two.
+    `joins`: the input is also the residual, so its gradient is the sum of two gradients.
     """
 
     norm: Norm
@@ -46,8 +46,8 @@ class Normalize(Operator):
         yield Elementwise(sizes.model.norm, self._elements(sizes), (2 * sizes.compute_bytes,))
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the passes for the input's gradient (dy, x; dx) and the weights' (dy, x), and the
-        sum of the input's gradient with that of the residual."""
+        """Yield the passes of the backward: one reads dy and x and writes dx, one reads dy and x
+        for the weights' gradients, and one sums the gradients of input and residual."""
         e = sizes.compute_bytes
         moved = (3 * e, 2 * e, 3 * e) if self.joins else (5 * e,)
         yield Elementwise(f"{sizes.model.norm}_backward", self._elements(sizes), moved)
@@ -69,7 +69,8 @@ class Activate(Operator):
     """GELU or another activation: [rows, gates width] -> [rows, width]. With two gates the
     activation of one is multiplied by the other (Shazeer 2020, arXiv 2002.05202).
 
-    `width` is that of the output on all tensor ranks; `split`: the tensor axis divides it.
+    `width` is the width of the output on all tensor ranks together. `split`: the tensor axis
+    divides it.
     """
 
     function: str
@@ -83,8 +84,8 @@ class Activate(Operator):
         return sizes.rows(self.rows) * width
 
     def _priced_elements(self, sizes: Sizes) -> int:
-        """Return the elements for prices of time, without the padding of a width that t does not
-        divide."""
+        """Return the elements as they count for time: without the padding of a width that t does
+        not divide."""
         width = self.width // sizes.layout.tensor if self.split else self.width
         return sizes.rows(self.rows) * width
 

@@ -40,8 +40,8 @@ class LookUp(Operator):
         yield MemoryPass(sizes.tokens * self.table.hidden * 2 * sizes.compute_bytes)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the passes of the table's gradient: a dense one is cleared, filled and added;
-        otherwise only the rows that were looked up are."""
+        """Yield the passes of the table's gradient. A dense gradient is cleared, filled and added;
+        otherwise only the rows that were looked up are added."""
         if not self.table.trains:
             return
         e, g = sizes.compute_bytes, sizes.software.gradient_bytes
@@ -91,7 +91,7 @@ class AddRows(Operator):
 
 @dataclass(frozen=True)
 class DropEmbedding(Operator):
-    """Dropout on the embedding: [local, h] -> the same; positions are added in the same pass."""
+    """Dropout on the embedding: [local, h] -> [local, h]. Positions are added in the same pass."""
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
         moved = 2 * sizes.compute_bytes + MASK_BYTES * sizes.software.dropout
@@ -106,8 +106,8 @@ class DropEmbedding(Operator):
 class SelectPositions(Operator):
     """Activations [local, h] -> [k, b, h] at some positions of each sequence, whole on every rank.
 
-    These are the predicted positions, or with `samples` one of each sequence. `has_backward`: a
-    part before it trains.
+    These are the predicted positions, or, if `samples` is set, one position of each sequence.
+    `has_backward`: a part before this row trains.
     """
 
     predicted: bool
@@ -134,8 +134,8 @@ class SelectPositions(Operator):
 class Predict(Operator):
     """[predicted, h] -> this rank's logits [predicted, V/t], capped if the model caps them.
 
-    `selected`: every rank has all rows of the input, because they were selected before.
-    `shares_input`: its input is part of a tensor that another row keeps.
+    `selected`: every rank has all rows of the input, because positions were selected before.
+    `shares_input`: the input is part of a tensor that another row keeps.
     """
 
     linear: Linear
@@ -157,8 +157,8 @@ class Predict(Operator):
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
         columns = self._columns(sizes)
         yield MatrixProduct(sizes.predicted, self.linear.inputs, columns)
-        # A decoder's head has no bias. The pass over its logits' gradient is part of the price
-        # nevertheless, because the calibration against published steps included it.
+        # A decoder's head has no bias. Its price nevertheless includes a pass over the gradient of
+        # the logits, because the calibration against published steps included this pass.
         if sizes.model.head_bias and self.linear.trains:
             yield MemoryPass(sizes.predicted * columns * sizes.compute_bytes)
 
@@ -179,7 +179,7 @@ class Predict(Operator):
             yield Message("all_gather", size)
         if phase in ("backward", "inputs"):
             yield summed(sizes, size)
-        # its input is gathered again for the weight's gradient
+        # the input is gathered again for the weight's gradient
         gathers = sizes.divides_sequence and self.linear.trains
         if gathers and phase in ("backward", "weights"):
             yield Message("all_gather", size)
@@ -203,12 +203,12 @@ class Predict(Operator):
             yield Item("head.bias", columns, sizes.wide_bytes)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradients. Published accounts of programs of 2021 count only
-        those of the loss."""
+        """Return the bytes of the gradients. Published accounts of programs of 2021 count only the
+        gradients of the loss."""
         if not sizes.fused_attention:
             return 0
         columns = self._columns(sizes)
-        # the gradient of logits before their cap is next to that of the capped ones
+        # the gradients of the logits before and after the cap are in memory together
         uncapped = sizes.model.logit_softcap and sizes.predicted * columns * sizes.compute_bytes
         shape = (self.linear.inputs, columns)
         return linear_backward(sizes, shape, sizes.predicted) + int(uncapped)
@@ -235,8 +235,8 @@ class CrossEntropy(Operator):
         return sizes.predicted * self._local_columns(sizes)
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels: widen the logits, take their maximum, shift them, take exponentials,
-        sum these, divide. Reductions only read."""
+        """Yield the kernels that widen the logits, take their maximum, shift them, take
+        exponentials, sum the exponentials, and divide by the sum. Reductions only read."""
         e, w = sizes.compute_bytes, sizes.wide_bytes
         moved: tuple[float, ...] = (w, 2 * w, 2 * w, w, 2 * w)
         if e != w:
@@ -251,8 +251,8 @@ class CrossEntropy(Operator):
         yield Elementwise("loss_backward", self.logits(sizes), moved)
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
-        """Yield the maximum of each token's logits; then the sum of exponentials and the label's
-        logit, which published programs send in two messages."""
+        """Yield two messages: the maximum of each token's logits, and then the sum of exponentials
+        with the label's logit. Published programs send the second one as two messages."""
         if phase == "forward" and self.split and sizes.layout.tensor > 1:
             size = sizes.predicted * sizes.wide_bytes
             yield Message("all_reduce", size)
@@ -272,8 +272,8 @@ class CrossEntropy(Operator):
             yield Item("loss.here", sizes.predicted, 1)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of some widened rows of logits. The gradient is written over the logits;
-        with a soft cap it is a tensor of its own."""
+        """Return the bytes of the rows of logits that are widened at once. The gradient replaces
+        the logits in their memory; with a soft cap it is a tensor of its own."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         logits = self.logits(sizes)
         if not self.split:

@@ -54,7 +54,7 @@ def messages(
     """Yield the messages of these rows in a phase.
 
     `input_trains`: a part before the rows trains, so the first row computes its input's gradient.
-    Otherwise the rows after the first trained one do.
+    Otherwise only the rows after the first trained row compute one.
     """
     for row in rows:
         yield from row.messages(sizes, phase, input_trains)
@@ -72,8 +72,8 @@ def recomputed(rows: Rows, sizes: Sizes) -> Rows:
 
 
 def items(rows: Rows, sizes: Sizes, mode: str) -> list[Item]:
-    """Return every tensor that a layer's backward needs; `kept` selects those that stay under a
-    mode of recomputation. Full recomputation keeps only the layer's input."""
+    """Return every tensor that a layer's backward needs. `kept` selects those that stay in memory
+    under a mode of recomputation. Full recomputation keeps only the layer's input."""
     first = f"{rows[0].name}.input"
     tensors = [Item(first, sizes.local_tokens * sizes.model.hidden, sizes.compute_bytes, "full")]
     for row in rows:
@@ -97,8 +97,8 @@ def operand_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
 
 
 def adding_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
-    """Return the maximal bytes that W needs in addition to its operands: it adds one gradient after
-    the other."""
+    """Return the maximal bytes that W needs in addition to its operands; gradients are added one
+    after the other."""
     return max((row.adding_bytes(sizes) for row in rows), default=0)
 
 
@@ -111,8 +111,9 @@ def value_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
 
 
 def idle_bytes(rows: Rows, sizes: Sizes) -> int:
-    """Return the bytes that the forward of a layer without a backward needs: at most those that it
-    would keep for a backward, or those of one row next to the residual stream."""
+    """Return the bytes that the forward of a layer without a backward needs. They are the larger of
+    two amounts: the tensors that it would keep for a backward, and one row next to the residual
+    stream."""
     most = max(row.forward_bytes(sizes) for row in rows) + sizes.boundary_bytes
     return max(total_bytes(kept(items(rows, sizes, "none"), "none")), most)
 
@@ -135,8 +136,8 @@ def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> Layer
     """Walk a layer's backward from its last row to its first, and return its maximum of memory.
 
     Each row needs its own memory, the gradient of the residual stream, and the recomputed tensors.
-    Tensors of later sublayers are freed by then, and so are the inputs of later rows of its own
-    sublayer, except for the next row's, which its gradient has replaced.
+    By then the tensors of later sublayers are freed. The inputs of later rows of the same sublayer
+    are freed too, except the input of the next row, which its gradient has replaced.
     """
     rows = operators(sublayers)
     tensors = items(rows, sizes, mode)
@@ -144,7 +145,7 @@ def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> Layer
     again = total_bytes(tensors) - whole
     stays = whole
     if mode == "full" and sizes.layout.partition_activations and sizes.layout.tensor > 1:
-        # only the share stays; it is gathered while the layer is recomputed
+        # only this rank's share stays; all of it is gathered while the layer is recomputed
         stays = whole // sizes.layout.tensor
         again += whole
     works = 0
@@ -165,7 +166,7 @@ def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> Layer
         own = [item for row in sublayer.operators for item in row.kept(sizes, mode)]
         gone += total_bytes(own)
         operands += operand_bytes(sublayer.operators, sizes)
-    if mode == "full":  # recomputation ends with the drawing of the last mask
+    if mode == "full":  # recomputation ends with the last dropout mask
         works = max(works, again + rows[-1].drawing_bytes(sizes))
     return LayerBytes(stays, works, max(works, input_works))
 

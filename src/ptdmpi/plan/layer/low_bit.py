@@ -1,5 +1,5 @@
-"""Quantized matrices: rows in blocks, with one float32 scale for each block and a code for each
-element. The values of codes, and their bytes; without torch."""
+"""The format of quantized matrices: blocks of a row with a float32 scale, a code for each element,
+the values of the codes, and the bytes. No torch is needed."""
 
 import itertools
 import math
@@ -10,8 +10,9 @@ from ptdmpi.config.choices import CodesName
 from ptdmpi.config.model import QuantizeConfig
 
 CODES = get_args(CodesName)
-# A host unpacks a matrix in chunks of so many elements, with so many bytes of working memory for
-# each. Another device takes larger chunks: its launches cost more than its caches would save.
+# A host unpacks a matrix in chunks of CHUNK_ELEMENTS elements, with CHUNK_BYTES bytes of working
+# memory per element. Another device takes larger chunks, because its launches would cost more than
+# its caches would save.
 CHUNK_ELEMENTS, CHUNK_BYTES, DEVICE_CHUNKS = 1 << 18, 24, 16
 # Kernels that unpack a chunk: bytes to integers, levels, products with scales, the compute type.
 UNPACKING_KERNELS = 4
@@ -75,7 +76,7 @@ class LowBit:
 
     @property
     def numbers(self) -> int:
-        """Return the float32 numbers of a block: its scale, and for uint4 then its minimum."""
+        """Return the number of float32 values of a block: its scale and, for uint4, its minimum."""
         return 2 if self.codes == "uint4" else 1
 
     @property
@@ -119,9 +120,10 @@ def unpacking(
     """Return (bytes that are moved, kernels) for unpacking a matrix of (inputs, outputs) once, as
     `ptdmpi.model.low_bit` does.
 
-    The passes: codes are read and written as four bytes each; these are read and levels written;
-    levels are read and products with the scales written; with a minimum, these are read and written
-    once more; and they are read and written in the compute type.
+    There are four passes, and a fifth for codes with a minimum. Codes are read and written as four
+    bytes each. These are read and levels are written. Levels are read and their products with the
+    scales are written. If there is a minimum, the products are read and written once more. At last
+    they are read and written in the compute type.
     """
     inputs, outputs = shape
     added = form.numbers - 1

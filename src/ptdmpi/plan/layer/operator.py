@@ -20,11 +20,11 @@ MASK_CHUNK_ELEMENTS = 2**18  # elements of a dropout mask that are drawn at once
 
 @dataclass(frozen=True)
 class Operator:
-    """A row: what it is called, which values it reads and writes, and what it costs.
+    """A row of the description: its name, the values that it reads and writes, and its costs.
 
-    Values are [rows, width] on each rank (`sizes.Rows` has the rows); a value that no later row of
-    its sublayer reads is gone. The methods below are the account; a kind overrides those that are
-    not empty. Sizes are of one rank and one microbatch.
+    Values are [rows, width] on each rank (`sizes.Rows` has the rows). A value is freed after the
+    last row of its sublayer that reads it. The methods below are the account; a kind of operator
+    overrides those that are not empty. Sizes are for one rank and one microbatch.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Operator:
         return 0.0
 
     def frozen_multiplications(self, model: ModelConfig) -> float:
-        """Return those of `multiplications` with weights that do not train: all, if it has parts
-        and none of them trains."""
+        """Return the `multiplications` with weights that do not train: all of them if the operator
+        has parts and none of the parts trains."""
         return self.multiplications(model) if self.parts() and not self.trains else 0.0
 
     # -- time -------------------------------------------------------------------------------------
@@ -61,11 +61,11 @@ class Operator:
         yield from ()
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels of its backward but those of `weights`."""
+        """Yield the kernels of its backward, except those of `weights`."""
         yield from ()
 
     def weights(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that a split backward puts off until its W: gradients of matrices."""
+        """Yield the kernels that a split backward delays until its W: the gradients of matrices."""
         yield from ()
 
     def recomputed(self, sizes: Sizes) -> Iterator[Kernel]:
@@ -79,40 +79,41 @@ class Operator:
     # -- memory -----------------------------------------------------------------------------------
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield what autograd keeps for its backward, under a mode of recomputation."""
+        """Yield the tensors that autograd keeps for its backward, under a mode of recomputation."""
         yield from ()
 
     def keeps_at_its_end(self, sizes: Sizes) -> bool:
-        """Return True if it keeps a tensor that is complete only at its end, so that recomputation
-        includes all of it with its messages."""
+        """Return True if it keeps a tensor that is complete only at the end of its forward. Its
+        recomputation then includes all of its kernels and messages."""
         return any(True for _ in self.kept(sizes, "none"))
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield what a split backward keeps of it from its I to its W."""
+        """Yield the tensors that a split backward keeps of it from its I to its W."""
         yield from ()
 
     def forward_bytes(self, sizes: Sizes) -> int:
-        """Return the maximal bytes of its forward without a backward: its inputs and outputs, and
-        copies of these. Rows that have no copies may leave it out."""
+        """Return the maximal bytes of its forward if there is no backward: its inputs and outputs,
+        and copies of these. Rows without copies need not override this method."""
         return 0
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the most that its backward needs besides kept tensors and its gradient."""
+        """Return the most bytes that its backward needs, without kept tensors and its gradient."""
         return 0
 
     def drawing_bytes(self, sizes: Sizes) -> int:
-        """Return what drawing its dropout mask needs at once."""
+        """Return the bytes that are needed at once to draw its dropout mask."""
         return 0
 
     def adding_bytes(self, sizes: Sizes) -> int:
-        """Return what W needs besides its operands to add one gradient of a matrix."""
+        """Return the bytes that W needs, without its operands, to add one gradient of a matrix."""
         return 0
 
     def replaced_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of its kept input, which is gone once the input's gradient was used."""
+        """Return the bytes of its kept input, which is freed once the input's gradient has been
+        used."""
         return 0
 
 
 def hash_bytes(elements: int) -> int:
-    """Return the bytes that drawing a dropout mask needs: int64, three at a time."""
+    """Return the bytes for drawing a dropout mask: three int64 values per element at a time."""
     return 3 * 8 * min(elements, MASK_CHUNK_ELEMENTS)

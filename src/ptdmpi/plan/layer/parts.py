@@ -10,10 +10,10 @@ from typing import Literal
 
 Sees = Literal["positions", "heads", "all"]
 
-# Every parameter starts at a multiple of this many elements, and every shard, so that vectorised
-# kernels handle each element alike (no scalar tails) wherever it is: its bits depend neither on its
-# neighbours nor on the rank that holds it. Norms are taken by rows of this length, which no cut
-# divides, for the same reason.
+# Every parameter and every shard starts at a multiple of this many elements. So vectorised kernels
+# handle each element alike wherever it is, without scalar tails, and its bits depend neither on its
+# neighbours nor on the rank that holds it. For the same reason norms are taken by rows of this
+# length, which no cut divides.
 ALIGNMENT = 256
 
 
@@ -21,11 +21,11 @@ ALIGNMENT = 256
 class Linear:
     """y = x W^T + b, with W of shape [sum(outputs), inputs].
 
-    `split`: the dim that the tensor axis divides: "columns" the outputs (each of them on its own,
-    such as q, k, v), "rows" the inputs; None: every rank holds all. `most`: the number of shares
-    that each of the outputs can be divided into (a head is never cut); None: t. `init_std`: the
-    standard deviation of the initial weights. `trains`: False for a frozen part, which has weights
-    but no gradients, masters or moments.
+    `split` is the dim that the tensor axis divides. "columns" divides the outputs, each of them on
+    its own (such as q, k and v); "rows" divides the inputs; with None every rank holds all. `most`
+    is the number of shares into which each of the outputs can be divided, because a head is never
+    cut; None stands for t. `init_std` is the standard deviation of the initial weights. `trains` is
+    False for a frozen part, which has weights but no gradients, masters or moments.
     """
 
     inputs: int
@@ -48,7 +48,7 @@ class Linear:
     def weights(self, tensor: int) -> Iterator[int]:
         """Yield the elements of W, then of b, on one tensor rank.
 
-        Where the inputs are split the bias is added after the sum, so every rank has all of it.
+        If the inputs are split, the bias is added after the sum, so every rank has the whole bias.
         """
         inputs, outputs = self.local(tensor)
         yield inputs * outputs
@@ -61,9 +61,9 @@ class Linear:
         return sum(self.outputs) if sequence_parallel and adds_after_sum else 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield the whole elements of each weight of which neighbouring ranks hold copies.
+        """Yield the whole size, in elements, of each weight that neighbouring ranks hold copies of.
 
-        These are key heads that serve several ranks' queries.
+        Such weights are key heads that serve the queries of several ranks.
         """
         if self.most is None:
             return
@@ -78,8 +78,9 @@ class Linear:
 class Norm:
     """A scale of [size], and for LayerNorm also a shift.
 
-    `sees`: the share of the input that each tensor rank normalises: its "positions" (under sequence
-    parallelism), its "heads", or "all" of it. Gradients of the first two are parts.
+    `sees` is the share of the input that each tensor rank normalises: its "positions" (under
+    sequence parallelism), its "heads", or "all" of it. In the first two cases each rank has a part
+    of the gradient.
     """
 
     size: int
@@ -100,7 +101,7 @@ class Norm:
         return 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield nothing: all ranks have the same weights, and none a share."""
+        """Yield nothing: all ranks have the same weights, and no rank has only a share."""
         yield from ()
 
 
@@ -123,7 +124,7 @@ class Table:
         return sum(self.weights(1)) if sequence_parallel and not self.split else 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield nothing: no row is on two ranks unless all have it."""
+        """Yield nothing: either every row is on one rank, or all rows are on every rank."""
         yield from ()
 
 
@@ -132,10 +133,11 @@ class LowRankPair:
     """`scale` B A, added to a linear or to one of its outputs: A is [rank, inputs], B [outputs,
     rank] (Hu et al. 2021, arXiv 2106.09685, equation 3).
 
-    `split` is that of the linear: "columns" divides the rows of B, into at most `most` shares, and
-    each tensor rank has a part of A's gradient; "rows" divides the columns of A, and each has a
-    part of B's. `dropout`: the rate at which inputs are dropped. `number` distinguishes the
-    adapters of a layer, `output` is the index of the linear's output that the pair is added to.
+    `split` is the split of the linear. "columns" divides the rows of B into at most `most` shares,
+    and each tensor rank has a part of A's gradient. "rows" divides the columns of A, and each rank
+    has a part of B's gradient. `dropout` is the rate at which inputs are dropped. `number`
+    distinguishes the adapters of a layer. `output` is the index of the linear's output that the
+    pair is added to.
     """
 
     inputs: int
@@ -166,15 +168,16 @@ class LowRankPair:
         return self.rank * (self.inputs if self.split == "columns" else self.outputs)
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield the whole elements of B if neighbouring ranks hold copies of a share."""
+        """Yield the whole size of B, in elements, if neighbouring ranks hold copies of a share."""
         if self.most is not None and tensor > self.most:
             yield self.outputs * self.rank
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A factor for each channel after a linear, or before one whose inputs are split; the tensor
-    axis divides them into at most `most` shares (Liu et al. 2022, arXiv 2205.05638, section 3.3).
+    """A factor for each channel after a linear, or before a linear whose inputs are split (Liu et
+    al. 2022, arXiv 2205.05638, section 3.3). The tensor axis divides the channels into at most
+    `most` shares.
 
     `output`: the index of the linear's output that is scaled.
     """
@@ -193,7 +196,7 @@ class Scale:
         return 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield the whole elements if neighbouring ranks hold copies of a share."""
+        """Yield the number of all factors if neighbouring ranks hold copies of a share."""
         if self.most is not None and tensor > self.most:
             yield self.size
 
@@ -203,14 +206,14 @@ Parts = Mapping[str, Part]
 
 
 def as_linear(part: Part, split: Literal["columns", "rows"] | None) -> Linear:
-    """Return `part` if it is a linear split so; raise TypeError if it is not."""
+    """Return `part` if it is a linear with this `split`; raise TypeError if it is not."""
     if not isinstance(part, Linear) or part.split != split:
         raise TypeError(f"{part} is no linear split by {split}")
     return part
 
 
 def as_table(part: Part, split: bool) -> Table:
-    """Return `part` if it is a table split or not; raise TypeError if it is not."""
+    """Return `part` if it is a table with this `split`; raise TypeError if it is not."""
     if not isinstance(part, Table) or part.split != split:
         raise TypeError(f"{part} is no table with split = {split}")
     return part

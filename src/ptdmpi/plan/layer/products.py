@@ -24,9 +24,9 @@ class Multiply(Operator):
     """A product with a weight: [rows, inputs] -> [rows, outputs], plus its adapters.
 
     Under sequence parallelism a column-parallel linear reads "local" rows and a row-parallel one
-    writes them; `rows` are those of the product itself. `quantized`: the form in few bits from
-    which products take the weight, None if they take it as it is. `shares_input`: its input is
-    part of a tensor that another row keeps.
+    writes them; `rows` are the rows of the product itself. `quantized` is the format of the weight
+    that the product unpacks, or None for a weight that is not quantized. `shares_input`: its input
+    is part of a tensor that another row keeps.
     """
 
     linear: Linear
@@ -73,7 +73,7 @@ class Multiply(Operator):
     # -- time -------------------------------------------------------------------------------------
 
     def _matrices(self, sizes: Sizes) -> Iterator[tuple[int, int, bool]]:
-        """Yield (inputs, outputs, whether it trains) of each matrix on this rank."""
+        """Yield (inputs, outputs, True if it trains) of each matrix on this rank."""
         tensor = sizes.layout.tensor
         yield *self.linear.local(tensor), self.linear.trains
         for pair in self.pairs:
@@ -99,7 +99,7 @@ class Multiply(Operator):
         for inputs, outputs, _ in self._matrices(sizes):
             yield MatrixProduct(rows, outputs, inputs)
         if self.linear.bias and self.is_column and not sizes.fused_attention and self.is_attention:
-            # Megatron-LM of 2021 adds the bias of query, key and value by a kernel of its own
+            # Megatron-LM of 2021 adds the bias of query, key and value in a separate kernel
             outputs = self.linear.local(sizes.layout.tensor)[1]
             yield MemoryPass(rows * outputs * 2 * sizes.compute_bytes)
 
@@ -109,7 +109,8 @@ class Multiply(Operator):
         return self.linear.most is not None
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels of the input's gradient and of the bias's sum."""
+        """Yield the kernels that compute the input's gradient and the sum for the bias's
+        gradient."""
         rows = sizes.rows(self.rows)
         yield from self._unpacked(sizes)
         for inputs, outputs, _ in self._matrices(sizes):
@@ -167,7 +168,7 @@ class Multiply(Operator):
         if self.keeps_input and not self.shares_input:
             yield Item(f"{self.name}.input", self._input_elements(sizes), sizes.compute_bytes)
         for number, (_, part) in enumerate(self.adapters):
-            # LoRA keeps its narrow product, (IA)^3 what it has multiplied
+            # LoRA keeps its narrow product, (IA)^3 the numbers that it has multiplied
             if isinstance(part, LowRankPair):
                 width = part.rank
             else:
@@ -176,7 +177,7 @@ class Multiply(Operator):
             yield Item(f"{self.name}.adapter{number}", rows * width, sizes.compute_bytes)
 
     def keeps_at_its_end(self, sizes: Sizes) -> bool:
-        """Return True for a scale before a row-parallel linear: it keeps a tensor from before the
+        """Return True for a factor before a row-parallel linear: it keeps a tensor from before the
         linear's sum."""
         return self.keeps_input or (bool(self.adapters) and self.is_column)
 
@@ -184,9 +185,9 @@ class Multiply(Operator):
         return self._rows_of_ends(sizes)[0] * self.linear.local(sizes.layout.tensor)[0]
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield its input and its output's gradient; under sequence parallelism only this rank's
-        positions of the gathered one. The bias's gradient is computed in I, and waits there to be
-        added."""
+        """Yield the linear's input and its output's gradient. Under sequence parallelism only this
+        rank's positions of the gathered tensor are kept. The bias's gradient is computed in I and
+        waits there to be added."""
         c = sizes.compute_bytes
         outputs = self.linear.local(sizes.layout.tensor)[1]
         gradient = self._rows_of_ends(sizes)[1] * outputs
@@ -210,12 +211,12 @@ class Multiply(Operator):
             else:
                 yield Item(f"{self.name}.scale{number}", rows * sum(part.weights(1)), c)
         if not self.pairs:
-            # a view of it: before a linear whose inputs are split, the gradient of its input
+            # a view of the gradient: if inputs are split, of the gradient of the input
             width = max(self.linear.local(sizes.layout.tensor))
             yield Item(f"{self.name}.gradient", rows * width, c)
 
     def replaced_bytes(self, sizes: Sizes) -> int:
-        # without a gradient that needs it, the input of a frozen linear is gone after the forward
+        # the input of a frozen linear is freed after the forward if no gradient needs it
         if not (self.keeps_input or self.adapters or self.shares_input):
             return 0
         return self._input_elements(sizes) * sizes.compute_bytes
@@ -225,11 +226,11 @@ class Multiply(Operator):
         return rows * sum(shape) * sizes.compute_bytes + copied_bytes(sizes, shape, rows)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the input's gradient, and of the weight's until it is added to
-        `main_grad`.
+        """Return the bytes of the input's gradient, and of the weight's gradient until it is added
+        to `main_grad`.
 
-        A column-parallel linear computes the input's gradient first, a row-parallel one the
-        weight's.
+        A column-parallel linear computes the input's gradient first; a row-parallel one computes
+        the weight's gradient first.
         """
         result = linear_backward(
             sizes,
@@ -241,40 +242,41 @@ class Multiply(Operator):
         return result + self.gathered_bytes(sizes)
 
     def gathered_bytes(self, sizes: Sizes) -> int:
-        """Return the whole tensor that is gathered for its backward under sequence parallelism."""
+        """Return the bytes of the tensor that its backward gathers under sequence parallelism."""
         if not sizes.divides_sequence or self.linear.split is None or self.rows != "whole":
             return 0
         width = self.linear.inputs if self.is_column else sum(self.linear.outputs)
         return sizes.rows(self.rows) * width * sizes.compute_bytes
 
     def adding_bytes(self, sizes: Sizes) -> int:
-        """Return the larger need of its weight and of its adapters."""
+        """Return the bytes for its weight or for its adapters, whichever is larger."""
         most = adding_bytes(sizes, self.linear) if self.linear.trains else 0
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         for pair in self.pairs:
-            # gathered and dropped from, and the product in both types
+            # the gathered input, its copy after dropout, and the product in both types
             side = max(pair.local(sizes.layout.tensor))
             works = 3 * sizes.tokens * side * sizes.operand_bytes
             most = max(most, works + pair.rank * side * (c + wide))
         return most
 
     def quantized_elements(self, sizes: Sizes) -> int:
-        """Return the elements of its weight that products take from few bits; 0: none."""
+        """Return the number of elements of its quantized weight; 0 if it is not quantized."""
         return math.prod(self.linear.local(sizes.layout.tensor)) if self.quantized else 0
 
 
 def summed(sizes: Sizes, size: int, behind: MatrixProduct | None = None) -> Message:
-    """Return the sum of an activation over the tensor axis: all of it, or this rank's positions."""
+    """Return the sum of an activation over the tensor axis: the whole sum, or this rank's
+    positions."""
     if sizes.divides_sequence:
         return Message("reduce_scatter", size, behind=behind)
     return Message("all_reduce", size, behind=behind)
 
 
 def weight_gradient(sizes: Sizes, inputs: int, outputs: int, rows: int) -> Iterator[Kernel]:
-    """Yield the product that is a weight's gradient, and the kernel that adds it up.
+    """Yield the product that computes a weight's gradient, and the kernel that adds it to the sum.
 
-    The latter reads the product, and reads and writes the sum; a product that adds by itself, in
-    the sum's own type, needs none.
+    The latter reads the product, and reads and writes the sum. It is not needed if the product adds
+    to the sum itself, in the sum's own type.
     """
     yield MatrixProduct(inputs, outputs, rows)
     e, g = sizes.compute_bytes, sizes.software.gradient_bytes
@@ -283,8 +285,8 @@ def weight_gradient(sizes: Sizes, inputs: int, outputs: int, rows: int) -> Itera
 
 
 def copied_bytes(sizes: Sizes, shape: tuple[int, int], rows: int) -> int:
-    """Return the bytes of a product's operands and result where half types are widened for it; 0
-    where they are not. `shape`: (inputs, outputs) of the weight."""
+    """Return the bytes of a product's operands and result if half types are widened for the
+    product; 0 if they are not. `shape` is (inputs, outputs) of the weight."""
     if sizes.operand_bytes == sizes.compute_bytes:
         return 0
     inputs, outputs = shape
@@ -292,10 +294,10 @@ def copied_bytes(sizes: Sizes, shape: tuple[int, int], rows: int) -> int:
 
 
 def adding_bytes(sizes: Sizes, linear: Linear) -> int:
-    """Return what adding a weight's gradient needs besides its operands.
+    """Return the bytes that are needed to add a weight's gradient, without its operands.
 
-    That is what is gathered of them, and, where gradients are wider than weights, the product in
-    both types or, where products are widened, copies of the operands.
+    They are the gathered part of the operands. If gradients are wider than weights, the product in
+    both types is added; if products are widened, copies of the operands are added instead.
     """
     c, rows = sizes.compute_bytes, sizes.tokens
     inputs, outputs = linear.local(sizes.layout.tensor)
@@ -319,10 +321,10 @@ def linear_backward(
 ) -> int:
     """Return the bytes that the backward of a linear of (inputs, outputs) needs for so many rows.
 
-    Half types also need the weight's gradient and its float32 form, which is added, or, where they
-    are widened, copies of operands and result instead. Next to a frozen linear its adapters'
-    gradients are added to the input's (`adds_to_input`). `weight_first`: the weight's gradient is
-    gone when the input's is made.
+    Half types also need the weight's gradient and its float32 form, which is added to the sum. If
+    products are widened, they need copies of operands and result instead. The gradients of the
+    adapters of a frozen linear are added to the input's gradient (`adds_to_input`). `weight_first`:
+    the weight's gradient is freed before the input's gradient is computed.
     """
     inputs, outputs = shape
     c, wide = sizes.compute_bytes, sizes.wide_bytes
@@ -332,14 +334,14 @@ def linear_backward(
     if adapt.adapts:
         added = 0
         if adds_to_input:
-            # one adapter after the other; with dropout also its mask and what is masked
+            # one adapter after the other; with dropout also its mask and the masked input
             added = result
             if adapt.dropout > 0.0:
                 added += hash_bytes(rows * inputs) + rows * inputs * (1 + c)
         return result + max(added, copies)
     if copies:
         return copies
-    # a float32 form of it only where gradients are summed in float32
+    # it has a float32 form only if gradients are summed in float32
     widened = wide if sizes.software.gradient_bytes >= wide else 0
     weight = inputs * outputs * (c + widened) if wide > c else 0
     return max(result, weight) if weight_first else result + weight

@@ -20,8 +20,9 @@ class Sizes:
     """The sizes of a model on one rank of a layout, for one microbatch.
 
     `precision` is the compute type ("bf16", "fp16", "fp32" or "fp64"). `software` is the program
-    that runs it, `on_host` says that it runs on the host's processor. `predictions`: positions of a
-    sample that the head is asked for, None: those of the default fraction.
+    that runs the model, and `on_host` is True if it runs on the host's processor. `predictions` is
+    the number of positions of a sample that the head predicts; None stands for the default
+    fraction.
     """
 
     model: ModelConfig
@@ -47,7 +48,7 @@ class Sizes:
     @property
     def predicted(self) -> int:
         """Return the positions of a microbatch whose tokens are predicted: s b / c, or the masked
-        ones, which every context rank asks for."""
+        positions, which every context rank predicts."""
         each = self.model.predictions() if self.predictions is None else self.predictions
         if not self.model.masked:
             each //= self.layout.context

@@ -14,9 +14,10 @@ FORM = 'legal: "0 1" (ranks from 0, both directions), or "0 1 0.25" with the wei
 def read_edges(path: str, size: int, names: str) -> Topology:
     """Return the graph over `size` data ranks whose edges are in a file.
 
-    Each line has an edge: two ranks, and optionally the weight that each takes of the other. All
-    edges have weights or none has; without weights they are Metropolis-Hastings weights. "#" begins
-    a comment; blanks or a comma separate columns. An edge may be given in both directions.
+    Each line has an edge: two ranks, and optionally the weight that each rank gives to the other's
+    values. Either all edges have weights or none has; without weights they are Metropolis-Hastings
+    weights. "#" begins a comment; blanks or a comma separate columns. An edge may be given in both
+    directions.
 
     Raises InputError with the file, the line and the legal values. `names` are the legal names of
     topologies, for the message.

@@ -35,7 +35,8 @@ class Topology(ABC):
     def column(self, step: int, rank: int) -> Row:
         """Return w_ij of step `step` (from 0) for j = `rank`, by i.
 
-        These are the weights that the rank itself and the ranks that it sends to give it.
+        These are the weights that the rank itself, and the ranks that it sends to, give to its
+        values.
         """
 
     def sources(self, step: int, rank: int) -> tuple[int, ...]:

@@ -15,10 +15,10 @@ from ptdmpi.config import Config, InputError
 
 @dataclass(frozen=True)
 class Axis:
-    """The differences between ranks at different places of an axis.
+    """A kind of axis: how ranks at different places of it differ.
 
-    `cuts_state`: they hold different parts of the training state, or at least of some parameters'
-    state; on every other axis the ranks hold the same state. `other_parameters`: they hold
+    `cuts_state`: the ranks hold different parts of the training state, or of at least some
+    parameters' state; on every other axis they hold the same state. `other_parameters`: they hold
     parameters of different names, so no rank knows all names. `reads_samples`: they read different
     samples. `cuts_sequence`: they have different positions of the same samples.
     """
@@ -30,8 +30,8 @@ class Axis:
 
     @property
     def sums_losses(self) -> bool:
-        """Return True if its ranks see different tokens: losses, their counts and gradients are
-        summed."""
+        """Return True if the ranks of the axis see different tokens, so that losses, counts of
+        tokens and gradients are summed over them."""
         return self.reads_samples or self.cuts_sequence
 
 
@@ -144,7 +144,8 @@ class Grid:
     def members(self, rank: int, group: str) -> tuple[int, ...]:
         """Return the ranks in the group of `rank` that has the name `group`, ascending.
 
-        Empty if `rank` is in none: "ends" has only the two ends of a pipeline of at least 2 ranks.
+        The result is empty if `rank` is in no such group: "ends" has only the two ends of a
+        pipeline of at least 2 ranks.
         """
         if group == WORLD:
             return tuple(range(self.size))
@@ -159,8 +160,8 @@ class Grid:
     def same_as(self, group: str) -> str:
         """Return the axis, or the first group, with the same ranks as `group`.
 
-        So one communicator can serve both. Returns `group` itself if there is none, and for an
-        axis, the ends and the world.
+        One communicator can then serve both. If no axis or group has the same ranks, `group` itself
+        is returned; the same holds for an axis, the ends and the world.
         """
         axes = self.along(group)
         if not axes:
@@ -171,14 +172,14 @@ class Grid:
         return next(other for other in ALONG if self._long(other) == long)
 
     def _long(self, group: str) -> list[str]:
-        """Return the axes of a group that have several places."""
+        """Return the axes of a group that have more than one place."""
         return [axis for axis in self.along(group) if self[axis] > 1]
 
     def called(self, group: str) -> str:
         """Return the name of a group in output for people.
 
-        An axis that has all data ranks is called "data", both if they shard state and if they
-        hold copies.
+        If one axis has all data ranks, it is called "data", whether these ranks shard the state or
+        hold copies of it.
         """
         return DATA if group == self.same_as(DATA) else group
 
@@ -210,7 +211,8 @@ class Grid:
 
 
 def axis_named(name: str) -> Axis:
-    """Return the axis `name`; one that is not in `AXES` has replicas that see the same tokens."""
+    """Return the axis `name`; an axis that is not in `AXES` has replicas that see the same
+    tokens."""
     return AXES.get(name, Axis())
 
 

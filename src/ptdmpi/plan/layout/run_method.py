@@ -14,8 +14,8 @@ from ptdmpi.config.methods import DIFFERING, encodes
 from ptdmpi.plan.layout.topology import topology
 from ptdmpi.plan.shape.codes import scratch_bytes
 
-# The most elements in one message: of gradients between pairs (MESSAGE_ELEMENTS), and in an
-# exchange with neighbours (BUCKET_ELEMENTS), with two messages under way if nothing overlaps.
+# The most elements in one message: MESSAGE_ELEMENTS of gradients between pairs, BUCKET_ELEMENTS in
+# an exchange with neighbours. Two such messages are under way if nothing overlaps.
 MESSAGE_ELEMENTS = 1 << 24
 BUCKET_ELEMENTS = 1 << 22
 
@@ -32,10 +32,10 @@ def pieces(elements: int, most: int) -> Iterator[int]:
 class RunMethod:
     """The data-parallel method of a run.
 
-    `moments` is the number of values that the optimizer keeps for each parameter (AdamW: 2); with
-    `matrices` it keeps one less for the layers' matrices, which it updates as wholes (Muon). The
-    run has `steps` steps, of which the last one is measured. Every `noise_every` steps the norm of
-    each rank's own gradient is computed; 0: never.
+    `moments` is the number of values that the optimizer keeps for each parameter (AdamW: 2). With
+    `matrices` it updates the layers' matrices as wholes and keeps one value less for them (Muon).
+    The run has `steps` steps; if the consensus distance is measured, the last step measures it. The
+    norm of each rank's own gradient is computed every `noise_every` steps; 0: never.
     """
 
     section: DataParallelConfig = field(default_factory=DataParallelConfig)
@@ -59,8 +59,8 @@ class RunMethod:
 
     @property
     def kinds(self) -> int:
-        """Return the number of values of the masters' type that are kept for a parameter besides
-        its master."""
+        """Return the number of values, in the masters' type, that are kept for a parameter in
+        addition to its master."""
         return self.moments + len(self.section.kinds)
 
     @property
@@ -84,7 +84,8 @@ class RunMethod:
         return 1 + self.measures(step) + own
 
     def room_bytes(self, n: int, elements: int, element_bytes: int, tile: int = 0) -> int:
-        """Return the bytes of buffers for received messages and codes, the most of n data ranks.
+        """Return the bytes of the buffers for received messages and codes, the maximum over n data
+        ranks.
 
         The buffers are needed after the backward passes, or with `overlap` after the update. `tile`
         is the number of elements of the largest tile that is compressed (see `scratch_bytes`).
@@ -100,7 +101,7 @@ class RunMethod:
         if method == "parameter_server":
             return min(elements, MESSAGE_ELEMENTS) * element_bytes
         if method == "decentralized":
-            if not self.section.overlap:  # two pieces, or all of less
+            if not self.section.overlap:  # two pieces, or everything if that is less
                 mixed = min(mixed, 2 * min(elements, BUCKET_ELEMENTS))
             return _most_neighbours(self.section.topology, n, self.seed) * mixed * element_bytes
         return 0
@@ -162,7 +163,7 @@ class RunMethod:
             tally.add("all_reduce", size * element_bytes)
         if method == "ring":
             for chunk in pieces(gradients, max(1, n - 1) * MESSAGE_ELEMENTS):
-                # along 0, 1, .., n - 1, and on along n - 1, 0, .., n - 2
+                # along ranks 0, 1, .., n - 1, and then along n - 1, 0, .., n - 2
                 times = (rank < n - 1) + (rank != n - 2)
                 for part in pieces(chunk, -(-chunk // max(1, n - 1))):
                     tally.add("send", part * element_bytes, times)

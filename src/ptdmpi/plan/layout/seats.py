@@ -12,9 +12,10 @@ def widest(grid: Grid, ranks: int, begun: Grid, sequences: int) -> Grid | None:
     """Return the grid with the most data ranks that `ranks` surviving ranks can fill.
 
     It replaces `grid`. `begun` is the grid of the undisturbed run; `sequences` is explained in
-    `widest_data_size`. The number of copies shrinks first. If that is not enough, state is cut into
-    at most as many shards as before, the largest number that divides the remaining data ranks.
-    Returns None if the ranks cannot hold the model once.
+    `widest_data_size`. The number of copies of the state shrinks first. If that is not enough, the
+    state is cut into fewer shards: their number is the largest one that is at most the former
+    number and divides the remaining data ranks. Returns None if the ranks cannot hold the model
+    once.
     """
     shards = grid["shard"]
     alone = grid.size // grid.data_size
@@ -44,8 +45,8 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
     `held[i]` is the former place of survivor i (None: it had none), in a grid that differs from
     `grid` at most in its size d; `nodes[i]` is its node. The replicas that lost the fewest ranks
     are kept, and their ranks keep their places. So tensor groups stay on their nodes, and little
-    state must travel. An empty place goes to a rank that holds the same state, else to one on the
-    same node, else to the first free one.
+    state must travel. An empty place goes to a survivor that holds the same state. If there is
+    none, it goes to a survivor on the same node, and else to the first free survivor.
     """
     replicas: dict[int, dict[tuple[int, ...], int]] = {}
     free = []

@@ -32,8 +32,8 @@ def split_model(
 ) -> list[range]:
     """Return the layers of each stage.
 
-    `balanced`: the output head counts as layers. `first` is the number of layers in the first
-    stage; None: the best number.
+    `balanced`: the output head counts as work of some layers. `first` is the number of layers in
+    the first stage; None: the best number.
     """
     head = head_in_layers(model, vocab_size) if balanced else 0.0
     return split_layers(model.layers, placed, head, first)

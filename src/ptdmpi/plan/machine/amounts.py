@@ -4,13 +4,13 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-# not strict: TOML distinguishes 2 from 2.0, but authors of data sheets do not
+# not strict: TOML distinguishes 2 from 2.0, but authors of cluster files do not
 PositiveNumber = Annotated[float, Field(gt=0, strict=False)]
 NotNegative = Annotated[float, Field(ge=0, strict=False)]
 
 
-# Two mistakes are likely in a data sheet: GB instead of bytes, and microseconds instead of seconds.
-# They would pass any other check, with values that are wrong by orders of magnitude.
+# Two mistakes are likely in a cluster file: GB instead of bytes, and microseconds instead of
+# seconds. No other check would find these values, which are wrong by orders of magnitude.
 def _amount(value: float) -> float:
     if value < 1e6:
         raise ValueError("too little; in bytes and FLOPs, such as 80e9, not in GB and TFLOPs")

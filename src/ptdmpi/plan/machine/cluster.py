@@ -1,4 +1,4 @@
-"""Clusters and models by name: data sheets as TOML, and the fractions of them that are reached.
+"""Clusters and models by name: the data sheets in TOML, and the fractions of them that are reached.
 
 A cluster file holds the figures of data sheets. `presets/efficiency.toml`, which `make calibrate`
 writes, holds the fractions of them that real software reaches.

@@ -181,7 +181,7 @@ class Machine:
     def ring_rate(self, group: Group) -> float:
         """Return the bytes per second through each rank of a ring.
 
-        All groups of one node communicate at once, each with the adapters of its ranks.
+        All groups of one node communicate at once, each with the network adapters of its ranks.
         """
         if group.nodes == 1:
             return self.link_rate

@@ -103,8 +103,8 @@ class MeasuredMachine(Machine):
         times = table.backward_s_per_score if backward else table.forward_s_per_score
         (small, large), sizes = times, table.head_sizes
         share = (head_size - sizes[0]) / (sizes[1] - sizes[0])
-        # a line through both measured sizes. Below the smaller one it could fall under 0, so the
-        # result is at least half of the time in proportion to the head size
+        # a line through both measured sizes; below the smaller one it could fall under 0, so the
+        # result is at least half of the time that is proportional to the head size
         per_score_s = max(small * head_size / sizes[0] * 0.5, small + share * (large - small))
         return self._kernel_s(self.causal_scores(rows, columns) * per_score_s)
 

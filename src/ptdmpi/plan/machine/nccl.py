@@ -26,7 +26,7 @@ class Protocol:
     link_steps: float  # time of a step over a link, in steps of a ring with LL128
     hop_s: float  # time of a step over the network
     share: float  # fraction of the rate that it reaches
-    lone_share: float  # the same if a node has one rank of the group
+    lone_share: float  # the fraction if a node has only one rank of the group
     most: float = math.inf  # largest rate in bytes per second, for any number of adapters
 
 
@@ -67,7 +67,7 @@ class Fabric:
 LL = Protocol(0.47 * 1.8 / 1.9, 2.7e-6, 0.25, 0.25, 19.0e9)
 RINGS = (Protocol(1.0, 4.0e-6, 0.92, 0.7), Protocol(1.8, 9.6e-6, 1.0, 1.0), LL)
 TREES = (Protocol(0.6, 8.5e-6, 0.915, 0.915), Protocol(15.0, 50e-6, 1.0, 1.0))
-TREE_SHARE = 0.9  # of the rate of a ring
+TREE_SHARE = 0.9  # of the rate that a ring reaches
 # A ring with Simple over several nodes has longer latencies once a rank's part fills its buffers.
 # NCCL's model has this only for all-reduces, whose rings compete with trees. It is used here also
 # for a reduce-scatter and an all-gather, which are halves of an all-reduce.

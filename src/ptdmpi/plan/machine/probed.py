@@ -68,8 +68,8 @@ class AttentionTimes(FrozenTable):
 class Messages(FrozenTable):
     """The times of a collective over `ranks`, in seconds, by the bytes of the whole tensor.
 
-    The ranks are on `nodes` nodes: 1, or one per rank. "send" has the times of one message while
-    another one travels in the opposite direction.
+    The ranks are on `nodes` nodes: all on one, or each on its own. For "send" the times are those
+    of one message while another one travels in the opposite direction.
     """
 
     collective: Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
@@ -88,10 +88,10 @@ class Messages(FrozenTable):
 class Measured(FrozenTable):
     """The measurements of `ptdmpi probe`, which replace the data sheets.
 
-    `asynchronous`: the host is ahead of the device, so that launches overlap with kernels. A step
-    takes `step_s` in addition to its kernels and messages, and `update_s_per_element` for each
-    parameter of a rank: gradient norm, clipping, AdamW. `seconds_per_element` has the times of
-    activation functions ("gelu", "gelu_backward"), norms and the loss.
+    `asynchronous`: the host is ahead of the device, so that launches overlap with kernels. `step_s`
+    is the time of a step in addition to its kernels and messages. `update_s_per_element` is the
+    time for each parameter of a rank: gradient norm, clipping and AdamW. `seconds_per_element` has
+    the times of activation functions ("gelu", "gelu_backward"), norms and the loss.
     """
 
     asynchronous: bool
@@ -122,9 +122,10 @@ class AttentionWay(KernelWay):
     """The implementation of causal attention: matrix products, or the library's kernel.
 
     "products" multiplies matrices in blocks of `block` queries. `keeps`: the forward keeps the
-    probabilities if memory suffices. `library_forward`: only the backward is by products, after the
-    library's forward. `fpmath`: scores of bfloat16 use oneDNN's fpmath mode. "library" runs in
-    blocks of queries below `whole_from` positions, and on all queries at once from there on.
+    probabilities if memory suffices. `library_forward`: the forward is the library's, and only the
+    backward is by products. `fpmath`: scores of bfloat16 use oneDNN's fpmath mode. "library" runs
+    in blocks of queries for fewer than `whole_from` positions, and on all queries at once
+    otherwise.
     """
 
     way: Literal["products", "library"]
@@ -146,8 +147,8 @@ class AttentionWay(KernelWay):
 
 
 class GeluWay(KernelWay):
-    """The implementation of GELU in its tanh form: by a sigmoid, with the derivative kept, or the
-    library's."""
+    """The implementation of GELU in its tanh form: by a sigmoid, whose derivative is kept, or by
+    the library."""
 
     way: Literal["sigmoid", "library"]
 
@@ -155,7 +156,7 @@ class GeluWay(KernelWay):
 class LinearWay(KernelWay):
     """The sizes from which one call of oneDNN computes x W^T + b (`output`) and dy W.
 
-    They are counted in multiplications of two numbers; None: never.
+    Sizes are counted in multiplications of two numbers; None: never.
     """
 
     output: NotNegative | None = None

@@ -1,8 +1,9 @@
-"""The microbatches that a pipeline rank holds at once, for all models and layouts with one order.
+"""The microbatches that a pipeline rank holds at once, for all models and layouts with the same
+order.
 
-`held` walks an order with one set of sizes. A search asks for thousands of sizes under few orders.
-So this file walks each order once and finds the few moments at which the rank may hold the most
-memory, for any sizes.
+`held` walks an order with one set of sizes. A search asks for thousands of sets of sizes, but under
+few orders. So this file walks each order once and finds the few moments at which the rank may hold
+the most memory, whatever the sizes are.
 """
 
 from collections.abc import Iterable
@@ -49,7 +50,8 @@ def fullest(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
 
     The schedule is `kind`, for p = `pipeline`, v = `virtual` and m = `microbatches`.
     """
-    # the same remainder as m: interleaving pads the last round, so its moments depend on it
+    # this count has the same remainder as m: interleaving pads the last round, so its moments
+    # depend on the remainder
     shorter = ROUNDS * pipeline + microbatches % pipeline
     if microbatches <= shorter + pipeline:
         return _walked(kind, pipeline, virtual, microbatches, rank)
@@ -107,7 +109,7 @@ def _walked(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
             (row.works, stage) if row.works else NOTHING,
             places.get((row.keeps, stage)),
             places.get((row.frees, stage)),
-            bool(row.keeps) and (row.keeps, stage) not in freed,  # as without gradients
+            bool(row.keeps) and (row.keeps, stage) not in freed,  # True if no op frees it
         )
         for (letter, stage), row in rows.items()
     }
@@ -116,7 +118,7 @@ def _walked(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
     # working -> the value of `grown` when it was last recorded
     recorded: dict[tuple[str, int], int] = {}
     for working, keeps, frees, passing in map(steps.__getitem__, map(KIND_AND_STAGE, ops)):
-        trades = keeps is not None and frees is not None  # one comes as the other goes
+        trades = keeps is not None and frees is not None  # it frees one inventory and keeps another
         if keeps is not None and not trades:
             now[keeps] += 1
             grown += 1
@@ -143,10 +145,11 @@ def _walked(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
 
 
 def _undominated(seen: dict[tuple[str, int], set[tuple[int, ...]]]) -> Iterable[Moment]:
-    """Yield the moments that no other moment dominates, that is, equals or exceeds in every store.
+    """Yield the moments that no other moment dominates. A moment dominates another one if it holds
+    at least as much in every store.
 
-    A moment with working memory is compared with those of the same working memory, a moment
-    without it with all moments.
+    A moment with working memory is compared with those of the same working memory, a moment without
+    working memory with all moments.
     """
     working = [Moment(w, held) for w in sorted(seen) if w != NOTHING for held in _largest(seen[w])]
     yield from working

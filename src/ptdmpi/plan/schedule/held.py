@@ -21,11 +21,11 @@ def held(
 ) -> Iterator[Held]:
     """Yield the ops of one rank's `order` with the memory that the rank holds; it begins at 0.
 
-    `size(inventory, stage)` is the size of one microbatch's inventory in a stage, and
-    `beside(works, stage)` is the size of an op's working memory while it runs. Both are in the same
-    unit, which is that of the result. An inventory that no op of the order frees is released at the
-    end of the op that made it: a forward without gradients keeps nothing. If an op both keeps and
-    frees, its working memory includes the two inventories that it trades.
+    `size(inventory, stage)` is the size of one microbatch's inventory in a stage. `beside(works,
+    stage)` is the size of an op's working memory while it runs. Both are in the same unit, which is
+    the unit of the result. If no op of the order frees an inventory, the op that made it releases
+    it at its end, because a forward without gradients keeps nothing. If an op both keeps and frees,
+    its working memory includes both inventories.
     """
     freed = {(op.row.frees, op.stage) for op in order}
     now: float = 0

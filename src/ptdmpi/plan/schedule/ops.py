@@ -93,7 +93,7 @@ OP_KINDS: dict[str, OpKind] = {
         method="input_microbatch",
         cost="input_s",
         mark="<",
-        # the colour of a whole backward, which it replaces on the way back through the stages
+        # on the way back through the stages it replaces a whole backward, so it has the same colour
         ink=Ink("green", ("#2e7d4f", "#57a773", "#8fc9a3", "#bfe3cb"), (28, 35, 78, 157)),
         neighbour=+1,
         after=(FORWARD,),

@@ -198,9 +198,9 @@ def interleaved(rank: int, chunks: Sequence[int], pipeline: int, microbatches: i
 
     The paper's order needs p to divide m. Otherwise the order for m rounded up to a multiple of p
     is built, and the ops of the phantom microbatches are omitted. An op needs only ops of its own
-    microbatch. So any execution of the full order, with the phantoms skipped, executes the
-    remaining order completely and without deadlock. Every chain of waiting ops in the remaining
-    order is part of a chain in the full order, so the makespan is at most that of m rounded up.
+    microbatch. So an execution of the full order that skips the phantoms executes the remaining
+    order completely and without deadlock. Every chain of waiting ops in the remaining order is part
+    of a chain in the full order, so the makespan is at most that of m rounded up.
     """
     if len(chunks) == 1:
         yield from one_forward_one_backward(rank, chunks, pipeline, microbatches)
@@ -284,11 +284,11 @@ class ScheduleKind:
     """A kind of schedule.
 
     `generate(rank, its stages, p, m)` yields one rank's order. `place(stage, p, v)` returns the
-    rank of a stage. `earlier_holds_more`: for any moment of a rank, the rank before it has a moment
-    in an op of the same chunk with at least as many microbatches of each chunk in flight. `splits`:
-    the backwards are split into two ops. `ahead(rank, p, v, m)` is a lower bound of the number of
-    forwards before the first op that frees memory; 0 is always valid. A search uses it to exclude
-    layouts that cannot fit.
+    rank of a stage. `earlier_holds_more`: for each moment of a rank, the rank before it has a
+    moment, in an op of the same chunk, at which at least as many microbatches of each chunk are in
+    flight. `splits`: the backwards are split into two ops. `ahead(rank, p, v, m)` is a lower bound
+    of the number of forwards before the first op that frees memory; 0 is always valid. A search
+    uses this bound to exclude layouts that cannot fit.
     """
 
     generate: Callable[[int, Sequence[int], int, int], Iterator[Op]]

@@ -1,4 +1,4 @@
-"""The places of a stage that an op passes in order, and those whose weights are gathered there.
+"""The places that an op passes in a stage, in order, and the places whose weights are gathered.
 
 A place is a part of a stage whose parameters are used together: the embedding, a layer, the head.
 If weights are sharded (`zero` = 3), a rank gathers those of the current place and of the next one.

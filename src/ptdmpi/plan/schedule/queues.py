@@ -1,8 +1,8 @@
 """Programs as devices execute them: from queues, in order, asynchronously to the host.
 
-The host enqueues a whole program without waiting. Each rank has one queue for computes and others
-for messages. A message takes place when it is at the head of both its queues (rendezvous, as in
-NCCL: no buffer, no tag).
+The host enqueues a whole program without waiting. Each rank has one queue for computes and other
+queues for messages. A message takes place when it is at the head of the sender's queue and of the
+receiver's queue (rendezvous, as in NCCL: no buffer, no tag).
 """
 
 from collections import defaultdict, deque
@@ -90,8 +90,8 @@ class _Devices:
     def _message(self, rank: int, place: int, send: Send) -> bool:
         """Execute a send and its receive, at the head of the partner's queue, if they can proceed.
 
-        Returns True if the message took place. Raises MismatchError if the receive is another
-        send's or the op is not computed yet.
+        Returns True if the message took place. Raises MismatchError if the receive belongs to
+        another send, or if the op is not computed yet.
         """
         peer, receive = send.peer, Receive(send.op, rank)
         waiting = self.queues[peer, self._queue(peer, receive)]

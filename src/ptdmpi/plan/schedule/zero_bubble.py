@@ -53,11 +53,11 @@ def zb_v(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> 
 
 @lru_cache(maxsize=64)
 def _on_the_v(pipeline: int, microbatches: int) -> tuple[tuple[Op, ...], ...]:
-    """Return the orders of `zb_v` for all ranks: its rules, applied with equal times of all ops."""
+    """Return the orders of `zb_v` for all ranks, from its rules with equal times of all ops."""
     ranks = [_Rank(r, pipeline, microbatches) for r in range(pipeline)]
     ended: set[Op] = set()
     while any(rank.left for rank in ranks):
-        for op in [rank.choose(ended) for rank in ranks]:  # all of them before any has ended
+        for op in [rank.choose(ended) for rank in ranks]:  # all choose before any op ends
             if op is not None:
                 ranks[on_a_v(op.stage, pipeline, 2)].take(op)
                 ended.add(op)
@@ -72,16 +72,16 @@ class _Rank:
         self.last, self.most, self.microbatches = 2 * pipeline - 1, 2 * pipeline, microbatches
         self.order: list[Op] = []
         self.held = 0
-        # F, I and W in each of two stages
+        # the number of F, I and W in both stages together
         self.left = 6 * microbatches
         self.next = {(k, s): 0 for k in (FORWARD, INPUT, WEIGHT) for s in (self.down, self.up)}
 
     def choose(self, ended: set[Op]) -> Op | None:
         """Return the op to start once the ops in `ended` are done; None if none can start.
 
-        I comes first, since ranks wait for it and the W that frees memory needs it. Then come
-        forwards, those on the way up first, which are nearer to the loss. W runs only if nothing
-        else can.
+        I comes first, since other ranks wait for it, and since the W that frees memory needs it.
+        Then come forwards; those on the way up come first, because they are nearer to the loss. W
+        runs only if nothing else can.
         """
         # one slot is reserved for a forward on its way up: without it none could reach its I
         wanted = [(INPUT, self.down), (INPUT, self.up)]

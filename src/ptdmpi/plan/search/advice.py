@@ -1,4 +1,5 @@
-"""Advice on layouts: changes that make one faster, and the choice by the rules of the paper."""
+"""Advice on layouts: changes that make a layout faster, and the layout that the paper's rules
+choose."""
 
 import itertools
 from collections.abc import Iterator
@@ -73,14 +74,15 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
 
 
 def difference(layout: Layout, changed: Layout) -> str:
-    """Return the differences of `changed` from `layout` as options of the command line."""
+    """Return the settings of `changed` that differ from `layout`, as options of the command
+    line."""
     words = [
         f"{letter}={getattr(changed, name)}"
         for letter, name in LETTERS.items()
         if getattr(changed, name) != getattr(layout, name)
     ]
     kinds = {layout.schedule, changed.schedule}
-    if len(kinds) == 2 and "gpipe" in kinds:  # the others follow from v
+    if len(kinds) == 2 and "gpipe" in kinds:  # v decides between the other kinds
         words.append(f"--schedule {changed.schedule}")
     before = (layout.recompute, layout.recompute_layers)
     if (changed.recompute, changed.recompute_layers) != before:
@@ -100,9 +102,9 @@ def difference(layout: Layout, changed: Layout) -> str:
 def improvements(price: Price, pricer: Pricer, count: int = 3) -> tuple[int, list[Price]]:
     """Return the number of changes and the layouts that help most, at most `count`.
 
-    For a layout that fits: the fastest one change away. For a layout that does not fit: the fastest
-    that fit, one or two changes away; if two changes are not enough, the single changes that save
-    most memory.
+    If the layout fits, these are the fastest layouts that are one change away. If it does not fit,
+    they are the fastest layouts that fit, one or two changes away. If no such layout fits, they are
+    the results of the single changes that save most memory.
     """
     single = list(neighbours(price.layout, pricer))
     if price.fits:
@@ -119,7 +121,7 @@ def improvements(price: Price, pricer: Pricer, count: int = 3) -> tuple[int, lis
 
 
 def _fastest(pricer: Pricer, layouts: list[Layout], count: int) -> list[Price]:
-    """Return the `count` fastest, which are simulated by ascending bound."""
+    """Return the `count` fastest layouts. They are simulated in ascending order of their bounds."""
     best = Best(count, same=lambda layout: layout)
     bounds = ((pricer.bound_s(layout), layout) for layout in layouts)
     for bound_s, layout in sorted(bounds, key=lambda pair: pair[0]):
@@ -144,11 +146,12 @@ def microbatch_model(pricer: Pricer, layout: Layout) -> dict[int, float]:
 
 
 def heuristic(pricer: Pricer, space: Space) -> Price | None:
-    """Return the layout of the paper's takeaways (Narayanan et al. 2021, sections 3.2 to 3.5).
+    """Return the layout of the paper's rules ("takeaways", Narayanan et al. 2021, sections 3.2 to
+    3.5).
 
-    t is as large as a node's devices and the model allow; p gives as few model-parallel ranks as
-    fit; the remaining ranks are data-parallel; b is that of equation 1; recomputation is full.
-    Returns None if no such layout fits.
+    t is as large as a node's devices and the model allow. p gives as few model-parallel ranks as
+    fit. The remaining ranks are data-parallel. b is the microbatch size of equation 1.
+    Recomputation is full. Returns None if no such layout fits.
     """
     devices = pricer.cluster.node.devices
     within = replace(space, recompute="full", sequence_parallel=False)

@@ -26,8 +26,8 @@ CHOSEN = {name: tuple(keys) for name, keys in Layout(1, 1, 1).sections().items()
 
 
 def bare(tree: Mapping[str, Any]) -> Config:
-    """Return the configuration without the keys that the search chooses, as for one rank. Raises
-    InputError with all its mistakes."""
+    """Return the configuration without the keys that the search chooses, validated as for one rank.
+    Raises InputError with all its mistakes."""
     left = {
         name: dict(section) if isinstance(section, Mapping) else section
         for name, section in tree.items()
@@ -37,7 +37,7 @@ def bare(tree: Mapping[str, Any]) -> Config:
         if isinstance(section, dict):
             left[name] = {key: value for key, value in section.items() if key not in keys}
     together = left.get("task", {}).get("choices")
-    if together and isinstance(left.get("batch"), dict):  # legal sizes are its multiples
+    if together and isinstance(left.get("batch"), dict):  # legal sizes are multiples of it
         left["batch"]["micro_size"] = together
     run = left.get("run")
     if isinstance(run, dict):
@@ -72,7 +72,7 @@ def begun(config: Config, ranks: int) -> dict[str, dict[str, Any]] | None:
         return None
     try:
         before = resolve(load(path / "config.toml"), ranks)
-    except InputError:  # for a different number of ranks, or not there
+    except InputError:  # it is for a different number of ranks, or does not exist
         return None
     same = before.model == config.model
     if not same or before.batch.global_size != config.batch.global_size:
@@ -84,8 +84,8 @@ def begun(config: Config, ranks: int) -> dict[str, dict[str, Any]] | None:
 
 
 def replicas(config: Config, ranks: int) -> tuple[int, ...] | None:
-    """Return the sizes of the data axis on `ranks` that fit a file of edges and a split of datasets
-    by rank; None if all do. Raises InputError if none does."""
+    """Return the legal sizes of the data axis on `ranks`, for a file of edges and a split of
+    datasets by rank; None if every size is legal. Raises InputError if no size is legal."""
     graph, dealt = file_ranks(config.data_parallel), len(config.data.train)
     if graph is None and config.data.split == "shared":
         return None
@@ -128,10 +128,10 @@ def choose(
 def settled(
     tree: Mapping[str, Any], ranks: int, vocabulary: Callable[[Config], int]
 ) -> tuple[dict[str, Any], str] | None:
-    """Return (the tree with the layout of its run, or else the best one; a description of the
-    choice).
+    """Return (the tree with the layout of its run, or else with the best layout; a description of
+    the choice).
 
-    Return None if `run.cluster` names no machine, so that this one must be measured first.
+    Return None if `run.cluster` names no machine; the caller must then measure this machine first.
     `vocabulary` opens the data of a configuration and returns the size of its vocabulary. Raises
     InputError if no layout fits.
     """
@@ -139,7 +139,7 @@ def settled(
     before = begun(config, ranks)
     if before is not None:
         return applied(tree, before), f"layout auto: that of the run in {config.run.dir}"
-    # the peers of a replica depend on d, which is not chosen yet
+    # which ranks exchange messages depends on d, which is not chosen yet
     vocab_size = vocabulary(config.model_copy(update={"data_parallel": DataParallelConfig()}))
     if not config.run.cluster:
         return None
@@ -153,7 +153,7 @@ def applied(tree: Mapping[str, Any], chosen: Mapping[str, Mapping[str, Any]]) ->
 
 
 def words(prices: list[Price], pricer: Pricer) -> str:
-    """Return text with the chosen layout and the table of those it was preferred to."""
+    """Return text with the chosen layout and the table of the best layouts."""
     entries = [table.numbers(price, pricer, None) for price in prices]
     head = f"layout auto on {pricer.cluster.name}: {entries[0]['layout']}, "
     return "\n".join([head + table.settings(entries[0]), *table.overview(entries)])

@@ -3,13 +3,13 @@
 For each set of sizes (t, p, d, v, b) the fastest settings that fit are kept: recomputation,
 sequence parallelism, schedule, form of messages, sharding and offload.
 
-The step time of a layout has three bounds, each cheaper and no larger than the next: that of the
-mean rank (`Pricer.rough_bound_s`), that of every rank (`Pricer.bound_s`), and the simulation
-itself. Layouts are visited by ascending first bound (with their fastest sharding) and simulated by
-ascending second bound. The search ends when neither the next first bound nor the next second bound
-is below the slowest layout that is kept: no later layout can be among the best. The result is
-therefore the same as that of simulating every layout, and a learned or approximate search could not
-improve it.
+The step time of a layout has three lower bounds, each cheaper to compute and no larger than the
+next: that of the mean rank (`Pricer.rough_bound_s`), that of every rank (`Pricer.bound_s`), and the
+simulation itself. Layouts are visited by ascending first bound (with their fastest sharding) and
+simulated by ascending second bound. The search ends when neither the next first bound nor the next
+second bound is below the slowest layout that is kept, because then no later layout can be among the
+best. The result is therefore the same as that of simulating every layout. A learned or approximate
+search could not improve it.
 """
 
 import bisect
@@ -41,13 +41,13 @@ from ptdmpi.plan.search.space import (
 )
 from ptdmpi.terminal.progress import SOON_S, progress
 
-MOST_LAYOUTS = 1_000_000  # a visit to them all takes a minute and half a gigabyte
+MOST_LAYOUTS = 1_000_000  # a visit to so many takes a minute and half a gigabyte
 
 
 class Best:
     """The `count` fastest prices so far, fastest first.
 
-    `same` maps a layout to a key; of layouts with equal keys only the fastest is kept.
+    `same` maps a layout to a key; among layouts with equal keys only the fastest is kept.
     """
 
     def __init__(self, count: int, same: Callable[[Layout], Hashable]) -> None:
@@ -57,7 +57,7 @@ class Best:
 
     @property
     def limit_s(self) -> float:
-        """Return the step time in seconds that a layout must be below to be kept."""
+        """Return the step time in seconds that a layout must beat to be kept."""
         if len(self.prices) < self.count:
             return math.inf
         return self.prices[-1].step_time_s
@@ -83,8 +83,8 @@ class _TimedSharding(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A layout without its sharding, the shardings that may fit it, fastest first, and a lower
-    bound of the seconds of its work in a step."""
+    """A layout without its sharding. It has the shardings that may fit the layout, fastest first,
+    and a lower bound of the seconds of the layout's work in a step."""
 
     layout: Layout
     shardings: list[_TimedSharding]
@@ -93,9 +93,9 @@ class _Candidate(NamedTuple):
 
 @dataclass
 class _Collected:
-    """All legal layouts at v = 1 (`groups`), and the `candidates` of the search: those with a
-    sharding that may fit, at every v. `rough` has (rough bound in seconds, index of a candidate)
-    with its fastest sharding."""
+    """All legal layouts at v = 1 (`groups`), and the `candidates` of the search at every v, which
+    have a sharding that may fit. `rough` has (rough bound in seconds, index of a candidate); the
+    bound is that of the candidate's fastest sharding."""
 
     groups: list[Layout] = field(default_factory=list)
     candidates: list[_Candidate] = field(default_factory=list)
@@ -138,11 +138,11 @@ def _all_fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layou
 
 
 def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """Yield the legal variants that fit; if the first one does not, no other one does.
+    """Yield the legal variants that fit. If the first one does not fit, no other one does.
 
-    If a layout recomputes nothing and does not fit, it is yielded with as few layers recomputed as
-    fit. On several stages, the stages that recompute would keep the others waiting; there only
-    `space.uneven` allows it.
+    If a layout recomputes nothing and does not fit, it is yielded with as few recomputed layers as
+    make it fit. In a pipeline this happens only with `space.uneven`, because stages that recompute
+    keep the others waiting.
     """
     for number, variant in enumerate(variants(space, layout)):
         if pricer.fits(variant):
@@ -196,8 +196,8 @@ def _collect(pricer: Pricer, space: Space) -> _Collected:
 
 
 def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
-    """Return the message if no layout fits: the missing amount, and the layouts that would be legal
-    or fit."""
+    """Return the message if no layout fits: how much memory is missing, and which layouts on other
+    numbers of ranks are legal or fit."""
     where = f"{counted(space.ranks, 'rank')} of {pricer.cluster.name}"
     legal = _all_ways(pricer, space, collected.groups)
     if not legal:
@@ -233,7 +233,7 @@ def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
 
 
 def _named(layout: Layout) -> list[str]:
-    """Return the layout, its recomputation, and its sharding if it has any, in words."""
+    """Return a layout in words: its sizes, its recomputation, and its sharding if it has any."""
     words = [str(layout), f"recompute {layout.recompute}"]
     if covers_state(layout.zero) or layout.offload != "none":
         words.append(sharding_words(layout))
@@ -241,7 +241,8 @@ def _named(layout: Layout) -> list[str]:
 
 
 def _all_ways(pricer: Pricer, space: Space, layouts: Iterable[Layout]) -> list[Layout]:
-    """Return the layouts with every sharding that is legal, those that send least first."""
+    """Return the layouts with every legal sharding: those without offload first, and in both groups
+    those with the lowest stage of ZeRO first."""
     sharded = (
         sharding.of(layout) for layout in layouts for sharding in shardings(space, pricer, layout)
     )
@@ -250,7 +251,7 @@ def _all_ways(pricer: Pricer, space: Space, layouts: Iterable[Layout]) -> list[L
 
 
 def _more_ranks(pricer: Pricer, space: Space) -> Iterator[str]:
-    """Yield layouts that fit on more ranks, in words, those on the fewest ranks first."""
+    """Yield text for layouts that fit on more ranks; those on the fewest ranks come first."""
     for factor in GROWTHS[1:]:
         bigger = replace(space, ranks=factor * space.ranks)
         for layout in _all_ways(pricer, bigger, groups(bigger, pricer)):
@@ -267,7 +268,7 @@ def _legal_ranks(pricer: Pricer, space: Space) -> list[int]:
     below: list[int] = []
     above: list[int] = []
     for rows in {t * d for t in tensors for d in divisors(pricer.batch)}:
-        # the legal p that bring the ranks next to the wanted number, on either side
+        # the legal p for which t p d is nearest to the wanted number, on either side
         fewer = (space.ranks - 1) // rows
         more = space.ranks // rows + 1
         if fewer:

@@ -21,8 +21,8 @@ from ptdmpi.config.legality import (
 from ptdmpi.config.zero import STAGES, covers_state
 from ptdmpi.plan.cost.price import Pricer
 
-# Limits on chunks per rank and on stages: more would save little of the bubble, and each costs
-# messages.
+# Limits on chunks per rank and on stages. More chunks or stages would hardly shrink the bubble, and
+# each of them adds messages.
 MOST_CHUNKS = 64
 MOST_STAGES = 256
 
@@ -34,11 +34,11 @@ class Space:
     ranks: int
     schedule: str | None = None
     recompute: str | None = None
-    recompute_layers: int | None = None  # under "full"; where the mode is free, so are they
+    recompute_layers: int | None = None  # for "full"; they are free if the mode is
     sequence_parallel: bool | None = None
     scatter_gather: bool | None = None
     first_layers: int | None = None
-    uneven: bool = False  # fewer first_layers, and in pipelines some layers recomputed
+    uneven: bool = False  # also fewer first_layers and, in pipelines, some layers recomputed
     zero: tuple[int, ...] = STAGES
     shard_group: int | Literal["all", "node"] | None = None
     offload: str | None = None
@@ -49,14 +49,14 @@ class Space:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the fields of a Layout that `groups` begins with; `variants` also tries the
-        others."""
+        """Return the fields that all layouts of `groups` have; `variants` also tries other
+        values."""
         scatter_gather = self.scatter_gather is not False
         return {"scatter_gather": scatter_gather, "dp_overlap": self.dp_overlap}
 
 
 def contradiction(space: Space) -> str:
-    """Return why the settings cannot go together on any layout; empty if they can."""
+    """Return why no layout can have all these settings; empty if one can."""
     group = None
     if isinstance(space.shard_group, int):
         group = space.shard_group
@@ -100,9 +100,9 @@ class Sharding(NamedTuple):
 
 
 def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
-    """Return the shardings that the search tries: groups of all data ranks or of those of a node,
-    and places that the cluster file knows. With one data rank nothing is sharded, and the lowest
-    stage represents all."""
+    """Return the shardings that the search tries. The groups are all data ranks or those of a node,
+    and the places of state are those that the cluster file knows. With one data rank nothing is
+    sharded, and only the lowest stage of ZeRO is tried."""
     stages: list[tuple[int, int | None]] = [(min(space.zero), None)]
     if layout.data > 1:
         shared = _shard_groups(space, pricer, layout)
@@ -113,7 +113,7 @@ def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
         places = [space.offload]
     else:
         known = [place for place in OFFLOADS[1:] if not pricer.cluster.lacks(place)]
-        # state that is in the host's memory already does not move there
+        # state that is already in the host's memory cannot be offloaded to it
         places += [place for place in known if place == "disk" or not pricer.cluster.on_host]
     ways = [Sharding(*stage, place) for stage, place in itertools.product(stages, places)]
     scheduled = replace(layout, schedule=space.schedule or layout.schedule)
@@ -121,8 +121,8 @@ def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
 
 
 def _shard_groups(space: Space, pricer: Pricer, layout: Layout) -> list[int | None]:
-    """Return the sizes of shard groups to try, ascending; None means all data ranks. A group of one
-    rank is left out, since it shards nothing."""
+    """Return the sizes of shard groups to try, ascending; None means all data ranks. Groups of one
+    rank are left out, since they shard nothing."""
     sizes = {
         size for size in _group_sizes(space, pricer, layout) if size > 1 and layout.data % size == 0
     }
@@ -140,8 +140,8 @@ def _group_sizes(space: Space, pricer: Pricer, layout: Layout) -> set[int]:
 
 
 def sharding_words(layout: Layout, before: Layout | None = None) -> str:
-    """Return the sharding of a layout as options of the command line: those that differ from
-    `before`, by default from a layout without sharding."""
+    """Return the sharding of a layout as options of the command line. Only the options that differ
+    from `before` are included; its default is a layout without sharding."""
     before = before or Layout(1, 1, 1)
     words = []
     if layout.zero != before.zero:
@@ -166,7 +166,7 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
             parallel = (space.sequence_parallel and tensor > 1,)
         for pipeline in divisors(space.ranks // tensor):
             data = space.ranks // tensor // pipeline
-            # checked before layouts are made: most of the space of a large batch ends here
+            # checked before layouts are made, since it excludes most of the space of a large batch
             if pipeline > config.layers or batch % data:
                 continue
             if space.data is not None and data not in space.data:
@@ -191,13 +191,13 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
 
 
 def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[Layout]:
-    """Yield the layouts of a group: every v that the search tries, with the schedule of the space
-    or the default one. A single stage has nothing to interleave."""
+    """Yield the layouts of a group, one for every v that the search tries. Their schedule is that
+    of the space, or the default one. A single stage has nothing to interleave."""
     most = 1
     if group.pipeline > 1:
         p = group.pipeline
         microbatches = group.microbatches(batch)
-        ordered = MOST_FORWARDS // (p * microbatches)  # as many as the rule of legality allows
+        ordered = MOST_FORWARDS // (p * microbatches)  # as many as `legality` allows
         most = max(1, min(layers // p, MOST_CHUNKS, MOST_STAGES // p, ordered))
     for virtual in range(1, most + 1):
         kind = space.schedule or default_schedule(virtual)
@@ -209,8 +209,9 @@ def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[La
 
 
 def variants(space: Space, layout: Layout) -> Iterator[Layout]:
-    """Yield the layout, and its variants with GPipe and with whole messages. No variant needs less
-    memory: GPipe keeps all microbatches, and a tensor is whole at its stage either way."""
+    """Yield the layout, and its variants with GPipe and with messages that are not scattered. No
+    variant needs less memory: GPipe keeps all microbatches, and each stage has the whole tensor
+    either way."""
     kinds = [layout.schedule]
     scatters = [layout.scatter_gather]
     if layout.pipeline > 1 and space.schedule is None:
@@ -224,7 +225,7 @@ def variants(space: Space, layout: Layout) -> Iterator[Layout]:
 
 
 def uneven_firsts(space: Space, pricer: Pricer, layout: Layout) -> Iterator[Layout]:
-    """Yield the layout, whose stages are balanced, and with `space.uneven` also those with one and
+    """Yield the layout, whose stages are balanced. With `space.uneven` also yield it with one and
     two layers fewer on the first stage, which has the embedding and most microbatches in flight."""
     yield layout
     if space.uneven and layout.pipeline > 1 and layout.first_layers is None:
@@ -234,8 +235,9 @@ def uneven_firsts(space: Space, pricer: Pricer, layout: Layout) -> Iterator[Layo
 
 
 def least_recomputed(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """Yield a layout that recomputes nothing with as few of its first layers recomputed as fit, by
-    bisection; nothing if recomputing all of them does not fit. Each recomputed layer takes time."""
+    """Yield a layout that recomputes nothing with as few recomputed layers as make it fit, found by
+    bisection. The first layers are recomputed. Yield nothing if it does not fit even with all
+    layers recomputed."""
     shared = layout.tensor > 1 and not layout.sequence_parallel
     partitions = space.partition_activations and shared
     full = replace(layout, recompute="full", partition_activations=partitions)

@@ -1,8 +1,8 @@
-"""The lengths of the codes of compressed gradients: closed forms, which the planner prices and the
-encoders keep to the byte.
+"""The lengths of the codes of compressed gradients, as closed forms. The planner prices them, and
+the encoders produce exactly these bytes.
 
-Numbers are compressed in units, runs of a parameter's elements. Shorter units, at the end of a
-parameter or in a bias, have their scale for fewer elements.
+Numbers are compressed in units, which are runs of a parameter's elements. A unit at the end of a
+parameter or in a bias may be shorter; its scale then serves fewer elements.
 """
 
 import math
@@ -11,16 +11,16 @@ from ptdmpi.config import DataParallelConfig, ModelConfig
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Part, Scale
 from ptdmpi.plan.shape.parameters import embedding, head, layer
 
-# The longest units: an index of a sparse code then has 12 bits; a scale of a quantised code is 1/16
-# bit per element in float32 (QSGD's variance grows with the length: Alistarh et al. 2017, section
-# 3.3, who use 512 too). `block` gives the length for int8 and int4.
+# The lengths of the longest units. An index of a sparse code then has 12 bits, and a float32 scale
+# of a quantised code is 1/16 bit per element. (QSGD's variance grows with the length: Alistarh et
+# al. 2017, section 3.3, who use 512 too.) For int8 and int4, `block` gives the length.
 SPARSE, QUANTISED = 4096, 512
 # Elements that are encoded at once, unless a tile has more.
 MOST_ELEMENTS = 2**20
-# The most that one element takes while it is encoded or decoded: numbers, and 64-bit integers; and
-# how many more numbers for feedback that keeps more meanwhile. Servers share the tiles, and each is
-# counted as if it did the work of all. Measured, and checked by a test
-# (`tests/engine/compress/test_scratch.py`).
+# The most memory that one element takes while it is encoded or decoded: floating-point numbers and
+# 64-bit integers. MORE_NUMBERS has the additional numbers for kinds of error feedback that keep
+# more. Servers share the tiles, but each is counted as if it did the work of all. The values are
+# measured, and a test checks them (`tests/engine/compress/test_scratch.py`).
 NUMBERS, INTEGERS = 7, 3
 MORE_NUMBERS = {"ef21": 2, "double_squeeze": 6, "neolithic": 9}
 
@@ -56,8 +56,9 @@ def _tile(part: Part, cut: int) -> int:
 
 
 def _lines(lines: int, shares: int) -> int:
-    """Return how many of `lines` lines are never cut: an n-th, or one if they do not divide evenly,
-    as a padded vocabulary, which may be cut after any line."""
+    """Return how many of `lines` lines are never cut. If `shares` divides them, it is that share of
+    the lines; otherwise it is one line, as in a padded vocabulary, which may be cut after any
+    line."""
     return lines // shares if lines % shares == 0 else 1
 
 
@@ -81,8 +82,8 @@ def bits_per_element(
 ) -> float:
     """Return the bits of a code per element of a large matrix whose numbers have `number_bits`.
 
-    They are those of one round, the mean over steps. `tile`: (lines, length) of the tiles that
-    PowerSGD factors.
+    The bits are those of one round, as a mean over steps. `tile` is (lines, length) of the tiles
+    that PowerSGD factors.
     """
     match section.compressor:
         case "top_k":

@@ -1,10 +1,10 @@
-"""The assignment of matrices to the ranks of a shard group that make them orthogonal, and the
-messages for it.
+"""The assignment of matrices to the ranks of a shard group: each matrix has one rank that makes it
+orthogonal, and the others send it their parts.
 
 Sharding cuts the flat order of parameters, and some cuts go through matrices that Muon updates as
-wholes. One of the ranks that hold a part of such a matrix, its owner, makes it orthogonal: the
-others send it their parts, and receive as much of the update. So the ranks of a group divide the
-work, and a matrix that only one of them holds does not travel.
+wholes. One of the ranks that hold a part of such a matrix, its owner, makes it orthogonal. The
+other ranks send it their parts, and receive as much of the update. So the ranks of a group divide
+the work, and a matrix that is on only one rank does not travel.
 """
 
 import itertools
@@ -37,8 +37,8 @@ class Slice(NamedTuple):
 
 
 def slices(start: int, stop: int, first: int, last: int, shards: int) -> list[Slice]:
-    """Return the slice of each shard in the elements [start, stop) of the flat order, in the unit
-    [first, last); shards that hold none of them are left out."""
+    """Return the slice of each shard in the elements [start, stop) of the flat order, for the unit
+    [first, last). Shards that hold none of these elements are left out."""
     share = (last - first) // shards
     low, high = (start - first) // share, (stop - 1 - first) // share
     cuts = [start, *(first + share * k for k in range(low + 1, high + 1)), stop]
@@ -49,8 +49,8 @@ def slices(start: int, stop: int, first: int, last: int, shards: int) -> list[Sl
 def owners(matrices: Iterable[tuple[Sequence[Slice], int]]) -> Iterator[int]:
     """Yield the owner of each matrix, given its slices and the cost to make it orthogonal.
 
-    The owner is the rank with the least work so far among those that hold a part; among equals, the
-    one that holds most.
+    The owner is the rank with the least work so far among those that hold a part of the matrix.
+    Among ranks with equal work it is the one that holds most.
     """
     busy = Counter[int]()
     for held, cost in matrices:
@@ -64,10 +64,11 @@ def owners(matrices: Iterable[tuple[Sequence[Slice], int]]) -> Iterator[int]:
 class Dealt:
     """A rank's work on the matrices of its stages.
 
-    `elements`: how many it holds of them; `makes`: how many it makes orthogonal, by matrix and
-    number of own elements; `gives`: elements of others' matrices that it sends, by owner; `takes`:
-    elements that it receives for its own, by sender; `most`: the most elements that it sends of one
-    matrix.
+    `elements` is the number of elements that the rank holds of these matrices. `makes` is the
+    number of matrices that it makes orthogonal, by matrix and number of own elements. `gives` is
+    the number of elements of others' matrices that it sends, by owner. `takes` is the number of
+    elements that it receives for its own matrices, by sender. `most` is the most elements that it
+    sends of one matrix.
     """
 
     elements: int = 0
@@ -79,8 +80,8 @@ class Dealt:
     def room_bytes(self, tensor: int, compute_bytes: int, widens: bool) -> int:
         """Return the most working memory, in bytes, of the rank's update.
 
-        Elements sent and received are in memory while one matrix after the other is updated.
-        `widens` as in `matrices.room_bytes`.
+        Elements sent and received are in memory while the matrices are updated one after the other.
+        `widens` is explained in `matrices.room_bytes`.
         """
         travels = self.gives.total() + self.takes.total()
         each = [room_bytes(*matrix, tensor, compute_bytes, widens) for matrix in self.makes]
@@ -98,8 +99,8 @@ def dealt(
 ) -> list[Dealt]:
     """Return the work of each rank of a shard group, on a pipeline rank with `layers` layers.
 
-    `ends`: whether it has the first and the last stage. `sharing`: the stage of ZeRO that cuts its
-    units, and the ranks of the group.
+    `ends` says whether the rank has the first stage, and whether it has the last. `sharing` has the
+    stage of ZeRO, which decides how units are cut, and the number of ranks of the group.
     """
     work = [Dealt() for _ in range(sharing.ranks)]
     cut = list(_cut(model, vocab_size, layers, ends, tensor, sharing))

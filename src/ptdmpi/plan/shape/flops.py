@@ -15,8 +15,9 @@ def _layer(model: ModelConfig, number: int | None = None) -> tuple[Operator, ...
 def layer_forward_flops(model: ModelConfig, number: int | None = None) -> float:
     """Return the FLOPs per token of the forward pass of layer `number`; None: of the last one.
 
-    They are of its GEMMs, and of attention over all s positions (or its window): 24 h^2 + 4 s h for
-    a GPT (Narayanan et al. 2021, appendix); gated and grouped-query shapes count their own GEMMs.
+    They are the FLOPs of its GEMMs, and of attention over all s positions (or its window). For a
+    GPT they are 24 h^2 + 4 s h (Narayanan et al. 2021, appendix). Gated MLPs and grouped queries
+    have their own GEMMs, which are counted.
     """
     return 2 * multiplications(_layer(model, number), model)
 
@@ -31,9 +32,9 @@ def core_forward_flops(model: ModelConfig) -> float:
 def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
     """Return the FLOPs per token of the output head's forward pass.
 
-    They are 2 V h; for a masked model BERT's transform is added, and both count at the share of
-    positions that the head is asked for (at the default fraction). For a task they are those of all
-    linears after one position of a sequence. The classifier of the order of segments is not
+    They are 2 V h. For a masked model BERT's transform is added, and both count only for the share
+    of positions that the head predicts (at the default fraction). For a task they are the FLOPs of
+    all linears on one position of a sequence. The classifier of the order of segments is not
     counted.
     """
     products = [
@@ -49,8 +50,9 @@ def model_flops(model: ModelConfig, vocab_size: int, tokens: int) -> float:
     """Return the model FLOPs of forward and backward over `tokens`, recomputation not counted.
 
     For a GPT they are 72 B l s h^2 (1 + s/6h + V/12lh) (Korthikanti et al. 2022, arXiv 2205.05198,
-    appendix A): the backward pass counts twice the forward. For weights that do not train it counts
-    once, for their input's gradient, and for layers before all that train not at all.
+    appendix A): the backward pass counts twice the forward. For weights that do not train the
+    backward counts once, for their input's gradient. For layers before the first trained one it
+    does not count.
     """
     output = head_forward_flops(model, vocab_size)
     idle = model.idle()
@@ -67,10 +69,12 @@ def model_flops(model: ModelConfig, vocab_size: int, tokens: int) -> float:
 def hardware_flops(
     model: ModelConfig, vocab_size: int, tokens: int, recompute: str, *, layers: int
 ) -> float:
-    """Return model FLOPs plus those that the first `layers` layers compute again in their backward.
+    """Return the model FLOPs plus the FLOPs that the first `layers` layers recompute in their
+    backward.
 
-    Under "full" that is their forward pass, under "selective" the two products of attention. With
-    every layer in full: 96 B l s h^2 (1 + s/6h + V/16lh) (Narayanan et al. 2021, equation 3).
+    Under "full" these layers recompute their forward pass, under "selective" the two products of
+    attention. With every layer in full the sum is 96 B l s h^2 (1 + s/6h + V/16lh) (Narayanan et
+    al. 2021, equation 3).
     """
     again = 0.0
     if recompute == "full":

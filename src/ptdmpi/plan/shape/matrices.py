@@ -1,6 +1,6 @@
 """The parameters that Muon updates as whole matrices (`ptdmpi.engine.muon`).
 
-They are the linears of the layers, each of whose outputs is a matrix of its own, or the two
+They are the linears of the layers, in which each output is a matrix of its own, and the two
 matrices of each low-rank adapter. This module counts their elements, and the working memory and the
 products of their update.
 """
@@ -14,12 +14,13 @@ from ptdmpi.config.precision import BFLOAT16, FLOAT32, FLOAT64
 from ptdmpi.plan.layer.parts import Linear, LowRankPair
 from ptdmpi.plan.shape.parameters import layer
 
-STEPS = 5  # of the iteration that makes a matrix orthogonal
+STEPS = 5  # steps of the iteration that makes a matrix orthogonal
 
 
 class Whole(NamedTuple):
-    """A parameter that is updated as a whole: (rows, columns) of each of its matrices, and elements
-    of its slice on a tensor rank, which is all of it unless it is `divided`."""
+    """A parameter that is updated as a whole. It has (rows, columns) of each of its matrices, and
+    the number of elements of its slice on a tensor rank. The slice is the whole parameter unless it
+    is `divided`."""
 
     shapes: tuple[tuple[int, int], ...]
     local: int
@@ -32,7 +33,7 @@ class Whole(NamedTuple):
 
 
 def wholes(model: ModelConfig, tensor: int) -> list[Whole]:
-    """Return the trained matrices of a layer, in their order."""
+    """Return the matrices of a layer that train, in their order."""
     matrices = list[Whole]()
     for part in layer(model).values():
         if isinstance(part, Linear) and part.trains:
@@ -52,13 +53,13 @@ def matrix_elements(model: ModelConfig, tensor: int) -> int:
 
 
 def iteration_bytes(compute_bytes: int) -> int:
-    """Return the bytes of an element in the iteration."""
+    """Return the bytes of one element in the iteration's type."""
     return FLOAT64.bytes if compute_bytes == FLOAT64.bytes else BFLOAT16.bytes
 
 
 def gathered_bytes(whole: Whole, tensor: int, compute_bytes: int) -> int:
-    """Return the bytes that the slices of one parameter take when gathered from the tensor axis; 0
-    if they are not gathered."""
+    """Return the bytes of one parameter's slices after they are gathered from the tensor axis; 0 if
+    they are not gathered."""
     gathers = tensor > 1 and whole.divided
     return tensor * iteration_bytes(compute_bytes) * whole.local * gathers
 
@@ -66,12 +67,12 @@ def gathered_bytes(whole: Whole, tensor: int, compute_bytes: int) -> int:
 def room_bytes(whole: Whole, own: int, tensor: int, compute_bytes: int, widens: bool) -> int:
     """Return the most working memory, in bytes, of a parameter's update on its owner.
 
-    `own` elements of the slice are this rank's. The peak is at one of these times: the own elements
-    are converted to the iteration's type, and put into the slice if there are others; all slices
-    are gathered and put together; the whole is in memory with the iterate, its successor and the
-    products of rows, or with the update and this rank's part of it, widened. `widens`: half types
-    are multiplied in float32, so both operands and the result of a product are in memory next to
-    the iterate.
+    This rank has `own` elements of the slice. The peak is at one of three times. First, the own
+    elements are converted to the iteration's type, and put into the slice if other ranks have the
+    rest. Second, all slices are gathered and put together. Third, the whole is in memory, either
+    with the iterate, its successor and the products of rows, or with the update and this rank's
+    part of it, widened. `widens`: half types are multiplied in float32, so both operands and the
+    result of a product are in memory next to the iterate.
     """
     element, wide = iteration_bytes(compute_bytes), max(FLOAT32.bytes, compute_bytes)
     slice_, elements = whole.local, whole.elements

@@ -12,7 +12,8 @@ from ptdmpi.plan.layer.parts import Linear, Part, as_linear, elements, trained
 
 
 def layer(model: ModelConfig, number: int | None = None) -> dict[str, Part]:
-    """Return the parts of layer `number`; None: of the last one, which has adapters if any has."""
+    """Return the parts of layer `number`; None: of the last layer, which has adapters if any layer
+    has."""
     return parts_of(operators(describe.layer(model, number)))
 
 
@@ -27,8 +28,8 @@ def head(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
 
 
 def task_head(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the weights that a model has for its task, and that a model
-    trained on text may lack; none if it has no such head."""
+    """Return the names and shapes of the weights that only a model with a head for a task has. A
+    model that was trained on text may lack them. The result is empty without such a head."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, part in head(model, 0).items() if model.classifies else ():
         if name != "final_norm":
@@ -60,8 +61,8 @@ def embedding_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> 
 
 
 def head_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
-    """Return the number of parameters after the last layer on one tensor rank; a table of its own
-    is included."""
+    """Return the number of parameters after the last layer on one tensor rank. The head's table is
+    included if it is not tied."""
     return elements(head(model, vocab_size).values(), tensor)
 
 
@@ -74,13 +75,13 @@ def places(
     trains: bool = True,
     idle: int = 0,
 ) -> list[list[int]]:
-    """Return the elements on a tensor rank of each unit that sharding gathers and sums at once, by
-    place of a stage (embedding, a layer, the head).
+    """Return the elements of each unit that sharding gathers and sums at once, on a tensor rank.
+    Units are listed by place of a stage (embedding, a layer, the head).
 
-    The stage has `layers` layers, of which the first `idle` have no backward; `ends`: whether it is
-    the first and the last of the model. A tied table is a unit of its own at both places. With
-    `trains` the units are those of trained parameters, else of frozen ones, which are gathered
-    alone (`low_bit.frozen_places`).
+    The stage has `layers` layers, of which the first `idle` have no backward. `ends` says whether
+    it is the first, and whether it is the last, of the model. A tied table is a unit of its own at
+    both places. With `trains` the units are those of trained parameters. Without it they are those
+    of frozen parameters, which are gathered alone (`low_bit.frozen_places`).
     """
 
     def counted(parts: Iterable[Part]) -> int:
@@ -109,8 +110,9 @@ def rank_elements(
 ) -> tuple[int, int, int]:
     """Return (parameters, trained parameters, trained parameters with a second use) of a rank.
 
-    It has `layers` layers, `idle` of them without a backward; `ends`: whether it has the first and
-    the last stage. A tied table is counted once; its second use has a gradient of its own.
+    The rank has `layers` layers, `idle` of them without a backward. `ends` says whether it has the
+    first stage, and whether it has the last. A tied table is counted once; its second use has its
+    own gradient.
     """
     first, last = ends
     table = embedding(model, vocab_size)
@@ -144,7 +146,7 @@ def _frozen(model: ModelConfig, tensor: int) -> list[tuple[int, int]]:
 
 def frozen_layer(model: ModelConfig, tensor: int) -> tuple[int, int]:
     """Return (elements, bytes) of a layer's quantized frozen weights on one of `tensor` ranks; (0,
-    0) for a model without."""
+    0) if the model has none."""
     form = LowBit.of(model.quantize)
     if form is None:
         return 0, 0
@@ -156,7 +158,7 @@ def frozen_layer(model: ModelConfig, tensor: int) -> tuple[int, int]:
 def frozen_places(
     model: ModelConfig, vocab_size: int, layers: int, ends: tuple[bool, bool], tensor: int
 ) -> list[list[int]]:
-    """Return `places` of the frozen weights that are stored in full, which ZeRO 3 gathers.
+    """Return `places` for the frozen weights that are not quantized, which ZeRO 3 gathers.
 
     Idle layers have as many as others.
     """

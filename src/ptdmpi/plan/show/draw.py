@@ -1,9 +1,9 @@
-"""Pictures of a timeline for a terminal, as PNG or as SVG, the same for a planned and a measured
-one.
+"""Pictures of a timeline, for a terminal, as PNG or as SVG. A planned and a measured timeline are
+drawn alike.
 
-Each kind of op has its mark and its colour in the table of op kinds (forwards are blue and
-backwards green, as in Narayanan et al. 2021, Figure 4), with a shade per model chunk; idle time is
-grey, waiting for an input is hatched.
+Each kind of op has its mark and its colour in the table of op kinds, with a shade per model chunk.
+Forwards are blue and backwards green, as in Narayanan et al. 2021, Figure 4. Idle time is grey, and
+waiting for an input is hatched.
 """
 
 import math
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.patches import Patch
 
 _SHADES = 4  # of each colour, for the chunks of a rank
-_DARK_SHADES = 2  # the darkest, on which letters are white
+_DARK_SHADES = 2  # the darkest shades, on which letters are white
 _COLORS = {
     "send": "#e0a458",
     "gather": "#c77dbb",
@@ -66,9 +66,9 @@ class _Chunks:
 def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
     """Return the timeline as text of at most `width` columns: one line per rank, then a legend.
 
-    Each op shows its microbatch, then the mark of its kind up to its end, or blanks on its color.
-    If ops are too narrow for that, the numbers lose all but their last digit, then vanish, and a
-    line gives the width that would show them.
+    Each op shows its microbatch, and then the mark of its kind up to its end, or blanks on its
+    colour. If ops are too narrow for that, only the last digit of the microbatch is shown, or no
+    digit. A further line then gives the width at which all numbers would be shown.
     """
     ranks, chunks = timeline.ranks, _Chunks(timeline)
     names = {rank: f"rank {rank:>{len(str(ranks[-1]))}} " for rank in ranks}
@@ -111,8 +111,8 @@ def _drawn_kinds(timelines: Sequence[Timeline]) -> list[OpKind]:
 
 
 def _columns_per_s(timeline: Timeline, columns: int) -> float:
-    """Return the widest scale that fits, in columns per second; whole columns, if all ops start and
-    end on a regular grid."""
+    """Return the widest scale that fits, in columns per second. If all ops start and end at
+    multiples of the shortest op's time, this time is a whole number of columns."""
     computes = [span for span in timeline.spans if span.computes]
     widest = columns / timeline.makespan_s if timeline.makespan_s > 0 else 0.0
     tick_s = min((span.end_s - span.start_s for span in computes), default=0.0)
@@ -172,8 +172,8 @@ def _labels(
 def figure(timelines: Sequence[Timeline], path: str | Path) -> None:
     """Draw the timelines below each other, a lane per rank, into a PNG or SVG file.
 
-    They share the time axis if they share the unit. Raises InputError for another suffix or a path
-    that cannot be written; a file that was there before then remains.
+    Timelines with the same unit share the time axis. Raises InputError for another suffix, or for a
+    path that cannot be written; a file that was there before then remains.
     """
     check_picture(path)
     import matplotlib
@@ -317,7 +317,7 @@ def _draw_bars(
         return
     row = kind_of_span(kind)
     tint = _COLORS[kind] if row is None else row.ink.shades[shade]
-    # A white rim separates neighbours; thousands of them would be all rim.
+    # A white rim separates neighbouring bars; thousands of bars would be all rim.
     rim = min(0.7, 60 / len(bars))
     axes.add_collection(PolyCollection(corners, fc=tint, ec="white", linewidths=rim))
 
@@ -332,7 +332,8 @@ def _draw_numbers(
 ) -> None:
     """Draw the microbatch number in every bar that is wide enough for it, in one size of letters.
 
-    If some do not fit, those are upright, as on the spine of a book.
+    If the numbers do not fit in some bars, they are turned upright there, as on the spine of a
+    book.
     """
     points_per_s = (_WIDTH_INCHES - sum(_SIDES_INCHES)) * 72 / (extent_s or 1)
     lying: dict[Span, float] = {}  # letter size at which the number fills its bar
@@ -362,7 +363,7 @@ def _draw_numbers(
 
 
 def _readable_unit(timeline: Timeline, extent_s: float) -> tuple[float, str]:
-    """Return the unit of a time axis, in units of the timeline, and its name."""
+    """Return (the length of the axis's unit, in units of the timeline; its name)."""
     if timeline.time_unit != "s":
         return 1.0, timeline.time_unit
     return next((unit for unit in _TIME_UNITS if extent_s >= 2 * unit[0]), _TIME_UNITS[-1])

@@ -1,5 +1,5 @@
-"""A picture of memory over the time of a step, one line per pipeline rank, and of a rank's
-capacity."""
+"""A picture of memory over the time of a step: one line per pipeline rank, and a line for the
+capacity of a rank."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -14,7 +14,7 @@ from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.simulate import Span
 from ptdmpi.plan.show.draw import check_picture, save
 
-MOST_DRAWN = 8  # ranks; a picture of more draws SOME_DRAWN
+MOST_DRAWN = 8  # ranks; if there are more, SOME_DRAWN are drawn
 SOME_DRAWN = 5
 COLUMNS = 400  # moments of a line
 
@@ -22,7 +22,7 @@ COLUMNS = 400  # moments of a line
 def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[float]]]:
     """Return the memory of each pipeline rank: (moments in s, bytes from each of them on).
 
-    Weights, gradients and optimizer state are there all the time; ops add the memory that they keep
+    Weights, gradients and optimizer state are there all the time. Ops add the memory that they keep
     and need, and free it.
     """
     memory, microbatches = pricer.memory, layout.microbatches(pricer.batch)
@@ -33,7 +33,7 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
         standing = memory.peak(layout, rank, microbatches).standing
         spans = [s for s in timeline.spans if s.rank == rank and s.computes]
         spans.sort(key=lambda span: span.start_s)
-        # two moments per op: the peak while it runs, and the rest when it has ended
+        # two moments per op: the peak while it runs, and the memory that remains after it
         moments, amounts = [0.0], [standing]
         for span, moment in zip(spans, _walk(memory, layout, rank, spans), strict=True):
             moments += [span.start_s, span.end_s]
@@ -43,7 +43,7 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
 
 
 def _walk(memory: MemoryModel, layout: Layout, rank: int, spans: Sequence[Span]) -> Iterator[Held]:
-    """Yield the bytes that a rank holds over its spans, in addition to those that are there all the
+    """Yield the bytes that a rank holds over its spans, without the bytes that are there all the
     time."""
     beside = memory.beside_bytes(layout, rank)
     ops = [Op.parse(span.op) for span in spans]
@@ -90,8 +90,8 @@ def draw(pricer: Pricer, layout: Layout, path: str | Path) -> None:
 
 
 def drawn_ranks(peaks: list[float]) -> list[int]:
-    """Return all ranks, or, if there are too many, some from the first to the last and the
-    fullest."""
+    """Return all ranks. If there are too many, return some from the first to the last, and the one
+    with the highest peak."""
     last = len(peaks) - 1
     if last < MOST_DRAWN:
         return list(range(last + 1))
@@ -102,14 +102,14 @@ def drawn_ranks(peaks: list[float]) -> list[int]:
 def envelope(
     moments: list[float], amounts: list[float]
 ) -> tuple[list[float], list[float], list[float]]:
-    """Return (moments, least, most from each of them on), of about `COLUMNS` moments, so that a
-    picture can show many short peaks."""
+    """Return (moments, the least and the most memory from each moment on), with about `COLUMNS`
+    moments, so that a picture can show many short peaks."""
     if len(moments) <= COLUMNS:
         return moments, amounts, amounts
     width = moments[-1] / COLUMNS
     starts, low, high, now = [moments[0]], [amounts[0]], [amounts[0]], amounts[0]
     for moment, amount in zip(moments, amounts, strict=True):
-        if moment >= starts[-1] + 2 * width:  # nothing happened for long: it stayed as it was
+        if moment >= starts[-1] + 2 * width:  # for long nothing changed
             starts.append(starts[-1] + width)
             low.append(now)
             high.append(now)

@@ -31,8 +31,8 @@ LEGEND = (
 
 
 def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any]:
-    """Return the entry of a layout in the JSON, with the days and rank-hours of a whole training if
-    its `tokens` are given."""
+    """Return the entry of a layout in the JSON. If the `tokens` of a whole training are given, it
+    has the days and the rank-hours of the training."""
     layout = price.layout
     entry: dict[str, Any] = {
         "layout": str(layout),
@@ -104,7 +104,7 @@ def lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def duration(seconds: float, of: float) -> str:
-    """Return seconds in words: in s, ms or us, by the size of the whole time `of`."""
+    """Return seconds as text, in s, ms or us, depending on the size of the whole time `of`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if of >= scale:
             return f"{seconds / scale:.3f} {unit}"
@@ -159,7 +159,7 @@ def _details(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def _why(why: dict[str, Any]) -> Iterator[str]:
-    """Yield why the asked layout is not the best one, and the changes that help."""
+    """Yield text that explains why the given layout is not the best one, and which changes help."""
     entry = why["layout"]
     changes = why["changes"]
     yield ""
@@ -197,7 +197,7 @@ def _why(why: dict[str, Any]) -> Iterator[str]:
 
 
 def _beside(result: dict[str, Any]) -> Iterator[str]:
-    """Yield the choices by the rules of the paper."""
+    """Yield text with the choices that the rules of the paper make."""
     model = result["microbatch_model"]
     ruled = result["heuristic"]
     yield "next to it, by Narayanan et al. 2021"

@@ -11,8 +11,8 @@ def chrome_trace(timeline: Timeline, path: str | Path) -> None:
     """Write the timeline for Perfetto or chrome://tracing: a process per rank, times in
     microseconds.
 
-    A time unit other than seconds is shown as a millisecond. Raises InputError if `path` cannot be
-    written.
+    If the time unit is not seconds, one unit is shown as a millisecond. Raises InputError if `path`
+    cannot be written.
     """
     us_per_unit = 1e6 if timeline.time_unit == "s" else 1e3
     events: list[dict[str, object]] = []

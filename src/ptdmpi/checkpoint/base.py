@@ -24,9 +24,9 @@ from ptdmpi.plan.shape.parameters import frozen_layer, task_head
 
 def fingerprint(manifest: Manifest) -> str:
     """Return the SHA-256 over the manifest's entries of the weights: names, shapes, types, boxes
-    and their checksums; for quantized weights, those of codes and scales. Each box is compared with
-    its checksum when it is read, so the hash identifies the values, too, without reading them
-    twice. The same values in other boxes have another fingerprint."""
+    and their checksums. For quantized weights these are the entries of codes and scales. A box is
+    compared with its checksum when it is read, so the hash identifies the values although it does
+    not read them. The same values in other boxes have another fingerprint."""
     described: list[Any] = []
     for name, tensor in sorted(manifest.tensors.items()):
         if name.partition("/")[0].partition("@")[0] in (WEIGHTS, KIND_OF_CODES, KIND_OF_SCALES):
@@ -95,7 +95,7 @@ def take_base(
     directory, base = on_root(world, lambda: base_at(path, form))
 
     def judge(where: Path, manifest: Manifest) -> None:
-        """Raise InputError if adapters of this run may not stand on that base."""
+        """Raise InputError if this run may not train adapters of that base."""
         course.stand_on(base, where, manifest.said, tokenizer_sha256)
 
     loaded = load_frozen(state, world, directory, judge=judge, head=head)

@@ -53,6 +53,6 @@ def spared(directory: Path, count: int, damaged: Collection[str] = ()) -> list[P
     kept = best(directory, count, damaged)
     pointer = directory / files.BEST
     if pointer.is_file():
-        with contextlib.suppress(InputError):  # a damaged pointer names nothing
+        with contextlib.suppress(InputError):  # a damaged file names no checkpoint
             kept.append(files.named(pointer))
     return kept

@@ -36,10 +36,10 @@ from ptdmpi.checkpoint.manifest import (
 from ptdmpi.config import InputError
 from ptdmpi.plan.layer.low_bit import LowBit
 
-# Checksum and write process a chunk that stays in cache between the two.
+# A chunk of this size stays in cache between its checksum and its write.
 CHUNK_BYTES = 1 << 20
-# A rank needs every n-th run of bytes: gaps up to this size are read too (a disk's block is read
-# anyway, and a call costs as much), greater ones are skipped.
+# A rank may need every n-th run of bytes. Gaps up to this size are read, because the disk reads
+# whole blocks and another call costs as much. Greater gaps are skipped.
 GAP_BYTES = 4096
 
 
@@ -99,7 +99,7 @@ def write(path: Path, parts: Sequence[Outgoing]) -> Written:
             tensors[part.tensor] = replace(known, pieces=(*known.pieces, piece))
             offset += part.nbytes
         file.flush()
-        # before the manifest names it: a rename may reach the disk before the data
+        # sync before the manifest names the file: a rename may reach the disk before the data
         os.fsync(file.fileno())
     return Written(path.name, offset, tensors)
 
@@ -119,9 +119,9 @@ def _write_block(file: BinaryIO, values: Array) -> int:
 class Reader:
     """A reader of boxes of logical tensors, whatever boxes they were written in.
 
-    Pieces that are read whole are compared with their checksums on the way; `checked` says which
-    ones were (by number, in the order of `pieces`). `means`: as in the manifest. It must not be
-    shared by threads.
+    A piece that is read whole is compared with its checksum at the same time. `checked` has the
+    numbers of these pieces, in the order of `pieces`. `means` is that of the manifest. Threads must
+    not share a reader.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -260,7 +260,7 @@ class Reader:
         """Read some of a piece: run by run, or with the gaps between the runs if they are small."""
         sizes = piece.box.size
         inner = common.relative(piece.box)
-        # dims after the last one that is cut are whole: a run covers all of them
+        # dims after the last one that is cut are whole, so a run of bytes covers them
         cut = max(k for k, size in enumerate(inner.size) if size < sizes[k])
         row = math.prod(sizes[cut + 1 :]) * values.itemsize
         run = inner.size[cut] * row

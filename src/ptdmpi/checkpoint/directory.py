@@ -97,7 +97,7 @@ def prepare(directory: Path, step: int, needed_bytes: int) -> Path:
 
 def remove_leftovers(directory: Path) -> None:
     """Remove the leftovers of crashes and failed saves. It must not be called during a save."""
-    # before all else: they may be filling the disk
+    # remove these first, because they may fill the disk
     for leftover in directory.glob("step-*.tmp"):
         _remove(leftover)
 
@@ -133,12 +133,12 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
 
 
 def branch(directory: Path, source: Path | None, named: Path | None = None) -> None:
-    """Set aside the checkpoints that the run does not come from. Record its source, and the path by
-    which that was `named` (a run directory has another newest checkpoint later).
+    """Set aside the checkpoints that the run does not come from. Record the run's source, and the
+    path by which the user `named` it: a run directory has another newest checkpoint later.
 
-    By their steps they would be the newest, and the next start would resume from them. If the
-    source is in this directory, those before it are kept. `source` is None if the run was begun
-    anew.
+    If they stayed, the checkpoints with the highest steps would be taken for the newest, and the
+    next start would resume from them. If the source is in this directory, the checkpoints before it
+    are kept. `source` is None if the run was begun anew.
     """
     last = _last_kept(directory, source)
     for path in checkpoints_in(directory):

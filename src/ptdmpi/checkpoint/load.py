@@ -18,7 +18,7 @@ from ptdmpi.model.state import WEIGHTS, Counters, Piece, State, key
 
 POSITIONS = "embedding.position.weight"
 T = TypeVar("T")
-# raises InputError if this run may not take up the tensors of the checkpoint there
+# raises InputError if this run may not use the tensors of that checkpoint
 Judge = Callable[[Path, Manifest], None]
 
 
@@ -49,11 +49,11 @@ def load(
     """Load a checkpoint and return its manifest, or the reason why it cannot be read; the same on
     every rank.
 
-    Replicas that differ continue each from its own values. All of them continue from the mean if
-    the checkpoint holds the mean, or if `mean` allows it and their number has changed. Without
-    `whole` a node has the files that its ranks read, and perhaps no others. After damage
-    the state is undefined: another checkpoint must be loaded. Raise SharedInputError if the
-    checkpoint is sound but not of this model, or `judge` refuses it.
+    If replicas differ, each continues from its own values. All of them continue from the mean if
+    the checkpoint holds the mean, or if `mean` allows it and their number has changed. If `whole`
+    is False, a node may have only the files that its ranks read. If the checkpoint is damaged, the
+    state is undefined afterwards, and another checkpoint must be loaded. Raise SharedInputError if
+    the checkpoint is sound but not of this model, or `judge` refuses it.
     """
 
     def fitting(path: Path, manifest: Manifest) -> None:
@@ -107,9 +107,9 @@ def load_tensors(
     them (`drawn`). With a head, sequences may be shorter, and have the first of the learned
     positions.
 
-    Each rank reads its boxes and checks on the way those that were written in one piece. Pieces
-    that no rank has read whole, because they were written in another layout, are read once more and
-    checked by all ranks in turn. Raise as `load` does.
+    Each rank reads its boxes, and compares the pieces that it reads whole with their checksums. If
+    another layout wrote the checkpoint, no rank may have read some pieces whole. The ranks share
+    these pieces and read them once more for the comparison. Raise as `load` does.
     """
     try:
         manifest = on_root(world, lambda: read(directory))
@@ -126,7 +126,7 @@ def load_tensors(
     pieces = [p for p in state.pieces() if p.kind in kinds and p.name not in new]
     whole = not state.buffer.frozen
     with Reader(directory, manifest) as reader:
-        # `sound_manifest` has seen all files; without it there may be those of this node alone
+        # `sound_manifest` checks all files; a node may have only the files that its ranks read
         shared = read is not read_manifest
         wanted = Wanted(pieces, kinds, judge, whole=whole, shorter=bool(head), shared=shared)
         damage = _filled(reader, state, world, wanted)

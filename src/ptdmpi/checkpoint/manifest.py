@@ -36,7 +36,7 @@ TYPE_NAMES = {"float32": "F32", "float64": "F64", "uint8": "U8"}
 # Prefixes of names: a quantized weight has CODES and SCALES instead of WEIGHTS.
 WEIGHTS, CODES, SCALES = (f"{k}/" for k in (KIND_OF_WEIGHTS, KIND_OF_CODES, KIND_OF_SCALES))
 QUANTIZATION = "quantization"
-EXTRAS = "extras"  # what the program around a run keeps, by name
+EXTRAS = "extras"  # entries of the program around a run, by name
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,15 @@
 """Copies of the training state in the memory of the nodes, from which lost ranks are restarted.
 
-A copy is a checkpoint whose files are in a folder of tmpfs, which the kernel keeps when the ranks
-die: each node has those of its own ranks, and those of the node before it (Wang et al. 2023,
-"Gemini", section 4), so that the loss of one node loses no file. `ptdmpi run` names the folder and
+A copy is a checkpoint whose files are in a folder of tmpfs. The kernel keeps them when the ranks
+die. Each node has the files of its own ranks and those of the previous node (Wang et al. 2023,
+"Gemini", section 4), so that no file is lost with one node. `ptdmpi run` names the folder and
 removes it at the end.
 
     FOLDER/step-00000012-ID/rank-00000.safetensors ... manifest.json
 
-A copy is made in two phases. First every rank writes, and passes its file to the next node. When
-all have said that this went well, each node writes the manifest, which makes the copy valid; when
-all have said so, the copy before it is removed. So at every moment one copy is whole.
+A copy is made in two phases. First every rank writes its file, and sends it to the next node. If
+all ranks report success, each node writes the manifest, which makes the copy valid. If all nodes
+report that, too, the previous copy is removed. So one copy is complete at every moment.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class HeldCopy:
 class MemoryCopies:
     """The copies of one run; every rank calls every method.
 
-    `seconds` and `count` tell what the copies of this process have cost.
+    `count` is the number of copies that this process has made, and `seconds` the time they took.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class MemoryCopies:
     # -- making a copy -----------------------------------------------------------------------------
 
     def keep(self, step: int) -> str:
-        """Copy the state after `step`. Return why that failed, the same on every rank, or ""; the
-        copy before then stays."""
+        """Copy the state after `step`. Return "", or the reason why that failed, the
+        same on every rank; the previous copy then stays."""
         begin = time.perf_counter()
         name = self.world.broadcast_object(f"{files.name_of(step)}-{time.time_ns():x}")
         path = self.folder / name
@@ -123,9 +123,9 @@ class MemoryCopies:
             return None, f"rank {self.world.rank}: {error}"
 
     def _passed_on(self, path: Path, everyone: Sequence[tuple[Written | None, str]]) -> str:
-        """Send this rank's file to the next node, and write those that come from the node before.
+        """Send this rank's file to the next node, and write the files that the previous node sends.
 
-        Files of a node are dealt over the ranks of the next one.
+        The ranks of a node share the files of the previous node.
         """
         if len(self.nodes) == 1:
             return ""

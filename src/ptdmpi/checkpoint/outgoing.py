@@ -27,15 +27,16 @@ class OutgoingState:
         self.copied = copied
         self.parts = list(share(state, axes, mean))
         mine = sum(part.values.nbytes for part in self.parts)
-        self.total_bytes = sum(axes.world.all_gather_object(mine))  # of all ranks
+        self.total_bytes = sum(axes.world.all_gather_object(mine))  # on all ranks together
         self._copies = copies_of(state.buffer.device)
         self._host: Tensor | None = None
 
     def take(self) -> list[Outgoing]:
         """Return the parts with the present values of the state.
 
-        The mean of replicas, and a state that training may change meanwhile, are copied into host
-        memory that each save uses again; else the parts are the state itself. A device copies while
+        If the mean of replicas is written, or training may change the state meanwhile, the parts
+        are copied into host memory, which all saves share. Otherwise the parts are the state
+        itself. A device copies while
         it computes, and the next update waits for the copy (`State.read`).
         """
         self.state.settle()  # operations that write to the views may be under way
@@ -71,10 +72,10 @@ class OutgoingState:
         return host
 
     def _on_host(self, values: Tensor) -> Array:
-        """Return a part as an array. Parts are requested one by one, as each is written: the
-        earlier ones need no memory any more. A device copies into page-locked memory."""
+        """Return a part as an array. Parts are requested one by one, when they are written,
+        so the earlier ones need no memory any more. A device copies into page-locked memory."""
         self.state.let_go()
-        if values.device.type == "cpu":  # no waiting, not even for the present computation
+        if values.device.type == "cpu":  # do not wait, not even for the present computation
             return values.numpy()
         with self._copies.behind(self._copies.computed()):
             host = on_its_way(values)

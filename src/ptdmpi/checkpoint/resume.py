@@ -36,7 +36,7 @@ class Resumption:
         self.mean = course.config.data_parallel.checkpoint == "average"
         self.followed: Path | None = None
         self.mean_of = 0
-        self.extras: dict[str, Any] = {}  # those of the checkpoint that was loaded
+        self.extras: dict[str, Any] = {}  # of the checkpoint that was loaded
 
     def resume(self, wanted: str, lost: bool = False) -> tuple[Progress | None, list[str]]:
         """Load the checkpoint that `checkpoint.resume = wanted` names. Return its progress (None:
@@ -86,9 +86,10 @@ class Resumption:
         """Load the newest copy in the nodes' memory, unless the run has saved a later step since;
         return its progress, or None if there is no such copy or it cannot be read.
 
-        A copy is of the job that this start belongs to. So the run's own checkpoints are those that
-        `checkpoint.resume = wanted` would resume from, unless it still names another origin: then
-        the next save sets aside what the run does not come from, as after the first start.
+        A copy was made by the job that this start belongs to. So the run continues its own
+        checkpoints, unless `checkpoint.resume = wanted` names another origin and no save has
+        followed. In that case the next save sets aside the checkpoints that the run does not come
+        from, as after the first start.
         """
         step = copies.find()
         if step is None or step < on_root(self.world, lambda: self._newest_own(wanted)):

@@ -20,7 +20,7 @@ class Retention:
         self.directory = directory
         self.config = config
         self.damaged: list[str] = []
-        # called by the first save: sets aside checkpoints that the run does not come from
+        # the first save calls it, to set aside checkpoints that the run does not come from
         self._branch: Callable[[], None] | None = None
 
     @property
@@ -41,7 +41,7 @@ class Retention:
         if self._branch is not None:
             self._branch()
             self._branch = None
-            if (self.directory / files.BEST).is_file():  # it may name one of those
+            if (self.directory / files.BEST).is_file():  # `best` may name one of them
                 best.point(self.directory, self.damaged)
         return temporary
 

@@ -5,11 +5,11 @@ to write, and `manifest.json`. The manifest lists for every logical tensor (`wei
 `exp_avg/NAME`, `exp_avg_sq/NAME`; float32 masters) its shape, its type, and the file and place of
 each of its boxes. All files are written and synced under a temporary name; the manifest comes last,
 then the directory is renamed, then `latest` is moved. Ranks that hold equal tensors share the
-writing by bytes.
+writing in shares of equal bytes.
 
-A thread of each rank writes its file, and a thread of rank 0 does the rest. All agreements of ranks
-use the world communicator, on the main thread, between two steps: MPI need not support threads, and
-the messages are not mixed with those of a step.
+A thread of each rank writes its file, and a thread of rank 0 does the rest. When ranks must agree,
+their main threads use the world communicator between two steps. So MPI need not support threads,
+and the messages are not mixed with those of a step.
 """
 
 import contextlib
@@ -81,21 +81,21 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, state: State, axes: Axes, course: Course) -> None:
-        """`course`: that of the run of this state; its section [checkpoint] is used."""
+        """Store the arguments. `course` is that of the run; its section [checkpoint] is used."""
         self.directory = directory
         self.state = state
         self.course = course
         self.config = course.config.checkpoint
         self.world = axes.world
         self.validated: tuple[int, float] | None = None
-        # what else rank 0's program stores in each manifest, as JSON by name
+        # further entries that rank 0's program stores in each manifest: JSON, by name
         self.extras: Callable[[], dict[str, Any]] = dict
         self.retention = Retention(directory, self.config)
         self.resumption = Resumption(self.world, state, course, self.retention)
         mean = course.config.data_parallel.checkpoint == "average"
         self.outgoing = OutgoingState(state, axes, mean=mean, copied=self.config.asynchronous)
         self._flight: _Flight | None = None
-        # one thread: rank 0 publishes after it has written its own file
+        # a single thread, so that rank 0 publishes after it has written its own file
         self._threads = ThreadPoolExecutor(
             1, "checkpoint", initializer=belong_to, initargs=(state.buffer.device,)
         )
@@ -258,7 +258,8 @@ class Checkpoints:
         error: str | None = None
         if flight.publishing is not None and (wait or flight.publishing.done()):
             done, error = _result(flight.publishing)
-        # in every poll: only rank 0 knows, and all must stop asking after the same step
+        # rank 0 sends this in every poll: only it knows when the save is complete, and all ranks
+        # must stop polling after the same step
         done, error = self.world.broadcast_object((done, error))
         self._give_up_on(flight, error)
         return done

@@ -13,7 +13,8 @@ WHOLE_BYTES = 1 << 16
 
 def share(state: State, axes: Axes, mean: bool = False) -> Iterator[Piece]:
     """Yield the parts that this rank writes, so that every element of every tensor is written once.
-    `mean`: if replicas differ, their mean is written, under one name; else each of them."""
+    With `mean`, the mean of replicas that differ is written under one name; otherwise each replica
+    is written."""
     grid, rank = axes.grid, axes.world.rank
     owned = [piece for piece in state.pieces(mean) if piece.owned]
     # those that the fewest ranks hold come first
@@ -33,8 +34,9 @@ def divide(
     """Yield the part of `shapes`, boxes that all `holders` hold, that the rank at `place` writes:
     (number, rows).
 
-    The boxes lie one after the other on a line of bytes that is cut into equal lengths; a row of
-    dim 0, or a whole small box, belongs to the rank in whose length it begins.
+    Imagine all boxes one after the other on a line of bytes, which is cut into equal sections, one
+    for each rank. A row of dim 0, or a whole small box, belongs to the rank in whose section it
+    begins.
     """
     total = sum(math.prod(shape) for shape in shapes) * element_bytes
     begin, end = (total * k // holders for k in (place, place + 1))

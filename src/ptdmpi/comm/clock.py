@@ -1,8 +1,9 @@
-"""Clocks that time what a rank does: the host's, and a device's by its events.
+"""Clocks that measure a rank's work: the host's clock, and a device's, which uses its events.
 
-Work that is handed to a device runs after the call that handed it over has returned, so the host's
-time around the call says nothing. A moment is therefore a mark: put down in the order of the work,
-read when the work before it is done. On the host that is at once.
+A call that hands work to a device returns before the work has run, so the host's time before and
+after the call says nothing about the work. Therefore a clock makes marks. A mark has a place in the
+order of the device's work, and its time is known when the work before it is done. A mark of the
+host is done when it is made.
 """
 
 import time
@@ -22,18 +23,19 @@ class Mark(Protocol):
         """Return True if the work before it is done. Never waits; any thread may ask."""
 
     def at_s(self) -> float:
-        """When that was, in seconds of `time.perf_counter`; only of a mark that is done."""
+        """Return the time of the mark, in seconds of `time.perf_counter`. The mark must be done."""
 
 
 class Clock(Protocol):
-    """Puts down marks on one device."""
+    """A maker of marks on one device."""
 
     def mark(self) -> Mark:
         """Return a mark of now, after all work that was handed over so far."""
 
     def settle(self) -> None:
-        """Wait for the device, so that all marks so far are done, and align the two clocks. Once a
-        step, where the host waits anyway: marks never make it wait."""
+        """Wait for the device, so that all marks so far are done, and align the device's clock with
+        the host's. It is called once in a step, where the host must wait anyway; marks never make
+        it wait."""
 
     def asked_from_here(self) -> None:
         """Prepare the calling thread for queries of marks."""
@@ -45,7 +47,7 @@ class HostMark(float):
     __slots__ = ()
 
     def done(self) -> bool:
-        """Return True: the host is never behind."""
+        """Return True: the host's own work is done when the mark is made."""
         return True
 
     def at_s(self) -> float:
@@ -54,7 +56,8 @@ class HostMark(float):
 
 
 class HostClock:
-    """The host works in the order of its calls: a mark is the time itself."""
+    """The clock of the host. Its work is done when a call returns, so a mark is the present
+    time."""
 
     def mark(self) -> Mark:
         """Return a mark of now."""
@@ -71,7 +74,7 @@ HOST = HostClock()
 
 @dataclass(frozen=True)
 class _Anchor:
-    """A moment on both clocks: an event that is reached, and the host's seconds of it."""
+    """A moment on both clocks: an event that the device has passed, and the host's time then."""
 
     event: Any
     at_s: float
@@ -92,8 +95,8 @@ class _DeviceMark:
 
 
 class DeviceClock:
-    """Marks are events in the queue that is current on the device; their times count from the last
-    moment at which the host had waited for the device."""
+    """The clock of a device. Marks are events in the device's current queue. Their times are
+    measured from the moment at which the host last waited for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -108,7 +111,7 @@ class DeviceClock:
         """Wait for the device."""
         event = self._event()
         event.synchronize()
-        # immediately: the delay between the two is the clock's error
+        # take the time immediately: any delay is an error of the clock
         self._anchor = _Anchor(event, time.perf_counter())
 
     def asked_from_here(self) -> None:

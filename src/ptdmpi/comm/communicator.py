@@ -1,11 +1,11 @@
 """The communicator contract: what a wire must offer to the parallel layers, and nothing else.
 
-A communicator stands for one group of the process grid, such as an axis, seen from one rank. Size 1
-is the same code with the exchange skipped. Tensors must be contiguous: a silently copied one would
-lose its result.
+A communicator is one rank's view of a group of the process grid, such as an axis. In a group of one
+rank the same code runs, without the exchange. Tensors must be contiguous, because the result in a
+silent copy of a tensor would be lost.
 
-A collective may be begun and waited for later: `all_reduce_begin(x)` returns a handle, and the rank
-may compute without x until it waits. Every rank of a group begins the same ones in the same order.
+A rank may begin a collective and wait for it later: `all_reduce_begin(x)` returns a handle, and the
+rank may compute without x until it waits. All ranks begin the same collectives in the same order.
 """
 
 import math
@@ -31,7 +31,7 @@ class Handle(Protocol):
     """Communication under way; its tensors belong to it until `wait` returns."""
 
     def wait(self) -> None:
-        """Return when the tensors may be used; on a device its queue waits, not the host."""
+        """Wait until the tensors may be used. On a device its queue waits, not the host."""
 
     def done(self) -> bool:
         """Return True if the communication is complete. Never waits."""
@@ -68,9 +68,9 @@ class Communicator(WireTraits, ABC):
     """One group of the process grid, such as an axis: `rank` of `size`.
 
     MPI carries the control messages on every wire. `busy` names the collective that this rank is
-    in, and is empty outside; any thread may read it. `tally` counts what it sends of tensors.
-    `under_way` keeps the collectives that nobody has waited for to their end, with their tensors:
-    the wire may still write there when whoever began them has failed.
+    in, or is empty; any thread may read it. `tally` counts the bytes of tensors that this rank
+    sends. `under_way` has the collectives that are not complete, with their tensors, because the
+    wire may write to these even after the code that began a collective has failed.
     """
 
     def __init__(self, control: "MPI.Comm", clock: Clock = HOST, group: str = "") -> None:
@@ -85,10 +85,10 @@ class Communicator(WireTraits, ABC):
         self.busy = ""
         self._waits: Total | None = None
         self.under_way: set[_UnderWay] = set()
-        self.made: list[MPI.Comm] = []  # of `control`, by the wire, to be revoked with it
+        self.made: list[MPI.Comm] = []  # made by the wire from `control`, and revoked with it
 
     def count(self, waits: Total | None) -> None:
-        """Add the time of later collectives, which is mostly waiting, to `waits`; None: do not."""
+        """Add the time of later collectives, mostly waiting, to `waits`, unless it is None."""
         self._waits = waits
 
     # -- tensors ---------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class Communicator(WireTraits, ABC):
         result = tensor.new_empty((sum(received), *tensor.shape[1:]))
         row = math.prod(tensor.shape[1:])
         parts = Exchanged([row * n for n in sent], [row * n for n in received])
-        # a rank that has nothing to send or to receive still takes part: others may exchange
+        # a rank with nothing to send or to receive takes part, because other ranks may exchange
         leaving_bytes = tensor.nbytes - parts.sent[self.rank] * tensor.element_size()
         handle = self._begin(
             "all_to_all",
@@ -203,7 +203,7 @@ class Communicator(WireTraits, ABC):
         return sent, received
 
     def all_gather_in_place(self, whole: Tensor) -> Handle:
-        """Begin to fill `whole`, [size n, ...]: part k of it is what rank k has there."""
+        """Begin to fill `whole`, [size n, ...], with part k of rank k's `whole` for each rank k."""
         if not self._has_parts(whole):
             return DONE
         return self._begin("all_gather", self._all_gather, whole.view(-1), self._own(whole))
@@ -321,7 +321,7 @@ class Communicator(WireTraits, ABC):
         return handle if handle is DONE else _UnderWay(self, name, handle, tensors)
 
     # -- what a wire implements, on flat tensors and for size > 1 ----------------------------------
-    # The smaller tensor of a gather or scatter may be its own place in the larger one.
+    # The smaller tensor of a gather or scatter may be a view of its part of the larger one.
 
     @abstractmethod
     def _all_reduce(self, flat: Tensor, op: str) -> Handle: ...
@@ -383,16 +383,17 @@ class _All:
 
     def done(self) -> bool:
         """Return True if every message is over."""
-        # all are asked: on some wires it is by being asked that a message gets on
+        # ask all: on some wires a message makes progress only when its handle is asked
         over = [handle.done() for handle in self._handles]
         return all(over)
 
 
 class Neighbourhood:
-    """The ranks of a group that send to this one, and those it sends to: a graph, seen from a rank.
+    """The ranks of a group that send to this rank, and those to which it sends: its part of a
+    graph.
 
-    This one exchanges in pairs, so that a wire needs no more than sends and receives; a wire that
-    knows graphs has one of its own. An exchange is counted as "neighbours" and named so in `busy`.
+    This class exchanges by sends and receives in pairs, which every wire has. A wire that supports
+    graphs has a class of its own. An exchange is "neighbours" in tallies and in `busy`.
     """
 
     def __init__(
@@ -467,7 +468,7 @@ class OneRank(Communicator):
 
 
 def _require(tensor: Tensor) -> Tensor:
-    # wires send memory, not elements: with gaps in it NCCL sends the wrong ones, and says nothing
+    # wires send memory as it is: from memory with gaps NCCL sends wrong elements, without error
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} on a wire must be contiguous")
     return tensor
@@ -476,7 +477,8 @@ def _require(tensor: Tensor) -> Tensor:
 def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
     """Write to `result` [n] the sum or max of at least two `pieces` [n], in ascending order.
 
-    Half types are summed in float32 and rounded once, which one addition of theirs does anyway.
+    Half types are summed in float32 and rounded once. A single addition in a half type does the
+    same.
     `result` may be the first piece.
     """
     if op == "max":
@@ -486,7 +488,7 @@ def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
     elif op != "sum":
         raise ValueError(f"op is sum or max, not {op}")
     elif result.dtype in (torch.bfloat16, torch.float16) and len(pieces) > 2:
-        # rounded once: with eight bits, after each addition, small gradients are lost next to large
+        # round only once: to 8 bits after each addition, small gradients would vanish in the sum
         total = pieces[0].float()
         for piece in pieces[1:]:
             total += piece

@@ -1,7 +1,7 @@
 """The environment of a rank, which must be right before mpi4py, torch or h5py is imported.
 
-Sites differ in binding and network variables; those are left alone. Set here (only where the user
-did not) is what is wrong on every machine otherwise.
+Variables of binding and of the network differ from site to site, and are not changed. This module
+sets the variables whose defaults are wrong on every machine, unless the user has set them.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ from ptdmpi.config import InputError
 from ptdmpi.terminal import launched
 from ptdmpi.terminal.say import note
 
-# Each launcher's word for "this many ranks were started".
+# The variables in which launchers give the number of ranks that they have started.
 SIZE_VARIABLES = (*launched.SIZE_VARIABLES, "SLURM_NTASKS")
 
 
 def begin(what: str) -> None:
-    """Say at once what starts, before the seconds in which MPI and PyTorch are loaded, and set the
-    environment. Call before importing mpi4py, torch or h5py."""
+    """Print what starts, because loading MPI and PyTorch takes seconds, and set the environment.
+    Call this before importing mpi4py, torch or h5py."""
     ranks = counted(launched.launched_size(), "rank")
     note(f"ptdmpi {what}: {ranks}, loading MPI and PyTorch")
     prepare()
@@ -34,12 +34,12 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
     """
     try:
         os.getcwd()
-    except OSError as error:  # Open MPI and MKL would end the process, with words of their own
+    except OSError as error:  # Open MPI and MKL would end the process, with a message of theirs
         raise InputError(
             f"the current directory is gone ({error.strerror}); cd to one that exists"
         ) from None
-    if "HOME" not in environ:  # as cron, systemd and some containers do; Open MPI ends without it
-        home = os.path.expanduser("~")  # from the table of users
+    if "HOME" not in environ:  # unset by cron, systemd, some containers; Open MPI needs it
+        home = os.path.expanduser("~")  # from the system's list of users
         environ["HOME"] = home if os.path.isabs(home) else "/"
     # Lustre and GPFS often refuse the locks HDF5 asks for; shards are read-only.
     environ.setdefault("HDF5_USE_FILE_LOCKING", "FALSE")
@@ -48,15 +48,15 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
     _prepare_for_gpus(environ)
     local_ranks = int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
     if local_ranks > len(os.sched_getaffinity(0)):
-        # A spinning rank keeps the core from the rank it waits for: 4 ms a message otherwise.
+        # A rank that spins takes the core of the rank that it waits for: a message took 4 ms.
         environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
     """Suspend the garbage collector while modules are imported, and exclude their objects from
-    later collections. They stay anyway, and scanning them again and again took a tenth of PyTorch's
-    import."""
+    later collections. These objects are never freed, and scanning them again and again took a tenth
+    of the time of PyTorch's import."""
     collects = gc.isenabled()
     known = len(sys.modules)
     gc.disable()
@@ -75,21 +75,23 @@ def _prepare_for_gpus(environ: MutableMapping[str, str]) -> None:
     A rank has an NCCL communicator for each group, and two for each neighbour in the pipeline.
     Without a GPU the variables have no effect.
     """
-    # Kernels of two communicators that ranks launch in different orders wait for each other for
-    # ever; so NCCL (2.26 on) runs them in the order of the host's calls, which all ranks share.
-    # From CUDA 12.3 on they still overlap (NCCL user guide, environment variables).
+    # If ranks launch the kernels of two communicators in different orders, these wait for each
+    # other for ever. With this variable NCCL (2.26 on) runs them in the order of the host's calls,
+    # which is the same on all ranks. From CUDA 12.3 on they still overlap (NCCL user guide,
+    # environment variables).
     environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    # Streams share the device's queues, 8 by default: work after a message that waits for
-    # its other end, in the same queue, waits too. 32 is the most (CUDA programming guide).
+    # Streams share the device's queues, 8 by default. If a message waits for its peer, all later
+    # work in the same queue waits, too. 32 queues are the most (CUDA programming guide).
     environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    # Tensors of many sizes leave gaps in fixed blocks of memory; blocks that grow have fewer
-    # (PyTorch, CUDA semantics). The older name still counts, where the user has set that one.
+    # Tensors of many sizes leave gaps in fixed blocks of memory, and fewer in blocks that can grow
+    # (PyTorch, CUDA semantics). PyTorch still reads the variable's older name, so a user may have
+    # set that one.
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def check_singleton(world_size: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse N silent worlds of one rank where the launcher started N ranks of one world.
+    """Refuse to run if the launcher has started N ranks, but each is alone in a world of one rank.
 
     Raises InputError with the reason and the fix.
     """

@@ -10,9 +10,9 @@ class Mailbox:
     """Picklable values between ranks, on a communicator of their own.
 
     Every rank makes one at the same time (it duplicates `control`); from then on one thread of each
-    rank uses it, whatever the other threads do: this needs MPI_THREAD_MULTIPLE. Messages between
-    two ranks arrive in order. Nothing is freed at the end: that would be collective, and a rank may
-    be lost by then.
+    rank uses it while other threads may call MPI too, which needs MPI_THREAD_MULTIPLE. Messages
+    between two ranks arrive in order. The communicator is never freed: all ranks would have to do
+    that together, and a rank may be lost by then.
     """
 
     def __init__(self, control: MPI.Comm) -> None:

@@ -22,16 +22,16 @@ from ptdmpi.comm.communicator import (
     combine,
 )
 
-# Up to here one exchange of whole tensors is quicker than reduce-scatter and all-gather.
+# Up to this size one exchange of whole tensors is quicker than reduce-scatter and all-gather.
 DIRECT_BYTES = 32 * 1024
-# Between two ranks one exchange wins up to here: the same bytes, in one message instead of two.
+# The same limit between two ranks, where one exchange sends as many bytes in half the messages.
 PAIR_BYTES = 4 * 1024 * 1024
-# Large sums go in pieces of this size, so that the scratch memory is bounded and stays in cache.
+# Large tensors are summed in pieces of this size, so that temporary memory stays in cache.
 BUCKET_BYTES = 4 * 1024 * 1024
 
 
 def _bytes(flat: Tensor) -> np.ndarray:
-    # the tensor's own memory: numpy has no bfloat16, and refuses what autograd follows
+    # share the tensor's memory, as bytes: numpy has no bfloat16, and refuses tensors of autograd
     return flat.detach().view(torch.uint8).numpy()
 
 
@@ -70,7 +70,7 @@ class _Request:
 
     def done(self) -> bool:
         """Return True if the message is over, and copied to its target."""
-        # of a request that is over Test is true for ever: MPI has made it a null one
+        # MPI makes a completed request null, and Test of a null request is always true
         finished = self._request.Test()
         if finished:
             self._deliver()
@@ -83,8 +83,8 @@ class _Request:
 
 
 class MpiCommunicator(Communicator):
-    """A group whose tensors travel through MPI. A collective is done when it was begun: MPI makes
-    progress only inside its calls, so that going on meanwhile would gain nothing."""
+    """A group whose tensors are sent through MPI. A call that begins a collective also completes
+    it: MPI makes progress only inside its calls, so there is nothing to gain from waiting later."""
 
     exact = True
     posts_early = True  # MPI matches by sender, also while other messages are in transit
@@ -106,7 +106,7 @@ class MpiCommunicator(Communicator):
         elif self.size == 2 and host.nbytes <= PAIR_BYTES:
             other = torch.empty_like(host)
             peer = 1 - self.rank
-            # both at once: two blocking sends may wait for each other (MPI 4.1, section 3.5)
+            # send and receive in one call: two blocking sends may deadlock (MPI 4.1, section 3.5)
             self.control.Sendrecv(_bytes(host), peer, recvbuf=_bytes(other), source=peer)
             combine((host, other), op, host)  # neither sum nor max of two depends on their order
         else:
@@ -117,8 +117,8 @@ class MpiCommunicator(Communicator):
         return DONE
 
     def _all_reduce_bucket(self, bucket: Tensor, op: str) -> None:
-        """Reduce a bucket by a reduce-scatter of exchanged pieces and an all-gather: 2
-        (size-1)/size of its bytes."""
+        """Reduce a bucket by an exchange of pieces, of which each rank sums its own, and an
+        all-gather. Each rank sends 2 (size-1)/size times the bucket's bytes."""
         counts = [part.nbytes for part in bucket.tensor_split(self.size)]
         starts = [sum(counts[:rank]) for rank in range(self.size)]
         mine = bucket.tensor_split(self.size)[self.rank]
@@ -135,7 +135,7 @@ class MpiCommunicator(Communicator):
     def _all_gather(self, result: Tensor, flat: Tensor) -> Handle:
         host = _host_room(result)
         own = host.view(self.size, -1)[self.rank]
-        # MPI forbids a buffer that is sent and received into, unless it is in its place
+        # MPI does not allow to send from the memory of the result, except by MPI.IN_PLACE
         inside = own.data_ptr() == flat.data_ptr() or host is not result
         if host is not result:
             own.copy_(flat)
@@ -198,8 +198,8 @@ class MpiCommunicator(Communicator):
 
 
 class MpiNeighbourhood(Neighbourhood):
-    """MPI's own: a distributed graph, and its nonblocking neighbourhood gather (MPI 4.1, sections
-    8.5.4 and 8.8). All its messages begin at once; calls of `done` let them make progress."""
+    """A neighbourhood of MPI: a distributed graph, and its nonblocking gather (MPI 4.1, sections
+    8.5.4 and 8.8). All messages begin at once; calls of `done` let them make progress."""
 
     def __init__(
         self, group: Communicator, sources: Sequence[int], destinations: Sequence[int]

@@ -43,7 +43,7 @@ class Copies(Protocol):
 
 
 class _Nothing:
-    """The host copies at once."""
+    """The copies of the host, which are complete at once."""
 
     def behind(self, place: Passed) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing."""
@@ -118,7 +118,7 @@ def belong_to(device: torch.device) -> None:
 
 
 def copies_of(device: torch.device) -> Copies:
-    """Return the queue of copies of a device; the host's copies everything at once."""
+    """Return the queue of copies of a device. On the host, copies are complete at once."""
     return _Nothing() if device.type == "cpu" else _DeviceCopies(device)
 
 
@@ -143,7 +143,8 @@ def locked(size: int) -> Tensor:
 
 
 def pinned_like(values: Tensor) -> Tensor:
-    """Room for a few numbers from the device, out of the allocator that keeps such memory."""
+    """Return page-locked memory for a few numbers from the device. PyTorch's allocator keeps it for
+    the next call."""
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
 
 

@@ -1,5 +1,6 @@
-"""The common part of wires of devices: a library carries the tensors that it reaches, MPI those of
-the host; neighbours of a pipeline have a connection of their own in each direction."""
+"""The common part of wires for devices. A library carries the tensors that it reaches, and MPI
+carries those of the host. Neighbours on a pipeline have a connection of their own in each
+direction."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ Pair = tuple[int, int]  # sender, receiver
 
 
 class Carrier(Protocol):
-    """One group of a library, on flat tensors that it reaches."""
+    """A group of ranks in a library, which works on the flat tensors that it reaches."""
 
     def reaches(self, flat: Tensor) -> bool:
         """Return True if the tensor is on the device of this library."""
@@ -33,7 +34,7 @@ class Carrier(Protocol):
         """Begin to fill `result` with this rank's part of the sum."""
 
     def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged) -> Handle:
-        """Begin to exchange the parts of `flat` for those of `result`."""
+        """Begin to send the parts of `flat` to the ranks, and to receive those of `result`."""
 
     def broadcast(self, flat: Tensor, root: int) -> Handle:
         """Begin to replace `flat` by the root's."""
@@ -51,7 +52,7 @@ class Carrier(Protocol):
         """Return the error of the connection, if any; see `Communicator.failure`."""
 
     def abort(self) -> None:
-        """End what is under way, on this rank; nothing can be begun any more."""
+        """End all operations under way on this rank; no other one can begin."""
 
 
 class RoutedCommunicator(Communicator):

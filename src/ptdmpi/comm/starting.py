@@ -1,9 +1,10 @@
-"""The start of ranks that may be lost: a rank that dies before MPI_Init ends the job.
+"""A watch at the start of ranks: it ends the job if a rank dies before MPI is initialized.
 
 Under `mpirun --with-ft ulfm` the launcher does not end a job that loses a rank, and the other ranks
 wait in MPI_Init for the lost one, for ever. So each rank starts a small process that looks at the
-ranks of its node until MPI is initialized. It is no thread: MPI_Init keeps Python's lock. This file
-is the program of that process, too, and imports nothing but the standard library.
+ranks of its node until MPI is initialized. A thread could not do this, because MPI_Init holds
+Python's lock. This file is also the program of that process, so it imports only the standard
+library.
 """
 
 import contextlib
@@ -18,11 +19,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 LOOK_S = 0.5  # between two looks at the ranks
-# Until the launcher has started all ranks of a node; it needs some milliseconds for each.
+# Limit for the launcher to start all ranks of a node; it needs some milliseconds for each.
 COMPLETE_S = 10.0
-# Until MPI is initialized, for the loss of a rank that nobody on its own node could see.
+# Limit for MPI_Init, if a rank is lost and no process on its node could notice it.
 LIMIT_S = 600.0
-TURN_S = 2.0  # between the watchers of a node, until one of them has ended the job
+TURN_S = 2.0  # each watcher of a node waits longer by this than the one before it
 LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prte", "prted")
 JOB, LOCAL_SIZE = "PMIX_NAMESPACE", "OMPI_COMM_WORLD_LOCAL_SIZE"
 LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
@@ -39,7 +40,7 @@ def watched(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
     if not (told and keeps):
         yield
         return
-    # its environment must not look like that of a rank
+    # the process must not be taken for a rank by its environment
     own = {name: value for name, value in environ.items() if name != LOCAL_RANK}
     program = [
         sys.executable,
@@ -70,7 +71,7 @@ def main(job: str, size: int, place: int, rank_pid: int) -> None:
         if select.select(reads, [], [], LOOK_S)[0]:
             if os.read(reads[0], 1):
                 return
-            reads = []  # the rank is gone
+            reads = []  # the rank has ended
         waited_s = time.monotonic() - begin
         living = ranks_of(job)
         complete = complete or len(living) == size
@@ -80,7 +81,7 @@ def main(job: str, size: int, place: int, rank_pid: int) -> None:
             reason = f"MPI was not initialized within {LIMIT_S:.0f} s: a rank may be lost"
         else:
             continue
-        # one of the watchers is enough; a launcher that is told twice prints more
+        # one watcher is enough: a launcher that gets two signals prints more
         time.sleep(TURN_S * sum(other < place for other in living))
         end(launcher, reason)
         return

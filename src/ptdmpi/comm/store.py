@@ -1,6 +1,6 @@
 """torch.distributed's store of keys and values over MPI: no port, no MASTER_ADDR, no file.
 
-The keys are on rank 0 of a communicator of their own, where a thread answers.
+The keys are on rank 0, where a thread answers requests on a communicator of its own.
 """
 
 import threading
@@ -13,7 +13,7 @@ from mpi4py import MPI
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
-ASK = 1  # tag of questions; answers have the question's own
+ASK = 1  # tag of requests; a request names the tag of its answer
 # MPI promises tags up to 32767 (MPI 4.1, section 9.1.2)
 FIRST_ANSWER = 2
 ANSWERS = 30_000
@@ -26,7 +26,7 @@ class MpiStore(Store):
     """A store of keys that all ranks of a communicator share; all ranks make it together. It needs
     MPI_THREAD_MULTIPLE; each rank calls `leave` and `join` before MPI is finalized.
 
-    Keep it for as long as groups live that were made with it: torch does not.
+    Keep it as long as groups exist that were made with it, because torch does not keep it.
     """
 
     def __init__(self, everyone: MPI.Comm) -> None:
@@ -91,7 +91,7 @@ class MpiStore(Store):
             raise DistStoreError(f"no {', '.join(keys)} within {seconds:g} s")
 
     def _ask(self, what: str, *arguments: Any) -> Any:
-        with self._lock:  # an answer must not be taken for another thread's
+        with self._lock:  # each request has its own tag, so that threads do not mix up answers
             self._asked += 1
             tag = FIRST_ANSWER + self._asked % ANSWERS
         self._comm.send((what, arguments, tag), 0, ASK)
@@ -99,12 +99,12 @@ class MpiStore(Store):
 
 
 class _Server:
-    """Answers, in a thread, until all ranks have left or one is lost."""
+    """A thread that answers requests until all ranks have left or one is lost."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self.comm = comm
         self.values: dict[str, bytes] = {}
-        # (keys, deadline, rank, tag) of those who wait
+        # (keys, deadline, rank, tag) of each request that waits
         self.waiting: list[tuple[tuple[str, ...], float, int, int]] = []
         self.thread = threading.Thread(target=self._run, name="store", daemon=True)
         self.thread.start()
@@ -118,7 +118,7 @@ class _Server:
                 message = self.comm.improbe(tag=ASK, status=status)
                 self._release()
                 if message is None:
-                    # hardly anybody asks once all groups are made
+                    # requests are rare after all groups are made, so sleep longer and longer
                     time.sleep(nap_s)
                     nap_s = min(2 * nap_s, LONGEST_NAP_S)
                     continue
@@ -164,7 +164,7 @@ class _Server:
         return total
 
     def _compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
-        # as torch's own stores: a key that is not there is set where nothing is expected of it
+        # like torch's own stores, set a missing key if the expected value is empty
         if self.values.get(key, b"") == expected:
             self.values[key] = value
         return self.values.get(key, expected)

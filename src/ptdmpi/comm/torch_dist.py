@@ -1,7 +1,8 @@
-"""The `torch` wire: groups of torch.distributed, for whatever devices that has a library for.
+"""The `torch` wire: groups of torch.distributed, for all devices for which it has a library.
 
-That is RCCL (named "nccl") on AMD's GPUs, XCCL on Intel's, gloo on the host. The ranks of its
-groups are those of the MPI communicators, and what it needs to start goes through MPI.
+The library is RCCL (named "nccl") on AMD's GPUs, XCCL on Intel's, and gloo on the host. The groups
+have the ranks of the MPI communicators. The messages by which torch.distributed starts are sent
+through MPI.
 """
 
 import atexit
@@ -24,7 +25,7 @@ from ptdmpi.comm.store import MpiStore
 from ptdmpi.config import SharedInputError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
-PATIENCE_S = 2.0  # for a thread to end that nothing should hold
+PATIENCE_S = 2.0  # limit for the end of a thread that nothing should delay
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # torch 2.13 has new names for these, and warns of the old ones
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -48,13 +49,14 @@ class Session:
             store=self.store,
             rank=everyone.Get_rank(),
             world_size=everyone.Get_size(),
-            # not bound to a device: of one that is, torch makes groups by a split, in which all
-            # ranks of the world take part, and not the group's alone
+            # It is not bound to a device. If it were, torch would make groups by a split, which
+            # all ranks of the world must call, not only the ranks of the group.
         )
 
     @classmethod
     def begin(cls, everyone: MPI.Comm, device: torch.device) -> None:
-        """Have a session of these ranks; all of them call it. One of others is over."""
+        """Begin a session of these ranks, unless they have one. A session of other ranks is closed.
+        All of these ranks call it."""
         if everyone.Get_size() == 1:
             return
         known = cls.now
@@ -62,7 +64,7 @@ class Session:
         if known is not None and fits:
             same = (MPI.IDENT, MPI.CONGRUENT)
             fits = MPI.Comm.Compare(known.everyone, everyone) in same
-        # a rank may have been in another world meanwhile, without the others
+        # some of the ranks may have been in another world since
         if everyone.allreduce(fits, MPI.LAND):
             return
         if known is not None:
@@ -81,14 +83,15 @@ class Session:
     def group(self, ranks: Sequence[int], most: Callable[[int], int]) -> dist.ProcessGroup:
         """Return a group of these ranks of the world, in ascending order. Only they call it. `most`
         returns the maximum of a number over them."""
-        # torch names a group by its ranks and by how many groups a process has: they must agree
+        # torch names a group by its ranks and by the number of groups that a process has made,
+        # which must be the same on all ranks of the group
         for _ in range(most(self.made) - self.made):
             self._new([self.everyone.Get_rank()])
         return self._new(ranks)
 
     def _new(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         self.made += 1
-        # connected at once, and to the right GPU, where there is somebody to connect to
+        # on a GPU a group of several ranks connects now, with this rank's own GPU
         device = None if self.device.type == "cpu" or len(ranks) == 1 else self.device
         group = dist.new_group(list(ranks), use_local_synchronization=True, device_id=device)
         assert isinstance(group, dist.ProcessGroup), "this rank is in it"
@@ -97,7 +100,7 @@ class Session:
 
 @atexit.register
 def _end() -> None:
-    # before MPI is finalized, which mpi4py does later: the stores' threads are in MPI
+    # this runs before mpi4py finalizes MPI, because the stores' threads call MPI
     if Session.now is not None:
         Session.now.close()
     for store in Session.left:
@@ -105,7 +108,7 @@ def _end() -> None:
 
 
 class Begun:
-    """A collective or message of torch's."""
+    """A collective or message of torch.distributed that has begun."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -114,7 +117,7 @@ class Begun:
     def wait(self) -> None:
         """Wait for the operation; on a device, let the current stream wait."""
         self._work.wait()
-        self._over = True  # gloo's reduce-scatter does not say so itself
+        self._over = True  # gloo's reduce-scatter does not report its end
 
     def done(self) -> bool:
         """Return True if the work is over."""
@@ -122,8 +125,8 @@ class Begun:
 
 
 class Attendant:
-    """Waits for gloo's messages, in a thread: only a waiting thread learns that they are
-    complete."""
+    """A thread that waits for gloo's messages, because only a thread that waits learns that they
+    are complete."""
 
     def __init__(self) -> None:
         self.works: queue.SimpleQueue[tuple[Any, Future[None]] | None] = queue.SimpleQueue()
@@ -137,7 +140,8 @@ class Attendant:
         return attended
 
     def end(self) -> None:
-        """Python may end while it sleeps, but not while it is in torch's own code."""
+        """End the thread. Python may exit while the thread sleeps, but not while it runs torch's
+        code."""
         self.works.put(None)
         self._thread.join(PATIENCE_S)
 
@@ -146,7 +150,7 @@ class Attendant:
             work, future = waiting
             try:
                 work.wait()
-            except Exception as error:  # raised again in whoever waits
+            except Exception as error:  # raised again where `wait` is called
                 future.set_exception(error)
             else:
                 future.set_result(None)
@@ -173,7 +177,7 @@ class TorchCarrier:
     def __init__(self, session: Session, control: MPI.Comm, pairs: Sequence[Pair]) -> None:
         self.session = session
         self.rank: int = control.Get_rank()
-        # its ranks as the world counts them: ascending, as torch would sort them
+        # the group's ranks in the world; they ascend, as torch would sort them
         self.ranks: list[int] = control.allgather(session.everyone.Get_rank())
         self.whole = session.group(self.ranks, partial(control.allreduce, op=MPI.MAX))
         self.pairs = {pair: self._pair(control, pair) for pair in pairs if self.rank in pair}
@@ -244,7 +248,7 @@ class TorchCarrier:
 
     def pending(self) -> str:
         """Return nothing: torch has a watchdog of its own."""
-        return ""  # its watchdog ends operations that hang and that no rank waits for
+        return ""  # torch's watchdog ends operations that hang even if no rank waits for them
 
     failure = pending
 

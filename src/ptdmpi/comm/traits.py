@@ -1,4 +1,4 @@
-"""The properties of a wire, its begin and its end."""
+"""The properties of a wire, its beginning and its end."""
 
 from typing import TYPE_CHECKING, ClassVar
 
@@ -9,16 +9,16 @@ if TYPE_CHECKING:  # the import initialises MPI
 
 
 class WireError(RuntimeError):
-    """An operation cannot be done any more; its words say which."""
+    """An error: an operation cannot be done any more. The message names it."""
 
 
 class WireTraits:
     """The differences between wires, apart from how they move tensors.
 
     `exact`: sums are taken in ascending rank order, in float32 or wider, independently of messages
-    and algorithm; code that needs equal bits checks this. `posts_early`: a receive may be begun
-    long before its message without holding up what is begun after it. `overlaps`: operations make
-    progress while this rank computes, so that it pays to begin them early.
+    and algorithm. Code that needs equal bits checks this. `posts_early`: a receive may begin long
+    before its message arrives, and does not delay later operations. `overlaps`: operations make
+    progress while this rank computes, so that it is useful to begin them early.
     """
 
     exact: ClassVar[bool] = False
@@ -33,13 +33,13 @@ class WireTraits:
         return ""
 
     def pending(self) -> str:
-        """Return the collective that this rank's device is in, as `busy` names it; empty if it is
-        in none, or still computes earlier work. Never waits; any thread may call it."""
+        """Return the collective that this rank's device is in, by its name in `busy`; "" if it is
+        in none, or still computes earlier work. It never waits; any thread may call it."""
         return ""
 
     def failure(self) -> str:
-        """Why nothing that was begun can be trusted any more; empty while all is well. Never
-        waits; any thread may ask."""
+        """Return the error after which no operation that has begun can be trusted; "" if there is
+        none. It never waits; any thread may call it."""
         return ""
 
     def abort(self) -> None:

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from ptdmpi.comm.world import Process, World
 from ptdmpi.config import InputError
 
-# A connection can break before the launcher says who died; 41 ms (median) to 53 ms were measured.
+# A connection can break before the launcher reports who died: 41 ms (median) to 53 ms, measured.
 PATIENCE_S = 5.0
 ALL_FLAGS = (1 << 31) - 1
 
@@ -37,16 +37,16 @@ def require(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def rank_lost(world: World, patience_s: float = PATIENCE_S) -> bool:
-    """Return True if an operation failed because a rank is lost; asked of the communicators.
+    """Return True if an operation failed because a rank is lost. The communicators know this.
 
-    The error class says little: a broken barrier can surface as MPI_ERR_OTHER. An answer "no" takes
-    `patience_s`, for the news may be on its way.
+    The error class says little: a broken barrier can raise MPI_ERR_OTHER. False is returned only
+    after `patience_s` seconds, because the loss may not have been reported yet.
     """
     end = time.monotonic() + patience_s
     while not any(comm.Is_revoked() or comm.Get_failed().Get_size() for comm in world.made):
         if time.monotonic() > end:
             return False
-        # only a call that makes progress learns the news, perhaps by an error
+        # MPI learns of the loss only in a call that makes progress, which may raise
         with contextlib.suppress(MPI.Exception):
             world.control.Iprobe()
         time.sleep(0.005)
@@ -56,8 +56,8 @@ def rank_lost(world: World, patience_s: float = PATIENCE_S) -> bool:
 def revoke(world: World) -> None:
     """Wake every rank that waits in a communicator of this world, by an error.
 
-    All of them must be revoked: a rank that waits in an axis without a dead member waits for one
-    that has left, and has no other way to learn of the failure.
+    All communicators must be revoked. A rank may wait in an axis without a lost member, for a rank
+    that has left the axis because of the loss. Nothing else would wake it.
     """
     for comm in world.made:
         comm.Revoke()
@@ -91,8 +91,9 @@ def shrink(world: World) -> tuple[World, list[Process]]:
 
 
 def leave(world: World, code: int) -> None:
-    """End this process, as all others do: MPI_Finalize can hang after the loss of a rank."""
-    with contextlib.suppress(MPI.Exception):  # no rank waits for one that is lost now
+    """End this process without MPI_Finalize, which can hang after the loss of a rank. All others
+    do the same."""
+    with contextlib.suppress(MPI.Exception):  # the barrier fails if a rank is lost
         world.control.Barrier()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -20,9 +20,10 @@ CPU = torch.device("cpu")
 class Wire:
     """A maker of the communicators of the data plane: one for each group of a grid.
 
-    `World.split` calls it on all ranks of a group, group after group in one order everywhere, each
-    with an MPI communicator of exactly these ranks, which has been through a barrier. So a wire
-    can exchange over it what its own connection needs (a unique id, an error of rank 0).
+    `World.split` calls `connect` on all ranks of a group, for one group after the other, in the
+    same order on every rank. `control` is an MPI communicator of the ranks of the group, on which a
+    barrier has been completed. So a wire can send over it what its own connection needs, such as a
+    unique id or an error of rank 0.
     """
 
     kind: type[Communicator]
@@ -31,8 +32,8 @@ class Wire:
     remark: str = ""
 
     def open(self, everyone: MPI.Comm) -> str:
-        """Once on all ranks of a world, before its groups are connected; returns what the log
-        should say of it."""
+        """Prepare the wire. All ranks of a world call it once, before its groups are connected.
+        Return a remark for the log."""
         return self.kind.open(everyone, self.device) or self.remark
 
     def connect(self, control: MPI.Comm, group: str) -> Communicator:

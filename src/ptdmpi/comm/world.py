@@ -1,4 +1,5 @@
-"""The only user of COMM_WORLD: the places of the ranks, the split into axes, and the common end.
+"""The places of the ranks, the split into axes, and the common end. Only this module uses
+COMM_WORLD.
 
 Import `ptdmpi.comm.launch` and call its `prepare` first. MPI is initialised on import here, before
 torch starts its threads.
@@ -35,14 +36,14 @@ T = TypeVar("T")
 class Axes:
     """This rank's place in the grid and its communicators: `axes["tensor"]`, `axes["replicas"]`.
 
-    `groups` has one for each of the grid's groups that this rank is in, in the grid's order; for
-    other groups ("ends", in the middle of a pipeline) there is no entry.
+    `groups` has one communicator for each group of the grid that this rank is in, in the grid's
+    order. Groups without this rank have no entry, such as "ends" in the middle of a pipeline.
     """
 
     grid: Grid
     coordinates: Coordinates
     groups: Mapping[str, Communicator]
-    clock: Clock  # times the work of this rank, as the wire's does its own
+    clock: Clock  # measures the time of this rank's work; a wire has a clock for its own work
     carried_by: str = ""  # what the log should say of the wire
 
     def __getitem__(self, group: str) -> Communicator:
@@ -60,14 +61,14 @@ class Axes:
         return self.groups[WORLD]
 
     def settle(self) -> None:
-        """Wait for this rank's device. Raises WireError if what it waited for is not to be trusted:
-        a connection that was aborted ends with whatever was in its tensors."""
+        """Wait for this rank's device. Raises WireError if a connection has failed, because tensors
+        that an aborted connection was to fill may have any values."""
         self.clock.settle()
         if reason := self.failure():
             raise WireError(reason)
 
     def failure(self) -> str:
-        """Return in words which wire has failed; empty while none has. For any thread."""
+        """Return which wire has failed, in words, or "" if none has. Any thread may call it."""
         return next(filter(None, (group.failure() for group in self.groups.values())), "")
 
     def abort(self) -> None:
@@ -75,8 +76,9 @@ class Axes:
         _abort(self.groups.values())
 
     def traffic(self) -> Traffic:
-        """Return a copy of the tallies of this rank. Groups that share a communicator are one, by
-        the name of the axis; an axis that has all data ranks goes by the name of these."""
+        """Return a copy of this rank's tallies by group. Groups that share a communicator have one
+        tally, under the name of the axis. If an axis has all data ranks, its tally is under the
+        name of the group of data ranks."""
         own = [name for name in self.groups if self.grid.same_as(name) == name]
         return Traffic({self.grid.called(name): self.groups[name].tally.copy() for name in own})
 
@@ -96,9 +98,10 @@ class World:
 
     So ranks that are neighbours on the tensor axis share a node wherever t divides its ranks.
 
-    `made` holds every communicator that came of this world, so that all can be revoked together.
-    A communicator is used only after a barrier on the one that it was split from: then whoever
-    waits in it knows that each member holds it, and can wake the others by revoking it.
+    `made` has every communicator that was split from this world, so that all can be revoked
+    together. A new communicator is used only after a barrier on the one that it was split from. So
+    a rank that waits in the new one knows that all its members have it, and that revoking it wakes
+    them.
     """
 
     def __init__(
@@ -121,7 +124,7 @@ class World:
         self.nodes: int = len({process.node for process in self.processes})
         self.host = self.process.host
         self.connected: list[Communicator] = []
-        # what a failing rank does before it ends all, such as telling where the others are
+        # a failing rank calls it before it ends all ranks, for example to print their progress
         self.last_words: Callable[[BaseException], None] = lambda error: None
 
     def device(self) -> torch.device:
@@ -136,7 +139,7 @@ class World:
     def _number_by_node(self) -> list[Process]:
         everyone = self.control
         node = self._make(everyone.Split_type(MPI.COMM_TYPE_SHARED))
-        # The lowest rank of a node names it: node by node, and in launch order within a node.
+        # The lowest rank of a node is the node's number. Ranks are sorted by node, then by launch.
         leader = node.bcast(everyone.Get_rank(), root=0)
         placed = everyone.allgather((leader, node.Get_rank(), socket.gethostname()))
         order = sorted(range(len(placed)), key=lambda rank: (placed[rank][0], rank))
@@ -177,8 +180,8 @@ class World:
         if grid.size != self.size:
             raise InputError(f"a grid of {grid.size} ranks on a world of {self.size}")
         wire = wire or wire_named()
-        # MPI libraries have a limited number of communicators: a group that has the ranks of an
-        # axis gets none of its own
+        # MPI libraries have a limited number of communicators, so a group with the same ranks as
+        # an axis uses that axis' communicator
         own = [group for group in grid.groups if group != WORLD and grid.same_as(group) == group]
         made: dict[str, MPI.Comm] = {}
         for group in own:
@@ -188,8 +191,8 @@ class World:
             color = members[0] if members else MPI.UNDEFINED
             made[group] = self.control.Split(color, key=self.rank)
         self._make(*made.values())
-        # All at the start and one after the other: a wire may have to talk while it connects, and
-        # one that connects when it is first used can deadlock with another.
+        # All groups connect now, one after the other. A wire may send messages while it connects,
+        # so groups that connect when they are first used could deadlock.
         carried_by = wire.open(self.control)
         connected: dict[str, Communicator] = {WORLD: MpiCommunicator(self.control, group=WORLD)}
         for group, control in made.items():
@@ -235,7 +238,7 @@ class World:
 
 def _abort(communicators: Iterable[Communicator]) -> None:
     for communicator in communicators:
-        with contextlib.suppress(Exception):  # the next one is to be ended all the same
+        with contextlib.suppress(Exception):  # end the next one even if this one fails
             communicator.abort()
 
 
@@ -271,16 +274,16 @@ def fail_together(world: World) -> Iterator[None]:
             print(f"ptdmpi: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     except InputError as error:
-        # Ranks that read the same bytes fail alike: the first one speaks and ends the others.
+        # Ranks that read the same bytes fail alike: the first one prints, and ends the others.
         time.sleep(min(6.0, 2.0 * world.rank))
         print(f"ptdmpi: error: {error}", file=sys.stderr, flush=True)
-        if MPI.COMM_WORLD.Get_size() == 1:  # there an abort would only add words of its own
+        if MPI.COMM_WORLD.Get_size() == 1:  # MPI's abort would print more
             raise SystemExit(2) from None
         time.sleep(0.2)  # the launcher forwards the line before it hears of the abort
         world.control.Abort(2)
     except KeyboardInterrupt:
         if world.size == 1:
-            raise  # for whoever ends the program: MPI is finalized as ever
+            raise  # the caller ends the program, and MPI is finalized as usual
         print(f"ptdmpi: interrupted (rank {world.rank})", file=sys.stderr, flush=True)
         world.control.Abort(130)
     except BaseException as error:

@@ -20,7 +20,7 @@ class Deputy:
         self.directory = directory
         self.stall_s = stall_s
         self._heard_s = math.inf
-        self._missed_s: float | None = None  # since when it is missed, once a warning says so
+        self._missed_s: float | None = None  # silent since, if a warning was printed
 
     def hear(self, now_s: float) -> None:
         """Take note that rank 0 is alive."""

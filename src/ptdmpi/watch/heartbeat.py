@@ -42,15 +42,15 @@ from ptdmpi.watch.whereabouts import (
 from ptdmpi.watch.wires import Wires
 
 # A stall is at least STALL_STEPS steps long. In a save, a validation or the start-up, where one
-# thing may rightly take long, it is PATIENCE times longer.
+# operation may take long without an error, it is PATIENCE times longer.
 STALL_STEPS = 5
 PATIENCE = 10
-# Launchers deliver a signal twice; a second one after this time is a second request.
+# Launchers deliver a signal twice. A signal after this time is a second request of the user.
 SECOND_SIGNAL_S = 5.0
 DUPLICATE_S = 0.5  # signals on one rank that follow each other faster count as one
-# For the stacks of all ranks, once the verdict is there.
+# Limit for all ranks to write their stacks, after rank 0 has found a stall or a failure.
 COLLECT_S = 5.0
-ALIVE, WRITE_STACKS = "I am alive", "write your stacks"  # what rank 0 says
+ALIVE, WRITE_STACKS = "I am alive", "write your stacks"  # the instructions of rank 0
 
 
 class Heartbeat:
@@ -116,7 +116,7 @@ class Heartbeat:
         self.mailbox.send(self._report(leaves=True), 0)
         if self.judge is None:
             return
-        # the thread may have received some while this rank was still training
+        # the thread may have received last reports while this rank was still training
         waiting = {rank for rank, seen in self.judge.table.items() if not seen.report.leaves}
         end_s = time.monotonic() + COLLECT_S
         while waiting and time.monotonic() < end_s:
@@ -140,7 +140,7 @@ class Heartbeat:
                 # main thread may wait for its device, which waits for the lost rank.
                 self.axes.abort()
                 return
-            except Exception as error:  # a device that has failed raises at each question
+            except Exception as error:  # a device that has failed raises at every call
                 if self.wires.deaf:
                     raise
                 self._ignore_device(error)
@@ -196,7 +196,7 @@ class Heartbeat:
             self.mailbox.send(WRITE_STACKS, rank)
         self.deputy.pronounce(now_s)
         self._write_stacks()
-        time.sleep(1.5 * BEAT_S)  # the others write theirs meanwhile
+        time.sleep(1.5 * BEAT_S)  # meanwhile the other ranks write their stacks
         self.mailbox.abort(1)
 
     def _follow(self, judge: "Judge", now_s: float) -> None:
@@ -253,7 +253,7 @@ class Heartbeat:
 class Judge:
     """Rank 0's table of reports, and its verdict. `say` prints and logs a line.
 
-    `stall_s` 0: nothing is a stall. `step_s` is the longest of the last steps.
+    If `stall_s` is 0, no wait is a stall. `step_s` is the time of the longest of the last steps.
     """
 
     def __init__(self, ranks: Ranks, stall_s: float, say: Callable[[str], None]) -> None:
@@ -357,7 +357,7 @@ class Judge:
             for rank, since_s in quiet_s.items()
             if since_s <= MISSED_BEATS * self.ranks.beat_s
         ]
-        # a rank that rightly does one thing for long still reports; a frozen rank's phase is old
+        # a rank may be busy for long and still report; the last phase of a frozen rank is old
         if not frozen and any(phase != "training" for phase in heard):
             limit_s *= PATIENCE
         return self.stall_s > 0 and idle_s(self.table, now_s) > limit_s

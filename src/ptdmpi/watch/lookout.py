@@ -16,7 +16,7 @@ from ptdmpi.watch.slow import SlowRanks
 from ptdmpi.watch.stopwatch import Place
 from ptdmpi.watch.whereabouts import Ranks
 
-LAST_STEPS = 100  # whose durations are kept
+LAST_STEPS = 100  # the number of steps whose durations are kept
 
 
 class Lookout:

@@ -26,17 +26,17 @@ SIGNALS = (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 # Seconds between two looks for files, on rank 0: on a parallel file system a look is a message.
 LOOK_S = 1.0
-# Share of `max_minutes` that is left for a save while none has been timed.
+# Share of `max_minutes` that is reserved for a save as long as none has been timed.
 FIRST_SAVE_SHARE = 0.05
 
-# Reasons to stop, as numbers of a vote: the greatest wins. From _FIRST_SIGNAL on, the signals.
+# Reasons to stop, as numbers of a vote; the greatest wins. Signals begin at _FIRST_SIGNAL.
 _STOP_FILE = 1
 _TIME_LIMIT = 2
 _NO_READER = 3
 _FIRST_SIGNAL = 4
 _GONE = _FIRST_SIGNAL + len(SIGNALS)
 _RANKS = 1 << 32
-# reason -> words, for those that do not come from a rank
+# reason -> words, for reasons that do not come from a rank
 _WORDS = {
     0: "",
     _STOP_FILE: "file STOP",
@@ -49,21 +49,22 @@ class Save(IntEnum):
     """A rank's wish for a save; the greatest of all ranks wins."""
 
     NO = 0
-    DUE = 1  # by the clock: like a multiple of `every_steps`
-    NOW = 2  # on request, and somebody waits for it
+    DUE = 1  # due by the clock; it counts like a multiple of `every_steps`
+    NOW = 2  # requested by a user, who waits for it
 
 
 class StopRequest:
     """A context in which this process notes SIGNALS instead of obeying them.
 
-    After it they are ignored. A signal that the process ignores already (by nohup, or in a shell's
-    background) stays ignored. A handler in Python runs only after the main thread has returned from
-    MPI, which it may never do, so each signal also leaves a byte in a pipe for another thread.
+    After the context these signals are ignored. A signal that the process ignores already (by
+    nohup, or in a shell's background) stays ignored. A handler in Python runs only after the main
+    thread has returned from MPI, which it may never do, so each signal also leaves a byte in a pipe
+    for another thread.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None  # the first one
-        self.unread = False  # nobody reads what this process prints
+        self.unread = False  # no process reads the output of this one
         self._out, self._in = os.pipe()
         os.set_blocking(self._out, False)
         # a full pipe must not hold up a signal handler (signal.set_wakeup_fd asks for it)
@@ -193,7 +194,7 @@ class Requests:
         code = max(reasons)
         if code == 0:
             return Ballot(0, int(save))
-        # for the same reason on several ranks, the lowest rank has the greatest number
+        # if several ranks have the same reason, the lowest rank has the greatest number
         return Ballot(code * _RANKS + _RANKS - 1 - rank, int(save))
 
     def _reasons_of_rank_0(self, stop_file: bool) -> list[int]:
@@ -254,7 +255,7 @@ class Requests:
                 status = self.directory.stat()
             except FileNotFoundError:
                 self._gone = True
-            except OSError:  # the file system fails for a while
+            except OSError:  # the file system may fail only for a while
                 return self._files
             else:
                 place = (status.st_dev, status.st_ino)

@@ -12,8 +12,8 @@ from ptdmpi.watch.heartbeat import Judge
 from ptdmpi.watch.stopwatch import COMPUTE_STEPS
 from ptdmpi.watch.whereabouts import Ranks
 
-SLOW_FACTOR = 1.3  # a rank is slow if its own work takes this multiple of its peers'
-SLOW_EVERY_S = 300.0  # between two reports of slow ranks
+SLOW_FACTOR = 1.3  # a rank is slow if its own work takes so many times as long as its peers'
+SLOW_EVERY_S = 300.0  # the least time between two reports of slow ranks
 MOST_PRINTED = 8
 
 

@@ -57,7 +57,7 @@ class Place:
 
         Any thread may call it; it never waits for the device.
         """
-        # a copy, in one operation of the interpreter: the main thread changes it meanwhile
+        # copy it, in one operation of the interpreter, because the main thread changes it
         for doing, begin, end in list(self._under_way):
             if not end.done():
                 since_s = begin.at_s() if begin.done() else doing.since_s
@@ -88,7 +88,7 @@ class Spanned:
         self._begin = self._watch.clock.mark()
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        # an exception ends without a span; the place still says where it was raised
+        # an exception leaves no span; the place still shows where it was raised
         if kind is None:
             self._watch.ended(self._doing, self._begin)
 

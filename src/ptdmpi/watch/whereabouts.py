@@ -18,7 +18,7 @@ SILENT_BEATS = 10
 # In a stall, a rank that has missed so many heartbeats counts as stopped: it waits for no rank,
 # whatever its last report says, and no rank waits for its stacks.
 MISSED_BEATS = 3
-# A busy machine may delay a thread for so long: shorter silences mean nothing.
+# A busy machine may delay a thread by this time, so a shorter silence is no sign of an error.
 LEAST_SILENCE_S = 5.0
 # Rows of the table on the terminal; the file has all rows.
 TERMINAL_ROWS = 40
@@ -32,7 +32,7 @@ class Report(NamedTuple):
 
     phase: str
     step: int
-    kind: str  # of span: "forward", "receive", ...
+    kind: str  # kind of span: "forward", "receive", ...
     op: str
     peer: int | None  # pipeline rank whose message it waits for
     axis: str  # axis, or other group, whose collective the rank is in; "" if it is in none

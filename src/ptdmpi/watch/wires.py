@@ -2,19 +2,19 @@
 
 from ptdmpi.comm.world import Axes
 
-PATIENCE_S = 5.0  # for the main thread to leave its wait, once its wires are ended
+PATIENCE_S = 5.0  # limit for the main thread to leave its wait after its wires were ended
 
 
 class Wires:
-    """The groups of one rank, as the heartbeat's thread asks them; no method waits.
+    """The groups of one rank, for questions of the heartbeat's thread; no method waits.
 
-    The main thread may be in the one wait of a step for its device, and asks nothing meanwhile.
+    The main thread cannot ask them while it waits for its device, as it does once in a step.
     """
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
-        self.failed = ""  # the failure for which its wires were ended
-        self.deaf = False  # whether devices are no longer asked
+        self.failed = ""  # the failure because of which the wires were ended
+        self.deaf = False  # True if only the host is asked
         self._ended_s = 0.0
 
     def inside(self) -> tuple[str, str]:
@@ -24,7 +24,7 @@ class Wires:
         texts are empty outside of a collective.
         """
         for name, group in self.axes.groups.items():
-            if busy := group.busy:  # read once: the main thread may leave it meanwhile
+            if busy := group.busy:  # read once: the main thread may change it
                 return self.axes.grid.called(name), busy
         for name, group in self.axes.groups.items():
             if not self.deaf and (pending := group.pending()):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Exchanged
 
-PAIR_CTAS = 4  # thread blocks of a message between two ranks: more take them from the computes
+PAIR_CTAS = 4  # thread blocks of a message between two ranks; more would slow down computations
 
 
 class Event(Protocol):
@@ -34,15 +34,15 @@ class DeviceQueue(Protocol):
     """A queue of a device, as torch.cuda.Stream."""
 
     def record_event(self) -> Event:
-        """Put in a mark after all that was put in so far."""
+        """Return a new mark after all work that is in the queue so far."""
 
     def wait_event(self, event: Any) -> None:
-        """Let all that is put in from now on begin after `event`; the host does not wait."""
+        """Let all later work of the queue begin after `event`. The host does not wait."""
 
 
 class Connection(Protocol):
-    """One communicator of the library. Every operation is put into `stream`, on flat contiguous
-    tensors, and the ranks put in the same ones in the same order."""
+    """One communicator of the library. An operation works on flat contiguous tensors and is put
+    into `stream`. All ranks put the same operations into their streams, in the same order."""
 
     def all_reduce(self, flat: Tensor, op: str, stream: Any) -> None:
         """Replace `flat` by its sum or "max" over the ranks."""
@@ -60,16 +60,16 @@ class Connection(Protocol):
         """Replace `flat` by the root's."""
 
     def send(self, flat: Tensor, peer: int, stream: Any) -> None:
-        """Send `flat`; it meets the receive before either is over."""
+        """Send `flat` to a rank. Send and receive wait for each other."""
 
     def receive(self, flat: Tensor, peer: int, stream: Any) -> None:
         """Receive `flat` from a rank."""
 
     def error(self) -> str:
-        """Return the error of the device, of which the host has no exception; empty without one."""
+        """Return the error of the device, for which the host gets no exception, or ""."""
 
     def abort(self) -> None:
-        """End what is under way on this rank; nothing can be put in any more."""
+        """End all operations under way on this rank; no other one can begin."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class Library(Protocol):
         """Return what ranks must agree on."""
 
     def unique_id(self) -> bytes:
-        """Made by a rank that connects with it, right before it does: until then it listens."""
+        """Return a new id. Call it right before this rank connects with it: until then the library
+        listens on a socket."""
 
     def connect(self, unique_id: bytes, size: int, rank: int, name: str) -> Connection:
         """Return the connection of rank `rank`; wait for all `size` ranks."""
@@ -136,8 +137,8 @@ class Nccl:
         return NcclConnection(core, core.Communicator.init(size, rank, made, config))
 
     def stream(self) -> DeviceQueue:
-        """Return a new stream that goes before the computes."""
-        # messages are short, and what waits for them is not: they go first
+        """Return a new stream with a higher priority than computations."""
+        # messages are short, and long computations may wait for them: so messages run first
         return torch.cuda.Stream(self.device, priority=-1)
 
     def computes_in(self) -> DeviceQueue:
@@ -150,15 +151,15 @@ class Nccl:
 
 
 class NcclConnection:
-    """One communicator of NCCL. It is never destroyed, which all ranks would have to do together:
-    the end of the process frees it, and `abort` where something is wrong."""
+    """One communicator of NCCL. It is never destroyed, because all ranks would have to do this
+    together. It is freed by the end of the process, or by `abort` after an error."""
 
     def __init__(self, core: Any, communicator: Any) -> None:
         self.core = core
         self.communicator = communicator
         self.ops = {"sum": core.SUM, "max": core.MAX}
         self._aborted = False
-        self._asking = threading.Lock()  # the watch may ask during an abort: nothing is left then
+        self._asking = threading.Lock()  # another thread may ask for the error during an abort
 
     def all_reduce(self, flat: Tensor, op: str, stream: Any) -> None:
         """Put an all-reduce, in place, into the stream."""
@@ -174,7 +175,7 @@ class NcclConnection:
 
     def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged, stream: Any) -> None:
         """Put a group of sends and receives into the stream."""
-        # grouped, all messages run at once: one after the other two ranks could wait in a circle
+        # messages of a group run at once; one after the other, ranks could wait in a circle
         with self.core.group():
             for peer, (leaving, arriving) in enumerate(parts.pieces(result, flat)):
                 if leaving.numel():
@@ -234,19 +235,19 @@ def installed() -> bool:
 
 
 def told() -> str:
-    """Return in words which NCCL this rank has."""
+    """Return a description of this rank's NCCL."""
     if not installed():
         return "no nccl4py"
     try:
         version, path = loaded()
-    except Exception as error:  # no libnccl, or one that does not load, by any exception
+    except Exception as error:  # no libnccl, or one that raises some exception when it is loaded
         return f"nccl4py, but {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     return f"libnccl {version} ({path})"
 
 
 def loaded() -> tuple[str, str]:
-    """Version and path of the libnccl of this process. Raises ValueError if it has none, or
-    several: torch and this wire would use different ones."""
+    """Return version and path of the libnccl of this process. Raises ValueError if there is none,
+    or more than one, because torch and this wire would use different ones."""
     library = importlib.import_module("nccl.core").get_version().libnccl
     if library is None:
         raise ValueError("no libnccl: PyTorch's CUDA wheels bring it, or nvidia-nccl-cu13")

@@ -1,8 +1,9 @@
-"""Groups on such a library: ids, connections, and the order of their work.
+"""Groups of ranks on a library such as NCCL: ids, connections, and the order of their work.
 
-Every connection has a stream of its own, and every operation goes into it: after the computations
-so far, by a mark of the stream that they are in. Waiting for an operation is the same the other
-way: that stream waits for a mark after it, and the host continues.
+Every connection has a stream of its own, into which its operations are put. An operation begins
+after all earlier computations: its stream waits for a mark in the stream of the computations. To
+wait for an operation, the stream of the computations waits for a mark after it, and the host
+continues.
 """
 
 from collections import deque
@@ -24,8 +25,8 @@ ELSE = 'legal: comm.wire = "mpi", "torch"'
 
 
 class Queued:
-    """An operation in a stream. It holds its tensors until somebody has waited for it: their memory
-    must not be given to others before the streams are in order."""
+    """An operation in a stream. It keeps its tensors until `wait` is called, because their memory
+    must not be used again before the other stream waits for the operation."""
 
     def __init__(self, line: "Line", event: Event, label: str, tensors: Sequence[Tensor]) -> None:
         self._line = line
@@ -45,7 +46,7 @@ class Queued:
 
 
 class _Placed(NamedTuple):
-    """An operation between two marks: of the computes before it, and of its own end."""
+    """An operation and two marks: the end of the computations before it, and its own end."""
 
     what: str
     computed: Event
@@ -68,7 +69,7 @@ class Line:
         tensors = [tensor for tensor in arguments if isinstance(tensor, Tensor)]
         label = f"{what} of {max(tensor.nbytes for tensor in tensors)} bytes on {self.name}"
         for tensor in tensors:
-            if not tensor.is_contiguous():  # memory is sent, whatever is in the gaps
+            if not tensor.is_contiguous():  # gaps would be sent, too
                 raise ValueError(f"{label}: a tensor with gaps")
         self.check(label)
         computed = self.library.computes_in().record_event()
@@ -81,11 +82,11 @@ class Line:
         return Queued(self, ended, label, tensors)
 
     def pending(self) -> str:
-        """Return the operation that the stream is in; empty while it waits for computes.
+        """Return the operation that the stream is in; "" while it waits for computations.
 
         Any thread may ask.
         """
-        # a copy, in one operation of the interpreter: the other thread changes it meanwhile
+        # copy it, in one operation of the interpreter, because another thread changes it
         for what, computed, ended in list(self._placed):
             if not ended.query():
                 # the host may be far ahead: a rank that still computes is not in the next operation
@@ -205,7 +206,7 @@ class NcclCommunicator(RoutedCommunicator):
         try:
             cls.library = cls.load(everyone, device)
             mine = cls.library.describe(), ""
-        except Exception as error:  # every rank must hear of it, or the others wait for this one
+        except Exception as error:  # all ranks must learn of the error, or they would wait
             mine = None, str(error)
         every = everyone.allgather(mine)
         for rank, (_, wrong) in enumerate(every):

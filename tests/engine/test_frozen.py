@@ -27,8 +27,8 @@ FROZEN = (".mlp.", "norm", "embedding.")
 class PartlyFrozen(Stage):
     """A stage of which attention alone trains, and the head where it is not tied."""
 
-    def __init__(self, *given) -> None:
-        super().__init__(*given)
+    def __init__(self, *given, **named) -> None:
+        super().__init__(*given, **named)
         for name, weight in self.named_logical_parameters():
             if any(part in name for part in FROZEN):
                 weight.declaration = replace(weight.declaration, trains=False)

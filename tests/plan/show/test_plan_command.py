@@ -220,7 +220,7 @@ def test_small_models_are_not_rounded_away():
     [
         ((), "give --ranks"),
         (("--layout", "t=3,d=1"), "heads"),
-        (("--layout", "t=2,p=2,d=3", "--ranks", "8"), "t p d = 12"),
+        (("--layout", "t=2,p=2,d=3", "--ranks", "8"), "t c p d = 12"),
         (("--layout", "t=2,p=2"), "give --ranks, or d"),
         (("--layout", "t=2,d=1,t=4"), "t is given twice"),
         (("--ranks", "8", "--precision", "fp8"), "no fp8"),

@@ -47,8 +47,8 @@ _WHOLE = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89abAB])....|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+",
     re.DOTALL,
 )
-_PLACE = "place of a string " + secrets.token_hex(8)  # a text that no line contains by chance
-_TASKS_PER_WORKER = 3  # at a time: one is encoded, one waits, one is written
+_PLACE = "place of a string " + secrets.token_hex(8)  # no line contains it by chance
+_TASKS_PER_WORKER = 3  # tasks of a worker at a time: one is encoded, one waits, one is written
 
 
 @dataclass(frozen=True)
@@ -356,7 +356,7 @@ Result = TypeVar("Result")
 Worker = Callable[[EncodeOptions], Callable[[Task], Result]]  # a class whose objects take tasks
 
 
-@lru_cache(1)  # so that a worker process makes its object once
+@lru_cache(1)  # each worker process makes its object once, and keeps it here
 def _worker(make: Worker[Result], options: EncodeOptions) -> Callable[[Task], Result]:
     return make(options)
 

@@ -74,7 +74,7 @@ def _restored(kind: type[Record], known: Any, path: Path) -> Record:
     """Return the record whose `asdict` is the JSON value `known`. Raise InputError, with `path`,
     for any other value."""
     if kind is CorpusCounters and isinstance(known, dict):
-        known = {**dict.fromkeys(OF_CONVERSATIONS, 0), **known}  # older versions lack them
+        known = {**dict.fromkeys(OF_CONVERSATIONS, 0), **known}  # older versions lack these
     types = {name: type(value) for name, value in asdict(kind()).items()}
     if not isinstance(known, dict) or {n: type(value) for n, value in known.items()} != types:
         raise _foreign(path)

@@ -202,7 +202,7 @@ class GigatokenTokenizer(HuggingFaceTokenizer):
             raise InputError(
                 f"tokenizer {GIGATOKEN}{path}: {error}; try it without {GIGATOKEN}"
             ) from error
-        self._characters = 0  # that the cache has words of
+        self._characters = 0  # number of characters whose words are in the cache
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the token ids of each text. Raise InputError if the two libraries differ."""

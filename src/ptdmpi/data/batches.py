@@ -130,7 +130,7 @@ class TrainBatches:
         block = self._block
         if k not in block.steps:
             steps = 1
-            if k == block.steps.stop:  # steps come in turn, so the next ones will be wanted too
+            if k == block.steps.stop:  # steps are requested in order, so read the next ones too
                 steps = max(1, _BLOCK_SAMPLES // self._rank_size)
             try:
                 block = self._read(k, steps)

@@ -61,7 +61,7 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Callable[..., str]:
-        from ptdmpi.data.jinja import compiled  # here, because Jinja takes long to import
+        from ptdmpi.data.jinja import compiled  # it imports Jinja, which takes long
 
         try:
             return compiled(self.source, lambda answer: f"{BEGIN}{answer}{END}")
@@ -155,7 +155,7 @@ def _answer_length(turn: str, content: str) -> int:
 
 
 def _of_marks(marked: str) -> Rendered:
-    """Take the marks out of a text; the answers are what they enclosed."""
+    """Remove the marks from a text. The answers are the parts between them."""
     parts: list[str] = []
     answers: list[tuple[int, int]] = []
     length = 0

@@ -38,7 +38,7 @@ class Windows:
         ):
             (shard,), (start,) = self._datasets[dataset].places(np.array([sample]), self._length)
             offsets = self._offsets(dataset, int(shard))
-            # in the offsets' own type: another would convert all of them
+            # search in the offsets' own type; numpy would convert all offsets to another
             ends = np.array([start, start + self._length], dtype=offsets.dtype)
             first, last = np.searchsorted(offsets, ends, side="right")
             numbers[row, offsets[first:last].astype(np.int64) - start] = 1

@@ -174,7 +174,7 @@ def _check_heap(content: bytes, heap: int) -> None:
     while at + 16 <= min(limit, len(content)):
         size = int.from_bytes(content[at + 8 : at + 16], "little")
         free = content[at : at + 2] == b"\0\0"
-        if not free:  # of the content alone, which has a header and ends at a multiple of 8
+        if not free:  # `size` is that of the content alone, without header and padding
             size = 16 + -(-size // 8) * 8
         if not 16 <= size <= limit - at:
             raise ValueError("has damaged texts in its attributes")

@@ -30,7 +30,8 @@ class LabelledFile:
 
     Each sample has `sequences` neighbouring rows of `rows` and one number in `labels` (int
     [samples]). `sha256` is the digest of the file, `tokenizer_sha256` that of its tokenizer. `cut`
-    rows were too long for a sequence and lost `lost` tokens together.
+    is the number of rows that were too long for a sequence, `lost` the number of tokens that they
+    have lost together.
     """
 
     path: Path

@@ -17,7 +17,7 @@ from ptdmpi.data.documents import Windows
 from ptdmpi.data.shards import Dataset
 from ptdmpi.data.words import read_vocabulary
 
-LONGEST_WORD = 16  # tokens; a longer word counts as several words
+LONGEST_WORD = 16  # in tokens; a longer word counts as several words
 # A number drawn from [0, 1) decides what replaces a masked token: below MASKED the mask token,
 # below DRAWN a random token, else the token stays.
 MASKED = 0.8

@@ -36,7 +36,7 @@ _PIECE_TOKENS = 1 << 17
 # Tokens of a wider type that are checked and converted together.
 _STEP_TOKENS = 1 << 15
 _FEW_ENDS = 16  # below this number, plain integers are faster than numpy
-_OUT_BYTES = 1 << 23  # after so many bytes the kernel is asked to write to the disk
+_OUT_BYTES = 1 << 23  # after this number of bytes the kernel is asked to write to the disk
 
 
 def _open_hdf5(path: Path | str, **options: object) -> h5py.File:
@@ -49,7 +49,7 @@ def _create_tokens(file: h5py.File, tokens: int, dtype: np.dtype) -> int:
     """Make the dataset `tokens` without touching its bytes; return its byte offset in the file."""
     plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plan.set_layout(h5py.h5d.CONTIGUOUS)
-    # early, because HDF5 would else choose the place at its first write, and it never writes
+    # allocate early: HDF5 would otherwise choose the place at its first write, and never writes
     plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     plan.set_obj_track_times(False)  # the same tokens give the same bytes
@@ -163,7 +163,7 @@ class ShardWriter:
         """Convert at most _STEP_TOKENS to the shard's type and add them to those that wait to be
         written."""
         if tokens.dtype != self._dtype:
-            self._check_ids(tokens)  # before the conversion cuts bits off
+            self._check_ids(tokens)  # check before the conversion cuts bits off
         if self._filled + tokens.size > _PIECE_TOKENS:
             self._write_gathered()
         stop = self._filled + tokens.size
@@ -225,7 +225,7 @@ class ShardWriter:
             if offset != self._offset:
                 raise AssertionError(f"HDF5 placed the tokens at {offset}, not at {self._offset}")
             put_in_place(self._temporary, self.path)
-        except (OSError, RuntimeError) as error:  # HDF5 reports a failed write as either
+        except (OSError, RuntimeError) as error:  # HDF5 reports a failed write by either of these
             self.discard()
             raise self._failure(error) from error
 

@@ -91,7 +91,7 @@ def map_tokens(header: ShardHeader) -> np.ndarray:
         mapped = np.memmap(header.path, header.dtype, "r", header.byte_offset, (header.tokens,))
     except (OSError, ValueError) as error:  # replaced or truncated since its header was read
         raise InputError(f"shard {header.path}: cannot be mapped: {error}") from error
-    return mapped.view(np.ndarray)  # slicing the subclass costs three times as much
+    return mapped.view(np.ndarray)  # slicing the subclass takes three times as long
 
 
 def map_documents(header: ShardHeader) -> np.ndarray:
@@ -291,7 +291,7 @@ def gather(datasets: Sequence[Dataset], places: Sequence[Address], width: int) -
     they are in the processor's cache.
     """
     rows = np.empty((len(places), width), dtype=np.int64)
-    if len(places) == 1:  # saves the narrow copy, which costs half as much as the read
+    if len(places) == 1:  # no narrow copy, which costs half as much as the read
         number, shard, start = places[0]
         tokens = rows[0] = datasets[number].shard_tokens(shard)[start : start + width]
         _check_ids(datasets, places, tokens)
@@ -305,7 +305,7 @@ def gather(datasets: Sequence[Dataset], places: Sequence[Address], width: int) -
         for row, (number, shard, start) in enumerate(part):
             narrow[row] = datasets[number].shard_tokens(shard)[start : start + width]
         ready = narrow[: len(part)]
-        # before they are widened, so that only a quarter or half of the bytes are read
+        # check before they are widened: this reads only a quarter or half of the bytes
         _check_ids(datasets, part, ready)
         rows[begin : begin + _READ_ROWS] = ready
     return rows

@@ -32,7 +32,7 @@ class SplitOrder(SampleOrder):
         `SampleOrder` does."""
         if len(parts) % ranks or global_size % ranks:
             raise ValueError(f"{ranks} ranks share {len(parts)} datasets and {global_size} samples")
-        # with all datasets, so that errors give a dataset's number among all
+        # check all datasets together, so that an error has a dataset's number among all
         super().__init__(parts, seed, start)
         self.ranks = ranks
         self.global_size = global_size

@@ -20,7 +20,7 @@ from ptdmpi.data.shards import Dataset
 
 BYTES = "bytes"
 TOKENIZER = "tokenizer.json"
-BLANK = "\u2581"  # SentencePiece's mark of a blank
+BLANK = "\u2581"  # SentencePiece writes it for a blank
 # The names that tokenizers give to special tokens, by their role here.
 SPECIAL_NAMES = {
     "begin": ("[CLS]", "<cls>", "<s>"),

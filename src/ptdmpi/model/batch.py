@@ -1,5 +1,5 @@
-"""A microbatch as tensors: its way to the device, in one piece, while the device computes, and its
-way through the stages of a rank."""
+"""A microbatch as tensors, its copy to the device while the device computes, and its pass through
+the stages of a rank."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from ptdmpi.comm.queues import Passed, copies_of
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.sequence.positions import Positions
 
-ALIGNMENT_BYTES = 256  # of each tensor of a step in their common memory
+ALIGNMENT_BYTES = 256  # the alignment, in bytes, of each tensor in the common memory of a step
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Microbatch:
     [s, b] or None (all 1), and the global sample numbers [b].
 
     Labels are one token further than inputs in the whole sequence, so a rank may take any positions
-    of both. `ptdmpi.inference.tensors` makes it of the rows that are read.
+    of both. `ptdmpi.inference.tensors` makes it from the rows that are read.
 
     `documents` is set if a sequence holds several documents. In a masked language model, labels and
     weights [k, b] belong to the `masked` positions [k, b]; `types` [s, b] are the segment numbers,
@@ -61,9 +61,10 @@ class Microbatch:
     def at(self, positions: Positions) -> "Microbatch":
         """Return the same samples at some positions of the sequence, made on the host.
 
-        Labels were shifted on the whole sequence. Documents stay whole, for keys of all positions
-        are seen. Masked positions become those of this rank's sequence, and weigh nothing where
-        another rank has them; the order of segments is that of the first position.
+        Labels were shifted on the whole sequence. Documents stay whole, because queries see keys at
+        all positions. Masked positions are converted to positions among this rank's; if another
+        rank has a masked position, its weight here is 0. Only the rank with the first position
+        counts the order of segments.
         """
         if positions.are_all:
             return self
@@ -190,10 +191,10 @@ class Placing:
         """Return the slot to be used next, with room for `size` bytes."""
         slot = self._ring.pop(0) if len(self._ring) == 2 else None
         if slot is not None:
-            slot.copied.host_waits()  # two steps ago: it is done
+            slot.copied.host_waits()  # this copy began two steps ago, so it is done
         if slot is None or len(slot.host) < size:
             now = self._copies.computed()
-            # new memory may have been another tensor's, with which the device still computes
+            # the device may still compute with a tensor that had the new memory before
             there = torch.empty(size, dtype=torch.uint8, device=self.device)
             slot = _Slot(self._copies.locked(size), there, now, now)
         self._ring.append(slot)

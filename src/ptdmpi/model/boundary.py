@@ -1,5 +1,5 @@
-"""The boundary between two stages: the form in which an activation is sent, and the two ends of the
-autograd graph that a stage builds for a microbatch."""
+"""The boundary between two stages. It defines the form in which an activation is sent, and the
+input and the output end of the autograd graph that a stage builds for a microbatch."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ class Boundary:
 
     def pack(self, x: Tensor) -> Tensor:
         """Return the part of `x` that this rank sends: flat and contiguous."""
-        # values are sent, not the graph: the next stage builds its own, and B returns the gradient
+        # only values are sent: the next stage builds its own graph, and its B returns the gradient
         return self.axis.share(x) if self.scattered else x.detach().contiguous().view(-1)
 
     def unpack(self, received: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from ptdmpi.model.random import initial
 
 
 class Storage:
-    """The memory of the optimizer's state (moments, and masters that are separate from the
-    weights): here the memory of `device`. `apart`: it is not on the device that trains, and the
-    update is computed where it is (`offload`)."""
+    """The memory of the optimizer's state, which is moments, and masters that are separate from the
+    weights. This class uses the memory of `device`. `apart` is True if the memory is not on the
+    device that trains; then the update is computed where the memory is (`offload`)."""
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
         self.device = device
@@ -44,14 +44,14 @@ class Storage:
 
 
 class ParameterBuffer(FlatOrder):
-    """The parameters of one rank: their flat order and its tensors, all zero at first. `trains`
-    false: there are no gradients. `storage`: of masters that are not in the device's memory.
+    """The parameters of one rank: their flat order and its tensors, all zero at first. If `trains`
+    is False, there are no gradients. `storage` is for masters that are not in the device's memory.
 
     `masters` and `reduced` have one tensor for each unit: the weights and the gradients that this
     rank updates. If master and compute types are equal, masters are the weights. `gradients` is the
-    flat tensor in which gradients accumulate, and `weights` that of the weights of all units, which
-    does not exist under `zero` = 3. Frozen weights are in `idle_parts`, one for each of their
-    units, and all of them in `idle_weights`.
+    flat tensor in which gradients accumulate. `weights` is the flat tensor of the weights of all
+    units; it does not exist under `zero` = 3. Frozen weights have units of their own: `idle_parts`
+    has one tensor for each of them, and `idle_weights` all frozen weights.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ParameterBuffer(FlatOrder):
         self.device = device
         self.trains = trains
         self.one_type = precision.compute == precision.master
-        # to be called when the weights have changed
+        # functions to call when the weights have changed
         self.followers: list[Callable[[], None]] = []
         self.few_bits = InFewBits(list(self.packed.values()), device)
         self._allocate()
@@ -111,7 +111,8 @@ class ParameterBuffer(FlatOrder):
         return flat[slice(*self.place(unit))]
 
     def _attach(self, name: str, parameter: Parameter, again: bool) -> None:
-        """Place a parameter on its part of the buffers; `again`: it is the copy of a tied one."""
+        """Place a parameter on its part of the buffers. `again`: it is the second use of a tied
+        one."""
         declaration = parameter.declaration
         trains = declaration.trains
         entry = (self.entries if trains else self.packed | self.frozen)[name]
@@ -119,7 +120,7 @@ class ParameterBuffer(FlatOrder):
             weight = absent(entry, self.precision.compute, self.device)
         else:
             weight = entry.view(self.weights if trains else self.idle_weights)
-        # `.data` cannot change a meta tensor's type and device; swapping the whole storage can.
+        # `.data` cannot change the type and device of a meta tensor, so swap the whole tensor.
         attached = Parameter(weight)
         torch.utils.swap_tensors(parameter, attached)
         parameter.declaration = declaration
@@ -137,8 +138,8 @@ class ParameterBuffer(FlatOrder):
 
     def initialise(self, seed: int, trained_alone: bool = False) -> None:
         """Fill the master weights from (seed, name). The logical tensors are the same in every
-        layout; each rank draws the part that it keeps, never the whole. `trained_alone`: the frozen
-        ones are loaded, and nothing is drawn for them."""
+        layout; each rank draws the part that it keeps, never the whole. `trained_alone`: nothing
+        is drawn for frozen weights, which are loaded."""
         place = (self.portion.tensor_rank, self.portion.tensor_size)
         frozen = () if trained_alone else (*self.frozen.values(), *self.packed.values())
         for entry in (*self.entries.values(), *frozen):
@@ -158,7 +159,7 @@ class ParameterBuffer(FlatOrder):
 
     def refresh_weights(self, written: bool = False) -> None:
         """Update the weights from the masters of all ranks of the shard group. All of these ranks
-        must call it. `written`: each rank's own part is up to date."""
+        must call it. `written`: each rank's own part is already up to date."""
         for follow in self.followers:
             follow()
         if not (self.one_type or written):
@@ -195,7 +196,7 @@ def absent(entry: Entry, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _add_to_main_grad(parameter: Parameter) -> None:
-    # our own layers have added theirs already and return no gradient to autograd
+    # our own layers have added their gradients already and return none to autograd
     if parameter.grad is not None:
         gradient = parameter.grad
         parameter.grad = None

@@ -1,5 +1,5 @@
-"""Modules built from the one table of parameters (`plan.shape.parameters`), from which the planner
-counts too."""
+"""Modules built from the one table of parameters (`plan.shape.parameters`), which the planner
+also uses to count."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -111,8 +111,8 @@ def output_head(part: Part, axis: TensorAxis, softcap: float) -> VocabularyHead:
 def declare_as_described(
     stage: nn.Module, model: ModelConfig, vocab_size: int, layers: range
 ) -> None:
-    """Copy from the table to the declarations of a stage's parameters which of them do not train,
-    and which (the weights of the layers' linears) are quantized in products."""
+    """Copy two properties from the table to the declarations of a stage's parameters: whether they
+    train, and whether they are quantized in products (only weights of the layers' linears are)."""
     for prefix, parts in _described(model, vocab_size, layers):
         for name, part in parts.items():
             if not part.trains:

@@ -34,7 +34,7 @@ class KeyValueCache:
     def at(self, positions: Tensor) -> None:
         """Set the positions [s, b] of the next tokens in their sequences."""
         self.positions = positions
-        # up to the furthest token: places after it are never read
+        # only up to the furthest token, because later places are never read
         self._places = torch.arange(int(positions.max()) + 1, device=positions.device)
 
     def _seen(self, window: int) -> Tensor:

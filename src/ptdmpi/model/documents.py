@@ -18,10 +18,10 @@ from ptdmpi.model.sequence.positions import ALL, Positions
 class Documents:
     """The documents of b sequences of s tokens.
 
-    `numbers` [b, s] identify the document of each token within its row, `positions` [s, b] count
-    from 0 in each document; `pieces` are (row, begin, end) of all documents, row by row, on the
-    host, because they select the kernels. `offsets` int32 [documents + 1] are their places in the
-    rows laid end to end.
+    `numbers` [b, s] identify the document of each token within its row. `positions` [s, b] count
+    from 0 in each document. `pieces` are (row, begin, end) of all documents, row by row; they are
+    on the host, because they select the kernels. `offsets` int32 [documents + 1] are the first
+    tokens of the documents, and the end of the last one, if the rows are laid end to end.
     """
 
     numbers: Tensor

@@ -17,7 +17,7 @@ from ptdmpi.model.parameters import Entry, HeldShare, Parameter
 from ptdmpi.plan.layer.parts import ALIGNMENT, aligned
 from ptdmpi.plan.shape.dealt import Slice, slices
 
-ALL = "all"  # the unit of parameters that need no unit of their own
+ALL = "all"  # the name of the unit that has all parameters without a unit of their own
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Portion:
 
 @dataclass(frozen=True)
 class Unit:
-    """A run of entries at [start, stop) of the flat order, those with weight decay first. `apart`:
-    the axes along which their gradients are not summed, as they declare."""
+    """A run of entries at [start, stop) of the flat order, those with weight decay first. `apart`
+    are the axes along which their gradients are not summed, according to their declarations."""
 
     name: str
     start: int
@@ -82,9 +82,8 @@ class LogicalPart(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnPart:
-    """The elements [begin, end) of an entry's local tensor, in row-major order, and their place: at
-    `offset` of this rank's part of unit number `unit`; a frozen entry's unit is counted among the
-    frozen units."""
+    """The elements [begin, end) of an entry's local tensor, in row-major order. They begin at
+    `offset` of this rank's part of unit number `unit`. Frozen units are counted separately."""
 
     entry: Entry
     begin: int
@@ -129,11 +128,11 @@ class OwnPart:
 class FlatOrder:
     """The places of one rank's parameters in flat tensors, and the part of them that it owns.
 
-    `named`: (logical name, parameter) of all stages of the rank. A name that occurs twice is a tied
-    weight: both occurrences share their storage, and the `second` has a gradient of its own, so
-    that the two contributions can be reduced separately and then added. `unit_of` maps a name to
-    its unit. Parameters that do not train are `frozen`, in units of an order of their own, or
-    `packed` (quantized).
+    `named` has (logical name, parameter) of all stages of the rank. A name that occurs twice is a
+    tied weight. Both occurrences share their storage, and the `second` has a gradient of its own,
+    so that the two gradients can be reduced separately and then added. `unit_of` maps a name to its
+    unit. Parameters that do not train are `packed` if they are quantized, and otherwise `frozen`,
+    in a flat order and units of their own.
     """
 
     def __init__(
@@ -157,12 +156,12 @@ class FlatOrder:
         self.gradient_size = self.size + self._end(
             _place(twice, self.second, self.size) - self.size, portion.shards
         )
-        # reduced like a unit, although it has no weights of its own
+        # second gradients are reduced like a unit, although they have no weights of their own
         second = Unit("second", self.size, self.gradient_size)
         self.gradient_units = [*self.units, second] if twice else self.units
         idle = {name: p for name, p in self.first.items() if not p.declaration.trains}
         whole = {name: p for name, p in idle.items() if not p.declaration.packed}
-        # in the same units, where they are gathered
+        # if frozen weights are gathered, they have the same units as other parameters
         apart = portion.frozen_shards > 1
         self.frozen_units = self._placed(
             whole,
@@ -192,7 +191,7 @@ class FlatOrder:
         units: list[Unit] = []
         start = 0
         for (unit, apart), group in groups.items():
-            # so the optimizer has two tensors of a unit, one slice each, whatever is in it
+            # with and without weight decay: the optimizer has at most one slice of a unit for each
             end = start
             for decay in (True, False):
                 some = {n: p for n, p in group.items() if p.declaration.decay == decay}
@@ -217,9 +216,9 @@ class FlatOrder:
         return first, first + share
 
     def own_part(self, entry: Entry) -> OwnPart | None:
-        """Return the part of an entry that this rank updates, and whose gradient it has once all
-        are reduced. For the second use of a tied table this is the gradient only, for a frozen
-        entry the part that this rank keeps. Return None if there is no such part."""
+        """Return the part of an entry that this rank updates, and of which it has the reduced
+        gradient. For the second use of a tied table, return the part whose gradient this rank has;
+        for a frozen entry, the part that it keeps. Return None if there is no such part."""
         units = self.gradient_units
         shards = self.portion.shards
         if not entry.declaration.trains:

@@ -110,7 +110,7 @@ class Heads:
         model, axis = build.model, build.axis
         self.head_size = model.head_size
         self.heads = model.heads // axis.size
-        # ranks beyond the key heads share one, each for its own queries
+        # if there are more ranks than key heads, ranks share one, each for its own queries
         self.kv_heads = max(1, model.kv_heads // axis.size)
         self.norms = tuple(norms)
         self.rotates = row.rotates
@@ -135,8 +135,8 @@ class Heads:
                 q = rotate(q, *rotary)
                 k = rotate(k, *rotary)
         if rotary is not None:
-            v = v.clone()  # a view of all of qkv, which would stay only for its sake
-        # heads before positions, for a product per head; [s, b, ...] outside
+            v = v.clone()  # a copy: a view would keep all of qkv in memory
+        # heads come before positions, for one product per head; elsewhere [s, b, ...]
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 
@@ -182,7 +182,7 @@ class SelfAttention(Computing):
         heads, kv_heads = q.shape[1], k.shape[1]
         if kv_heads != heads:
             group = heads // kv_heads
-            # whole copies: products of batches know no groups
+            # copy the shared heads, because batched products have no groups
             k = k.repeat_interleave(group, dim=1)
             v = v.repeat_interleave(group, dim=1)
         scores = self.kernels.product(q, k.transpose(-1, -2)) * self.scores.scale

@@ -27,8 +27,8 @@ class Split:
     separately.
 
     A part that t does not divide is padded at its end; the padding belongs to no logical element.
-    `most`: the greatest number of shares of each part (a key head is never cut); if t is a multiple
-    of that, neighbouring ranks hold copies of one share. None: t shares.
+    `most` is the greatest number of shares of each part (a key head is never cut). If t is a
+    multiple of it, neighbouring ranks hold copies of one share. If it is None, there are t shares.
     """
 
     dim: int
@@ -99,15 +99,15 @@ class Declaration:
 
     @property
     def packed(self) -> bool:
-        """Return True if it is stored quantized: only products use it, by its dequantized
-        values."""
+        """Return True if the parameter is stored quantized. Then only products use it, and they use
+        its dequantized values."""
         return self.low_bit is not None and not self.trains
 
     @property
     def cut_by(self) -> tuple[str, ...]:
-        """Return the axes along which ranks hold other parts of its state: other slices, or, along
-        the pipeline and the axes of `apart`, other parameters. Along all other axes they hold the
-        same."""
+        """Return the axes along which ranks hold different parts of the parameter's state. Along
+        the pipeline and the axes of `apart` they hold other parameters, along the others other
+        slices. Along all axes that are not returned, ranks hold the same part."""
         by_split = () if self.split is None else ("tensor",)
         return (*by_split, "shard", "pipeline", *self.apart)
 
@@ -155,10 +155,10 @@ class Declaration:
 class Parameter(nn.Parameter):
     """A local slice of a logical tensor; its gradient accumulates in `main_grad`.
 
-    While `later` is a list, contributions go into the list: the backward is split, and its second
-    part adds them. `entry`: its place in the flat order; `second`: the place of its gradient, if
-    another use of the same table has a separate one. `packed`: its quantized form; it then has a
-    shape and a type, and no values of its own.
+    In a split backward `later` is a list: contributions to the gradient are put into it, and the
+    second part of the backward adds them. `entry` is the parameter's place in the flat order.
+    `second` is the place of its gradient if another use of the same table has a gradient, too.
+    `packed` is the quantized form; the parameter itself then has a shape and a type, but no values.
     """
 
     declaration: Declaration

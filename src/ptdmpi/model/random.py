@@ -52,7 +52,7 @@ def initial(
                 yield slab, torch.full(slab.size, {"zeros": 0.0, "ones": 1.0}[init])
         elif here:
             yield slab, torch.empty(slab.size).normal_(0.0, init, generator=generator)
-        else:  # skip as many numbers: the generator advances, twice as fast as by drawing them
+        else:  # advance the generator by as many numbers, which takes half the time of drawing them
             torch.empty(slab.elements, dtype=torch.uint8).random_(generator=generator)
 
 

@@ -1,11 +1,11 @@
-"""Communication of a stage while it computes: of sharded gradients or weights (`zero` = 2, 3), and
-of sums of gradients that are begun early.
+"""Communication of a stage while it computes: sharded gradients or weights (`zero` = 2, 3) are
+reduced or gathered, and sums of gradients may begin early.
 
-A stage reports to its `Walk` the place that it is at: in the forward, in the backward, and in
-recomputation. Under `zero` = 3, weights, trained and frozen, are gathered one place ahead and
-dropped after their place, except frozen quantized matrices, which are whole. Under 2 and 3, the
-gradient of a place is whole only while it is computed, and is then reduced to each rank's part
-(Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.2 and 5.3).
+A stage reports each place that it comes to, such as a layer, to its `Walk`: in the forward, in the
+backward, and in recomputation. Under `zero` = 3, weights are gathered one place ahead and dropped
+after their place, whether they train or not, except frozen quantized matrices, which are whole.
+Under 2 and 3, the gradient of a place is whole only while it is computed, and is then reduced to
+each rank's part (Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.2 and 5.3).
 """
 
 import contextlib
@@ -53,7 +53,8 @@ class GatheredWeights:
 
     def __init__(self, buffer: ParameterBuffer, parameters: Sequence[Parameter]) -> None:
         self.buffer = buffer
-        # a pool keeps one tensor, and a layer's adapters and its frozen weights alternate
+        # two pools, because a pool keeps only tensors of one length, and a layer's adapters and its
+        # frozen weights alternate
         self.pools = [Pool(buffer.precision.compute, buffer.device) for _ in range(2)]
         self._parts = [
             *zip(buffer.units, buffer.weight_parts, strict=True),
@@ -138,8 +139,8 @@ class PlacedGradients(Protocol):
     def looked_at(
         self, look: Callable[[Parameter], None]
     ) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which gradients stay this rank's own until they have been read: by
-        `look`, or, if they stay in the buffer, at the end of the op."""
+        """Return a context in which gradients are not reduced before they have been read. `look`
+        reads them, or, if they stay in the buffer, they are read at the end of the op."""
 
 
 class _Leaving(NamedTuple):
@@ -194,11 +195,11 @@ class ReducedGradients:
             for parameter, _ in self.units[number]:
                 if self._look is not None:
                     self._look(parameter)
-                del parameter.main_grad  # so that nothing is added to it unseen
+                del parameter.main_grad  # to add to it later would be an error, and must raise
             handle = self.buffer.portion.group.reduce_scatter_in_place(flat)
             self._leaving.append(_Leaving(number, flat, handle))
         self._open = {}
-        # if collectives are complete when they return, as on some transports, keep nothing longer
+        # on some wires collectives are complete when they return: then free their memory now
         if all(handle.done() for _, _, handle in self._leaving):
             self._arrived()
 
@@ -243,15 +244,15 @@ class Walk:
             place: [parameter for parameter in some if parameter.declaration.trains]
             for place, some in parameters.items()
         }
-        # no backward needs the values of tables that are looked up, and none reaches the places
-        # before the first one that trains
+        # The backward does not reach places before the first one that trains. It also leaves out an
+        # embedding of tables alone, because the backward of a look-up does not need their values.
         tables = all(len(parameter.shape) > 1 for parameter in parameters.get(EMBEDDING, ()))
         idle = itertools.takewhile(
             lambda place: not trained[place] or (place == EMBEDDING and tables), self.places
         )
         self._backwards = self.places[len(list(idle)) :]
         units = buffer.gradient_units
-        # the whole parameters that train: their weights may be under way as well
+        # if weights are whole, only those that train: they may be under way as well
         self._uses = {
             place: sorted({unit_number(units, parameter.entry) for parameter in trained[place]})
             if weights is None

@@ -3,10 +3,10 @@
 A kind is one number for each element of a parameter: the master `weights`, each moment of the
 optimizer, and the values that the data-parallel method keeps. Replicas hold equal or different
 values, kind by kind. A few counters belong to the state too. Code that stores or compares state
-(checkpoints, parity) iterates over `State.pieces`: boxes of logical tensors with their values. So
-only this module knows how a rank holds its part, which may differ from entry to entry and from kind
-to kind: each kind has entries of its own, and a piece says which ranks hold the same. Only
-survivors of a lost rank send `State.flats` as they are, since the receivers hold the same part.
+(checkpoints, parity) iterates over `State.pieces`: boxes of logical tensors with their values. A
+piece says which ranks hold the same values. Only this module knows how a rank holds its part, which
+may differ from entry to entry and from kind to kind. There is one exception: survivors of a lost
+rank send `State.flats` as they are, since the receivers hold the same part.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from ptdmpi.model.parameters import Entry
 from ptdmpi.plan.layer.low_bit import KIND_OF_CODES, KIND_OF_SCALES
 from ptdmpi.plan.layer.parts import aligned
 
-# The kind of weights that products use, where they are not the masters.
+# The kind of the weights that products use, if these are not the masters.
 USED = "weights in use"
 
 
@@ -39,10 +39,10 @@ def key(kind: str, name: str, replica: int | None = None) -> str:
 
 @dataclass(frozen=True)
 class Kept:
-    """The properties of a kind other than the weights. `differs`: the axes along which replicas
-    hold other values of it. `begins`: its values before the first step, and also when a run resumes
-    from a checkpoint without this kind. `needed`: a run does not resume from such a checkpoint.
-    `names`: the parameters that have it; None: all."""
+    """The properties of a kind other than the weights. `differs` are the axes along which replicas
+    hold different values of it. `begins` are its values before the first step, and also when a run
+    resumes from a checkpoint without this kind. If `needed`, a run does not resume from such a
+    checkpoint. `names` are the parameters that have this kind; None means all."""
 
     differs: tuple[str, ...] = ()
     begins: Literal["zero", "weights"] = "zero"
@@ -64,11 +64,11 @@ class Counters:
 class Piece:
     """A box of a logical tensor of `shape`, and its values on this rank: a view of that size.
 
-    `cut_by`: the axes along which ranks hold other boxes; along all others they hold this one too.
-    `owned`: True if this rank and those along these other axes write it; False if other ranks do,
-    which hold the same although the axes do not show it: a tied table, a share that neighbours of
-    the tensor axis copy. `replica`: the number of its replica if replicas differ in it; None if
-    they are equal.
+    `cut_by` are the axes along which ranks hold other boxes; along all other axes ranks hold the
+    same box. `owned` is False if ranks along an axis of `cut_by` hold the same box all the same,
+    and they write it: a tied table, or a share of which neighbours on the tensor axis have copies.
+    Otherwise this rank, and those that hold the same box along the other axes, write it. `replica`
+    is the number of the replica if replicas differ in this kind; None if they are equal.
     """
 
     kind: str
@@ -122,10 +122,10 @@ class State:
     by name.
 
     `borrowed`: names of parameters of which this rank holds a second copy, such as a tied table on
-    the last pipeline rank. `differs`: axes along which replicas hold other weights, as some
-    data-parallel methods let them; `peers` are the replicas, this one among them. `scales_loss`:
-    the run's loss scale is kept, not the constant 1. Parameters that do not train are not part of
-    the state: no update changes them.
+    the last pipeline rank. `differs` are the axes along which replicas hold other weights, which
+    some data-parallel methods permit; `peers` are the replicas, this one included. `scales_loss`:
+    the state has the run's loss scale instead of the constant 1. Parameters that do not train are
+    not part of the state: no update changes them.
     """
 
     def __init__(
@@ -152,12 +152,12 @@ class State:
                 own, sizes = _gathered(held, kept.names, len(lengths))
             parts = buffer.storage.zeros(sizes, buffer.precision.master)
             self.kinds[name] = Kind(parts, own, kept)
-        # do not write to kinds that are zero already: in a file, they would be read into memory
+        # kinds that begin as zero are zero already; to write to a file would read it into memory
         self.begin([name for name, kind in self.kinds.items() if kind.kept.begins != "zero"])
         self.counters = Counters()
-        # passed when a copy of the state is complete: updates wait for it
+        # a mark that is passed when a copy of the state is complete; updates wait for it
         self.read: Passed = copies_of(buffer.device).passed()
-        # completes a step's operations that are under way, before pieces or their mean are read
+        # a function that completes operations under way, before pieces or their mean are read
         self.settle: Callable[[], None] = lambda: None
 
     def begin(self, kinds: Collection[str]) -> None:
@@ -270,7 +270,8 @@ class State:
             yield Resident(USED, own.entry.name, own.padded(parts), cut_by)
 
     def _whole_by(self, entry: Entry) -> tuple[str, ...]:
-        """Return the axes along which ranks have other weights in use, if these are not sharded."""
+        """Return the axes along which products use other weights, except the axis that shards
+        them."""
         cut_by = entry.declaration.cut_by
         if entry.declaration.trains:
             cut_by = (*cut_by, *self.kinds[WEIGHTS].kept.differs)

@@ -60,7 +60,8 @@ class _Embed(Function):
             return F.embedding(ids, weight)
         rows = weight.shape[0]
         local = ids - axis.rank * rows
-        # ids of other ranks' rows look up row 0 and count as zero: the sum has each token once
+        # an id of another rank's row looks up row 0, whose values are then set to zero, so that the
+        # sum over ranks has each token once
         elsewhere = (local < 0) | (local >= rows)
         local = local.masked_fill(elsewhere, 0)
         ctx.layer = (weight, axis, local, elsewhere)

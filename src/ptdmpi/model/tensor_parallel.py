@@ -109,9 +109,9 @@ def accumulate_bias_gradient(bias: Parameter | None, dy: Tensor) -> None:
 
 
 class Gathered:
-    """An activation at all positions, for each gradient that needs it. It is gathered from the
-    ranks' positions: from now on if `early`, else on the first call, which a split backward makes
-    later."""
+    """An activation at all positions, for the gradients that need it. It is gathered from the
+    ranks' positions. The gather begins now if `early`, otherwise at the first call, which comes
+    later in a split backward."""
 
     def __init__(self, axis: TensorAxis, x: Tensor, early: bool = False) -> None:
         self._axis = axis
@@ -132,9 +132,8 @@ class Gathered:
 
 @dataclass(frozen=True)
 class LinearPass:
-    """The objects with which one forward pass of a linear computes, for its backward: its
-    parameters, the tensor axis, the kernels, and the adapters that are added to its product, with
-    the random stream of their dropout."""
+    """One forward pass of a linear, as its backward needs it: the parameters, the tensor axis, the
+    kernels, the adapters that are added to the product, and the random stream of their dropout."""
 
     weight: Parameter
     bias: Parameter | None
@@ -204,9 +203,10 @@ class _ColumnLinear(Function):
         x, *downs = ctx.saved_tensors
         whole = None
         if x is not None:
-            # gathered once more instead of kept whole (Korthikanti et al. 2022, section 4.2.2). It
-            # overlaps the computation of the input's gradient if communication can progress
-            # meanwhile; else it would only take memory for longer. x itself would keep its graph
+            # Gather x again instead of keeping it whole (Korthikanti et al. 2022, section 4.2.2).
+            # If communication makes progress meanwhile, begin early, to overlap with the input's
+            # gradient; otherwise that would only take memory for longer. Detach x, which would keep
+            # its graph
             early = axis.comm.overlaps and not layer.weight.puts_off
             whole = Gathered(axis, x.detach(), early)
         ups = [adapter.up(dy) for adapter in layer.adapters]
@@ -237,7 +237,8 @@ class _RowLinear(Function):
             return y
         y = layer.axis.reduce(y)
         if layer.bias is not None:
-            # after the sum: before it, every rank would add it (Shoeybi et al. 2019, section 3)
+            # added after the sum; before it, every rank would add it (Shoeybi et al. 2019, section
+            # 3)
             y.add_(layer.bias)
         return y
 
@@ -246,7 +247,7 @@ class _RowLinear(Function):
         layer: LinearPass = ctx.layer
         axis = layer.axis
         x, *downs = ctx.saved_tensors
-        # before the gather: a part, of this rank's positions, that is summed after the step
+        # before the gather: each rank adds its own positions, and the parts are summed later
         accumulate_bias_gradient(layer.bias, dy)
         whole = axis.gather(dy)
         ups = [adapter.up(whole) for adapter in layer.adapters]

@@ -100,7 +100,8 @@ class Block(nn.Module):
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
-        """Layer by layer for now: a graph calls none of the modules in it, nor their hooks."""
+        """Run the layer without its compiled graph in this context, because a graph calls no hooks
+        of modules."""
         compiled, self._compiled = self._compiled, None
         try:
             yield
@@ -124,9 +125,9 @@ class Block(nn.Module):
         section 6.1)."""
         if not self.partition:
             return nullcontext()
-        # the checkpoint's own hooks, inside of these, see what the layer would keep
+        # the checkpoint's own hooks are inside these, and handle what the layer would keep
         return saved_tensors_hooks(
-            lambda x: (self.axis.share(x).clone(), x.shape),  # a view would hold all of x
+            lambda x: (self.axis.share(x).clone(), x.shape),  # copied: a view would keep all of x
             lambda kept: self.axis.from_shares(kept[0]).view(kept[1]),
         )
 

@@ -58,8 +58,8 @@ class LowRankAdapter(Computing):
         return down
 
     def up(self, dy: Tensor) -> Tensor:
-        """Return scale dy B [s, b, r], the gradient of drop(x) A^T; with column-parallel B it is a
-        part of it."""
+        """Return scale dy B [s, b, r], the gradient of drop(x) A^T. If B is column-parallel, it is
+        only this rank's part of the gradient."""
         return self.kernels.input_gradient(dy[..., self.columns], self.b) * self.part.scale
 
     def add_input_gradient(self, dx: Tensor, up: Tensor, stream: RandomStream | None) -> None:

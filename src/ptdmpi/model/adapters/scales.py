@@ -40,7 +40,7 @@ class _Rescale(Function):
         kept = []
         for columns, weight in scales:
             y[..., columns].mul_(weight)
-            # all of x if all is scaled: a copy of a part would be kept in addition to it
+            # keep x itself if all of it is scaled: a copy of a part would take more memory
             part = x[..., columns]
             if part.shape != x.shape:
                 part = part.clone()

@@ -29,9 +29,9 @@ from ptdmpi.model.parameters import Parameter, dtype_of
 class Kernels:
     """The kernels of a run, and products of matrices computed with them. An object never changes.
 
-    `choice` is the one that the run has agreed on for its host; None: the usual one of this machine
-    for the type of the operands. The products follow the recipe of `precision`; None: operands are
-    multiplied in their own type.
+    `choice` is the choice for hosts on which the run has agreed. If it is None, the usual choice of
+    this machine for the type of the operands is used. Products follow the recipe of `precision`. If
+    it is None, operands are multiplied in their own type.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Kernels:
         `which` names its limit in `OneDnnLinears`."""
         if x.device.type != "cpu" or x.dtype not in FUSED_TYPES or not x.numel():
             return False
-        # in a graph that call is for constant weights only (Inductor asserts it)
+        # a compiled graph has this call only for constant weights (Inductor asserts it)
         if self.widens("cpu", x.dtype) or torch.compiler.is_compiling():
             return False
         least: float = getattr(self.chosen("cpu", x.dtype).linear, which)
@@ -113,8 +113,8 @@ class Kernels:
         if total.dtype == dy.dtype:
             total.addmm_(dy.t(), x)
         elif host.adds_wide(dy.device.type):
-            # its float32 accumulator is added unrounded; else it would be rounded, stored, and
-            # read again
+            # the kernel adds its float32 accumulator unrounded; otherwise the product would be
+            # rounded, stored, and read again
             if torch.compiler.is_compiling():  # the compiler has no such addmm (pytorch #163880)
                 total += torch.mm(dy.t(), x, out_dtype=total.dtype)
             else:

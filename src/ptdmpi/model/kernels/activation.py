@@ -24,12 +24,12 @@ from ptdmpi.model.kernels.host import HALF_TYPES
 
 CUBE = 0.044715  # Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
-CHUNK_ELEMENTS = 1 << 17  # four of them in float32 are 2 MiB
+CHUNK_ELEMENTS = 1 << 17  # elements of a chunk; four numbers of each, in float32, are 2 MiB
 # The library computes smaller tensors: ten launches instead of one would cancel the gain. From
 # this size on, the room for a chunk is no larger than the gradient, which backward needs anyway.
 LEAST_ELEMENTS = 8 * CHUNK_ELEMENTS
-# GELU's derivative reaches 1.13, and half types are half as precise between 1 and 2 as just
-# below 1: so they keep it multiplied by this.
+# GELU's derivative reaches 1.13, and a half type is half as precise between 1 and 2 as just below
+# 1. So in half types the derivative is multiplied by this before it is kept.
 SHRUNK = 0.875
 
 
@@ -79,7 +79,7 @@ def _write_with_slope(x: Tensor, y: Tensor, slope: Tensor, shrunk: float = 1.0) 
     for part, room, (here, slope_here) in _chunks(x, y, slope):
         wide, z, sigmoid = _sigmoid(part, room)
         _rounded(torch.mul, (wide, sigmoid), here, room[2])
-        # x dz/dx is 3 z - 4 sqrt(2 / pi) x: here a third of it
+        # a third of x dz/dx = 3 z - 4 sqrt(2 / pi) x
         inner = torch.sub(z, wide, alpha=2.0 / 3.0 * SLOPE, out=room[2])
         if exact:  # S(-z): 1 - S(z) is not
             inner.mul_(sigmoid).mul_(z.neg_().sigmoid_())

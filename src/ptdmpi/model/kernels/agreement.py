@@ -27,10 +27,10 @@ if TYPE_CHECKING:  # the import initialises MPI, which previews do without
     from ptdmpi.comm.world import World
 
 FILE = "kernels.json"  # in the run directory
-# backend of attention, name in the table -> name in torch.nn.attention.SDPBackend; FlashAttention 3
-# replaces 2
+# Backends of attention: name in the table -> name in torch.nn.attention.SDPBackend. FlashAttention
+# 3 has the name of version 2, because it replaces it.
 BACKENDS = {"fa3": "FLASH_ATTENTION", "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
-# for inputs that none of these takes, such as float32
+# the backends for inputs that no backend of the table takes, such as float32
 REST = ("EFFICIENT_ATTENTION", "MATH")
 # the kernels that every host can compute
 ANYWHERE = replace(BY_LIBRARY, half="widened")
@@ -122,10 +122,10 @@ def agreed(
 ) -> Choice:
     """Return the kernels of this run on all its ranks, which all call it.
 
-    They are those that the run directory `folder` has kept, or else the checkpoint `before`; a
+    The kernels are those in the run directory `folder`, or else those in the checkpoint `before`; a
     kernel is used again only if every rank has it. Otherwise, and always if `before` is None, the
-    fastest by measurement are chosen. The run directory keeps them from now on, and `say` reports
-    them in one line, with the reasons.
+    kernels that measured fastest are chosen. They are stored in the run directory, and `say`
+    reports them in one line, with the reasons.
     """
     kept_here = world.on_root(lambda: _kept(folder))
     known: Stored = {}
@@ -196,8 +196,8 @@ def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
         return fresh
     if kind in kept:
         return kept[kind]
-    # a run from before there was a choice keeps the library's kernels, so that its bits repeat;
-    # its half types were computed as the processor does
+    # A run that began before kernels were chosen keeps the library's kernels, so that its bits
+    # repeat. It has multiplied half types as suits the processor, and `fresh` does the same.
     if kind == "half":
         return fresh
     return getattr(BY_LIBRARY, kind)

@@ -184,9 +184,9 @@ class PackedKernel:
         q = given.q
         if not _is_limited(self.scores, given) or _in_blocks(q) or q.device.type == "cpu":
             return False
-        if not given.positions.are_all:  # it would need a copy of the keys for each run
+        if not given.positions.are_all:  # each run would need a copy of the keys
             return False
-        # called by its name, it does not pad heads of other sizes (flash_api.cpp)
+        # if the kernel is called by its name, it does not pad heads (flash_api.cpp)
         fits = _has_flash(q) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
         return fits and _packed_attention() is not None
 
@@ -203,7 +203,7 @@ class PackedKernel:
             offsets = documents.offsets
             longest = documents.longest
         packed = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [b s, heads, head size]
-        window = (-1, -1)  # as many keys before a query's own and after it; -1: all
+        window = (-1, -1)  # the number of keys before a query's own, and after it; -1 means all
         if self.scores.causal:
             window = (self.scores.window - 1, 0)
         out = packed_attention(

@@ -21,8 +21,9 @@ Region = tuple[slice, slice, slice]  # rows, heads, positions
 class Scores:
     """The scores of attention: the scaling of products of queries and keys, and the visible keys.
 
-    They are multiplied by `scale` and, unless `softcap` is 0, become softcap tanh(. / softcap).
-    `causal`: a query sees itself and what is before it; of that the last `window` keys, unless 0.
+    Scores are multiplied by `scale` and, unless `softcap` is 0, become softcap tanh(. / softcap).
+    If `causal`, a query sees the keys up to its own position, and of these only the last `window`
+    ones unless that is 0.
     """
 
     scale: float
@@ -45,8 +46,9 @@ def _band(queries: int, keys: int, window: int, dtype: torch.dtype, device: torc
 
 @dataclass(frozen=True)
 class Sight:
-    """The keys that each query sees, and their scores: by `scores` of its document, if sequences
-    have several. The queries are at `positions`, the keys at all."""
+    """The keys that each query sees, according to `scores`. If sequences have several `documents`,
+    a query sees only keys of its own document. The queries are at `positions`, the keys at all
+    positions."""
 
     scores: Scores
     documents: Documents | None = None

@@ -50,16 +50,16 @@ class WeightedTile(NamedTuple):
 class ProductAttention(Function):
     """Attention by matrix products over blocks of queries.
 
-    Their probabilities are computed again in the backward pass (Dao et al. 2022, arXiv 2205.14135,
-    algorithm 4, with a cap's derivative 1 - tanh^2), so that only queries, keys and values are
-    kept. Or they are kept too, to the same bits, if `how.keeps` says so and no cap needs
-    its tangents. Or the library's kernel computes the forward pass, if `how.library_forward` says
-    so and there is no cap.
+    The probabilities of a block are computed again in the backward pass (Dao et al. 2022, arXiv
+    2205.14135, algorithm 4, with a cap's derivative 1 - tanh^2), so that only queries, keys and
+    values are kept. If `how.keeps` is True and there is no cap, the probabilities are kept, too,
+    which gives the same bits. If `how.library_forward` is True and there is no cap, the library's
+    kernel computes the forward pass.
 
-    Scores are products in float32, also for half types: rounded to these, they would make gradients
-    less exact than a fused kernel's. All other products are in the type of their operands. If
-    requested, the second result is the logarithm of each query's sum of exponentials
-    [b, heads, s], in float32 at least; else None.
+    Scores are computed in float32, also for half types. If they were rounded to a half type,
+    gradients would be less exact than a fused kernel's. All other products are in the type of their
+    operands. If requested, the second result is the logarithm of each query's sum of exponentials
+    [b, heads, s], in float32 at least; otherwise it is None.
     """
 
     @staticmethod
@@ -101,7 +101,7 @@ class ProductAttention(Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         narrow_q, narrow_k, values, dout = (part.contiguous() for part in (q, k, v, dout))
         dq = torch.empty_like(q)
-        # every block of queries adds to them: in a half type each addition would round
+        # wide, because every block of queries adds to them: a half type would round each time
         dk, dv = (torch.zeros(k.shape, dtype=wide, device=k.device) for _ in "kv")
         each: Iterator[WeightedTile] = _weighted(q, k, work)
         if kept:
@@ -148,17 +148,17 @@ def _weighted(
     given, write the logarithms of sums of exponentials into it."""
     scores = work.seen.scores
     wide = torch.promote_types(q.dtype, torch.float32)
-    # once for all blocks, and in the layout that is fast in products
+    # convert once for all blocks, to the memory layout that is fast in products
     wide_q, wide_k = (x.to(wide, memory_format=torch.contiguous_format) for x in (q, k))
     narrow = work.how.fpmath and q.dtype == torch.bfloat16
     scale = scores.scale
-    if not narrow:  # else its operands stay numbers of bfloat16
+    if not narrow:  # if narrow, the operands must stay bfloat16 numbers
         wide_q = wide_q * scale
         scale = 1.0
     for queries, keys, mask in _tiles(wide_q, wide_k, work):
         added = mask
         if scores.softcap:
-            added = None  # after the cap
+            added = None  # the mask is added after the cap
         with _rounding_operands(narrow):
             products = _products(wide_q[queries], wide_k[keys], added, scale)
         tangent = None

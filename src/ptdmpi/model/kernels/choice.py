@@ -17,7 +17,7 @@ from ptdmpi.model.kernels.table import table
 # number of queries, each with the keys up to its end, s = 512 costs five eighths.
 QUERY_BLOCK = 128
 
-Entries = Mapping[str, Sequence[Mapping[str, Any]]]  # as the table's: kind -> entries
+Entries = Mapping[str, Sequence[Mapping[str, Any]]]  # like the table: kind -> entries
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class AttentionByLibrary:
 class AttentionByProducts:
     """Causal attention by matrix products over blocks of `block` queries.
 
-    Their probabilities are computed again in the backward pass, or kept for it (`keeps`). With
-    `library_forward` the library's kernel computes the forward pass. With `fpmath` scores of
-    bfloat16 are taken in oneDNN's mode of that name.
+    The probabilities of a block are computed again in the backward pass, or kept for it (`keeps`).
+    With `library_forward` the library's kernel computes the forward pass. With `fpmath` the scores
+    of bfloat16 are computed in oneDNN's mode of that name.
     """
 
     block: int = QUERY_BLOCK

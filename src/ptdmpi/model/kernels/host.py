@@ -10,7 +10,7 @@ import torch
 from ptdmpi.model.kernels.table import table
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
-FUSED_TYPES = (torch.float32, torch.bfloat16)  # of oneDNN's fused call for a linear
+FUSED_TYPES = (torch.float32, torch.bfloat16)  # types of oneDNN's fused call for a linear
 NATIVE = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16"),
     torch.float16: ("avx512_fp16", "amx_fp16"),

@@ -11,7 +11,7 @@ On a host each kind has one text, a name and perhaps sizes and words after colon
     half        "native", "widened"
 
 On other devices attention has the backends that are tried, in their order. Unknown texts are
-skipped: they were written for another kind of device, or by another version.
+skipped, because another kind of device or another version may have written them.
 """
 
 import math

@@ -81,7 +81,7 @@ def scales_of(x: Tensor, form: LowBit) -> Tensor:
     each block's greatest magnitude; for uint4, from its least and its greatest value. The scale of
     int4 has a sign: there are eight levels on one side of zero and seven on the other, and the
     value of the greatest magnitude is on the side of eight."""
-    wide = torch.promote_types(x.dtype, torch.float32)  # a half type would round the quotient, too
+    wide = torch.promote_types(x.dtype, torch.float32)  # in a half type x / scale would be rounded
     least, greatest = (ends.to(wide) for ends in x.unflatten(-1, (-1, form.block)).aminmax(dim=-1))
     if form.codes == "uint4":
         least = least.float()

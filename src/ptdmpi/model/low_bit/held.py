@@ -12,7 +12,7 @@ from ptdmpi.model.low_bit.codes import Packed, packed
 from ptdmpi.model.parameters import Entry
 from ptdmpi.plan.layer.low_bit import KIND_OF_CODES, KIND_OF_SCALES
 
-Narrow = Callable[[int, int], tuple[int, int]]  # (row, column) of a matrix -> that of its codes
+Narrow = Callable[[int, int], tuple[int, int]]  # (row, column) in a matrix -> in its codes
 
 
 class PackedPart(NamedTuple):

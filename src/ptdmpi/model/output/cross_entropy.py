@@ -1,8 +1,9 @@
 """Cross-entropy of logits whose columns are divided over the tensor axis. Three numbers per token
 are sent over the axis, never the logits (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 
-Logits of half types are widened to float32 some positions at a time, in the forward and once more
-in the backward pass: those of a microbatch are the largest tensor of a step, and never held twice.
+The logits of a microbatch are the largest tensor of a step, and are never held twice. Logits of
+half types are widened to float32 some positions at a time, in the forward pass and again in the
+backward pass.
 """
 
 from collections.abc import Iterator
@@ -64,7 +65,7 @@ def _greatest(flat: Tensor, local: Tensor, here: Tensor, axis: TensorAxis) -> tu
     """Return the greatest logit of each row of [s b, V/t], over all ranks' columns, and the label's
     logit, 0 if this rank does not have it. Subtracting the greatest logit keeps exponentials from
     overflowing; it cancels in the loss."""
-    # in a half type the same numbers as if all logits were widened
+    # in a half type these are the same numbers as if all logits were widened
     top = _wide(flat.amax(-1))
     target = _wide(flat.gather(-1, local)[:, 0])
     return axis.comm.all_reduce(top, "max"), target.masked_fill_(~here, 0.0)
@@ -82,7 +83,7 @@ class _CrossEntropy(Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, weights: Tensor | None, axis: TensorAxis
     ) -> Tensor:
-        # detached: autograd would refuse writing to a view of its own
+        # detach, because autograd does not allow to write to a view
         flat = logits.detach().contiguous().view(-1, logits.shape[-1])
         local, here = _columns(labels, flat.shape[-1], axis)
         top, target = _greatest(flat, local, here, axis)
@@ -108,14 +109,14 @@ class _CrossEntropy(Function):
         labels = -(factors * here)[:, None]
         for rows in _chunks(flat):
             chunk = flat[rows]
-            # for wide types the exponentials are there since the forward pass
+            # for wide types the buffer has the exponentials since the forward pass
             wide = _exponentials(chunk, top[rows]) if _widens(flat) else chunk
             wide.div_(totals[rows, None]).mul_(factors[rows, None])
-            # softmax - 1 at the label, on the rank that has its column; elsewhere it adds 0
+            # subtract 1 at the label, on the rank that has its column; other ranks subtract 0
             wide.scatter_add_(-1, local[rows], labels[rows])
             if wide is not chunk:
                 chunk.copy_(wide)
-            del wide  # or it would stay in memory together with the next one
+            del wide  # otherwise it would stay in memory together with the next one
         return flat.view(ctx.shape), None, None, None
 
 

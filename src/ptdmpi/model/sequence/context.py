@@ -1,5 +1,5 @@
-"""The context axis: ranks that have different positions of the same samples, and how attention of
-each of them sees the keys of all (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2)."""
+"""The context axis: its ranks have different positions of the same samples, and attention on each
+rank sees the keys of all ranks (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2)."""
 
 from dataclasses import dataclass, field
 from typing import Any

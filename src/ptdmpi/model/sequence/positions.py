@@ -15,10 +15,11 @@ from torch import Tensor
 class Positions:
     """Some positions of every sequence, in ascending order; by default all of them.
 
-    An axis of `size` ranks that cuts the sequence gives rank r of c the chunks r and 2c - 1 - r of
-    2c equal ones (zigzag: then causal attention is the same work on every rank; Dubey et al. 2024,
-    arXiv 2407.21783, section 3.3.2). Of these, `share` of `shares` equal shares is meant: sequence
-    parallelism leaves one on each rank of the tensor axis between blocks.
+    If an axis of c = `size` ranks cuts the sequence, it is cut into 2c equal chunks, and rank r has
+    the chunks r and 2c - 1 - r. In this zigzag, causal attention is the same work on every rank
+    (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). Sequence parallelism cuts a rank's
+    positions again, into `shares` equal shares; between blocks each rank of the tensor axis has
+    number `share`.
     """
 
     rank: int = 0
@@ -27,7 +28,7 @@ class Positions:
     shares: int = 1
 
     def shared(self, share: int, shares: int) -> "Positions":
-        """Return one of `shares` equal shares of these positions, which are not shares yet."""
+        """Return one of `shares` equal shares of these positions, which are not a share yet."""
         assert self.shares == 1, "shares of shares have no meaning"
         return replace(self, share=share, shares=shares)
 

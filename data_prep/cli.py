@@ -307,7 +307,7 @@ def train_tokenizer(
     from data_prep.state import require_writable, write_file
     from data_prep.vocabulary import train_bpe
 
-    require_writable(output)  # before the long work, not after it
+    require_writable(output)  # check this before the long work
     content, size = train_bpe(_training_texts(inputs, **given), vocab_size)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -341,7 +341,7 @@ def _training_texts(
 
     sources = find_sources(inputs, suffixes)
     total = sum(source.size_bytes for source in sources)
-    share = 1.0  # of the texts, to learn from
+    share = 1.0  # share of the texts that is used
     if sample_bytes is not None:
         share = sample_bytes / max(1, total)
     options = EncodeOptions("", text_field, errors, 0.0, skip_bad_lines)

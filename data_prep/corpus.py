@@ -62,7 +62,7 @@ class Work:
 
     groups: Sequence[int]
     first_block: Callable[[int], int]
-    cores: int  # that this rank may use
+    cores: int  # number of cores that this rank may use
     advance: Callable[[int], object]  # called with the number of bytes read, for progress
     rank: int = 0
 

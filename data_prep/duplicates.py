@@ -152,7 +152,7 @@ class Duplicates:
         dtype, dims = _FILES[what]
         try:
             values = np.load(path, mmap_mode="r")
-        except Exception as error:  # of any class, since numpy parses the header as Python
+        except Exception as error:  # errors of any class, because numpy parses the header as Python
             raise InputError(f"{path}: cannot be read: {error}; {_RESTART}") from error
         if values.dtype != dtype or values.ndim != dims:
             raise InputError(f"{path}: has {values.dtype} in {values.ndim} dims; {_RESTART}")

@@ -36,7 +36,7 @@ from ptdmpi.config import InputError
 from ptdmpi.data.header import token_dtype
 
 _SPACE = b" \t\n\r\v\f"
-_BATCH_BYTES = 1 << 20  # of text that is encoded in one call
+_BATCH_BYTES = 1 << 20  # bytes of text that are encoded in one call
 _LONG_LINE_BYTES = 4 * PIECE_BYTES  # longer lines are decoded in parts
 _PART_BYTES = PIECE_BYTES // 4
 _QUOTE = re.compile(b'"')
@@ -58,8 +58,8 @@ class EncodeOptions:
     tokenizer: str
     text_field: str
     errors: str  # "strict" or "replace", for bytes that are not UTF-8
-    valid_fraction: float  # of the documents, by their hash
-    skip_bad_lines: bool = False  # of .jsonl: leave them out and count them
+    valid_fraction: float  # share of documents held out, by their hash
+    skip_bad_lines: bool = False  # leave out bad lines of .jsonl files, and count them
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class TextPiece:
     """Up to PIECE_BYTES of one document's text."""
 
     text: str
-    size_bytes: int  # in UTF-8
+    size_bytes: int  # bytes in UTF-8
     held_out: bool  # decided by the first piece; False in the others
     first: bool
     last: bool
@@ -146,8 +146,8 @@ def _long_string(line: memoryview, field: str) -> memoryview | None:
     Return None if the line must be parsed as a whole: because the text is short, or because
     something is wrong with the line.
 
-    Long strings are taken out and the rest is parsed, so that the line is not copied: a character
-    of its text takes up to four bytes in a `str`, and there would be two copies.
+    Long strings are taken out of the line, and the rest is parsed. If the whole line were parsed,
+    there would be two copies of it, and each character may take four bytes in a `str`.
     """
     strings: list[memoryview] = []
     rest = bytearray()

@@ -24,11 +24,11 @@ class GroupWriter:
         self._vocabulary = vocabulary
         self._shard_tokens = shard_tokens
         self._progress = state.load(group)
-        # for the document that continues in the next task
+        # True if the document that continues in the next task is held out
         self._held_out = self._progress.held_out
-        self._counters = self._progress.counters  # of all tasks before the present one
+        self._counters = self._progress.counters  # sums over all tasks before the present one
         self._writers: list[ShardWriter | None] = [None for _ in state.outputs]
-        self._tokens = 0  # in the shards being written
+        self._tokens = 0  # number of tokens in the shards being written
 
     def add(self, encoded: Encoded) -> None:
         """Write a task's tokens, except those that are in finished shards."""

@@ -30,7 +30,7 @@ _FLOATS = (6, 7)
 _CODES = {"<u2": 8, "<i4": 4}
 BLOCK_TOKENS = 1 << 20
 _WINDOW_SEQUENCES = 1 << 18  # read together; at least those of one document
-_MAX_LENGTH = (1 << 31) - 1  # of a sequence: its length is an int32
+_MAX_LENGTH = (1 << 31) - 1  # most tokens of a sequence, whose length is an int32
 
 
 def bin_path(prefix: Path) -> Path:
@@ -54,7 +54,7 @@ class TokenBlock:
     """Tokens of whole documents, or a piece of one that is longer than BLOCK_TOKENS."""
 
     tokens: np.ndarray
-    lengths: np.ndarray  # int64 [documents], 0 for an empty one; of a piece: its own length
+    lengths: np.ndarray  # int64 [documents], 0 for an empty one; or the piece's length
     first: bool  # the (first) document begins here
     last: bool  # the (last) document ends here
 

@@ -46,7 +46,7 @@ class CorpusFile:
     path: Path
     name: str  # as given, or relative to the given directory; it is part of the corpus's identity
     kind: str  # TEXT (one document), JSONL (one document per line) or PARQUET (one per row)
-    size_bytes: int  # on disk
+    size_bytes: int  # bytes on disk
     modified_ns: int
     start: int = 0
     stop: int | None = None  # None: to the end of the file

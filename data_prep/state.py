@@ -40,9 +40,9 @@ class CorpusCounters:
     duplicates: int = 0  # documents left out
     train_tokens: int = 0
     valid_tokens: int = 0
-    bad_lines: int = 0  # left out
-    eods_added: int = 0  # to imported documents without an end
-    answers: int = 0  # this and the following are of conversations only
+    bad_lines: int = 0  # lines left out
+    eods_added: int = 0  # ends added to imported documents without one
+    answers: int = 0  # from here on: only of conversations
     answer_tokens: int = 0
     truncated: int = 0
     too_long: int = 0
@@ -60,7 +60,7 @@ class GroupProgress:
 
     shards: int = 0  # number of finished shards
     task: int = 0  # index of the task in which the next shard begins
-    token: int = 0  # token of that task
+    token: int = 0  # number of the token in that task
     held_out: bool = False  # True if the document that continues there is held out
     # Tokens are those of finished shards; all else is counted for the tasks before `task`.
     counters: CorpusCounters = CorpusCounters()
@@ -235,9 +235,9 @@ class RunState:
     def begin(self, force: bool) -> CorpusCounters | None:
         """Make or check the output directories. Return the sums if everything is done already.
 
-        Raise InputError if they hold something else: shards of other inputs or options (unless
-        `force`, which removes them), or files that ptdmpi-data did not make; and if another process
-        writes to them.
+        Raise InputError if the directories hold files that ptdmpi-data did not make, or shards of
+        other inputs or options, unless `force` is set, which removes such shards. Also raise it if
+        another process writes to the directories.
         """
         try:
             done = self._begin(force)

@@ -15,8 +15,8 @@ from ptdmpi.data.chat_template import ANSWER, ChatTemplate, Message
 
 
 class Conversation(NamedTuple):
-    """A conversation as tokens: their ids [n]; their weights as labels, bool [n]; the first token
-    of each of its answers, int [answers]; and its text."""
+    """A conversation of n tokens. It has the tokens' ids [n], their weights as labels, bool [n],
+    the number of the first token of each answer, int [answers], and the text."""
 
     ids: np.ndarray
     weights: np.ndarray

@@ -94,7 +94,7 @@ def problems(directory: Path) -> list[str]:
 
 def _uncovered(tensor: StoredTensor) -> Iterator[str]:
     whole = Box.whole(tensor.shape)
-    # by their first row: a box overlaps no other box that begins after its last row
+    # sort by first row: a box cannot overlap a box that begins after its last row
     boxes = sorted((piece.box for piece in tensor.pieces), key=lambda box: box.start[0])
     for number, box in enumerate(boxes):
         if box.overlap(whole) != box:
@@ -104,7 +104,7 @@ def _uncovered(tensor: StoredTensor) -> Iterator[str]:
                 break
             if box.overlap(other):
                 yield f"pieces {box} and {other} overlap"
-    # no overlap and as many elements as the tensor: then there is no gap either
+    # pieces without overlap, with as many elements as the tensor, leave no gap
     held = sum(box.elements for box in boxes)
     if held != whole.elements:
         yield f"pieces hold {held} elements of {whole.elements}"

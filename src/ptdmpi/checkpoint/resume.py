@@ -42,14 +42,14 @@ class Resumption:
         """Load the checkpoint that `checkpoint.resume = wanted` names. Return its progress (None:
         the run begins at step 0), and a line for each damaged checkpoint that was passed over.
 
-        "auto" is the newest complete checkpoint, if there is one; "never" is no checkpoint; else
-        `wanted` is the path of a checkpoint, or of a run directory, whose newest one is loaded. If
-        an earlier start has resumed from that path, it is the run's own newest. `lost`: ranks were
-        lost, and the remaining replicas may begin from the mean of all.
+        "auto" means the newest complete checkpoint, if there is one; "never" means none. Any other
+        `wanted` is the path of a checkpoint, or of a run directory, whose newest checkpoint is
+        loaded. If an earlier start has resumed from that path, the run's own newest checkpoint is
+        loaded. `lost`: ranks were lost, and the remaining replicas may begin from the mean of all.
 
-        Raise InputError if a named checkpoint cannot be used, if a checkpoint is of another model
-        or was trained on other data (`Course.judge`), or if all are damaged: a new run would
-        replace files that can perhaps be repaired.
+        Raise InputError if a named checkpoint cannot be used, or if a checkpoint is of another
+        model or was trained on other data (`Course.judge`). Also raise it if all checkpoints are
+        damaged, because a new run would replace files that can perhaps be repaired.
         """
         if wanted == "never":
             self.retention.branch_from(None)

@@ -188,7 +188,7 @@ class MpiCommunicator(Communicator):
         return DONE
 
     def _isend(self, flat: Tensor, peer: int) -> Handle:
-        # no tag: between two ranks messages keep their order (MPI 4.1, section 3.5)
+        # tags are not needed: messages of two ranks keep their order (MPI 4.1, section 3.5)
         host = flat.cpu()
         return _Request(self.control.Isend(_bytes(host), peer), host)
 

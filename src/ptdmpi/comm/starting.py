@@ -123,7 +123,7 @@ def launcher_of(pid: int) -> int | None:
     """Return the launcher's process above a rank on this node; None if there is none."""
     while pid > 1:
         try:
-            # after the name, which may contain blanks: state, parent
+            # the state and the parent are after the name, which may contain blanks
             name, _, rest = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")
         except OSError:
             return None

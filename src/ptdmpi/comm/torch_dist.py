@@ -208,7 +208,7 @@ class TorchCarrier:
 
     def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged) -> Handle:
         """Begin an all-to-all of torch.distributed."""
-        # as bytes: not every library has every type
+        # send bytes, because not every library supports every type
         size = flat.element_size()
         work = dist.all_to_all_single(
             result.view(torch.uint8),

@@ -87,7 +87,7 @@ class Axes:
 class Process:
     """The properties of a rank that stay the same when ranks are numbered anew."""
 
-    number: int  # its rank in the first world: what people and logs call it
+    number: int  # its rank in the first world, which is its name in logs and messages
     node: int  # the lowest launch rank of its node
     local_rank: int
     host: str
@@ -260,10 +260,11 @@ def end_together(world: World) -> None:
 
 @contextlib.contextmanager
 def fail_together(world: World) -> Iterator[None]:
-    """End every rank when one fails, within seconds, non-zero, with the failing rank's name.
+    """End every rank when one fails: within seconds, with a non-zero exit code and the failing
+    rank's name.
 
-    Bad input that all ranks know of ends them by exit code 2; anything else goes through MPI's
-    abort (code 2 for bad input that only this rank has seen, 130 for Ctrl-C, otherwise 1).
+    If all ranks know of bad input, they exit with code 2. All other errors end in MPI's abort, with
+    code 2 for bad input that only this rank has seen, 130 for Ctrl-C, and otherwise 1.
     """
     try:
         yield

@@ -23,7 +23,7 @@ from ptdmpi.config import InputError
 from ptdmpi.config.section import MOST
 
 FORMAT_VERSION = 1
-WEIGHTED_VERSION = 2  # of shards with weights
+WEIGHTED_VERSION = 2  # the version of shards with weights
 # The file that says which texts the shards in its folder were made of, and lists their headers.
 SUMMARY = "tokenize.json"
 # Bytes read in each place where HDF5 may keep the texts of attributes.
@@ -59,16 +59,16 @@ class ShardHeader:
     path: Path
     tokens: int  # number of tokens
     dtype: np.dtype
-    byte_offset: int  # of the first token in the file
+    byte_offset: int  # place of the first token in the file
     documents: int  # number of documents
-    documents_byte_offset: int  # of the documents + 1 offsets in the file
+    documents_byte_offset: int  # place of the documents + 1 offsets in the file
     tokenizer: str
     tokenizer_sha256: str
     vocab_size: int
     eod_id: int
     checksum: str
-    weights_byte_offset: int = 0  # of the first token's weight in the file; 0: all tokens count
-    row_length: int = 0  # tokens of the rows that documents were packed in; 0: in none
+    weights_byte_offset: int = 0  # place of the first token's weight in the file; 0: all count
+    row_length: int = 0  # tokens of a row of packed documents; 0: no rows
     weights_checksum: str = ""
     listed: bool = False  # taken from SUMMARY, not yet compared with the file (`confirmed`)
 
@@ -286,7 +286,7 @@ def _listed(path: Path, entry: dict[str, Any]) -> ShardHeader:
         raise ValueError("other fields than a header has")
     numbers = (entry["byte_offset"], entry["documents_byte_offset"], entry["eod_id"])
     named = ("tokens", "documents", "vocab_size", "row_length", "weights_byte_offset")
-    counts = tuple(entry[name] for name in named if name in entry)  # each at least 1
+    counts = tuple(entry[name] for name in named if name in entry)  # each must be at least 1
     if set(map(type, numbers + counts)) != {int} or min(numbers) < 0 or min(counts) < 1:
         raise ValueError("a number is missing, or below what it can be")
     return ShardHeader(path=path, listed=True, **{**entry, "dtype": _DTYPES[entry["dtype"]]})

@@ -14,8 +14,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 LIMITED = "limited"  # the filter through which every loop takes its items
 MOST_TURNS = 1_000_000  # turns of loops and calls of functions in one rendering
-MOST_LENGTH = 10_000_000  # of a text or list that is repeated
-MOST_BITS = 10_000  # of a power
+MOST_LENGTH = 10_000_000  # length of a text or list that is repeated
+MOST_BITS = 10_000  # bits of a power
 
 
 class _LimitedEnvironment(ImmutableSandboxedEnvironment):

@@ -69,7 +69,7 @@ class LabelledForm:
         """Return a microbatch of n samples, so of n * `sequences` rows.
 
         `samples` names each by its file and its number in the file, `ids` (int [n]) has their
-        global numbers, and `counts` (float [n]) is 1 for those that count in the loss, else 0.
+        global numbers, and `counts` (float [n]) is 1 if a sample counts in the loss, else 0.
         """
         sequences = samples[0][0].sequences
         rows = [

@@ -1,8 +1,8 @@
 """Samples of masked language models: masked whole words, and two segments in order or swapped.
 
 The objectives are those of BERT (Devlin et al. 2019, arXiv 1810.04805) as Megatron-LM trains it
-(Shoeybi et al. 2019, section 5.3): n-grams of whole words are masked, and the model predicts the
-order of two segments instead of whether the second follows the first (Lan et al. 2020, arXiv
+(Shoeybi et al. 2019, section 5.3). N-grams of whole words are masked. The model predicts the order
+of two segments, and not whether the second segment follows the first (Lan et al. 2020, arXiv
 1909.11942, sections 3.1, 4.1). Every choice is a pure function of (seed, global sample number).
 """
 
@@ -110,7 +110,7 @@ class MaskedSamples:
         segments, order = self._segments(text, starts, draws[1:3])
         special = self.vocabulary
         ids = [np.array([special.begin])]
-        types = [0]  # of the special token at the beginning
+        types = [0]  # the type of the special token at the beginning
         words = []  # first token of each word, and end, of each segment
         for place, (begin, end) in enumerate(segments):
             at = len(types)
@@ -167,7 +167,7 @@ class MaskedSamples:
         """
         first = np.concatenate([own for own, _ in words])
         last = np.concatenate([np.append(own[1:], end)[: len(own)] for own, end in words])
-        # for each word the number of the first word after its segment
+        # for each word, the number of the first word after the word's segment
         limit = np.repeat(np.cumsum([len(own) for own, _ in words]), [len(own) for own, _ in words])
         grams = np.searchsorted(self.ngram_limits, chances[1, : len(first)], side="right") + 1
         taken = np.zeros(len(first), dtype=bool)

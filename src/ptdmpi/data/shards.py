@@ -32,8 +32,8 @@ from ptdmpi.data.header import (
     read_header,
 )
 
-UNFINISHED = ".unfinished"  # a file in a directory of shards while they are being written
-_OPEN_SHARDS = 8192  # mapped at a time in one dataset; the kernel allows 65530 maps per process
+UNFINISHED = ".unfinished"  # a folder in a directory of shards that are being written
+_OPEN_SHARDS = 8192  # most maps at a time in one dataset; the kernel allows 65530 per process
 _OPEN_SHARE = 8  # a dataset takes at most one in eight of the allowed file descriptors
 _READ_ROWS = 64  # samples copied and checked at a time
 _VERIFY_TOKENS = 1 << 22  # tokens that `verify` reads in one piece
@@ -263,7 +263,7 @@ class Dataset:
         and `gather` do."""
         firsts = self._first_samples(seq_length)
         places = []
-        # as in `places`, but in plain integers: numpy would cost more than reading a few samples
+        # as `places`, but with plain integers: numpy takes longer than reading a few samples
         for sample in sample_indices.tolist():
             if not 0 <= sample < firsts[-1]:
                 raise self._no_sample(firsts[-1])

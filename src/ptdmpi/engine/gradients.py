@@ -205,9 +205,9 @@ class GradientReduction:
         return torch.where(self._whole, norms, squares.sqrt())
 
     def _row_norms(self) -> Tensor:
-        """Return the norm of each row of ALIGNMENT elements of the flat order, in which every
-        parameter begins a row: no sum depends on the other parameters of a rank, or on the rank
-        that holds it."""
+        """Return the norm of each row of ALIGNMENT elements of the flat order. Every
+        parameter begins a new row, so no sum depends on a rank's other parameters, or on which
+        rank holds a row."""
         buffer = self.buffer
         parts = [
             torch.linalg.vector_norm(part.view(-1, ALIGNMENT), dim=1)

@@ -184,8 +184,9 @@ class Muon:
 
 
 def scale(config: OptimizerConfig, rows: int, columns: int) -> float:
-    """Return the factor from the learning rate to the length of an orthogonal update: as for AdamW,
-    whose rate and decay then fit (Liu et al. 2025, equation 4), or as in Jordan et al. 2024."""
+    """Return the factor of the learning rate for an orthogonal update. Either the update becomes as
+    large as AdamW's, so that AdamW's learning rate and weight decay can be used (Liu et al. 2025,
+    equation 4), or the factor is that of Jordan et al. 2024."""
     if config.muon_scale == "original":
         return math.sqrt(max(1, rows / columns))
     return RMS * math.sqrt(max(rows, columns))

@@ -68,7 +68,7 @@ class Runner:
         self._inside: dict[str, Total] = {}
         self._counted: list[tuple[Communicator, Total]] = []
         self._watch: Stopwatch | None = None
-        self.microbatches: Sequence[MicrobatchPass] = ()  # of the last program
+        self.microbatches: Sequence[MicrobatchPass] = ()  # of the last `run`
         self._ready: dict[Op, Tensor] = {}
         self._arriving: dict[Op, Transfer] = {}
         self._leaving: list[Transfer] = []

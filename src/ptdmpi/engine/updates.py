@@ -27,7 +27,8 @@ def update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) 
     with torch.no_grad():
         UPDATES[config.kind](config, group._replace(moments=moments), rate * group.share, updates)
         if config.ema_decay:
-            # as torch.optim.swa_utils.get_ema_multi_avg_fn: ema + (1 - decay) (weight - ema)
+            # the formula of torch.optim.swa_utils.get_ema_multi_avg_fn: ema + (1 - decay) (weight -
+            # ema)
             torch._foreach_lerp_(group.moments[-1], group.masters, 1 - config.ema_decay)
 
 
@@ -40,7 +41,7 @@ def adamw_update(config: OptimizerConfig, group: Alike, rate: float, updates: Te
         first,
         second,
         [],
-        # each tensor has its own count
+        # the function needs a count for each tensor
         [updates.clone() for _ in group.masters],
         # one kernel; it rounds the end of a tensor differently (`ALIGNMENT`, plan/shape)
         fused=True,

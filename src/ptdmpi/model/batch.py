@@ -45,7 +45,7 @@ class Microbatch:
     orders: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # in float64: float32 counts to 2^24 only, and large batches have more tokens
+        # count in float64: float32 counts only to 2^24, and large batches have more tokens
         weights = self.weights
         tokens = self.labels.numel() if weights is None else weights.double().sum()
         orders = 0 if self.order is None else (self.order >= 0).sum()

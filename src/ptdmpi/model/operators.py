@@ -95,7 +95,7 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed activations, of the shape of x [..., h]."""
         weight: Tensor = self.weight
-        if self.zero_centered:  # in float32: a half type cannot tell 1 + w from 1 + 1.01 w
+        if self.zero_centered:  # float32: a half type cannot tell 1 + w from 1 + 1.01 w
             weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         if self.bias is None:
             return rms_norm(x, weight, self.eps)

@@ -107,7 +107,7 @@ class Stage(nn.Module):
         if form is not None:
             codes.place_tables(form, device)
         if model.positions == "rope" and self.layers:
-            # in the compute type: a conversion in each layer would be a copy to keep
+            # convert here to the compute type; each layer would keep a copy if it converted
             compute = next(self.parameters()).dtype
             cos, sin = rotary_table(model, device)
             cos, sin = cos.to(compute), sin.to(compute)
@@ -199,7 +199,7 @@ class Stage(nn.Module):
         if self.output is not None:
             y = microbatch.take(self.output.losses(batch, y, context))
         if training and not self._idle:
-            # only the graph is kept: the output itself can go once it has been passed on
+            # keep only the graph: the output's memory is free after it has been passed on
             self._in_flight[microbatch.number] = (arrival, Departure(y))
         return None if self.last else y.detach()
 
@@ -208,8 +208,8 @@ class Stage(nn.Module):
         activations.
 
         Weight gradients are added to each parameter's main_grad. If nothing before a stage trains,
-        its input's gradient is zeros, which are sent all the same, since the schedule is the same
-        for all models; if nothing of the stage trains either, there is nothing to do.
+        its input's gradient is zeros. They are sent all the same, because the schedule is the same
+        for all models. If nothing of the stage trains either, nothing is computed.
         """
         if self._idle:
             return self._no_gradient()

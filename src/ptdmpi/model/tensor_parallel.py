@@ -103,7 +103,7 @@ def accumulate_bias_gradient(bias: Parameter | None, dy: Tensor) -> None:
     """Add the gradient of a bias to its `main_grad`; do nothing if there is no bias or it does not
     train."""
     if bias is not None and bias.requires_grad:
-        # in the gradient's type: a sum over all positions in a half type loses small addends
+        # sum in the gradient's type: a sum over all positions in a half type loses small terms
         summed = dy.flatten(0, -2).sum(0, dtype=bias.main_grad.dtype)
         bias.accumulate(lambda total: total.add_(summed))
 

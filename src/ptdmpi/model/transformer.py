@@ -115,7 +115,8 @@ class Block(nn.Module):
         run = self._forward if self._compiled is None else self._compiled
         if self.recompute:
             with self._keeping():
-                # no generator to put back: masks follow from coordinates (model/random.py)
+                # no state of a generator is needed: masks are hashes of coordinates
+                # (model/random.py)
                 return checkpoint(run, x, context, use_reentrant=False, preserve_rng_state=False)
         return run(x, context)
 

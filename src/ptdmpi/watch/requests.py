@@ -170,7 +170,7 @@ class Requests:
         self.save_s = save_minutes * 60
         self._saved_s = time.monotonic()
         self.began_s = time.monotonic() - process_age_s()
-        self.steps = 0  # of this process
+        self.steps = 0  # steps of this process
         self.longest_step_s = 0.0
         self.longest_save_s = 0.0
         self._looked_s = -LOOK_S

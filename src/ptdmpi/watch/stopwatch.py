@@ -19,7 +19,7 @@ class Doing(NamedTuple):
     kind: str
     op: str
     peer: int | None
-    since_s: float  # of time.perf_counter
+    since_s: float  # its beginning, by time.perf_counter
 
 
 class _UnderWay(NamedTuple):

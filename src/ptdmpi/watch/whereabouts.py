@@ -37,12 +37,12 @@ class Report(NamedTuple):
     peer: int | None  # pipeline rank whose message it waits for
     axis: str  # axis, or other group, whose collective the rank is in; "" if it is in none
     collective: str
-    age_s: float  # since `kind` and `op` began
+    age_s: float  # seconds since `kind` and `op` began
     compute_s: float = 0.0  # own work in a step, median of the last steps; 0: not known yet
     signals: tuple[tuple[int, float], ...] = ()  # (number, age)
     failure: tuple[float, str] | None = None  # (time of the wall clock, the error)
     shown: bool = False  # this rank has written its stacks
-    leaves: bool = False  # the last report of an orderly end
+    leaves: bool = False  # this is the last report: the rank ends in order
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,7 @@ def _name(state: int) -> str:
     kinds = importlib.import_module("nccl.bindings.nccl").Result
     try:
         return str(kinds(int(state)).name)
-    except ValueError:  # of a libnccl that is newer than the package
+    except ValueError:  # libnccl is newer than the package
         return f"error {int(state)}"
 
 

@@ -20,7 +20,7 @@ from ptdmpi.comm.routed import Pair, RoutedCommunicator
 from ptdmpi.comm.traits import WireError
 from ptdmpi.config import InputError, SharedInputError
 
-Argument = Tensor | Exchanged | str | int  # of an operation of the library
+Argument = Tensor | Exchanged | str | int  # the type of an argument of the library's operations
 ELSE = 'legal: comm.wire = "mpi", "torch"'
 
 

@@ -29,9 +29,9 @@ class Coder:
     """Some tiles of a batch as one code: the units of each length, one length after the other.
 
     `key` is the hash of seed and step. `tiles` selects tiles of the batch; the default is all. With
-    `rounds` > 1 the remainder of a code is encoded again, `rounds` times in total, and the receiver
-    gets the sum (fast compressed communication, Huang et al. 2022, arXiv 2206.03665, section 4.1):
-    the squared error is at most (1 - delta)^rounds.
+    `rounds` > 1 the values that a code has left out are encoded again, `rounds` times in total, and
+    the receiver gets the sum (fast compressed communication, Huang et al. 2022, arXiv 2206.03665,
+    section 4.1). Relative to the squared norm, the squared error is at most (1 - delta)^rounds.
     """
 
     compressor: Compressor
@@ -139,9 +139,9 @@ def gathered_mean(coder: Coder, x: Tensor, data: Communicator) -> tuple[Tensor, 
 def squeezed_mean(
     coder: Coder, x: Tensor, error: Tensor, data: Communicator
 ) -> tuple[Tensor, Tensor]:
-    """Return C(x) of this rank, and C of (the mean of C(x) plus the server's `error`), the same
-    bits on all ranks; `error` [tiles, width] becomes the remainder of that (Tang et al. 2019, arXiv
-    1905.05957).
+    """Return C(x) of this rank, and C(y) with the same bits on all ranks, where y is the mean of
+    all C(x) plus the server's `error` [tiles, width]. Then `error` becomes y - C(y) (Tang et al.
+    2019, arXiv 1905.05957).
 
     Each data rank is the server of its share of the tiles, by their numbers. Codes go to the
     servers, and codes of the means come back, so a rank sends the bytes of two codes for any number

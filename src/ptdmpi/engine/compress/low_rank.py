@@ -34,8 +34,9 @@ class LowRank:
         return self.rank * (lines + length) < lines * length
 
     def start(self, kept: Tensor, draws: Draws) -> Tensor:
-        """Return the factor [n, length, rank] to begin with: the kept one [n, rank, length], and
-        random numbers, the same on all ranks, where it is zero (as in the first step)."""
+        """Return the factor [n, length, rank] to begin with. It is the `kept` one [n, rank,
+        length], with random numbers, the same on all ranks, where that is zero, as in the first
+        step."""
         n, rank, length = kept.shape
         random = draws.uniform(rank * length, kept.dtype).view(n, rank, length) - 0.5
         empty = kept.abs().amax(dim=2, keepdim=True) == 0

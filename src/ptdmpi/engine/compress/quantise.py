@@ -67,7 +67,7 @@ class Qsgd(Quantiser):
         self.unbiased = unbiased
 
     def scales(self, x: Tensor) -> Tensor:
-        # in float64: squares of large numbers overflow float32
+        # compute in float64, because squares of large numbers overflow float32
         norm = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float64)
         return norm.to(x.dtype)
 

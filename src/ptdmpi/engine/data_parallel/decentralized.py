@@ -69,7 +69,7 @@ class Decentralized(DataParallel):
         self.topology = topology_of(config)
         check(self.topology)
         self._graphs: list[Neighbourhood] = []
-        if self.topology.period is not None:  # else each step has a graph of its own
+        if self.topology.period is not None:  # if it is None, each step has its own graph
             self._graphs = [self._graph(step, True) for step in range(self.topology.period)]
         self._under_way: list[_Exchange] = []
         if self.settings.overlap:

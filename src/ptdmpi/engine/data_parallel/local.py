@@ -11,13 +11,13 @@ class Local(DataParallel):
     each replica takes `local_steps` steps of the optimizer on its own samples. Then all continue
     from the mean of their parameters, and of their moments with `average_moments`.
 
-    With an outer step (DiLoCo: Douillard et al. 2023, arXiv 2311.08105, algorithm 1) the change of
-    the mean in a round is a gradient: `anchor` has the parameters at the beginning of the round,
-    and Nesterov's method with `outer_learning_rate` and `outer_momentum` moves them.
+    An outer step (DiLoCo: Douillard et al. 2023, arXiv 2311.08105, algorithm 1) uses the change of
+    the mean in a round as a gradient. `anchor` has the parameters at the beginning of the round,
+    and Nesterov's method with `outer_learning_rate` and `outer_momentum` updates them.
 
     With a compressor each replica sends a code of its change in the round, and the mean of the
-    decoded codes is used as the change: FedPAQ (Reisizadeh et al. 2020, arXiv 1909.13014, algorithm
-    1), or, with `error_feedback` = "mem_sgd", Qsparse-local-SGD (Basu et al. 2019, arXiv
+    decoded codes is used as the change. This is FedPAQ (Reisizadeh et al. 2020, arXiv 1909.13014,
+    algorithm 1). With `error_feedback` = "mem_sgd" it is Qsparse-local-SGD (Basu et al. 2019, arXiv
     1906.02367, algorithm 1).
 
     Rounds are counted from step 0, also in a resumed run. Bits are equal for every t and p with

@@ -26,7 +26,7 @@ class BegunSums:
         self.replica = replica
         self.sum_begin = begin
         self._open: Sequence[int] = ()
-        self._last = False  # in the backward that completes gradients
+        self._last = False  # True in the backward that completes gradients
         self._looking = False
         self._begun: dict[int, Handle] = {}
         self._units: dict[int, list[int]] = {}

@@ -76,7 +76,7 @@ class Kernels:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x W^T + b: x [..., i], weight [o, i], bias [o] -> [..., o]."""
         weight = operand(weight)
-        # without a bias, oneDNN computes a half type's product anyway
+        # PyTorch uses oneDNN anyway for a half type's product without bias
         gains = bias is not None or x.dtype == torch.float32
         if gains and self._fuses(x, weight, "output"):
             return linear_by_onednn(x, weight, bias)

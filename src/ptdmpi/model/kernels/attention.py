@@ -37,9 +37,9 @@ from ptdmpi.model.sequence.positions import ALL, Positions
 
 
 class Input(NamedTuple):
-    """The input of attention: queries [b, heads, s, head size]; keys and values, of as many heads
-    or a divisor of that number (grouped queries); the documents, None if each sequence is one
-    document; and the positions of the queries, if keys and values are of more positions."""
+    """The input of attention. Queries are [b, heads, s, head size]. Keys and values have as many
+    heads, or a divisor of that number (grouped queries). `documents` is None if each sequence is
+    one document. `positions` are those of the queries if keys and values have more positions."""
 
     q: Tensor
     k: Tensor

@@ -67,8 +67,9 @@ def kinds_of(model: ModelConfig) -> dict[str, LossKind]:
 
 
 def weights(counts: Mapping[str, float]) -> dict[str, float]:
-    """Return the factor of each loss except the task's, given the number of terms of each in the
-    global batch: the loss of a step is the sum of their means, in units of the task's count."""
+    """Return the factor of each loss except the task's, given the number of terms of each loss in
+    the global batch. With these factors, the sum of all losses divided by the task's number of
+    terms is the sum of their means."""
     task_count = counts[TASK] or 1.0
     return {
         # a sum without terms is 0, whatever its weight

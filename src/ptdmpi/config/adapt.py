@@ -15,7 +15,7 @@ from ptdmpi.config.section import (
     Section,
 )
 
-# A target in a layer -> the linear that has it, and which of its outputs it is.
+# Target in a layer -> the linear that has it, and the number of its output there.
 TARGETS = {
     "attention.q": ("attention.qkv", 0),
     "attention.k": ("attention.qkv", 1),
@@ -25,11 +25,11 @@ TARGETS = {
     "mlp.up": ("mlp.up", 1),
     "mlp.down": ("mlp.down", 0),
 }
-# Liu et al. 2022 (arXiv 2205.05638), section 3.3: keys, values, and what the MLP has inside.
+# Keys, values, and the inside of the MLP (Liu et al. 2022, arXiv 2205.05638, section 3.3).
 IA3_TARGETS = ("attention.k", "attention.v", "mlp.down")
 AdaptMethod = Literal["none", "lora", "ia3", "full"]
 WHOLE = ("none", "full")  # methods that freeze nothing
-# The keys that a method uses, `method` aside.
+# The keys that a method uses, except `method` itself.
 USED: dict[str, tuple[str, ...]] = {
     "none": (),
     "lora": ("rank", "alpha", "dropout", "targets", "first_layer", "base"),

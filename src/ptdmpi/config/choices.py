@@ -1,4 +1,5 @@
-"""The names that keys of a configuration choose from, and what is fixed by a name alone."""
+"""The names that keys of a configuration choose from, and the facts that a name alone
+determines."""
 
 from typing import Literal, get_args
 
@@ -9,9 +10,9 @@ OffloadName = Literal["none", "optimizer", "disk"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 RECOMPUTE_MODES: tuple[str, ...] = get_args(RecomputeMode)
 OFFLOADS: tuple[str, ...] = get_args(OffloadName)
-# Schedules that run so many chunks per rank and no others.
+# Schedules that need a fixed number of chunks per rank -> this number.
 CHUNKS = {"1f1b": 1, "zb-h1": 1, "zb-v": 2}
-# Schedules that put the gradients of weights off to an op of their own.
+# Schedules that compute the gradients of weights later, in an op of their own.
 SPLITTING = ("zb-h1", "zb-v")
 
 

@@ -1,4 +1,4 @@
-"""A whole configuration, and the sections of one that may be wrong in part."""
+"""A whole configuration, and a configuration in which some sections may be wrong."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,7 +71,8 @@ class Config(FrozenTable):
         return self.layout.microbatches(self.batch.global_size)
 
     def adapted(self) -> Self:
-        """Return the configuration with [adapt] and [quantize] entered in its model, too."""
+        """Return the configuration whose model also has the adapters of [adapt] and the format of
+        [quantize]."""
         model = self.model.adapted(self.adapt, self.quantize)
         return self.model_copy(update={"model": model})
 
@@ -81,8 +82,8 @@ class Config(FrozenTable):
         return self.batch.global_size // self.task.sequences
 
     def with_head(self) -> Self:
-        """Return the configuration with the head for its task: no output to the vocabulary, and so
-        no tied embedding."""
+        """Return the configuration with the head for its task. Such a model has no output to the
+        vocabulary, and so no tied embedding."""
         if self.task.kind == "none":
             return self
         gone = {"tie_embeddings": False, "sentence_order": False}
@@ -96,8 +97,8 @@ class Config(FrozenTable):
 
 @dataclass(frozen=True)
 class Sections:
-    """The sections of a file, each read for itself. None: that one could not be read, so that no
-    rule about it can be checked."""
+    """The sections of a file, each read on its own. None stands for a section that could not be
+    read, so that no rule about it can be checked."""
 
     run: RunConfig | None = None
     model: ModelConfig | None = None
@@ -122,8 +123,8 @@ class Sections:
         return cls(**dict[str, Any](sections))
 
     def whole(self) -> Config:
-        """Return the configuration of these sections, all of which must be known. They are taken as
-        they are: the class has validated each."""
+        """Return the configuration of these sections, all of which must be known. They are not
+        validated again, because the class has validated each."""
         known = {name: getattr(self, name) for name in Config.model_fields}
         return Config.model_construct(set(known), **known)
 

@@ -1,4 +1,4 @@
-"""TOML and `--set` in, a checked configuration out, and back to TOML."""
+"""Reading a configuration from TOML and `--set`, checking it, and writing it back as TOML."""
 
 import contextlib
 import difflib
@@ -21,7 +21,7 @@ from ptdmpi.config.rules import rules
 from ptdmpi.config.section import Section
 from ptdmpi.config.sections import RateGroup, TrainDataConfig
 
-# A section -> the class of the tables in it that may be repeated.
+# Section -> the class of the tables in it that may be repeated.
 TABLES: Mapping[str, type[Section]] = {"data": TrainDataConfig, "optimizer": RateGroup}
 
 
@@ -34,14 +34,14 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
     Raises InputError if the file is missing or is not TOML, or an override has no key.
     """
     try:
-        with open(path, "rb") as file:  # which may be a device that never ends
+        with open(path, "rb") as file:  # the path may be a device that never ends
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise InputError(f"configuration {path} has more than {MOST_BYTES} bytes")
         tree = tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n"))
     except OSError as error:
         raise InputError(f"configuration {path}: {error.strerror}; give a TOML file") from None
-    except (ValueError, RecursionError) as error:  # numbers of too many digits, too, are no TOML
+    except (ValueError, RecursionError) as error:  # also for numbers of too many digits
         raise InputError(f"configuration {path} is not valid TOML: {error}") from None
     for override in overrides:
         _apply_override(tree, override)
@@ -85,8 +85,8 @@ def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
 
 
 def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) -> Config:
-    """Return the complete configuration of `tree` on `ranks` ranks, spare ones included, of which a
-    node has `node_ranks` (None: not known, and one node is taken to have all).
+    """Return the complete configuration of `tree` on `ranks` ranks, spare ones included. A node has
+    `node_ranks` ranks; None: not known, and one node is taken to have all ranks.
 
     Raises InputError with one line for each mistake, all of them together.
     """
@@ -102,14 +102,15 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
     group = parallel.shard_group
     if group == "node":
         stride = parallel.tensor * parallel.context
-        # tensor and context ranks are neighbours (`plan.layout.grid`), so a node has so many of
-        # the data axis
+        # tensor and context ranks are neighbours (`plan.layout.grid`), so this is the number of
+        # data ranks on a node
         group = shards_of_a_node(data, (node_ranks or ranks) // stride)
     return config.replace("parallel", data=data, shard_group="all" if group == data else group)
 
 
 def _begun(config: Config) -> Config:
-    """Return the run that `adapt.method = "full"` means: an ordinary training from that base."""
+    """Return the configuration that `adapt.method = "full"` stands for: an ordinary training that
+    begins from the weights of `adapt.base`."""
     if config.adapt.method != "full":
         return config
     begun = config.replace("checkpoint", initial=config.adapt.base)
@@ -117,8 +118,8 @@ def _begun(config: Config) -> Config:
 
 
 class Parsed(NamedTuple):
-    """The content of a file: its sections; the mistakes in them, a line each; and the wrong keys,
-    about which no rule can be checked."""
+    """The content of a file: its sections, the mistakes in them (one line each), and the keys that
+    are wrong. No rule about a wrong key can be checked."""
 
     sections: Sections
     mistakes: list[str]
@@ -126,8 +127,8 @@ class Parsed(NamedTuple):
 
 
 def parsed(tree: Mapping[str, Any]) -> Parsed:
-    """Read each section of `tree` for itself. A section with wrong keys is read without them, if
-    that is possible."""
+    """Read each section of `tree` on its own. If a section has wrong keys, it is read without them,
+    if that is possible."""
     mistakes: list[str] = []
     wrong: set[str] = set()
     sections: dict[str, Section] = {}
@@ -155,11 +156,12 @@ def synthetic_config(
     ranks: int | None = None,
     **sections: Mapping[str, Any],
 ) -> Config:
-    """Return a checked configuration of work that reads no shards: parity, probes, benchmarks,
+    """Return a checked configuration for work that reads no shards: parity, probes, benchmarks,
     inference.
 
-    `model` is the table [model]; `sections` set any other keys. Defaults: one step, of one
-    microbatch per data rank; as many ranks as the layout has. Raises InputError as `resolve` does.
+    `model` is the table [model]; `sections` set any other keys. By default there is one step with
+    one microbatch per data rank, on as many ranks as the layout has. Raises InputError as `resolve`
+    does.
     """
     tree: dict[str, dict[str, Any]] = {"run": {"steps": 1}, "model": dict(model)}
     tree["data"] = {"train": [{"path": "synthetic"}]}
@@ -171,7 +173,7 @@ def synthetic_config(
 
 
 def _meant(section: type[Section], error: ValidationError) -> set[str]:
-    """Return the keys that are wrong, and those that an unknown one was likely meant to be."""
+    """Return the wrong keys, and for each unknown key the one that was likely meant."""
     keys = {str(mistake["loc"][0]) for mistake in error.errors() if mistake["loc"]}
     known = list(section.model_fields)
     near = (difflib.get_close_matches(key, known, n=1, cutoff=0.5) for key in keys - {*known})
@@ -179,8 +181,9 @@ def _meant(section: type[Section], error: ValidationError) -> set[str]:
 
 
 def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, Any]:
-    """Return the tree with model.preset written out; an unknown one is a mistake, and any other
-    stands in for it, so that the keys that it would have brought are not reported as missing."""
+    """Return the tree with the keys of model.preset in place of its name. An unknown preset is a
+    mistake. Some other preset then replaces it, so that the keys that it would have are not
+    reported as missing."""
     model = tree.get("model")
     if not isinstance(model, Mapping) or "preset" not in model:
         return tree
@@ -211,7 +214,7 @@ def _explain(section: str, model: type[Section], error: ValidationError) -> Iter
             yield f"{section}.{'.'.join(path)} is missing; it has no default"
         elif key == "data.train":
             yield 'data.train: write a table [[data.train]] with path = "DIRECTORY" for each'
-        else:  # of a union every branch complains about the same value
+        else:  # if a key may have several types, pydantic reports a mistake for each of them
             text = mistake["msg"].removeprefix("Value error, ")
             values.setdefault(key, (mistake["input"], []))[1].append(text)
     for key, (value, messages) in values.items():
@@ -221,7 +224,7 @@ def _explain(section: str, model: type[Section], error: ValidationError) -> Iter
 
 
 def _cut(text: str, length: int = 200) -> str:
-    """Return a value may be a whole text, or a table of them: enough of it to be known by."""
+    """Return a value as text of at most `length` letters, enough to recognise it."""
     return text if len(text) <= length else f"{text[: length - 4]} ..."
 
 

@@ -1,8 +1,8 @@
-"""A layout: how a model and its batch are spread over ranks.
+"""A layout: the distribution of a model and its batch over ranks.
 
-It is defined here and not in `plan`, because a configuration is checked before anything is planned:
-`config` may not import `plan`, and whoever plans, trains or compares asks
-`legality.layout_mistakes`.
+It is defined here and not in `plan`, because a configuration is checked before anything is planned,
+and `config` may not import `plan`. Code that plans, trains or compares layouts asks
+`legality.layout_mistakes` whether they are legal.
 """
 
 from collections.abc import Mapping
@@ -28,17 +28,17 @@ LETTERS = {
 class Layout:
     """Sizes of the axes, chunks per rank, microbatch, and how the step is run.
 
-    `recompute_layers`: full recomputation takes the first so many layers; None means all.
+    `recompute_layers` is the number of first layers that full recomputation takes; None means all.
     `partition_activations`: each tensor rank keeps only 1/t of the inputs of recomputed layers (the
     P_a of Rajbhandari et al. 2020, section 6.1).
 
-    `zero`: the state that groups of the data axis shard: 1 the optimizer's state, 2 the gradients
-    too, 3 the weights too (Rajbhandari et al. 2020, arXiv 1910.02054, section 5). `shard_group`:
-    how many neighbours on the data axis such a group has, None all; between groups state is copied
-    (Zhao et al. 2023, arXiv 2304.11277, section 3.2.2). `offload`: where the optimizer's state
-    stands: on the device ("none"), in the host's memory ("optimizer"; Ren et al. 2021, arXiv
-    2101.06840), or in a file ("disk"). `first_layers`: how many layers the first stage has; None as
-    the split finds best.
+    `zero` is the state that groups of the data axis shard: 1 the optimizer's state, 2 also the
+    gradients, 3 also the weights (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+    `shard_group` is the number of neighbours on the data axis in such a group; None means all. Each
+    group has a copy of the state (Zhao et al. 2023, arXiv 2304.11277, section 3.2.2). `offload` is
+    the place of the optimizer's state: the device ("none"), the host's memory ("optimizer"; Ren et
+    al. 2021, arXiv 2101.06840), or a file ("disk"). `first_layers` is the number of layers in the
+    first stage; None means the best number.
     """
 
     tensor: int
@@ -67,8 +67,9 @@ class Layout:
         recompute: RecomputeConfig,
         data: int,
     ) -> Self:
-        """Return the layout that sections of a configuration describe; `data` where that is "auto".
-        A `shard_group` of a node that is not counted yet is taken as all."""
+        """Return the layout that sections of a configuration describe. `data` is the size of the
+        data axis if it is "auto". If the ranks of a node are not counted yet, a `shard_group` of a
+        node is taken as all data ranks."""
         group = parallel.shard_group
         return cls(
             tensor=parallel.tensor,
@@ -139,12 +140,12 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        """Model chunks of all pipeline ranks, p v."""
+        """Return the number of model chunks on all pipeline ranks, p v."""
         return self.pipeline * self.virtual
 
     def changed(self, **fields: Any) -> Self:
-        """Return a copy with other values of some fields: `dataclasses.replace`, ten times as fast,
-        which a search over 10^5 layouts feels."""
+        """Return a copy with other values of some fields. It takes a tenth of the time of
+        `dataclasses.replace`, which matters in a search over 10^5 layouts."""
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, **fields)
         return copy
@@ -160,8 +161,8 @@ class Layout:
         return batch // (self.data * self.micro_size)
 
     def recomputed(self, layer: int) -> str:
-        """Return the recomputation mode of a layer: beyond `recompute_layers` nothing is
-        recomputed."""
+        """Return the recomputation mode of a layer; layers after the first `recompute_layers` are
+        not recomputed."""
         beyond = self.recompute_layers is not None and layer >= self.recompute_layers
         if self.recompute == "full" and beyond:
             return "none"
@@ -170,7 +171,7 @@ class Layout:
     def sections(self) -> dict[str, dict[str, Any]]:
         """Return the keys of a configuration that select this layout: section -> key -> value.
 
-        `dp_overlap` is priced only and has no key.
+        `dp_overlap` has a price but no key.
         """
         names = ("tensor", "context", "pipeline", "virtual", "data", "schedule", "zero", "offload")
         switches = ("sequence_parallel", "scatter_gather")
@@ -207,9 +208,9 @@ def parse(text: str) -> dict[str, int]:
 
 
 def complete(sizes: Mapping[str, int], ranks: int | None, **settings: Any) -> Layout:
-    """Return the layout of `sizes`, with d from the number of ranks where it is not given, and the
-    default schedule of its v; `settings` that are None are left out. Raises InputError where sizes
-    and ranks do not agree."""
+    """Return the layout of `sizes`. If d is not given, it follows from the number of ranks. The
+    schedule is the default one for v. `settings` that are None are left out. Raises InputError if
+    sizes and ranks do not agree."""
     tensor, pipeline = sizes.get("tensor", 1), sizes.get("pipeline", 1)
     context = sizes.get("context", 1)
     model_ranks = tensor * context * pipeline

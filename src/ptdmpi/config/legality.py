@@ -12,15 +12,15 @@ from ptdmpi.config.layout import Layout
 from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.zero import STAGES, covers_gradients, covers_state
 
-# Forwards (and as many backwards) of a step over all stages. The order of a step is listed before
-# it runs: so many take a second or two.
+# The most forwards of a step over all stages; there are as many backwards. The order of a step is
+# listed before it runs, and for this many ops that takes a second or two.
 MOST_FORWARDS = 250_000
 
 
 def shards_of_a_node(data: int, near: int) -> int:
-    """Return the largest shard group that divides `data` ranks, of which a node has `near`: one
-    that stays inside a node if there is any, else (3 to a node, d = 8) one no larger than a
-    node."""
+    """Return the largest shard group that divides `data` ranks, of which a node has `near`. A group
+    whose size divides `near` stays inside a node and is preferred. If there is none (3 ranks on a
+    node, d = 8), the group is no larger than a node."""
     if data <= near:
         return data
     sizes = [size for size in divisors(data) if size <= max(1, near)]
@@ -28,7 +28,8 @@ def shards_of_a_node(data: int, near: int) -> int:
 
 
 class Rule(NamedTuple):
-    """One rule of legality, its short name, and the text for whoever broke it."""
+    """One rule of legality: its short name, whether it is broken, and the text that reports
+    this."""
 
     name: str
     broken: bool
@@ -52,7 +53,8 @@ def chunk_rule(schedule: str, virtual: int) -> Rule:
 
 def layout_mistakes(layout: Layout, model: ModelConfig | None, batch: int | None) -> Iterator[str]:
     """Yield the reasons why a layout is not legal for this model and global batch, each with legal
-    values; nothing if it is legal. The rules about a model or batch of None are left out."""
+    values; nothing if the layout is legal. If `model` or `batch` is None, the rules about it are
+    left out."""
     return (rule.text() for rule in rules_of(layout, model, batch) if rule.broken)
 
 
@@ -62,13 +64,13 @@ def is_legal(layout: Layout, model: ModelConfig | None, batch: int | None) -> bo
 
 
 def breaks(layout: Layout, *names: str) -> bool:
-    """Return True if a layout breaks a rule of one of these names that needs no model or batch."""
+    """Return True if a layout breaks one of the rules `names`, which need no model or batch."""
     return any(rule.broken for rule in rules_of(layout, None, None) if rule.name in names)
 
 
 def rules_of(layout: Layout, model: ModelConfig | None, batch: int | None) -> Iterator[Rule]:
-    """Return every rule about a layout, kept or broken, without those about a model or batch that
-    is None."""
+    """Return every rule about a layout, kept or broken. If `model` or `batch` is None, the rules
+    about it are left out."""
     chunks = chunk_rule(layout.schedule, layout.virtual)
     yield chunks._replace(text=lambda: f"parallel.{chunks.text()}")
     if model is not None:
@@ -116,8 +118,8 @@ def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
 
 
 def _chunks(layout: Layout, model: ModelConfig) -> Rule:
-    """Each context rank has two equal chunks of a sequence, of which, under sequence parallelism,
-    each tensor rank has an equal part."""
+    """Return the rule that each context rank has two equal chunks of a sequence. Under sequence
+    parallelism each tensor rank must have an equal part of both chunks."""
     unit = 2 * layout.context
     words = "2 * parallel.context"
     if layout.sequence_parallel and layout.tensor > 1:
@@ -137,8 +139,8 @@ def _chunks(layout: Layout, model: ModelConfig) -> Rule:
 
 
 def _key_heads(layout: Layout, model: ModelConfig) -> Rule:
-    """Return the rule that t divides the key heads, or, if there are more ranks than key heads,
-    that equally many ranks share each."""
+    """Return the rule that t divides the key heads. If there are more ranks than key heads, the
+    same number of ranks must share each head."""
     tensor = layout.tensor
     heads = model.kv_heads
 
@@ -155,8 +157,8 @@ def _key_heads(layout: Layout, model: ModelConfig) -> Rule:
 
 
 def _blocks(layout: Layout, model: ModelConfig) -> Rule:
-    """Return the rule that no tensor rank has a part of a quantized block; blocks lie along the
-    inputs of a linear. Other rules check uneven divisions."""
+    """Return the rule that no tensor rank has only a part of a quantized block; blocks lie along
+    the inputs of a linear. Other rules check uneven divisions."""
     tensor = layout.tensor
     block = model.quantize.block
     divided = (model.attention_width, model.ffn_hidden)
@@ -207,7 +209,7 @@ def _setting_rules(layout: Layout) -> Iterator[Rule]:
 
 
 def dear(layout: Layout, batch: int) -> Iterator[str]:
-    """Yield a warning for each setting of a legal layout that costs more than may be expected."""
+    """Yield a warning for each setting of a legal layout that costs more than one would expect."""
     microbatches = layout.microbatches(batch)
     if layout.shards_gradients and microbatches > 1:
         gathered = ", and gathers weights up to twice as often" if layout.shards_weights else ""
@@ -219,7 +221,7 @@ def dear(layout: Layout, batch: int) -> Iterator[str]:
 
 
 def groups_need_zero(group: int | str) -> str:
-    """Return the mistake in a shard group (a number, or "node") where nothing is sharded."""
+    """Return the mistake that a shard group (a number, or "node") is set but nothing is sharded."""
     said = f'"{group}"' if isinstance(group, str) else group
     return (
         f"parallel.shard_group = {said} belongs to parallel.zero = 1, 2 or 3; legal with zero = 0: "
@@ -254,8 +256,8 @@ def _shard_rules(layout: Layout) -> Iterator[Rule]:
 
 
 def _recompute_rules(layout: Layout, model: ModelConfig | None) -> Iterator[Rule]:
-    """Yield the rules about how many layers are recomputed in full and how their inputs are
-    kept."""
+    """Yield the rules about full recomputation: how many layers are recomputed, and how their
+    inputs are kept."""
     full, layers, tensor = layout.recompute == "full", layout.recompute_layers, layout.tensor
     yield Rule(
         "recompute_layers",

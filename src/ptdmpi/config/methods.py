@@ -1,4 +1,5 @@
-"""[data_parallel]: which replicas exchange what, which keys each method uses, and what it keeps."""
+"""[data_parallel]: the messages of each method between replicas, its keys, and the state it
+keeps."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -14,10 +15,10 @@ MethodName = Literal[
 CompressorName = Literal["none", "top_k", "random_k", "sign", "qsgd", "int8", "int4", "power_sgd"]
 FeedbackName = Literal["none", "mem_sgd", "double_squeeze", "ef21", "neolithic"]
 
-# Methods after whose step replicas may hold other weights than each other.
+# Methods whose replicas may have different weights after a step.
 DIFFERING = ("decentralized", "local")
-# Methods whose messages may be codes: of gradients, of the change in a round of local steps, or of
-# a replica's difference from its neighbours' copy of it.
+# Methods whose messages may be codes. The codes are of gradients, of the change in a round of local
+# steps, or of the difference between a replica and its neighbours' copy of it.
 COMPRESSING = ("compressed", *DIFFERING)
 # A key of [data_parallel] -> the methods that use it.
 USED_BY: Mapping[str, tuple[str, ...]] = {
@@ -56,19 +57,19 @@ REMEMBERED: Mapping[str, tuple[str, ...]] = {
     "neolithic": ("error", "server_error"),
 }
 
-# Kinds of these and of other methods that are the same on all replicas; of all others each has its
-# own.
+# Kinds of state, of error feedback and of other methods, that are the same on all replicas. All
+# other kinds may differ.
 COMMON = ("anchor", "outer_momentum", "estimate_mean", "low_rank")
-# Kinds that are the weights before the first step, where others are zero.
+# Kinds of state that begin as the weights; all others begin as zeros.
 BEGIN_AS_WEIGHTS = ("anchor", "public")
-# Neighbours take codes on graphs that are symmetric and the same in every step.
+# Neighbours can send codes only on graphs that are symmetric and the same in every step.
 STEADY = ("ring", "grid", "torus", "hypercube", "complete")
 NOT_STEADY = ("exponential", "one_peer_exponential", "random")
 
 
 class DataParallelConfig(Section):
     """The messages between replicas, and when they are sent. The tables of this module say which
-    keys a method uses; `rules.methods` has what it excludes."""
+    keys a method uses, and `rules.methods` which settings it excludes."""
 
     method: Reported[MethodName] = "all_reduce"
     topology: Reported[Annotated[str, Field(min_length=1)]] = "ring"
@@ -91,13 +92,14 @@ class DataParallelConfig(Section):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of state that the method keeps in addition to weights and moments: a
-        number of the masters' type for every element of a parameter."""
+        """Return the kinds of state that the method keeps in addition to weights and moments. Each
+        kind is one number of the masters' type per element of a parameter."""
         return kept_by(self)
 
 
 def steps_outside(section: DataParallelConfig) -> bool:
-    """Return True if local steps end in an outer step from the round's start, not in the mean."""
+    """Return True if a round of local steps ends with an outer step from the round's start.
+    Otherwise it ends with the mean."""
     steps = section.outer_momentum > 0 or section.outer_learning_rate != 1.0
     return section.method == "local" and (steps or encodes(section))
 
@@ -129,9 +131,9 @@ def replicas_differ(section: DataParallelConfig) -> bool:
 
 
 def stored_numbers(section: DataParallelConfig, moments: int, replicas: int) -> int:
-    """Return how many numbers a checkpoint stores per parameter: weights, `moments` of the
-    optimizer, and the method's state, for each replica if replicas differ and are stored
-    separately."""
+    """Return how many numbers a checkpoint stores per parameter: the weight, `moments` of the
+    optimizer, and the method's state. If replicas differ, they are stored separately and each of
+    them counts."""
     kinds = kept_by(section)
     apart = sum(kind not in COMMON for kind in kinds)
     if section.method in DIFFERING:
@@ -150,7 +152,8 @@ def may_share(section: DataParallelConfig, reproducible: bool) -> tuple[int, ...
 
 
 def told(section: DataParallelConfig) -> str:
-    """Return the line at the start of a run whose method changes the update; else an empty text."""
+    """Return a line for the start of the run if the method changes the update; else an empty
+    text."""
     if not replicas_differ(section):
         return ""
     fields = type(section).model_fields.items()

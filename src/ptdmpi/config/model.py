@@ -1,4 +1,4 @@
-"""[model]: the shape of the transformer as data, and what each kind of model means by default."""
+"""[model]: the shape of the transformer as data, and the defaults of each kind of model."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from ptdmpi.config.section import (
     Section,
 )
 
-# The keys that each kind of model sets; a key given explicitly wins over its kind.
+# The keys that each kind of model sets. A key that is given explicitly overrides them.
 _DECODER = {
     "attention": "causal",
     "block_norm": "pre",
@@ -84,8 +84,9 @@ MODEL_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-# Each is a module of its own. The deepest Transformers that were trained have 1,000 (Wang et al.
-# 2022, arXiv 2203.00555), the deepest networks 10,000 (Xiao et al. 2018, arXiv 1806.05393).
+# The most layers. Each is a module of its own. The deepest trained Transformers have 1,000 layers
+# (Wang et al. 2022, arXiv 2203.00555), the deepest networks 10,000 (Xiao et al. 2018, arXiv
+# 1806.05393).
 MOST_LAYERS = 10_000
 MASK_FRACTION = 0.15  # Devlin et al. 2019, section 3.1
 GATED = ("swiglu", "geglu")  # activations of two parts, one of which gates the other
@@ -95,9 +96,9 @@ Cap = Annotated[float, Field(ge=0)]
 
 
 class QuantizeConfig(Section):
-    """The codes in which products take the weights of the layers' linears, in blocks of a row with
-    a scale each: trained weights are rounded in each product, frozen ones are stored in this
-    form."""
+    """The format of quantized weights: codes, and a scale for each block of a row. It applies to
+    the linears of the layers. Trained weights are rounded in each product; frozen ones are stored
+    in this format."""
 
     weights: Reported[CodesName | Literal["none"]] = "none"
     block: Reported[Annotated[int, Field(ge=2, le=2**20, multiple_of=2)]] = 64
@@ -147,9 +148,9 @@ class ModelConfig(Section):
     dropout: Reported[Fraction] = 0.0
     attention_dropout: Reported[Fraction] = 0.0
     init_std: Reported[Number] = 0.02
-    # of [adapt]: the code that counts or builds the model also reads its adapters here
+    # the keys of [adapt]: code that counts or builds the model reads its adapters here
     _adapt: AdaptConfig = PrivateAttr(default_factory=AdaptConfig)
-    # of [quantize]: in how few bits products take its matrices, and hold those that do not train
+    # the keys of [quantize]: the format of the model's quantized matrices, also of frozen ones
     _quantize: QuantizeConfig = PrivateAttr(default_factory=QuantizeConfig)
 
     @model_validator(mode="before")
@@ -159,12 +160,13 @@ class ModelConfig(Section):
             return values
         kind = values.get("kind", "gpt")
         known = isinstance(kind, str) and kind in MODEL_KINDS
-        # A wrong value is reported itself, not by the keys that depend on it: they get any value.
+        # A wrong value is reported by itself. Keys that depend on it get any value and are not
+        # reported.
         filled = {**MODEL_KINDS[kind if known else "gpt"], **values}
         heads: Any = filled.get("heads")
         hidden: Any = filled.get("hidden")
         filled.setdefault("kv_heads", heads if _sound(heads) else 1)
-        if "head_size" not in filled:  # 0 where heads do not divide: a rule speaks of it
+        if "head_size" not in filled:  # 0 if heads do not divide h, which a rule reports
             whole = _sound(hidden) and _sound(heads) and hidden % heads == 0
             filled["head_size"] = hidden // heads if whole else 0
         if "ffn_hidden" not in filled:
@@ -174,12 +176,12 @@ class ModelConfig(Section):
 
     @property
     def adapt(self) -> AdaptConfig:
-        """Return the adapters that train, if not the model itself."""
+        """Return the adapters that train, if only adapters train."""
         return self._adapt
 
     def idle(self, layers: range | None = None) -> int:
         """Return how many of the first of these layers have no backward: those before the first
-        that has adapters. It is 0 if all layers train. `layers` None: all layers."""
+        layer with adapters. The result is 0 if all layers train. `layers` None: all layers."""
         if layers is None:
             layers = range(self.layers)
         return max(0, min(self.adapt.first_layer, layers.stop) - layers.start)
@@ -190,21 +192,21 @@ class ModelConfig(Section):
         return self._quantize
 
     def adapted(self, adapt: AdaptConfig, quantize: QuantizeConfig | None = None) -> Self:
-        """Return the same model with these adapters, and its matrices in so few bits; None: in
-        full."""
+        """Return the same model with these adapters, and with its matrices in the format
+        `quantize`; None: they are not quantized."""
         copy = self.model_copy()
         copy._adapt, copy._quantize = adapt, quantize or QuantizeConfig()
         return copy
 
     @property
     def attention_width(self) -> int:
-        """Width of all heads side by side: the output of the queries, the input of the output
-        linear."""
+        """Return the width of all heads together: the output of the queries, and the input of the
+        linear after attention."""
         return self.heads * self.head_size
 
     @property
     def gates(self) -> int:
-        """Return the parts of the MLP's first linear: 2 where one gates the other."""
+        """Return the number of parts in the MLP's first linear: 2 if one part gates the other."""
         return 2 if self.activation in GATED else 1
 
     @property
@@ -233,21 +235,21 @@ class ModelConfig(Section):
         return 1.0 / math.sqrt(self.query_scalar or self.head_size)
 
     def window_of(self, layer: int) -> int:
-        """Return how many keys a query of this layer sees at most, itself included; 0: all before
-        it."""
+        """Return the maximal number of keys that a query of this layer sees, its own included; 0:
+        all keys before it."""
         slides = self.sliding_layers == "all"
         if self.sliding_layers == "even":
             slides = layer % 2 == 0
         elif not slides:
             slides = layer in self.sliding_layers
-        # a window that no sample exceeds is no window, and the faster kernels can run
+        # a window that no sample exceeds has no effect, and without it the faster kernels can run
         if slides and self.sliding_window < self.seq_length:
             return self.sliding_window
         return 0
 
     @property
     def mean_keys(self) -> float:
-        """Return the number of keys that a query may see, the mean over the layers: s, or the
+        """Return the number of keys that a query may see, as a mean over the layers: s, or the
         window."""
         if self.sliding_window == 0 or self.sliding_window >= self.seq_length:
             return self.seq_length
@@ -272,7 +274,7 @@ class ModelConfig(Section):
 
     @property
     def text_length(self) -> int:
-        """Return the tokens of text in a sample; in a masked model's, special tokens take places at
+        """Return the tokens of text in a sample. In a masked model special tokens take places at
         the start, between segments and at the end."""
         if not self.masked:
             return self.seq_length
@@ -290,7 +292,7 @@ class ModelConfig(Section):
 
 
 def _sound(size: Any) -> bool:
-    """Return True if other sizes may be derived from it; else it is a mistake of its own."""
+    """Return True if other sizes can be derived from `size`; else `size` itself is a mistake."""
     return type(size) is int and 0 < size <= MOST
 
 

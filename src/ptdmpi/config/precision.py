@@ -1,9 +1,9 @@
 """The precisions of a run: one row each, read by the model, the planner and the checks.
 
 `precision.compute` names a row. Nothing else lists precisions: other code reads the types and their
-bytes from this table. A new precision is a row here and its name in `PrecisionName`; if its
-products need more than operands of another type (scales, for instance), also a kernel that takes
-them (`ptdmpi.model.kernels`).
+bytes from this table. A new precision needs a row here and its name in `PrecisionName`. If its
+products need more than operands of another type (such as scales), it also needs a kernel
+(`ptdmpi.model.kernels`).
 """
 
 from dataclasses import dataclass
@@ -29,10 +29,10 @@ FLOAT64 = NumberType("float64", 8)
 class Recipe:
     """The types in which a layer's matrix products are computed.
 
-    `operands`: the type of both matrices; a processor without products of that type uses the type
-    of the `sums`. `sums`: the type in which the products of two numbers are added. `scales`: the
-    part of an operand that shares a scaling factor into the range of its type; "none" if the type
-    needs none.
+    `operands` is the type of both matrices; a processor without products of that type uses the type
+    of the `sums`. `sums` is the type in which the products of two numbers are added. `scales` is
+    the part of an operand that shares one factor, which scales it into the range of the type;
+    "none" if the type needs no factor.
     """
 
     operands: NumberType
@@ -44,10 +44,10 @@ class Recipe:
 class Precision:
     """The types of one run.
 
-    `compute`: of weights and activations. `master`: of master weights, gradients, and the state of
-    the optimizer. `product`: how the layers multiply. `iteration`: of the products by which Muon
-    makes a matrix orthogonal. `scales_loss`: whether small gradients would vanish in the type, so
-    that the loss is scaled.
+    `compute` is the type of weights and activations. `master` is the type of master weights,
+    gradients, and the optimizer's state. `product` says how the layers multiply. `iteration` is the
+    type of the products by which Muon makes a matrix orthogonal. `scales_loss`: small gradients
+    would vanish in the type, so the loss is scaled.
     """
 
     compute: NumberType

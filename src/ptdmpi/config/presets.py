@@ -6,10 +6,10 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-# The keys that presets of Narayanan et al. 2021 leave out.
+# Values of the keys that the presets of Narayanan et al. 2021 leave out.
 DEFAULTS = {"seq_length": 2048, "vocab_size": 51200}
-RECIPE = ("batch", "optimizer")  # sections of which a preset may state keys
-# A warm-up is published for a run of full length: of a shorter one it takes at most this part.
+RECIPE = ("batch", "optimizer")  # sections whose keys a preset may set
+# A published warm-up is for a run of full length. In a shorter run it takes at most this share.
 ADAM = ("beta1", "beta2", "eps")
 WARMUP_SHARE = 10
 
@@ -22,7 +22,7 @@ def _tables() -> dict[str, dict[str, Any]]:
 
 @cache
 def model_presets() -> dict[str, dict[str, Any]]:
-    """Name -> its complete table of keys of [model], and vocab_size."""
+    """Return name -> complete table of keys of [model], and vocab_size."""
     return {
         name: {**DEFAULTS, **{key: value for key, value in table.items() if key not in RECIPE}}
         for name, table in _tables().items()
@@ -35,8 +35,9 @@ def recipe(name: str) -> dict[str, dict[str, Any]]:
 
 
 def with_preset(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the tree of a configuration with the keys of a preset written out; a key given in the
-    tree wins. The vocabulary comes from the data. Raises KeyError for an unknown preset."""
+    """Return the tree of a configuration with the keys of a preset written out; keys given in the
+    tree override them. The vocabulary comes from the data. Raises KeyError for an unknown
+    preset."""
     model, preset = dict(tree["model"]), model_presets()[name]
     model.pop("preset", None)
     sizes = {key: value for key, value in preset.items() if key != "vocab_size"}
@@ -51,13 +52,13 @@ def with_preset(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _fitted(
     keys: dict[str, Any], own: Mapping[str, Any], tree: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the keys of a recipe without those that others would contradict: an end of the decay
-    belongs to its peak, and a warm-up to the length of the run."""
+    """Return the keys of a recipe that do not contradict other keys of the run. The end of the
+    decay belongs to its peak, and the warm-up to the length of the run."""
     run = tree.get("run")
     steps = run.get("steps") if isinstance(run, Mapping) else None
     if "learning_rate" in own:
         keys.pop("min_learning_rate", None)
-    if own.get("kind", "adamw") != "adamw":  # the settings of Adam in the sources
+    if own.get("kind", "adamw") != "adamw":  # the sources have settings only for Adam
         keys = {key: value for key, value in keys.items() if key not in ADAM}
     if "warmup_steps" in keys and type(steps) is int:
         keys["warmup_steps"] = min(keys["warmup_steps"], max(0, steps) // WARMUP_SHARE)

@@ -5,9 +5,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-MOST = 10**12  # of any count: more is a slip of the pen
-# Sequences of a step, and ranks. The largest batches that are published have some 10^5 sequences;
-# 10^9 of 2,048 tokens are what Llama 2 saw in its whole training (arXiv 2307.09288, Table 1).
+MOST = 10**12  # the most of any count: a larger one is a slip of the pen
+# The most sequences of a step, and ranks. The largest published batches have some 10^5 sequences.
+# 10^9 sequences of 2,048 tokens are as many as Llama 2 saw in its whole training (arXiv 2307.09288,
+# Table 1).
 MOST_BATCH = MOST_RANKS = 10**9
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
@@ -22,11 +23,11 @@ def _without_nul(path: str) -> str:
 
 PathText = Annotated[str, AfterValidator(_without_nul)]
 FileName = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
-DirectoryName = FileName  # an empty one would mean the directory here
+DirectoryName = FileName  # an empty name would mean the present directory
 
 
 def _is_below(name: str) -> str:
-    """Return a run's name is that of its directory below runs/."""
+    """Return a run's name, which is also the path of its directory below runs/."""
     if not name.isprintable() or any(part.strip() in ("", ".", "..") for part in name.split("/")):
         raise ValueError("legal: a name such as first or tries/first, without . and .. as parts")
     return name
@@ -45,7 +46,7 @@ class OnResume(Enum):
 
 
 Value = TypeVar("Value")
-# The annotation of a key says what its change on resume means: `steps: Reported[Positive]`.
+# The annotation of a key gives the meaning of its change on resume: `steps: Reported[Positive]`.
 Bound = Annotated[Value, OnResume.BOUND]
 BoundOrder = Annotated[Value, OnResume.BOUND_ORDER]
 Reported = Annotated[Value, OnResume.REPORTED]

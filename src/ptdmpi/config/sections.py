@@ -26,7 +26,7 @@ from ptdmpi.config.section import (
 )
 from ptdmpi.config.wires import AUTO
 
-# The kind of state of the master weights, and of the weights of a model that does not train.
+# The kind of state of the master weights; in a model that does not train, of the weights.
 WEIGHTS = "weights"
 AVERAGE = "ema"  # the kind of state that is the weights' moving average
 # Kinds of state that optimizers keep, by torch's names.
@@ -172,9 +172,9 @@ class OptimizerConfig(Section):
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Return the state of parameters in addition to their weights, by torch's names; last the
-        weights' moving average, if there is one. Muon keeps the first of the layers' matrices
-        alone, and of all others what AdamW does."""
+        """Return the state of parameters in addition to their weights, by torch's names. The
+        weights' moving average, if there is one, is last. For the layers' matrices Muon keeps only
+        the first kind; for all other parameters it keeps the same as AdamW."""
         kept = self._moments_of_kind()
         if self.ema_decay:
             return (*kept, AVERAGE)
@@ -199,12 +199,13 @@ class OptimizerConfig(Section):
 
     @property
     def numbers(self) -> int:
-        """Return the numbers of state per element of a parameter, without its weight; one of the
-        layers' matrices has one less under Muon."""
+        """Return the numbers of state per element of a parameter, without its weight. Under Muon an
+        element of the layers' matrices has one less."""
         return len(self.moments) - self.has_matrices
 
     def last_steps(self, steps: int) -> int:
-        """Return how many of `steps` steps `decay = "wsd"` decays in, at least one."""
+        """Return the number of last steps, out of `steps`, in which `decay = "wsd"` decays; at
+        least one."""
         if isinstance(self.decay_steps, int):
             return self.decay_steps
         return max(1, round(self.decay_steps * steps))
@@ -212,10 +213,10 @@ class OptimizerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_kind(cls, values: Any) -> Any:
-        # Lion's own (Chen et al. 2023, arXiv 2302.06675, section 3.2); 0.95 is for AdamW
+        # Lion's own default (Chen et al. 2023, arXiv 2302.06675, section 3.2); 0.95 is for AdamW
         if isinstance(values, Mapping) and values.get("kind") == "lion":
             return {"beta2": LION_BETA2, **values}
-        # torch.optim.Muon's, which are those of Jordan et al. 2024
+        # the defaults of torch.optim.Muon, which are those of Jordan et al. 2024
         if isinstance(values, Mapping) and values.get("kind") == "muon":
             return {"momentum": MUON_MOMENTUM, "nesterov": True, **values}
         return values

@@ -1,7 +1,7 @@
-"""Wires by name: what `comm.wire` may say, and where the class of each is.
+"""Wires by name: the legal values of `comm.wire`, and the place of each wire's class.
 
 A wire is one class, a `Communicator` that keeps the contract, and one entry in `WIRES`. The class
-is imported when a world is split, so that a plan is made without torch and MPI.
+is imported only when a world is split, so a plan needs neither torch nor MPI.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """The state that each stage of ZeRO shards (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-A stage is the value of `parallel.zero`. Code that depends on it asks this module, or `Layout` and
-`Portion`, which answer for a number of ranks; no other code compares the number.
+A stage is the value of `parallel.zero`. Code that depends on the stage asks this module, or asks
+`Layout` and `Portion`, which answer for a number of ranks. No other code compares the number.
 """
 
 from typing import NamedTuple
@@ -67,6 +67,6 @@ class Sharing(NamedTuple):
 
 
 def stages_of_zero(reproducible: bool) -> tuple[int, ...]:
-    """Return the legal stages. A run that adds up gradients along one tree has each of them whole
-    until all microbatches are in."""
+    """Return the legal stages of ZeRO. If a run sums gradients along one tree, each rank has whole
+    gradients until all microbatches are summed."""
     return tuple(zero for zero in STAGES if not (reproducible and covers_gradients(zero)))

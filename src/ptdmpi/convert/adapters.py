@@ -46,8 +46,9 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """The place of one adapter of a layer: output number `output` of a linear, which is `rows` of
-    its weight. A linear that is split `by_rows` has one adapter for its whole output."""
+    """The place of one adapter of a layer. The adapter belongs to output number `output` of a
+    linear, which has the rows `rows` of the linear's weight. If a linear is split `by_rows`, one
+    adapter serves its whole output."""
 
     linear: str
     target: str
@@ -72,7 +73,8 @@ class AdapterPlace:
         return tensors[f"{name}.a"], tensors[f"{name}.b"]
 
     def factors(self, tensors: Tensors) -> Tensor:
-        """Return the adapter's factors of (IA)^3, one per output, or per input if `by_rows`."""
+        """Return the factors of (IA)^3: one per output, or one per input if the linear is split
+        `by_rows`."""
         return tensors[f"{self.linear}.ia3_{self.leaf}.weight"]
 
 
@@ -95,8 +97,8 @@ def places(model: ModelConfig, adapt: AdaptConfig) -> Iterator[AdapterPlace]:
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """Adapters in memory: [adapt] and their base (`adapted`), the shape of their model, and their
-    tensors by logical name, including those of their head for a task."""
+    """Adapters in memory: [adapt] and their base (`adapted`), the shape of their model, and all
+    tensors by logical name. The tensors include those of a head for a task."""
 
     adapted: Adapted
     model: ModelConfig
@@ -167,8 +169,9 @@ def _merged(
 ) -> Iterator[Outgoing]:
     """Yield every weight of the merged model, in pieces of whole rows.
 
-    They are the weights of the base, changed by the adapters, and the head that was trained with
-    them. If the base has more learned positions than the model, the first ones are taken.
+    The weights are those of the base, changed by the adapters, and those of a head for a task that
+    was trained with the adapters. If the base has more learned positions than the model, the first
+    ones are taken.
     """
     changes: dict[str, list[AdapterPlace]] = {}
     for place in adapter.places:
@@ -210,8 +213,8 @@ def _merged_slab(
 
 
 def _merged_rows(place: AdapterPlace, adapter: LoadedAdapter, rows: Tensor, there: slice) -> Tensor:
-    """Return rows of a weight, or elements of a bias, changed by an adapter; `there` are their
-    numbers within the adapter's place."""
+    """Return rows of a weight, or elements of a bias, after an adapter has changed them. `there`
+    are their numbers within the adapter's place."""
     is_bias = rows.dim() == 1
     adapt = adapter.adapted.adapt
     if adapt.method == "lora":
@@ -220,7 +223,7 @@ def _merged_rows(place: AdapterPlace, adapter: LoadedAdapter, rows: Tensor, ther
         a, b = place.low_rank(adapter.tensors)
         return rows + adapt.scale * (b.double()[there] @ a.double())
     factors = place.factors(adapter.tensors).double()
-    if place.by_rows:  # factors of the input, which the bias is added after
+    if place.by_rows:  # the factors multiply the input, and the bias is added later
         return rows if is_bias else rows * factors
     return rows * (factors[there] if is_bias else factors[there, None])
 
@@ -229,14 +232,15 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
     """Write at `target` the LoRA adapter of rank `rank`, for all linears, that is nearest to the
     difference of the models at `tuned` and `base`.
 
-    It has the greatest singular values of the difference of each linear, and of q, k and v
-    separately (Eckart and Young 1936), and begins at the first layer that differs. If `tuned` is a
-    merged model whose adapter had at most this rank, the result is that adapter, up to its
+    The adapter has the greatest singular values of the difference of each linear; those of q, k and
+    v are separate (Eckart and Young 1936). It begins at the first layer that differs. If `tuned` is
+    a merged model whose adapter had at most this rank, the result is that adapter, up to its
     factorization.
 
-    Return the largest norm of the part of a difference that the adapter does not represent,
-    relative to that difference, and the names of other parameters that differ, which no adapter
-    holds. Raise InputError for models of different shapes, and for weights that are not finite.
+    Return two values. The first is the largest norm of the part of a difference that the adapter
+    does not represent, relative to that difference. The second has the names of other parameters
+    that differ, which no adapter holds. Raise InputError for models of different shapes, and for
+    weights that are not finite.
     """
     models = open_model(base), open_model(tuned)
     config = models[1].config()
@@ -278,7 +282,7 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
 
 def _factors(difference: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return A [rank, i] and B [o, rank], of equal norms, whose product B A is nearest to a
-    difference [o, i]; they are padded with zeros if the matrix has a lower rank."""
+    difference [o, i]. They are padded with zeros if the difference has a lower rank."""
     u, s, v = torch.linalg.svd(difference, full_matrices=False)
     held = min(rank, len(s))
     root = s[:held].sqrt()
@@ -290,8 +294,8 @@ def _factors(difference: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _require_same_shapes(before: Reader, after: Reader, names: Sequence[str]) -> None:
-    """Raise InputError unless the base has these weights of the tuned model in the same shapes. The
-    base may have more learned positions."""
+    """Raise InputError unless the base model has all these weights of the tuned model, in the same
+    shapes. The base may have more learned positions."""
     for name in names:
         rows, *rest = after.manifest[key(WEIGHTS, name)].shape
         there = before.manifest.find(key(WEIGHTS, name))
@@ -301,7 +305,7 @@ def _require_same_shapes(before: Reader, after: Reader, names: Sequence[str]) ->
 
 
 def _different(before: Reader, after: Reader, names: Sequence[str]) -> Iterator[str]:
-    """Yield those of some parameters that differ."""
+    """Yield the names among `names` whose parameters differ."""
     for name in names:
         rows = slice(0, after.manifest[key(WEIGHTS, name)].shape[0])
         if bool(_difference(before, after, name, rows).any()):
@@ -309,7 +313,7 @@ def _different(before: Reader, after: Reader, names: Sequence[str]) -> Iterator[
 
 
 def _difference(before: Reader, after: Reader, name: str, rows: slice) -> Tensor:
-    """Return the rows of a weight after the training, minus those before it, in float64."""
+    """Return the rows of a weight after the training, minus the same rows before it, in float64."""
     stored = key(WEIGHTS, name)
     box = Box.whole(after.manifest[stored].shape).rows(rows.start, rows.stop)
     old = torch.from_numpy(_read(before, stored, box)).double()
@@ -355,7 +359,7 @@ def _write_config(path: Path, stored: StoredModel, config: Config) -> None:
 
 def _template(stored: StoredModel, adapter: StoredAdapter) -> tuple[Path | None, str]:
     """Return the file with the merged model's chat template: that of the adapter's conversations,
-    else that of the base, else None. Also return a note if the adapter's is not found."""
+    else that of the base, else None. Also return a note if the adapter's template is not found."""
     # h5py is imported here, since adapters of imported models have no shard
     from ptdmpi.inference.tokenizer import template_file
 
@@ -375,8 +379,8 @@ def _template(stored: StoredModel, adapter: StoredAdapter) -> tuple[Path | None,
 
 
 def _tokenizer_of(stored: StoredModel) -> str:
-    """Return the name of the base model's tokenizer for [task]; "" if it is in the model's own
-    folder, or is not known."""
+    """Return the name of the base model's tokenizer, for [task]. Return "" if the tokenizer is in
+    the model's own folder or is not known."""
     # h5py is imported here, since adapters of imported models have no shard
     from ptdmpi.generate.text import name_of
 
@@ -389,5 +393,5 @@ def _tokenizer_of(stored: StoredModel) -> str:
 
 
 def size_of(tensors: Tensors) -> int:
-    """Return the number of elements of some tensors together."""
+    """Return the total number of elements of some tensors."""
     return sum(math.prod(values.shape) for values in tensors.values())

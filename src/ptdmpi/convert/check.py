@@ -1,8 +1,9 @@
-"""The self-check of a conversion: both sides give the same logits on fixed prompts, at every head.
+"""The self-check of a conversion: original and result give the same logits on fixed prompts.
 
-One side is the written files, read by `reference.py`. The other side is our model with the weights
-of the checkpoint, layer by layer. Both compute in float64 on a CPU, so rounding errors are far
-below BAR, and any mistake is far above it. One layer, or the embedding, is in memory at a time."""
+One side is the Hugging Face files, read by `reference.py`. The other side is our model with the
+weights of the checkpoint. The logits of every head are compared. Both sides compute in float64 on a
+CPU, so rounding errors are far below BAR, and any mistake is far above it. One layer, or the
+embedding, is in memory at a time."""
 
 from collections.abc import Iterable
 
@@ -36,7 +37,8 @@ def prompts(vocab_size: int, seq_length: int) -> Tensor:
 
 
 def segments(ids: Tensor, token_types: int) -> Tensor:
-    """Return types [b, s] of the tokens: one segment per type, of about equal lengths."""
+    """Return the types [b, s] of the tokens: one segment per type, with segments of about equal
+    length."""
     length = ids.shape[1]
     return (torch.arange(length) * token_types // length).expand_as(ids)
 
@@ -50,7 +52,7 @@ def compare(
     plan: Plan,
 ) -> float:
     """Return the greatest relative difference of the logits of any head. Raise CheckFailed if it is
-    above BAR, or logits are not finite.
+    above BAR, or if logits are not finite.
 
     Our weights are first rounded to the types of the tensors in `files`.
     """
@@ -62,7 +64,7 @@ def compare(
     names |= {family.base(name): name for name in plan.by_name}
 
     def get(name: str) -> Tensor:
-        """Return a tensor of the files, by its name there."""
+        """Return a tensor of the files, by its name in the files."""
         return files.read(names[name]).double()
 
     with torch.no_grad():
@@ -75,7 +77,7 @@ def compare(
             "the model's logits are not finite: a weight is inf or NaN; nothing was written"
         )
     differences = [_difference(a, b) for a, b in zip(ours, theirs, strict=True)]
-    # `not <=` also finds NaN
+    # `not <=` is also True for NaN
     difference = next((value for value in differences if not value <= BAR), max(differences))
     if not difference <= BAR:
         raise CheckFailed(
@@ -97,7 +99,7 @@ def _logits(
     """Return the logits of each head of our model, with weights rounded to `dtypes`."""
     config = stored.config(precision="fp64")
     ids = question.ids
-    if config.model.positions == "rope":  # so that the table of angles is as long as the prompts
+    if config.model.positions == "rope":  # makes the table of angles as long as the prompts
         config = config.replace("model", seq_length=ids.shape[1])
     by_parameter: dict[str, list[tuple[Counterpart, str]]] = {}
     for counterpart, dtype in dtypes:
@@ -112,7 +114,7 @@ def _logits(
     heads: tuple[Tensor, ...] = ()
     with stored.reader() as reader:
         for layer in range(config.model.layers):
-            # with the embedding before the first layer, and the heads after the last
+            # the first stage has the embedding, and the last one the heads
             stage, buffer = loaded_layer(config, stored.vocab_size, layer, reader)
             _round(buffer, by_parameter)
             x = stage.hidden(batch, x, None)
@@ -125,7 +127,7 @@ def _logits(
 
 
 def _round(buffer: ParameterBuffer, types: dict[str, list[tuple[Counterpart, str]]]) -> None:
-    """Round the parts of each parameter to the types that their files have."""
+    """Round each part of a parameter to the type of the tensor in the files that has this part."""
     for name, entry in buffer.entries.items():
         whole = entry.view(buffer.weights)
         for counterpart, dtype in types.get(name, []):

@@ -1,6 +1,6 @@
 """LLaMA of Hugging Face and its descendants as data: LLaMA, Mistral, Qwen 2 and 3, Gemma 2.
 
-They share nearly all names and most keys of config.json. A `Decoder` has the differences.
+These families share nearly all names and most keys of config.json. A `Decoder` has the differences.
 """
 
 import re
@@ -24,7 +24,7 @@ MODULES = {
     "head": ("lm_head",),
 }
 BIASES = {(True, True): True, (True, False): "attention", (False, True): "mlp"}
-# their key -> ours, for the numbers of scaled rotary angles
+# Hugging Face's key -> our key, for the numbers of scaled rotary angles
 ROPE = {
     "factor": "rope_factor",
     "low_freq_factor": "rope_low_factor",
@@ -52,7 +52,8 @@ class Decoder:
     required: Mapping[str, Any]
 
     def family(self, **modules: tuple[str, ...]) -> Family:
-        """Return the family, with further modules, or other names for some, in layer i."""
+        """Return the family. `modules` are more modules of a layer, or other names for known
+        ones."""
         renamed = {
             f"layers.{{i}}.{ours.replace('__', '.')}": theirs for ours, theirs in modules.items()
         }
@@ -69,7 +70,8 @@ class Decoder:
 
 
 def _keys(decoder: Decoder, config: ConfigJson) -> dict[str, Any]:
-    """Make [model] from a config.json. Raise InputError for values that are not supported."""
+    """Make [model] from a config.json. Raise InputError for values that this trainer does not
+    support."""
     config = ConfigJson({**decoder.defaults, **config.values}, config.name)
     hidden = config.need("hidden_size")
     heads = config.need("num_attention_heads")
@@ -94,7 +96,8 @@ def _keys(decoder: Decoder, config: ConfigJson) -> dict[str, Any]:
 
 
 def _config(decoder: Decoder, model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Make a config.json from [model]. Raise InputError for values that the family lacks."""
+    """Make a config.json from [model]. Raise InputError for values that the family does not
+    have."""
     needed = {
         **DECODER,
         **PLAIN,
@@ -152,8 +155,8 @@ def _rope_keys(config: ConfigJson) -> dict[str, Any]:
 
 
 def _scaling(config: ConfigJson, key: str, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys for scaled angles; `key` is the one of config.json that has `rope`. Raise
-    InputError for a value that is no number."""
+    """Return the keys for scaled angles. `rope` is the table in config.json and `key` its name.
+    Raise InputError for a value that is no number."""
     length = "original_max_position_embeddings"
     values = {length: config.get("max_position_embeddings"), **rope}
     scaling = {}
@@ -209,7 +212,7 @@ def _window_keys(config: ConfigJson, sliding: list[bool]) -> dict[str, Any]:
 
 
 def _require_whole(config: ConfigJson, key: str, value: Any) -> int:
-    """Return `value`, or raise InputError if it is no integer."""
+    """Return `value`; raise InputError if it is no integer."""
     if type(value) is not int:
         raise InputError(f"{config.name}: {key} = {value!r} is no whole number")
     return value
@@ -231,7 +234,7 @@ def _layer_types(model: ModelConfig) -> list[str]:
 
 
 def _count(config: ConfigJson) -> int:
-    """Return the number of layers; 0 for an illegal one, which is reported elsewhere."""
+    """Return the number of layers; 0 if it is illegal, because another check reports that."""
     layers = config.need("num_hidden_layers")
     return layers if type(layers) is int else 0
 
@@ -247,7 +250,7 @@ def _biases(config: ConfigJson) -> dict[str, Any]:
 
 
 def _require_attention_bias(model: ModelConfig, family: str) -> None:
-    """Raise InputError for biases other than none, or those of the attention."""
+    """Raise InputError unless the model has no biases, or only biases in the attention."""
     if model.bias is not False:
         require(model, family, bias="attention")
 

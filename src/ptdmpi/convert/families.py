@@ -15,7 +15,7 @@ from ptdmpi.convert.family import DECODER, PLAIN, ConfigJson, Family, require
 # -- GPT-2 (Radford et al. 2019) -------------------------------------------------------------------
 
 
-# Their activations, and ours.
+# Names of activation functions: theirs -> ours, and ours -> theirs.
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
 THEIR_ACTIVATIONS = {"gelu": "gelu_new", "gelu_exact": "gelu"}
 
@@ -27,7 +27,7 @@ def _gpt2_keys(config: ConfigJson) -> dict[str, Any]:
     config.only("scale_attn_by_inverse_layer_idx", False)
     config.only("add_cross_attention", False)
     hidden = config.need("n_embd")
-    # an illegal width is reported as such, so any default is good for it
+    # another check reports an illegal width, so any default is good for it
     ffn_hidden = 4 * hidden if type(hidden) is int and hidden > 0 else 1
     return {
         "kind": "gpt",
@@ -196,7 +196,7 @@ FAMILIES = {
             "sentence.order": ("cls.seq_relationship",),
         },
         transposed=False,
-        # a pooler without a head after it has no part in any loss
+        # a pooler has no part in any loss unless a head follows it
         buffers=re.compile(r"embeddings\.(position|token_type)_ids|pooler\.dense\.(weight|bias)"),
         keys=_bert_keys,
         config=_bert_config,

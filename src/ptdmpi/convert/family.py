@@ -1,4 +1,6 @@
-"""Families of Hugging Face models: their names of our parameters, and their config.json."""
+"""Families of Hugging Face models: the names of their parameters, and their config.json.
+
+In this folder "ours" is this trainer's form of a model, and "theirs" is that of `transformers`."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +13,7 @@ from ptdmpi.model.parameters import Declaration
 from ptdmpi.model.stage import TIED_NAME
 
 Json = Mapping[str, Any]
-# The keys of [model] that GPT-2, LLaMA and LLaMA's descendants share.
+# The values of [model] that GPT-2, LLaMA and LLaMA's descendants share.
 DECODER = {
     "attention": "causal",
     "block_norm": "pre",
@@ -19,7 +21,7 @@ DECODER = {
     "output_head": "linear",
     "token_types": 0,
 }
-# The keys of [model] that only descendants of LLaMA set otherwise.
+# The values of [model] that all families have, except some descendants of LLaMA.
 PLAIN = {
     "qk_norm": False,
     "zero_centered_norm": False,
@@ -35,16 +37,16 @@ PLAIN = {
 class Family:
     """A family of models of `transformers`.
 
-    `modules`: our module -> their modules, one for each part of ours that they keep separately
-    (such as q, k and v).
-    `prefix`: the beginning of the names of the base model. A base model that is saved alone leaves
-    it out, and the names of heads do not have it.
-    `transposed`: True if their linears are [inputs, outputs].
+    `modules`: our module -> their modules. There are several if they keep parts of our module
+    separately (such as q, k and v).
+    `prefix`: the beginning of the names of the base model. The names of heads do not have it, and
+    neither do the names in a file that has only the base model.
+    `transposed`: True if the weights of their linears are [inputs, outputs].
     `buffers`: tensors that are no parameters here; they are kept for the conversion back.
-    `keys`: makes the keys of [model] from a config.json.
-    `config`: makes a config.json from [model] and the size of the vocabulary.
+    `keys`: a function that makes the keys of [model] from a config.json.
+    `config`: a function that makes a config.json from [model] and the size of the vocabulary.
     `again`: tensors that repeat another one in every model with a tied head. If the head is not
-    tied and the two differ, these are used and the other one is not.
+    tied and the two tensors differ, the repetition is used and the other one is not.
     `told_by`: keys of [model] that no config.json has -> the tensor that exists if they are true.
     `renamed`: ends of names in old files -> ends in newer files.
     `tasks`: kind of task -> their name of a model with a head for it, and the linear of that head.
@@ -64,7 +66,7 @@ class Family:
 
     @property
     def output(self) -> str:
-        """Their linear that makes logits, or the scores of a task."""
+        """Return the name of their linear that makes the logits, or the scores of a task."""
         (head,) = self.modules.get("sentence.classes") or self.modules["head"]
         return head
 
@@ -87,8 +89,8 @@ class Family:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """A tensor of theirs (`theirs`, without prefix): the `box` of our logical tensor `ours`, of
-    shape `whole`, that it holds, perhaps transposed."""
+    """A tensor of theirs (`theirs`, without prefix). It holds the `box` of our logical tensor
+    `ours`, which has the shape `whole`; it may be transposed."""
 
     ours: str
     whole: tuple[int, ...]
@@ -102,7 +104,7 @@ class Counterpart:
         return self.box.size[::-1] if self.transposed else self.box.size
 
     def ours_of(self, part: Box) -> Box:
-        """Return a box of their tensor as a box of the whole of our tensor."""
+        """Return the box of our whole tensor that corresponds to a box of their tensor."""
         return (part.transposed() if self.transposed else part).within(self.box)
 
 
@@ -135,7 +137,7 @@ class ConfigJson:
 
 
 def counterparts(family: Family, needed: Mapping[str, Declaration]) -> Iterator[Counterpart]:
-    """Yield their tensors for all parameters of our model. Raise InputError for a parameter that
+    """Yield the counterparts of all parameters of our model. Raise InputError for a parameter that
     the family does not have."""
     for name, declaration in needed.items():
         module, _, kind = name.rpartition(".")
@@ -161,7 +163,8 @@ def counterparts(family: Family, needed: Mapping[str, Declaration]) -> Iterator[
 
 
 def tied_to(family: Family, model: ModelConfig) -> dict[str, str]:
-    """Return which tensors repeat which other ones, if a file has both; names without prefix."""
+    """Return (repetition -> repeated tensor), for files that have both; names are without
+    prefix."""
     tied = dict(family.again)
     if model.tie_embeddings:
         (word,) = family.modules[TIED_NAME.removesuffix(".weight")]

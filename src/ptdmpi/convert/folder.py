@@ -1,10 +1,11 @@
 """The directory that a conversion writes, as a whole or not at all.
 
-`from_hf` gives it the layout of a run directory, so that `train`, `evaluate` and `generate` can use
-it: config.toml with [model], and a checkpoint with weights only. Its folder `hugging_face/` keeps
-what only the conversion back needs: every other file of the model's directory (config.json,
-tokenizer), the headers of the weight files, and buffers of old files. From these `to_hf` writes the
-same files again, byte for byte if the weights are the same.
+`from_hf` writes a directory with the layout of a run directory, so that `train`, `evaluate` and
+`generate` can use it. It has config.toml with [model], and a checkpoint with weights only. Its
+folder `hugging_face/` keeps all that only the conversion back needs: every other file of the
+model's directory (config.json, tokenizer), the headers of the weight files, and the buffers of old
+files. From these `to_hf` writes the original files again, byte for byte if the weights are
+unchanged.
 """
 
 import contextlib

@@ -48,7 +48,7 @@ def from_hf(source: Path, target: Path) -> Converted:
         raise InputError(f"{config.name}: vocab_size = {vocab_size!r}; legal: 1 or more")
     keys = family.keys(config)
     with WeightFiles(source) as theirs, new_directory(target) as folder:
-        # their tables often have more rows than their tokenizer has ids, so vocab_size is a key
+        # their tables may have more rows than the tokenizer has ids, so vocab_size is a key
         ours = _config({**keys, "vocab_size": vocab_size}, family, theirs, config.name)
         model = ours.model
         needed = declarations(ours, vocab_size)
@@ -73,8 +73,8 @@ def from_hf(source: Path, target: Path) -> Converted:
 
 
 def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: str) -> Config:
-    """Return a configuration with these keys of [model], and with those keys that the presence of a
-    tensor decides. Raise InputError, with the `name` of config.json, for illegal keys."""
+    """Return a configuration with the given `keys` of [model], and with those keys that depend on
+    whether a tensor exists. Raise InputError, with the `name` of config.json, for illegal keys."""
     bases = {family.base(tensor) for tensor in theirs.tensors}
     decided = {key: tensor in bases for key, tensor in family.told_by.items()}
     try:
@@ -88,8 +88,8 @@ def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: 
 
 
 def _settled(plan: Plan, model: ModelConfig, theirs: WeightFiles) -> Plan:
-    """Return the plan in which a tensor repeats another one only if they are equal. Raise
-    InputError if they differ in a model whose embeddings are tied."""
+    """Return the plan without repetitions that differ from the repeated tensor: those are tensors
+    of their own. Raise InputError if such tensors differ in a model whose embeddings are tied."""
     for head, word in plan.again.items():
         if _equal(theirs, head, word):
             continue
@@ -98,7 +98,7 @@ def _settled(plan: Plan, model: ModelConfig, theirs: WeightFiles) -> Plan:
                 f"{theirs.directory}: {head} and {word} differ, though they are one parameter; "
                 "legal: equal ones, or tie_word_embeddings = false"
             )
-        # without tied embeddings `transformers` ties neither, and computes with the repetition
+        # if embeddings are not tied, `transformers` computes with the repetition
         plan = plan.unused(word)
     return plan
 
@@ -112,7 +112,8 @@ def _equal(theirs: WeightFiles, name: str, other: str) -> bool:
 
 
 def _outgoing(theirs: WeightFiles, plan: Plan) -> Iterator[Outgoing]:
-    """Yield every parameter in pieces of whole rows of ours, read when they are written."""
+    """Yield every parameter of ours in pieces of whole rows, which are read only when they are
+    written."""
     chosen = {name: tensor for name, tensor in plan.by_name.items() if name not in plan.again}
     wide = {tensor.ours for n, tensor in chosen.items() if theirs.tensors[n].dtype == "F64"}
     for name, tensor in chosen.items():
@@ -131,7 +132,7 @@ def _outgoing(theirs: WeightFiles, plan: Plan) -> Iterator[Outgoing]:
 def _read(
     theirs: WeightFiles, name: str, transposed: bool, slab: Box, *, dtype: torch.dtype
 ) -> Array:
-    """Return a slab of our box from their tensor `name`, in our layout and type."""
+    """Return the part of their tensor `name` for a slab of our box, in our layout and type."""
     values = theirs.read(name, slab.transposed() if transposed else slab)
     if transposed:
         values = values.t()

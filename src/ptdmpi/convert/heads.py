@@ -1,4 +1,4 @@
-"""Heads for tasks: the corresponding models of `transformers`, and the classes in config.json.
+"""Heads for tasks: the models of `transformers` that have them, and the classes in config.json.
 
 Their heads compute the same functions as ours: for BERT a pooler and a linear with bias on the
 first token, for decoders a linear without bias on the last token that is no padding. Only BERT has
@@ -14,13 +14,13 @@ from ptdmpi.convert.family import ConfigJson, Family
 from ptdmpi.lineage.adapted import NO_TASK
 from ptdmpi.plan.shape.parameters import task_head
 
-# The ends of their names of models with a head for a task.
+# Kind of task -> the end of their name of a model with a head for it.
 ENDINGS = {"classification": "ForSequenceClassification", "choice": "ForMultipleChoice"}
 
 
 def task_in(config: ConfigJson) -> TaskConfig:
-    """Return the task of the model with this config.json, which does not give the number of
-    candidates of a choice. Raise InputError for classes that are not supported."""
+    """Return the task of the model with this config.json. The number of candidates of a choice is
+    not in config.json. Raise InputError for classes that are not supported."""
     named = config.get("architectures", [])
     name = ""
     if isinstance(named, list) and named:
@@ -41,8 +41,8 @@ def task_in(config: ConfigJson) -> TaskConfig:
 
 
 def _labels(config: ConfigJson) -> list[str]:
-    """Return the names of the classes, by number; without names, those that `transformers`
-    gives by default. Raise InputError for names that are not supported."""
+    """Return the names of the classes, in the order of their numbers. If there are none, return the
+    default names of `transformers`. Raise InputError for names that are not supported."""
     named = config.get("id2label")
     if named is None:
         count = config.get("num_labels", 2)
@@ -69,8 +69,8 @@ def made_up(count: int) -> list[str]:
 
 
 def head_names(family: Family, model: ModelConfig) -> dict[str, str]:
-    """Return the full names in their files of the weights of a model's head for a task, by our
-    names; `family` is one that `with_task` returned."""
+    """Return the weights of a model's head for a task: our name -> the full name in their files.
+    `family` must be a result of `with_task`."""
     names = {}
     for name in task_head(model):
         module, _, kind = name.rpartition(".")
@@ -131,7 +131,7 @@ def _labels_config(task: TaskConfig) -> dict[str, Any]:
 
 
 def lost(task: TaskConfig) -> str:
-    """Return a note about what their files cannot say about a task; "" if there is nothing."""
+    """Return a note about the part of a task that their files cannot store; "" if there is none."""
     if not task.choices:
         return ""
     return f"config.json has no place for task.choices = {task.choices}"
@@ -139,7 +139,8 @@ def lost(task: TaskConfig) -> str:
 
 def padding(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     """Return the key of config.json by which a decoder's head finds the last token of a text in a
-    padded batch: the end of a text. Nothing is returned if the key is there, or for a BERT."""
+    padded batch. Its value is the end of a text. Return {} if config.json has the key already, or
+    for a BERT."""
     end = config.get("eos_token_id")
     if isinstance(end, list) and end:
         end = end[0]

@@ -31,8 +31,8 @@ WORD_BYTES = 4
 
 @dataclass(frozen=True)
 class PackedModel:
-    """The tensors of a plan that are written packed, by their names; each is a box of whole rows of
-    our weight. `form` is that of their codes."""
+    """The tensors of a plan that are written packed, by their names. Each holds whole rows of one
+    of our weights. `form` is the format of their codes."""
 
     form: LowBit
     tensors: Mapping[str, Counterpart]
@@ -92,7 +92,7 @@ class PackedModel:
         yield name + SHAPE, Stored("I64", (2,), 16)
 
     def config(self, family: Family) -> dict[str, Any]:
-        """Return the `quantization_config` of config.json."""
+        """Return the value of `quantization_config` in config.json."""
         weights = {
             "num_bits": self.form.bits,
             "type": "int",
@@ -110,8 +110,8 @@ class PackedModel:
         }
 
     def values(self, reader: Reader, name: str) -> Tensor | None:
-        """Return a packed tensor, by its name in the file; None if it is another tensor. Raise
-        InputError if the checkpoint is damaged."""
+        """Return a packed tensor, by its name in the file; None if the name is that of another
+        tensor. Raise InputError if the checkpoint is damaged."""
         for suffix in (PACKED, SCALE, SHAPE):
             counterpart = self.tensors.get(name.removesuffix(suffix))
             if name.endswith(suffix) and counterpart is not None:

@@ -11,10 +11,10 @@ from ptdmpi.model.parameters import Declaration
 
 @dataclass(frozen=True)
 class Plan:
-    """The tensors of their files, by their names there.
+    """The use of each tensor in their files, by its name in the files.
 
-    `by_name` has the box of our parameter that each tensor holds, `again` the tensors that repeat
-    another one (a tied head), and `buffers` those that are no parameters.
+    `by_name` has the box of our parameter that each tensor holds. `again` has the tensors that
+    repeat another one (a tied head). `buffers` has the tensors that are no parameters.
     """
 
     by_name: dict[str, Counterpart]
@@ -22,8 +22,8 @@ class Plan:
     buffers: list[str]
 
     def unused(self, name: str) -> "Plan":
-        """Return the plan with the tensor `name` as a buffer; the tensor that repeats it becomes
-        the parameter."""
+        """Return the plan in which the tensor `name` is a buffer. The tensor that repeats it
+        becomes the parameter."""
         return replace(
             self,
             by_name={key: tensor for key, tensor in self.by_name.items() if key != name},

@@ -1,8 +1,8 @@
 """Independent forward passes of each family, for the self-check of a conversion.
 
-They follow Hugging Face's definition of each family: its names, its layouts, the keys of its
-config.json. They share nothing with our model or with the tables of `families.py`, so a mistake
-there cannot be repeated here. One tensor is read at a time. The tests compare these passes with
+They follow Hugging Face's definition of each family: its names, its layouts, and the keys of its
+config.json. They share nothing with our model or with the tables of `families.py`, so they cannot
+repeat a mistake made there. One tensor is read at a time. The tests compare these passes with
 `transformers`.
 """
 
@@ -104,7 +104,7 @@ def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor]:
 
 
 def _capped(x: Tensor, cap: float | None) -> Tensor:
-    """Cap values smoothly at `cap` (None: not at all)."""
+    """Cap values smoothly at `cap`; None: no cap."""
     if cap is None:
         return x
     return cap * torch.tanh(x / cap)
@@ -152,7 +152,7 @@ def _linear(get: Get, name: str, x: Tensor, bias: bool = True) -> Tensor:
 
 
 def _window(config: Json, layer: int) -> int | None:
-    """Return the number of keys that a query of this layer attends to at most; None: all keys
+    """Return the maximal number of keys that a query of this layer attends to; None: all keys
     before it."""
     kind = config["model_type"]
     types = config.get("layer_types")
@@ -271,7 +271,7 @@ def _rotated(config: Json, x: Tensor, heads: int) -> Tensor:
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     real, imaginary = x.unflatten(-1, (heads, -1)).chunk(2, dim=-1)
     half = real.shape[-1]
-    # float32, as in `transformers` and in our model: a more precise table would differ from both
+    # float32, as in `transformers` and in our model, which a more precise table would not match
     frequencies = 1.0 / theta ** (torch.arange(half) / half)
     scaling = config.get("rope_scaling") or rope
     if scaling.get("rope_type", scaling.get("type")) == "llama3":
@@ -301,9 +301,9 @@ def _slower(frequency: Tensor, scaling: Json, config: Json) -> Tensor:
 class AttentionForm:
     """The mask and the scores of an attention.
 
-    With `causal` a query attends to the keys up to its own, with `window` to at most so many of
-    them. Scores are divided by the root of `scalar` (None: the size of a head) and capped at `cap`
-    (None: not at all).
+    With `causal` a query attends to the keys up to its own position, with `window` to at most that
+    many of these keys. Scores are divided by the root of `scalar` (None: the size of a head) and
+    capped at `cap` (None: no cap).
     """
 
     causal: bool = True

@@ -29,9 +29,9 @@ TYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-# The part of a tensor that is in memory at a time.
+# The size of the part of a tensor that is in memory at a time.
 SLAB_BYTES = 1 << 26
-# The size of a new file, if there are several; as in `transformers`.
+# The largest size of a file if a model has several, as in `transformers`.
 FILE_BYTES = 5 * 10**9
 
 
@@ -208,7 +208,7 @@ def write_file(path: Path, header: str, values: Callable[[str, Stored], Iterator
 
 
 def slabs(shape: Sequence[int], element_bytes: int) -> Iterator[Box]:
-    """Yield a tensor's boxes of whole rows, of about SLAB_BYTES or of one row."""
+    """Yield boxes of whole rows of a tensor, each of about SLAB_BYTES but at least one row."""
     return Box.whole(shape).slabs(rows_of(shape, element_bytes, SLAB_BYTES))
 
 

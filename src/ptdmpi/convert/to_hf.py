@@ -39,15 +39,15 @@ from ptdmpi.inference.stored import (
 from ptdmpi.model.parameters import Declaration
 from ptdmpi.model.state import WEIGHTS, key
 
-# The names that config.json has for types, and those of safetensors.
+# Name of a type in config.json -> its name in safetensors.
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True)
 class Contents:
     """The contents of the directory to write: config.json, the header of each weight file, the
-    other files of the directory `kept`, and the files `others` (name -> content). `note` says what
-    is missing, or differs from `kept`."""
+    other files of the directory `kept`, and the files `others` (name -> content). `note` says which
+    files are missing, or differ from those of `kept`."""
 
     family: Family
     config: dict[str, Any]
@@ -73,14 +73,15 @@ def to_hf(
 ) -> Converted:
     """Convert the newest checkpoint that `source` names to a model directory `target`.
 
-    `like` is a directory that `from_hf` wrote, whose files, names and types are used. The default
-    is that of `source`, or that which its run began from; without any, they are made from [model],
-    in float32. `dtype` (a key of DTYPES) is another type for all parameters. With `quantized`, the
-    quantized weights of the checkpoint stay quantized (`packed.py`), else they are dequantized.
-    `kind` is the state to convert as weights, such as their average.
+    `like` is a directory that `from_hf` wrote; its files, names and types are used. By default it
+    is the directory that `source` is, or that its run began from. Without such a directory the
+    files are made from [model], in float32. `dtype` (a key of DTYPES) is another type for all
+    parameters. With `quantized`, the quantized weights of the checkpoint stay quantized
+    (`packed.py`); otherwise they are dequantized. `kind` is the state to convert as weights, such
+    as their average.
 
-    Raise InputError if the checkpoint is damaged or the model has no such form, and CheckFailed as
-    `compare` does; then `target` is not written.
+    Raise InputError if the checkpoint is damaged, or if the model has no form in `transformers`.
+    Raise CheckFailed as `compare` does. In both cases `target` is not written.
     """
     stored = open_model(source, kind)
     needed = declarations(stored.config(), stored.vocab_size)
@@ -139,7 +140,7 @@ def _plan(contents: Contents, stored: StoredModel, needed: Mapping[str, Declarat
 
 
 def _joined(*notes: str) -> str:
-    """Return the notes that are not empty as one."""
+    """Join the notes that are not empty."""
     return "; ".join(filter(None, notes))
 
 
@@ -173,8 +174,8 @@ def _contents_of(kept: Path) -> Contents:
 
 
 def _kept_contents(kept: Path, stored: StoredModel, needed: Mapping[str, Declaration]) -> Contents:
-    """Return the contents like those of the model that `from_hf` read, with the present heads and
-    keys. Raise InputError if that model has another kind of head."""
+    """Return the contents of the model that `from_hf` read, with the heads and keys that the model
+    has now. Raise InputError if that model has another kind of head."""
     contents = _contents_of(kept)
     if "sentence.classes" in contents.family.modules and not stored.config().model.classifies:
         raise InputError(
@@ -187,8 +188,8 @@ def _kept_contents(kept: Path, stored: StoredModel, needed: Mapping[str, Declara
 
 def _with_keys(contents: Contents, family: Family, kept: Path, stored: StoredModel) -> Contents:
     """Return the contents with those keys of config.json changed that the training changed in
-    [model], such as `rope_theta`, and those that a head for a task needs. The unchanged config.json
-    is of the family `family`."""
+    [model], such as `rope_theta`, and those that a head for a task needs. `family` is the family of
+    the unchanged config.json."""
     now = stored.config().model
     keys = family.keys(ConfigJson(contents.config, str(kept / "config.json")))
     before = config_of({**keys, **{key: getattr(now, key) for key in family.told_by}}).model
@@ -212,7 +213,7 @@ def _without_heads(
     contents: Contents, stored: StoredModel, needed: Mapping[str, Declaration]
 ) -> Contents:
     """Return the contents without the tensors of a head that the model was trained without, and so
-    does not have any more."""
+    no longer has."""
     family = contents.family
     config = stored.config()
     there = {family.base(name): name for name in contents.tensors}
@@ -240,8 +241,8 @@ def _without_heads(
 def _with_task_head(
     contents: Contents, stored: StoredModel, needed: Mapping[str, Declaration]
 ) -> Contents:
-    """Return the contents with the head for a task that the model was trained with, in place of a
-    head that predicts tokens, and with as many learned positions as the model has now."""
+    """Return the contents with the head for a task that the model was trained with. It replaces a
+    head that predicts tokens. There are as many learned positions as the model has now."""
     text = contents.family
     family = with_task(family_of(ConfigJson(contents.config, "config.json")), stored.task)
     prefixed = any(name.startswith(family.prefix) for name in contents.tensors)
@@ -301,7 +302,7 @@ def _new_contents(stored: StoredModel, needed: Mapping[str, Declaration]) -> Con
     for tensor in counterparts(family, needed):
         size = 4 * math.prod(tensor.shape)
         described[family.full(tensor.theirs)] = Stored("F32", tensor.shape, size)
-    if not model.tie_embeddings:  # then some versions of `transformers` read only the repetitions
+    if not model.tie_embeddings:  # some versions of `transformers` then read only the repetitions
         for name, repeated in family.again.items():
             described[family.full(name)] = described[family.full(repeated)]
     headers = tensors.new_headers(described)
@@ -325,7 +326,7 @@ def _with_template(contents: Contents, stored: StoredModel) -> Contents:
 
 
 def _in_type(contents: Contents, plan: Plan, dtype: str) -> Contents:
-    """Return the contents with all parameters in another type; buffers keep theirs."""
+    """Return the contents with all parameters in the type `dtype`; buffers keep their types."""
     stored = DTYPES[dtype]
     width = TYPES[stored].itemsize
     headers = {}
@@ -375,8 +376,8 @@ class _Values:
     packed: PackedModel | None
 
     def __call__(self, name: str, stored: Stored) -> Iterator[Tensor]:
-        """Yield the elements of one of their tensors, in pieces. Raise InputError if the checkpoint
-        is damaged."""
+        """Yield the elements of the tensor `name` of theirs, in pieces. Raise InputError if the
+        checkpoint is damaged."""
         whole = None
         if self.packed is not None:
             whole = self.packed.values(self.reader, name)
@@ -392,7 +393,8 @@ class _Values:
             raise AssertionError(f"{name} is no parameter, and nothing was kept")
 
     def _parameter(self, counterpart: Counterpart, stored: Stored) -> Iterator[Tensor]:
-        """Yield the box of our parameter that a tensor of theirs holds, in its layout and type."""
+        """Yield the box of our parameter that a tensor of theirs holds, in the layout and type of
+        theirs."""
         ours = key(WEIGHTS, counterpart.ours)
         dtype = self.reader.manifest[ours].dtype
         for slab in slabs(stored.shape, np.dtype(dtype).itemsize):

@@ -15,7 +15,7 @@ from ptdmpi.inference.tokenizer import TOKENIZER, find_tokenizer, shard_header, 
 
 # The names that transformers gives to the special tokens of a masked language model.
 ROLES = {"begin": "cls_token", "separator": "sep_token", "mask": "mask_token"}
-END = "<|endoftext|>"  # the name of an end of document that is no token of the tokenizer
+END = "<|endoftext|>"  # an end of document that is no token of the tokenizer
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class SpecialToken:
     name: str
 
 
-# special tokens by their keys in tokenizer_config.json
+# key in tokenizer_config.json -> special token
 SpecialTokens = Mapping[str, SpecialToken]
 
 
 @dataclass(frozen=True)
 class ExtraFiles:
-    """Files for a model's directory (name -> content), with a note about what is missing or
-    replaced. `eod_id` is the end of a text, for a model that continues texts."""
+    """Files for a model's directory (name -> content), with a note about files that are missing or
+    replaced. `eod_id` is the id at the end of a text, for a model that continues texts."""
 
     eod_id: int | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -41,8 +41,8 @@ class ExtraFiles:
 
 
 def tokenizer_of(stored: StoredModel) -> ExtraFiles:
-    """Return the tokenizer's files of the shards that the model was trained on; without files if
-    these are not found."""
+    """Return the files of the tokenizer of the shards that the model was trained on. There are no
+    files if the shards are not found."""
     missing = f"no {TOKENIZER} is written"
     try:
         header = shard_header(stored)
@@ -71,8 +71,8 @@ def tokenizer_of(stored: StoredModel) -> ExtraFiles:
 def template_of(stored: StoredModel, kept: Path | None) -> ExtraFiles:
     """Return the file with the chat template of the conversations that the model was trained on.
 
-    transformers prefers it to the template in `kept`. The result has no file if the
-    model has no conversations, or if the template in `kept` is the same.
+    `transformers` prefers this file to the template in `kept`. The result has no file if the model
+    has no conversations, or if the template in `kept` is the same.
     """
     try:
         file = template_file(stored)
@@ -97,13 +97,13 @@ def template_of(stored: StoredModel, kept: Path | None) -> ExtraFiles:
 def _tokenizer_files(
     eod_id: int | None, content: bytes, special: SpecialTokens, seq_length: int
 ) -> ExtraFiles:
-    """Return the unchanged tokenizer.json, and a tokenizer_config.json that names special tokens
-    and adds those that the tokenizer lacks."""
+    """Return two files: the unchanged tokenizer.json, and a tokenizer_config.json that names the
+    special tokens and adds those that the tokenizer lacks."""
     known = {number: token for token, number in tokens_of(json.loads(content))}
     missing = {token.number: token.name for token in special.values() if token.number not in known}
     note = ""
     if missing and sorted([*known, *missing]) != list(range(len(known) + len(missing))):
-        # transformers gives a new token the next id, whatever tokenizer_config.json says
+        # transformers gives a new token the next id, even if tokenizer_config.json has another one
         unnamed = " and ".join(f"{token} has id {number}" for number, token in missing.items())
         note = f"{unnamed} here, and no name in tokenizer_config.json"
         special = {role: token for role, token in special.items() if token.number in known}

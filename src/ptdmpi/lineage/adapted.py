@@ -1,5 +1,5 @@
-"""Adapters and the frozen model beneath them: their entries in a checkpoint, and whether a run may
-resume from it."""
+"""Adapters and their frozen base model: their entries in a checkpoint, and whether a run may resume
+from it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from typing import Any
 from ptdmpi.config import AdaptConfig, InputError, TaskConfig
 from ptdmpi.config.section import OnResume
 
-# In a manifest: the table [adapt] of the run, and the checkpoint of the frozen base.
+# Keys of a manifest: the table [adapt] of the run, and the checkpoint of the frozen base.
 KEY = "adapt"
-# In that table: [task] of the run, where it had one.
+# A key in the first of these tables: [task] of the run, if it had one.
 TASK = "task"
 NO_TASK = TaskConfig()
 # Keys of [adapt] that may change between one start of a run and the next.
@@ -20,8 +20,8 @@ FREE = {key for key in AdaptConfig.model_fields if AdaptConfig.on_resume(key) is
 
 @dataclass(frozen=True)
 class Base:
-    """The frozen model: the checkpoint, and the hash of its weights' names, shapes and checksums
-    from its manifest."""
+    """The frozen model: its checkpoint, and a hash of the names, shapes and checksums of its
+    weights, from its manifest."""
 
     path: str
     sha256: str
@@ -50,7 +50,7 @@ class Adapted:
         return self.task.kind != "none"
 
     def require(self, path: Path, base: Base) -> None:
-        """Raise InputError unless `base` is what the adapters at `path` were trained over."""
+        """Raise InputError unless the adapters at `path` were trained on the base `base`."""
         if base.sha256 != self.base.sha256:
             raise InputError(
                 f"checkpoint {path}: its adapters belong to the weights of {self.base.path} "

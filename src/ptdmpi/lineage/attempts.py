@@ -1,8 +1,9 @@
-"""The attempts of a run: the command that trained each of its steps, with which settings, and the
-reason of each end.
+"""The attempts of a run: the command and the settings that trained each of its steps, and the
+reason why each attempt ended.
 
-`history.jsonl` in the run directory only grows: by one line when an attempt begins to train, and
-one when it ends. An attempt that was killed has no end line; its last step is in `metrics.jsonl`.
+`history.jsonl` in the run directory only grows: one line is added when an attempt begins to train,
+and one when it ends. An attempt that was killed has no line for its end; its last step is in
+`metrics.jsonl`.
 """
 
 import contextlib
@@ -19,9 +20,10 @@ HISTORY = "history.jsonl"
 
 @dataclass(frozen=True)
 class PastAttempt:
-    """Steps `first` + 1 to `last` of a run (`last` is None if the attempt was killed, because its
-    end is not known). `config` is the complete configuration, `changed` the differences from the
-    steps before, and `trained_on` a TrainedOn as JSON: reading it needs neither shards nor h5py."""
+    """Steps `first` + 1 to `last` of a run. If the attempt was killed, its end is not known and
+    `last` is None. `config` is the complete configuration, and `changed` has the differences from
+    the steps before. `trained_on` is a TrainedOn as JSON, which can be read without shards and
+    h5py."""
 
     number: int
     began: str
@@ -42,11 +44,11 @@ class History:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / HISTORY
-        self.number = 0  # of the attempt that is under way
+        self.number = 0  # the number of the present attempt
 
     def begin(self, **values: Any) -> None:
-        """Record the beginning of an attempt. `values` are an Attempt's: `how`, `first`, `ranks`,
-        `layout`, `changed`, `trained_on` (as JSON), `config`."""
+        """Record the beginning of an attempt. `values` are fields of an Attempt: `how`, `first`,
+        `ranks`, `layout`, `changed`, `trained_on` (as JSON), `config`."""
         self.number = 1 + max((line["attempt"] for line in _lines(self.path)), default=0)
         self._append({"attempt": self.number, "event": "begin", "time": _now(), **values})
 
@@ -59,14 +61,14 @@ class History:
 
     def _append(self, values: Mapping[str, Any]) -> None:
         with open(self.path, "ab", buffering=0) as file:
-            # a line that a crash has torn stays a separate line
+            # if a crash has torn the last line, it stays a separate line
             torn = file.tell() and not _ends_line(self.path)
             file.write((b"\n" if torn else b"") + json.dumps(values).encode() + b"\n")
 
 
 def attempts(directory: Path) -> list[PastAttempt]:
-    """Return the attempts of a run directory, oldest first; none if an older version wrote it. Torn
-    lines are skipped. Raises OSError if the file cannot be read."""
+    """Return the attempts of a run directory, oldest first. The list is empty if an older version
+    wrote the run. Torn lines are skipped. Raises OSError if the file cannot be read."""
     begun: dict[int, dict[str, Any]] = {}
     for line in _lines(directory / HISTORY):
         event = line.get("event")

@@ -1,5 +1,5 @@
-"""The course of a run: the data of its next steps, and the entries that checkpoints record of
-it."""
+"""The course of a run: the data of its next steps, and the entries about the data in
+checkpoints."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,10 +19,10 @@ class Course:
     def __init__(self, config: Config, now: TrainedOn) -> None:
         self.config = config
         self.now = now
-        self.settings = settings(config)  # as they are at the start: files may be edited meanwhile
+        self.settings = settings(config)  # as at the start, since files may be edited later
         self.answer = Answer(now)
-        self.base: Base | None = None  # beneath adapters
-        # the kernels that compute each kind of product, once they are chosen
+        self.base: Base | None = None  # the frozen base of adapters
+        # the kernels for each kind of product, once they are chosen
         self.kernels: Mapping[str, Sequence[str]] = {}
         self._order: SampleOrder | None = None
 
@@ -35,12 +35,12 @@ class Course:
             judge_adapted(path, manifest, self.config.adapt, self.base)
         if kind == "resume":
             kept = manifest.get("kernels", {})
-            # older checkpoints, without the kernels of linears, have a list: the attention kernels
+            # checkpoints from before kernels of linears existed have a list of attention kernels
             self.kernels = kept if isinstance(kept, Mapping) else {"attention": kept}
         self.go_on(judge(kind, Before.of(path, manifest), self.config, self.now))
 
     def go_on(self, answer: Answer) -> None:
-        """Use an answer that was given before."""
+        """Use an answer that `judge` gave earlier, perhaps on another rank."""
         self.answer = answer
         self._order = None
 
@@ -84,11 +84,11 @@ class Course:
         self.order.check(self.samples(self.config.run.steps))
 
     def samples(self, step: int) -> int:
-        """Return the number of samples consumed when `step` steps are done."""
+        """Return the number of samples consumed after `step` steps."""
         return self.trained_on.last.samples_after(step)
 
     def tokens(self, step: int) -> int:
-        """Return the number of tokens trained on when `step` steps are done."""
+        """Return the number of tokens trained on after `step` steps."""
         return self.trained_on.last.tokens_after(step)
 
     def drawn(self, step: int) -> dict[str, list[float]]:

@@ -1,9 +1,9 @@
 """The decision whether a run may continue with its present data and configuration: one answer for
 every kind of start.
 
-The run is the same as before; or it is refused, with one line that says what differs, where, and
-what is allowed; or it was changed on purpose (`data.change = "from here"`), and the changes are
-logged.
+There are three answers. The run may be the same as before. It may be refused, with one line that
+says what differs, where, and what is allowed. Or it was changed on purpose (`data.change = "from
+here"`), and the changes are logged.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -21,22 +21,23 @@ from ptdmpi.plan.layout.topology import file_sha256
 FREE_TO_CHANGE = {
     key for key in ModelConfig.model_fields if ModelConfig.on_resume(key) is not OnResume.BOUND
 }
-# with other values of these, the tensors of a checkpoint fit, but compute another function
+# keys that change the function of a model although the tensors of a checkpoint fit
 HEADS = ("heads", "kv_heads", "head_size")
-# beneath adapters also: a name for other keys, sizes that shapes show, and the sequence length
+# for a base of adapters also: a name for other keys, sizes that shapes show, and the sequence
+# length
 FREE_BENEATH = FREE_TO_CHANGE | {"kind", "vocab_size", "seq_length"}
-# keys that `Config.with_head` sets: a task's head, which trains, replaces the base's own
+# keys that `Config.with_head` sets, because a task's head replaces that of the base
 NEW_HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}
 FROM_HERE = "from here"
-# Keys whose values a checkpoint records. Keys that fix the order of samples are compared by the
-# stretches of `TrainedOn` instead, which identify the data by their content.
+# Keys whose values a checkpoint records. Keys that fix the order of samples are not among them. The
+# stretches of `TrainedOn`, which identify the data by their content, are compared instead.
 RECORDED = (OnResume.BOUND, OnResume.REPORTED)
 
 
 @dataclass(frozen=True)
 class Before:
-    """A checkpoint as its manifest describes it. `trained_on` is None if an older version wrote it:
-    of its data only `samples` and `seed` are known."""
+    """A checkpoint as its manifest describes it. `trained_on` is None if an older version wrote it;
+    only `samples` and `seed` of its data are then known."""
 
     path: Path
     step: int
@@ -61,8 +62,8 @@ class Before:
 
 @dataclass(frozen=True)
 class Answer:
-    """The data with which a run continues. `changed` are the differences from before, data first,
-    one text each; `note` says what an older checkpoint does not record."""
+    """The data with which a run continues. `changed` has the differences from before, one text
+    each, with those of the data first. `note` says what an older checkpoint does not record."""
 
     trained_on: TrainedOn
     changed: tuple[str, ...] = ()
@@ -70,8 +71,9 @@ class Answer:
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """Return the configuration that a checkpoint records: `section.key` -> value as JSON, of every
-    key that is bound or reported on resume. Raise InputError if a file that it names is gone."""
+    """Return the settings that a checkpoint records: `section.key` -> value as JSON, for every key
+    that is bound or reported on resume. Raise InputError if a file that the configuration names is
+    missing."""
     recorded: dict[str, Any] = {}
     for name, section in Config.sections().items():
         table = getattr(config, name).model_dump(mode="json")
@@ -79,7 +81,7 @@ def settings(config: Config) -> dict[str, Any]:
             if section.on_resume(key) in RECORDED:
                 recorded[f"{name}.{key}"] = value
     graph = file_sha256(config.data_parallel)
-    if graph is not None:  # by its content: a file may be edited under the same name
+    if graph is not None:  # by its content: a file may be edited
         recorded["data_parallel.topology sha256"] = graph[:12]
     return recorded
 
@@ -121,8 +123,8 @@ def judge(
 
 def judge_base(before: Before, config: Config, now: TrainedOn) -> None:
     """Raise InputError if adapters that are trained on the data of `now` do not fit the weights of
-    `before`. `generate`, `evaluate` and `adapter merge` read the shape of the model from the base:
-    the adapters must be trained with the same function of its weights."""
+    `before`. `generate`, `evaluate` and `adapter merge` read the shape of the model from the base,
+    so the adapters must be trained with the same function of its weights."""
     _require_same_tokenizer(before, now)
     free = FREE_BENEATH if config.task.kind == "none" else FREE_BENEATH | NEW_HEAD
     _require_same_model(before, config, _keys_without(free))
@@ -147,9 +149,9 @@ def _keys_without(free: Set[str]) -> list[str]:
 def _require_same_model(
     before: Before, config: Config, keys: Iterable[str], otherwise: str = ""
 ) -> None:
-    """Raise InputError if one of these keys of [model] differs: the shapes of tensors may fit, but
-    other heads or another activation compute another function. `otherwise` is added to the allowed
-    values of all keys except the heads."""
+    """Raise InputError if one of these keys of [model] differs. With other heads or another
+    activation the shapes of tensors may fit, but the model computes another function. `otherwise`
+    is added to the allowed values of all keys except the heads."""
     here = config.model.model_dump()
     # a key that an older checkpoint lacks had its default value
     known = ModelConfig.model_validate(before.model).model_dump() if before.model else {}
@@ -194,8 +196,8 @@ def _unknown(before: Before) -> str:
 
 
 def _as_far_as_known(before: Before, now: TrainedOn) -> TrainedOn:
-    """Return the data of `now`, with the seed and the batch size of a checkpoint that records no
-    more."""
+    """Return the data of `now`, with the seed and the batch size of a checkpoint that records
+    nothing else about its data."""
     size = before.samples // before.step if before.step else now.last.global_size
     return replace(now, stretches=(replace(now.last, seed=before.seed, global_size=size),))
 
@@ -219,7 +221,7 @@ def _dealt(stretch: Stretch) -> str:
 
 
 def _shares(sources: tuple[Source, ...]) -> list[tuple[str, Fraction]]:
-    """Return the hash of each dataset and its share of the sum of all weights."""
+    """Return (hash of a dataset, its share of the sum of all weights) for each dataset."""
     total = sum(Fraction(source.weight) for source in sources)
     return [(source.sha256, Fraction(source.weight) / total) for source in sources]
 

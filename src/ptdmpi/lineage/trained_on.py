@@ -1,9 +1,9 @@
 """The data that a run was trained on: the identity of its tokenizer, its datasets, and the order of
 its samples.
 
-A run is a sequence of stretches, nearly always one. In each, samples come in one order; a new
-stretch begins where the data, the mixture, the seed or the batch was changed on purpose. Samples
-and tokens are counted through all of them.
+A run is a sequence of stretches, nearly always only one. In a stretch the samples come in one
+order. A new stretch begins if the data, the mixture, the seed or the batch is changed on purpose.
+The counts of samples and tokens go on through all stretches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,11 +36,12 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """One training dataset. `sha256` is over the headers of its shards, `samples` is their number.
+    """One training dataset. `sha256` is a hash of the headers of its shards, and `samples` the
+    number of its samples.
 
-    `key` is its number among all datasets that the run has seen: it identifies the dataset's
-    permutations and its place in records. `drawn`: samples of it that were drawn before the
-    stretch.
+    `key` is its number among all datasets that the run has seen. It identifies the dataset's
+    permutations and its place in records. `drawn` is the number of its samples that were drawn
+    before the stretch.
     """
 
     path: str
@@ -53,10 +54,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps whose samples come in one order; `step` steps, `sample` samples and `tokens` tokens
-    were trained before it. `gone`: datasets that it no longer has, with their drawn samples.
-    `ranks`: the number of data ranks to which sources are dealt, each of which draws from its own;
-    1: all draw from all.
+    """Steps whose samples come in one order. Before the stretch `step` steps, `sample` samples and
+    `tokens` tokens were trained. `gone` has the datasets that are no longer used, with their drawn
+    samples. `ranks` is the number of data ranks to which sources are dealt, so that each rank draws
+    only from its own sources; 1: all ranks draw from all sources.
     """
 
     step: int
@@ -70,11 +71,11 @@ class Stretch:
     ranks: int = 1
 
     def samples_after(self, step: int) -> int:
-        """Return the number of samples consumed when `step` steps are done."""
+        """Return the number of samples consumed after `step` steps."""
         return self.sample + (step - self.step) * self.global_size
 
     def tokens_after(self, step: int) -> int:
-        """Return the number of tokens trained on when `step` steps are done."""
+        """Return the number of tokens trained on after `step` steps."""
         return self.tokens + (step - self.step) * self.global_size * self.seq_length
 
     def order(self, epochs: Sequence[Any] = ()) -> SampleOrder:
@@ -114,7 +115,7 @@ class TrainedOn:
         return self.stretches[-1]
 
     def as_json(self) -> dict[str, Any]:
-        """Return it for a manifest or a record; `from_json` reads it back."""
+        """Return the data as JSON, for a manifest or a record; `from_json` reads it back."""
         return asdict(self)
 
     @classmethod
@@ -148,7 +149,7 @@ def begun(config: Config, train: Sequence[Samples]) -> TrainedOn:
         Source(part.path, data.sha256, data.samples(length), str(part.weight), key)
         for key, (part, data) in enumerate(zip(config.data.train, train, strict=True))
     )
-    # several sequences may make one sample, which then has the tokens of all of them
+    # if several sequences make one sample, it has the tokens of all of them
     tokens = config.task.sequences * config.model.seq_length
     ranks = config.data_size if config.data.split == "by_rank" else 1
     first = Stretch(0, 0, 0, config.run.seed, config.samples, tokens, sources, ranks=ranks)
@@ -166,9 +167,9 @@ def synthetic(config: Config, name: str = "synthetic") -> TrainedOn:
 def changed_at(before: TrainedOn, now: TrainedOn, step: int) -> TrainedOn:
     """Return `before` with a new stretch after step `step`: data, mixture, seed and batch of `now`.
 
-    The numbers of samples continue. The mixture's table begins anew. A dataset that was there
-    before (by its hash) continues after its last draw, so that none of its samples is repeated or
-    left out, and a new dataset begins at its first sample.
+    The numbers of samples continue. The mixture's table begins anew. A dataset that was used before
+    (by its hash) continues after its last draw, so that no sample is repeated or left out. A new
+    dataset begins at its first sample.
     """
     last = before.last
     fresh = now.last

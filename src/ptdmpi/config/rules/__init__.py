@@ -29,8 +29,8 @@ from ptdmpi.config.wires import wire_mistakes
 
 
 def rules(sections: Sections, ranks: int) -> Iterator[str]:
-    """Yield the mistakes that `sections` have together on `ranks` ranks, a line each; of these
-    ranks `run.spare_ranks` wait."""
+    """Yield the mistakes that `sections` have together on `ranks` ranks, one line each.
+    `run.spare_ranks` of these ranks wait."""
     spare = 0
     if sections.run is not None:
         spare = sections.run.spare_ranks

@@ -49,8 +49,8 @@ def _unused_keys(adapt: AdaptConfig) -> Iterator[str]:
 
 
 def _layer_rules(adapt: AdaptConfig, model: ModelConfig, task: TaskConfig) -> Iterator[str]:
-    """Yield the mistakes in which layers, and what of a layer, are adapted. With a task's head,
-    which trains, no layer need have adapters."""
+    """Yield the mistakes in the choice of layers, and of linears in a layer, to adapt. If a task's
+    head trains, no layer needs adapters."""
     if not adapt.adapts:
         return
     has_task = task.kind != "none"

@@ -1,4 +1,4 @@
-"""Rules about [parallel] context: what the axis that cuts sequences does not go with."""
+"""Rules about [parallel] context: the settings that an axis that cuts sequences excludes."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -7,8 +7,8 @@ from ptdmpi.config.configuration import Sections
 
 
 class _Excluded(NamedTuple):
-    """A setting that sequences in parts exclude: whether it is set, how it reads, why it is
-    excluded, and what is legal."""
+    """A setting that is excluded if sequences are cut: whether it is set, its text, the reason, and
+    the legal values."""
 
     is_set: bool
     key: str
@@ -17,7 +17,7 @@ class _Excluded(NamedTuple):
 
 
 def context_rules(sections: Sections) -> Iterator[str]:
-    """Yield what `parallel.context` above 1 refuses."""
+    """Yield the settings that are not legal if `parallel.context` is above 1."""
     parallel = sections.parallel
     if parallel is None or parallel.context == 1:
         return

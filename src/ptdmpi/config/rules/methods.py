@@ -115,7 +115,7 @@ def _unused(section: DataParallelConfig) -> Iterator[str]:
 
 
 def _together(section: DataParallelConfig) -> Iterator[str]:
-    """Yield the keys that no known method combines, where replicas differ."""
+    """Yield the keys that no known method combines, if replicas differ."""
     if section.method not in DIFFERING:
         return
     if not encodes(section):
@@ -153,7 +153,8 @@ def _together(section: DataParallelConfig) -> Iterator[str]:
 
 
 def _rank_rules(section: DataParallelConfig, model: ModelConfig) -> Iterator[str]:
-    """Yield a mistake if the factors have as many numbers as every tile that they replace."""
+    """Yield a mistake if the factors have as many numbers as every tile that they replace, or
+    more."""
     if section.method == "all_reduce":
         return
     if section.compressor != "power_sgd" or not encodes(section):
@@ -177,7 +178,8 @@ def _default(section: DataParallelConfig, key: str) -> str:
 
 
 def _beside_sharding(section: DataParallelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Yield the settings that shard or move state which the method changes or sends whole."""
+    """Yield the settings that shard or offload state which the method changes or sends as a
+    whole."""
     if section.method == "all_reduce":
         return
     method = _named(section)

@@ -71,7 +71,8 @@ def _objective_rules(model: ModelConfig) -> Iterator[str]:
 
 
 def masked_log_rules(model: ModelConfig, log: LogConfig) -> Iterator[str]:
-    """Yield what [log] asks of a masked model although it predicts the next token."""
+    """Yield the keys of [log] that need a model that predicts the next token, if the model is
+    masked."""
     if model.masked and log.bigram_baseline:
         yield "log.bigram_baseline predicts the next token, not masked ones"
     if model.masked and log.tasks:
@@ -79,8 +80,8 @@ def masked_log_rules(model: ModelConfig, log: LogConfig) -> Iterator[str]:
 
 
 def quantize_rules(quantize: QuantizeConfig) -> Iterator[str]:
-    """Yield the keys of [quantize] that have no effect. The rules of a layout check which blocks it
-    would cut."""
+    """Yield the keys of [quantize] that have no effect. The rules of a layout check that it cuts no
+    block."""
     default = QuantizeConfig.model_fields["block"].default
     if quantize.weights == "none" and quantize.block != default:
         yield (

@@ -34,7 +34,7 @@ def spare_rules(ranks: int, spare: int) -> Iterator[str]:
 
 
 def axis_rules(parallel: ParallelConfig, ranks: int, spare: int) -> Iterator[str]:
-    """Yield a mistake if the axes do not fill `ranks` ranks; `spare` more wait."""
+    """Yield a mistake if the axes do not fill `ranks` ranks; `spare` further ranks wait."""
     model_ranks = parallel.model_ranks
     words = "tensor * pipeline"
     sizes = f"{parallel.tensor} * {parallel.pipeline}"
@@ -60,7 +60,8 @@ def axis_rules(parallel: ParallelConfig, ranks: int, spare: int) -> Iterator[str
 
 
 def layout_rules(sections: Sections, ranks: int) -> Iterator[str]:
-    """Yield why the layout on `ranks` ranks is not legal, as far as its sections are known."""
+    """Yield the reasons why the layout on `ranks` ranks is not legal, as far as its sections are
+    known."""
     parallel = sections.parallel
     if parallel is None:
         return
@@ -89,8 +90,8 @@ def zero_rules(parallel: ParallelConfig, run: RunConfig) -> Iterator[str]:
 
 
 def noise_rules(sections: Sections, ranks: int) -> Iterator[str]:
-    """Yield why gradient noise cannot be found. It needs data ranks that have whole gradients of
-    their own, and sum them."""
+    """Yield the reasons why gradient noise cannot be measured. It needs data ranks that have whole
+    gradients of their own, and that sum them."""
     log = sections.log
     if log is None or not log.gradient_noise_every_steps:
         return
@@ -131,7 +132,7 @@ def _noise_of_methods(log: LogConfig, method: DataParallelConfig) -> Iterator[st
 
 
 def split_rules(sections: Sections, ranks: int) -> Iterator[str]:
-    """Yield what is wrong with `data.split = "by_rank"` on `ranks` ranks that train."""
+    """Yield the mistakes with `data.split = "by_rank"` on `ranks` ranks that train."""
     yield from where_known(_split_and_losses, sections.data, sections.run)
     yield from where_known(partial(_split_shares, ranks), sections.data, sections.parallel)
 

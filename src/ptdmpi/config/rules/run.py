@@ -34,7 +34,7 @@ def length_rules(run: RunConfig, batch: BatchConfig) -> Iterator[str]:
 
 
 def validation_rules(sections: Sections) -> Iterator[str]:
-    """Yield the keys that depend on validations, or on tasks, where there are none."""
+    """Yield the keys that depend on validations or on tasks, if the run has none."""
     wishes = {}
     if sections.run is not None:
         wishes["run.stop_after_worse"] = sections.run.stop_after_worse
@@ -60,8 +60,9 @@ def _task_file_rules(log: LogConfig) -> Iterator[str]:
 
 
 def compile_rules(sections: Sections) -> Iterator[str]:
-    """Yield what `run.compile` refuses. A layer is compiled as one forward and one backward graph:
-    it may not communicate, and Python may not choose different operations from step to step."""
+    """Yield the settings that `run.compile` excludes. A layer is compiled as one forward and one
+    backward graph, so it may not communicate, and Python may not choose different operations from
+    step to step."""
     if sections.run is None or not sections.run.compile:
         return
     refusals = [
@@ -104,6 +105,6 @@ def _not_compiled_data(data: DataConfig) -> Iterator[_Refusal]:
 
 
 def _not_compiled_adapters(adapt: AdaptConfig) -> Iterator[_Refusal]:
-    # Python decides from step to step what they drop; without dropout it has not been tried
+    # Python decides in each step what adapters drop; without dropout this has not been tried
     if adapt.adapts:
         yield _Refusal(f'adapt.method = "{adapt.method}"', 'method = "none"')

@@ -26,8 +26,8 @@ def export(source: Path, target: Path, kind: str = WEIGHTS) -> int:
     """Write the adapters that `source` names into the directory `target`, and return the number of
     their elements.
 
-    `kind` is the state to export as their weights, such as their average. Raise InputError for
-    adapters that are missing or damaged, or that `peft` has no form for; then `target` is not
+    `kind` is the state to export as the adapters' weights, such as their average. Raise InputError
+    for adapters that are missing or damaged, or that have no form in `peft`; then `target` is not
     written.
     """
     adapter = load_adapter(source, kind)
@@ -80,8 +80,8 @@ def _outputs(model: ModelConfig, place: AdapterPlace) -> int:
 def _stacked(
     model: ModelConfig, own: Sequence[AdapterPlace], pairs: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Return one A and B for the adapters `own` of one module of theirs, whose A and B are
-    `pairs`."""
+    """Return one A and one B for all adapters `own` of one module of theirs. `pairs` has A and B of
+    each adapter."""
     if not is_fused(model, own[0]) or len(pairs[0][1]) == _outputs(model, own[0]):
         return pairs[0]
     a = torch.cat([pair[0] for pair in pairs])
@@ -94,8 +94,8 @@ def _stacked(
 
 
 def _factors(adapter: LoadedAdapter, own: Sequence[AdapterPlace]) -> Tensor:
-    """Return the factors of (IA)^3 of one module in their shape: [outputs, 1] for factors of the
-    output of a linear, [1, inputs] for factors of its input."""
+    """Return the (IA)^3 factors of one module in the shape of `peft`: [outputs, 1] if they multiply
+    the output of a linear, [1, inputs] if they multiply its input."""
     first = own[0]
     if first.by_rows:
         return first.factors(adapter.tensors)[None]
@@ -108,12 +108,12 @@ def _factors(adapter: LoadedAdapter, own: Sequence[AdapterPlace]) -> Tensor:
 
 
 def _config(adapter: LoadedAdapter, family: Family, ranks: Mapping[str, int]) -> dict[str, Any]:
-    """Return the adapter_config.json; `ranks` has the rank of each module by its ending."""
+    """Return the adapter_config.json. `ranks` maps the ending of a module's name to its rank."""
     adapt = adapter.adapted.adapt
     own = _by_module(family, adapter.model, adapt)
     short = _short(family, adapter.model)
     first = adapt.first_layer
-    if adapt.method == "ia3" and first > 0:  # it has no key for layers, only the modules' names
+    if adapt.method == "ia3" and first > 0:  # (IA)^3 has no key for layers, only modules' names
         names = {module: _ending(module, numbered=True) for module in own}
     else:
         names = {module: short[_ending(module)] for module in own}

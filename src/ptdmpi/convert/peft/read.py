@@ -78,7 +78,7 @@ def import_peft(source: Path, base: Path, target: Path) -> int:
 def _with_head(
     stored: StoredModel, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str
 ) -> tuple[ModelConfig, TaskConfig]:
-    """Return the base model with the head for a task that their file has, and the task.
+    """Return the base model with the head for a task that is in their file, and the task.
 
     The task is that of the base model, or a classification without names of classes. Raise
     InputError if other modules were trained, or the head does not fit the task.
@@ -106,8 +106,8 @@ def _with_head(
 def _head(
     stored: StoredModel, family: Family, model: ModelConfig, tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Remove the head's weights from their `tensors` and return them; weights that were not trained
-    are those of the base. Raise InputError for one of another shape, or one that both lack."""
+    """Remove the head's weights from `tensors` and return them. Weights that were not trained are
+    taken from the base. Raise InputError for a weight of another shape, or one that neither has."""
     head = {}
     shapes = parameters.task_head(model)
     with stored.reader() as reader:
@@ -126,8 +126,8 @@ def _head(
 
 @dataclass(frozen=True)
 class _Module:
-    """A module of theirs with an adapter: the place of ours, and the names of its tensors (A and B,
-    or the factors)."""
+    """A module of theirs with an adapter. It has the place of our adapter, and the names of its
+    tensors: A and B, or the factors."""
 
     place: AdapterPlace
     names: Sequence[str]
@@ -136,8 +136,8 @@ class _Module:
 def _own(
     config: Mapping[str, Any], tensors: dict[str, Tensor], model: ModelConfig, where: str
 ) -> tuple[AdaptConfig, dict[str, Tensor]]:
-    """Return [adapt], without its base, and our tensors. Raise InputError for adapters that are not
-    supported, or do not fit the model."""
+    """Return [adapt], without its base, and the tensors of our adapters. Raise InputError for
+    adapters that are not supported, or that do not fit the model."""
     kinds: dict[str, Literal["lora", "ia3"]] = {"LORA": "lora", "IA3": "ia3"}
     method = kinds.get(str(config.get("peft_type")))
     if method is None:
@@ -158,7 +158,7 @@ def _own(
             f"{where}: not all layers from {first} to the last, {model.layers - 1}, have adapters "
             "of the same linears"
         )
-    # as a run would write [adapt] that continues with these adapters
+    # the [adapt] of a run that continues with these adapters
     common: dict[str, Any] = {"method": method, "targets": targets, "first_layer": first}
     if targets_of(AdaptConfig(method=method), model.gates).keys() == set(targets):
         common["targets"] = "all"
@@ -169,9 +169,9 @@ def _own(
 
 
 def _without_idle(own: Sequence[_Module], tensors: Mapping[str, Tensor]) -> list[_Module]:
-    """Return the modules without those of targets whose adapters change nothing in any layer, while
-    another target of the same linear does: one module of theirs (c_attn) has the rows of several
-    targets, adapted or not."""
+    """Return the modules without idle targets. One module of theirs (c_attn) has the rows of
+    several targets, adapted or not. A target is idle if its adapters change nothing in any layer,
+    while another target of the same linear is changed."""
     changes: dict[str, dict[str, bool]] = {}
     for module in own:
         by_target = changes.setdefault(module.place.linear.split(".", 2)[2], {})
@@ -190,8 +190,8 @@ def _without_idle(own: Sequence[_Module], tensors: Mapping[str, Tensor]) -> list
 
 
 def _used(module: _Module, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return A and B of an adapter, without the ranks that only other targets of the same module of
-    theirs use: an export has put these side by side."""
+    """Return A and B of one adapter. Ranks that only other targets of the same module use are left
+    out: an export has put the adapters of all targets side by side."""
     a, whole = (tensors[name] for name in module.names)
     b = _part(module.place, whole)
     used = b.any(0)
@@ -245,7 +245,7 @@ def _require_fit(
             fits = len(shape) == 2 and shape[0] in outputs and shape[1] == rank
             legal = "outputs"
         else:
-            # the shape says what is multiplied: inputs (their feedforward_modules), or outputs
+            # the shape says whether inputs (their feedforward_modules) or outputs are multiplied
             shapes = [[1, linear.inputs]] if place.by_rows else [[n, 1] for n in outputs]
             fits = shape in shapes
             legal = f"channels, as {shapes[0]},"
@@ -258,8 +258,8 @@ def _require_fit(
 
 
 def _part(place: AdapterPlace, whole: Tensor) -> Tensor:
-    """Return the rows of their tensor that belong to our adapter; their tensor may have the rows of
-    all outputs of our linear."""
+    """Return the rows of their tensor that belong to our adapter, since their tensor may have the
+    rows of all outputs of our linear."""
     size = place.rows.stop - place.rows.start
     if place.by_rows or len(whole) == size:
         return whole
@@ -269,7 +269,8 @@ def _part(place: AdapterPlace, whole: Tensor) -> Tensor:
 def _low_rank(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], own: Sequence[_Module], where: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the keys of [adapt] for LoRA, and our A and B, which all have the greatest rank.
+    """Return the keys of [adapt] for LoRA, and A and B of our adapters, which all have the greatest
+    rank.
 
     Adapters of a lower rank are padded, and B is multiplied by the ratio of an adapter's scale to
     the common one. Raise InputError if the configuration contradicts the tensors.
@@ -308,7 +309,8 @@ def _low_rank(
 def _pattern(
     config: Mapping[str, Any], name: str, modules: Sequence[str], where: str
 ) -> dict[str, float]:
-    """Return the numbers that the table `name` of their configuration gives to modules.
+    """Return module -> number, for the modules that match a key of the table `name` in
+    adapter_config.json.
 
     A key of the table is a regular expression for a module's name, or for the end of one after a
     dot; the first key that matches counts, as in `peft.utils.other.get_pattern_key`. Raise
@@ -339,7 +341,7 @@ def _pattern(
 def _number(
     table: Mapping[str, Any], name: str, where: str, *, least: float = 1e-9, below: float = math.inf
 ) -> float:
-    """Return the number `name` of their configuration. Raise InputError if it is no number in
+    """Return the number `name` of adapter_config.json. Raise InputError if it is no number in
     [least, below)."""
     value = table.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:

@@ -29,8 +29,8 @@ class CalibrationSamples:
     length: int
 
     def read(self, stored: StoredModel) -> Tensor:
-        """Return their ids [count, length]. Raise InputError if the shards do not fit the model, or
-        are too few."""
+        """Return the ids of the samples, [count, length]. Raise InputError if the shards do not fit
+        the model, or have too few samples."""
         dataset = Dataset(self.directory)
         length = self.length
         known = stored.config().model.seq_length
@@ -66,15 +66,15 @@ class Calibration:
                 f"{stored.path} is a masked language model, for which there are no calibration "
                 "samples; legal: --method absmax"
             )
-        if config.model.positions == "rope":  # so that the table of angles is as long as a sample
+        if config.model.positions == "rope":  # makes the table of angles as long as a sample
             config = config.replace("model", seq_length=ids.shape[1])
         self.config: Config = config
         self.batches = [_batch(rows) for rows in ids.split(ROWS)]
         self.activations: Sequence[Tensor | None] = [None for _ in self.batches]
 
     def hessians(self, stage: Stage, modules: Sequence[str]) -> dict[str, Tensor]:
-        """Return X^T X [i, i], float64, for the inputs X of some linears of a layer, over all
-        samples, by the names of the linears."""
+        """Return X^T X [i, i] in float64 for some linears of a layer, by the names of the linears.
+        X are the inputs of a linear, over all samples."""
         sums: dict[str, Tensor] = {}
         hooks = []
         for name in modules:

@@ -22,10 +22,10 @@ def gptq(weight: Tensor, hessian: Tensor, form: LowBit) -> Packed:
     its inputs X (algorithm 1).
 
     The columns are rounded one by one, and the later columns compensate the error of the products
-    as far as they can. The columns with the greatest inputs are first, when most columns are left
-    to compensate them (`act-order` of the authors' program, github.com/IST-DASLab/gptq). This order
-    mixes the blocks of a row, so the scales are those of the original matrix. Columns whose inputs
-    were always zero are rounded independently.
+    as far as they can. The columns with the greatest inputs come first, when most columns are left
+    to compensate their errors (`act-order` of the authors' program, github.com/IST-DASLab/gptq).
+    This order mixes the blocks of a row, so the scales are those of the original matrix. Columns
+    whose inputs were always zero are rounded independently.
     """
     order = hessian.diagonal().argsort(descending=True, stable=True)
     left = weight.double()[:, order]
@@ -55,8 +55,8 @@ def gptq(weight: Tensor, hessian: Tensor, form: LowBit) -> Packed:
 def _inverse_factor(hessian: Tensor) -> Tensor:
     """Return the upper Cholesky factor of H^-1 (section 3, step 3).
 
-    From column j on, its row j is row j of the inverse of H without the columns before j, divided
-    by the root of that row's first element.
+    From column j on, row j of the factor has these values: row j of the inverse of H without the
+    columns before j, divided by the root of that row's first element.
     """
     hessian = hessian.clone()
     diagonal = hessian.diagonal()

@@ -41,14 +41,14 @@ from ptdmpi.plan.shape import parameters
 from ptdmpi.terminal.progress import progress
 
 Json = Mapping[str, Any]
-# The keys of a manifest that describe the weights themselves, and so are written again.
+# The keys of a manifest that describe the weights themselves; their values are written anew.
 OWN = ("format_version", "progress", "model", QUANTIZATION)
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """The result of a quantization: the number of quantized matrices and of their elements
-    together, and the bytes of all weights in the files before and after."""
+    """The result of a quantization: the number of quantized matrices, the number of all their
+    elements, and the bytes of all weights in the files before and after."""
 
     path: Path
     codes: str
@@ -139,7 +139,7 @@ def _require_block(model: ModelConfig, form: LowBit) -> None:
 
 
 class Maker:
-    """A maker of a model's quantized matrices, which are asked for in the order of the layers.
+    """The maker of a model's quantized matrices. It is asked for them in the order of the layers.
 
     `description` is the entry QUANTIZATION of the manifest.
     """
@@ -208,7 +208,7 @@ def _is_of(name: str, layer: int) -> bool:
 
 @contextlib.contextmanager
 def _as_input_error() -> Iterator[None]:
-    """Raise InputError in place of Damaged, since the user can do something about it."""
+    """Raise InputError in place of Damaged, since the user can repair the cause."""
     try:
         yield
     except Damaged as error:

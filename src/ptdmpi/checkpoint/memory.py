@@ -92,8 +92,8 @@ class MemoryCopies:
     # -- making a copy -----------------------------------------------------------------------------
 
     def keep(self, step: int) -> str:
-        """Copy the state after `step`. Return "", or the reason why that failed, the
-        same on every rank; the previous copy then stays."""
+        """Copy the state after `step`. Return "", or the reason why that failed, the same on every
+        rank; the previous copy then stays."""
         begin = time.perf_counter()
         name = self.world.broadcast_object(f"{files.name_of(step)}-{time.time_ns():x}")
         path = self.folder / name

@@ -36,8 +36,8 @@ class OutgoingState:
 
         If the mean of replicas is written, or training may change the state meanwhile, the parts
         are copied into host memory, which all saves share. Otherwise the parts are the state
-        itself. A device copies while
-        it computes, and the next update waits for the copy (`State.read`).
+        itself. A device copies while it computes, and the next update waits for the copy
+        (`State.read`).
         """
         self.state.settle()  # operations that write to the views may be under way
         views = [part.values for part in self.parts]
@@ -72,8 +72,8 @@ class OutgoingState:
         return host
 
     def _on_host(self, values: Tensor) -> Array:
-        """Return a part as an array. Parts are requested one by one, when they are written,
-        so the earlier ones need no memory any more. A device copies into page-locked memory."""
+        """Return a part as an array. Parts are requested one by one, when they are written, so the
+        earlier ones need no memory any more. A device copies into page-locked memory."""
         self.state.let_go()
         if values.device.type == "cpu":  # do not wait, not even for the present computation
             return values.numpy()

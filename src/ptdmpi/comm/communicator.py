@@ -478,8 +478,7 @@ def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
     """Write to `result` [n] the sum or max of at least two `pieces` [n], in ascending order.
 
     Half types are summed in float32 and rounded once. A single addition in a half type does the
-    same.
-    `result` may be the first piece.
+    same. `result` may be the first piece.
     """
     if op == "max":
         torch.maximum(pieces[0], pieces[1], out=result)

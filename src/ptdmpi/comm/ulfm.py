@@ -91,8 +91,8 @@ def shrink(world: World) -> tuple[World, list[Process]]:
 
 
 def leave(world: World, code: int) -> None:
-    """End this process without MPI_Finalize, which can hang after the loss of a rank. All others
-    do the same."""
+    """End this process without MPI_Finalize, which can hang after the loss of a rank. All others do
+    the same."""
     with contextlib.suppress(MPI.Exception):  # the barrier fails if a rank is lost
         world.control.Barrier()
     sys.stdout.flush()

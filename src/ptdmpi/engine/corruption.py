@@ -53,8 +53,8 @@ class Fault:
 
 
 class CorruptState(RuntimeError):
-    """An error: the state of a run is corrupt. All ranks raise it, with the faults that
-    any rank has found."""
+    """An error: the state of a run is corrupt. All ranks raise it, with the faults that any rank
+    has found."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         super().__init__("; ".join(fault.text("rank {}".format) for fault in faults))
@@ -156,9 +156,9 @@ def hashes(held: Iterable[Resident]) -> list[int]:
 def hash_of(values: Tensor) -> Tensor:
     """Return a hash of a flat tensor's bytes: one int64 on its device, in one pass over memory.
 
-    Words of 8 bytes are added up in COLUMNS sums modulo 2^64, which are then mixed. One flipped
-    bit changes one sum, and so always the hash. Several changes go unnoticed if they cancel in one
-    sum, for example if two words of one column are exchanged.
+    Words of 8 bytes are added up in COLUMNS sums modulo 2^64, which are then mixed. One flipped bit
+    changes one sum, and so always the hash. Several changes go unnoticed if they cancel in one sum,
+    for example if two words of one column are exchanged.
     """
     data = values.view(torch.uint8) if values.nbytes % 8 else values.view(torch.int64)
     whole = data.numel() // COLUMNS * COLUMNS

@@ -343,8 +343,8 @@ def _stages(
     *,
     context: ContextAxis,
 ) -> dict[int, Stage]:
-    """Return the stages of this rank by number. The schedule alone decides which
-    rank has which stages."""
+    """Return the stages of this rank by number. The schedule alone decides which rank has which
+    stages."""
     axis = TensorAxis(axes["tensor"], config.parallel.sequence_parallel)
     layers = split_model(
         config.model, vocab_size, schedule.placement, first=config.layout.first_layers

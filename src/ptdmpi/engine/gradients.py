@@ -87,9 +87,9 @@ class CopiedShares:
 class TiedTable:
     """The sum of the gradients of a table's two uses, as embedding and as head.
 
-    `ends` are the ranks that hold one use each; None if both are on this rank. The
-    gradients are accumulated separately and added in this order in every layout, so that the sum
-    has the same bits in all layouts.
+    `ends` are the ranks that hold one use each; None if both are on this rank. The gradients are
+    accumulated separately and added in this order in every layout, so that the sum has the same
+    bits in all layouts.
     """
 
     def __init__(self, buffer: ParameterBuffer, ends: Communicator | None) -> None:
@@ -205,9 +205,9 @@ class GradientReduction:
         return torch.where(self._whole, norms, squares.sqrt())
 
     def _row_norms(self) -> Tensor:
-        """Return the norm of each row of ALIGNMENT elements of the flat order. Every
-        parameter begins a new row, so no sum depends on a rank's other parameters, or on which
-        rank holds a row."""
+        """Return the norm of each row of ALIGNMENT elements of the flat order. Every parameter
+        begins a new row, so no sum depends on a rank's other parameters, or on which rank holds a
+        row."""
         buffer = self.buffer
         parts = [
             torch.linalg.vector_norm(part.view(-1, ALIGNMENT), dim=1)

@@ -1,8 +1,8 @@
 """The optimizer's state off the device: in the host's memory, or in a file of the rank.
 
 The host does the update, chunk by chunk: gradients are copied to it, and weights back (Ren et al.
-2021, arXiv 2101.06840, section 4), by copies that need no wait except the step's own. The length
-of a chunk is a multiple of ALIGNMENT, so that no bit depends on it. With a file, the next chunk is
+2021, arXiv 2101.06840, section 4), by copies that need no wait except the step's own. The length of
+a chunk is a multiple of ALIGNMENT, so that no bit depends on it. With a file, the next chunk is
 read and the previous one written while the host updates a chunk (Rajbhandari et al. 2021, arXiv
 2104.07857, section 5.2.2).
 """
@@ -64,9 +64,9 @@ class HostUpdate:
 
     If gradients are on a device, the host has locked memory for every gradient of this rank's part,
     and for every master that is a weight on the device. So the copies of a step begin before the
-    host waits for loss and norm, and no other wait is needed. The host
-    rounds new weights of a half type before it sends them, because they then take half the bytes on
-    the link. They are sent from the memory of their gradients.
+    host waits for loss and norm, and no other wait is needed. The host rounds new weights of a half
+    type before it sends them, because they then take half the bytes on the link. They are sent from
+    the memory of their gradients.
     """
 
     def __init__(self, storage: Storage, groups: Sequence[Alike]) -> None:

@@ -138,8 +138,8 @@ class ParameterBuffer(FlatOrder):
 
     def initialise(self, seed: int, trained_alone: bool = False) -> None:
         """Fill the master weights from (seed, name). The logical tensors are the same in every
-        layout; each rank draws the part that it keeps, never the whole. `trained_alone`: nothing
-        is drawn for frozen weights, which are loaded."""
+        layout; each rank draws the part that it keeps, never the whole. `trained_alone`: nothing is
+        drawn for frozen weights, which are loaded."""
         place = (self.portion.tensor_rank, self.portion.tensor_size)
         frozen = () if trained_alone else (*self.frozen.values(), *self.packed.values())
         for entry in (*self.entries.values(), *frozen):

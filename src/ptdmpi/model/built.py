@@ -1,5 +1,5 @@
-"""Modules built from the one table of parameters (`plan.shape.parameters`), which the planner
-also uses to count."""
+"""Modules built from the one table of parameters (`plan.shape.parameters`), which the planner also
+uses to count."""
 
 import itertools
 from collections.abc import Iterator, Sequence

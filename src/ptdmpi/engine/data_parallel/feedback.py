@@ -1,5 +1,5 @@
-"""Error feedback: the mean over replicas of their compressed gradients, and the use of
-what a code leaves out, its remainder, by the rule of `error_feedback`."""
+"""Error feedback: the mean over replicas of their compressed gradients, and the use of what a code
+leaves out, its remainder, by the rule of `error_feedback`."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -50,8 +50,8 @@ class DataParallel(OpHook):
     that makes a difference.
 
     `kinds`: the state that the method keeps of each parameter in addition to weights and moments,
-    by name: one number of the masters' type for every element. Each kind says whether replicas
-    hold the same values (`Kept.differs`), and the values at the beginning.
+    by name: one number of the masters' type for every element. Each kind says whether replicas hold
+    the same values (`Kept.differs`), and the values at the beginning.
     `ptdmpi.config.methods.kept_by` has their names, for code that counts memory without an engine.
     They are made with the state: `self.state.kinds["error"].parts[n]` corresponds, element by
     element, to `self.replica.buffer.masters[n]`. Checkpoints contain them, those of each replica if

@@ -7,13 +7,13 @@ from typing import Self
 
 
 def rows_of(shape: Sequence[int], element_bytes: int, limit_bytes: int) -> int:
-    """Return the number of rows of dim 0 of a tensor that stay below a limit; at least one."""
+    """Return how many rows of dim 0 of a tensor fit into `limit_bytes`; at least one."""
     return max(1, limit_bytes // (element_bytes * max(1, math.prod(shape[1:]))))
 
 
 def runs(shape: Sequence[int], start: int, stop: int) -> Iterator["Box"]:
     """Yield the elements `start` <= i < `stop` of a tensor, counted row by row, as boxes in that
-    order: the rest of a row, whole rows, and the beginning of one, in every dim."""
+    order. In every dim these are the rest of a row, whole rows, and the beginning of a row."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -47,12 +47,12 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Self:
-        """Return all of a tensor of this shape."""
+        """Return the box of all elements of a tensor with this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Return its shape, if it were a tensor."""
+        """Return the lengths of the box along each dim."""
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     @property
@@ -74,11 +74,11 @@ class Box:
         )
 
     def rows(self, first: int, last: int) -> Self:
-        """Return the rows [first, last) of dim 0, counted from the box's own first."""
+        """Return the rows [first, last) of dim 0, counted from the first row of the box."""
         return self.along(0, self.start[0] + first, self.start[0] + last)
 
     def slabs(self, rows: int) -> Iterator[Self]:
-        """Yield pieces of the box with so many rows each; the last may have fewer."""
+        """Yield pieces of the box with `rows` rows each; the last piece may have fewer."""
         height = self.size[0]
         for first in range(0, height, rows):
             yield self.rows(first, min(height, first + rows))
@@ -92,13 +92,13 @@ class Box:
         return replace(self, start=start, stop=stop)
 
     def relative(self, origin: "Box") -> Self:
-        """Return the box as seen from the first corner of `origin`, such as the tensor that holds
-        it."""
+        """Return the same box with indices counted from the first corner of `origin`, such as the
+        box of the tensor that holds it."""
         return self._moved(origin, -1)
 
     def within(self, origin: "Box") -> Self:
-        """Return the box in the whole tensor, if this one counts from the first corner of
-        `origin`."""
+        """Return the same box with indices of the whole tensor, if those of this box are counted
+        from the first corner of `origin`."""
         return self._moved(origin, 1)
 
     def _moved(self, origin: "Box", sign: int) -> Self:

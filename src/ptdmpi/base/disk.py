@@ -8,14 +8,15 @@ from typing import BinaryIO
 
 
 def start_writing_out(file: BinaryIO, start: int, end: int) -> None:
-    """Have the kernel begin with bytes [start, end), which were written: the disk then works while
-    we do, and the sync at the end has little left. Linux does so when told that written pages will
-    not be needed; those that have reached the disk by then are dropped from memory."""
+    """Start writing bytes [start, end) of a file to the disk in the background. The disk then works
+    while the program does, and little is left for the sync at the end. Linux starts writing when it
+    is told that written pages will not be needed; it also drops pages that are on the disk from
+    memory."""
     os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a directory, outlive a crash."""
+    """Sync a file, or the names in a directory, so that they survive a crash."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -24,8 +25,9 @@ def sync(path: Path) -> None:
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Give a file that is written its name: its bytes reach the disk before the name does, so no
-    crash leaves a part under it. Replace the file of that name. Raises OSError."""
+    """Give a complete temporary file its name, and replace the file of that name. The bytes reach
+    the disk before the name does, so a crash leaves no incomplete file under this name. Raises
+    OSError."""
     sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)
@@ -51,7 +53,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a small file, or replace it, as a whole: after a failure or a crash there is what was
-    there before, or all of `content` (text as UTF-8). Raises OSError."""
+    """Write a small file, or replace it, as a whole. After a failure or a crash the file has either
+    its old content or all of `content` (text as UTF-8). Raises OSError."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)

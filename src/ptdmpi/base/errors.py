@@ -6,4 +6,4 @@ class InputError(Exception):
 
 
 class SharedInputError(InputError):
-    """Bad input that every rank of a job knows of, so that one rank can say it for all."""
+    """Bad input that all ranks of a job have found, so that one rank can report it."""

@@ -1,9 +1,9 @@
-"""Freed memory that the C library keeps: a step frees and requests the same large tensors again.
+"""Freed memory that the C library keeps, because a step frees and requests the same large tensors.
 
-By default glibc returns a freed block of more than 128 KiB to 32 MiB to the kernel, and the next
-step faults its pages in again, one by one, each filled with zeros first. If glibc keeps the memory,
-its pages are faulted in once. The process then holds its peak at all times, which every step would
-reach anyway.
+By default glibc returns a freed block of more than 128 KiB to 32 MiB to the kernel. The next step
+then faults the block's pages in again, one by one, and the kernel fills each with zeros first. If
+glibc keeps the memory, its pages are faulted in once. The process then holds its peak at all times,
+which every step would reach anyway.
 """
 
 import contextlib
@@ -13,16 +13,16 @@ from collections.abc import Mapping
 # names of mallopt(3) and their numbers in malloc.h
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
-# larger blocks, such as a rank's flat parameters, live as long as the run, and their places would
-# be holes afterwards
+# larger blocks, such as a rank's flat parameters, live as long as the run, and would leave holes
 LARGEST_KEPT = 1 << 30
-# a user who sets one of these has decided otherwise
+# a user who sets one of these variables has made another choice
 VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def keep_freed(environ: Mapping[str, str]) -> bool:
-    """Have the C library keep freed blocks of up to LARGEST_KEPT bytes for this process; whether it
-    does. Not where a user's variable speaks of it, nor with another library than glibc."""
+    """Have the C library keep freed blocks of up to LARGEST_KEPT bytes for this process. Return
+    True if it does. It does not if a user's variable sets this, or if the C library is not
+    glibc."""
     if any(name in environ for name in VARIABLES):
         return False
     try:
@@ -33,7 +33,7 @@ def keep_freed(environ: Mapping[str, str]) -> bool:
 
 
 def give_back() -> None:
-    """Return the memory that is free now to the kernel, once: a step may not need the memory of a
-    set-up."""
+    """Return the memory that is free now to the kernel, once, because a step may not need the
+    memory of the preparations."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -26,12 +26,12 @@ class FileLock:
     def take(self) -> bool:
         """Try to take the lock; return True if this process has it now, False if another one does.
 
-        It does not wait.
+        The call returns at once in both cases.
         """
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            # any other error means that this file system has no locks, so nobody is kept out
+            # another error means that this file system has no locks, and then nobody is locked out
             if error.errno in _HELD:
                 return False
         holder = f"process {os.getpid()} on {socket.gethostname()}"
@@ -44,11 +44,12 @@ class FileLock:
         return True
 
     def holder(self) -> str:
-        """Return which process holds the lock, as it wrote itself."""
+        """Return the text that the process with the lock has written about itself."""
         return os.pread(self._file, 200, 0).decode(errors="replace") or "another process"
 
     def still_there(self) -> bool:
-        """Return True if the path still names this file; a removed file keeps nobody out."""
+        """Return True if the path still names this file; the lock on a removed file locks nobody
+        out."""
         try:
             return os.path.samestat(os.fstat(self._file), os.stat(self._path))
         except FileNotFoundError:

@@ -1,8 +1,9 @@
 """The bytes that a rank sends, by kind of message: counted as they leave, or by closed forms.
 
-One convention for both, which no algorithm and no wire changes: the bytes that each of n ranks must
-send, on average, for a collective about x bytes of tensors (Thakur et al. 2005, section 4; so
-Rajbhandari et al. 2020, arXiv 1910.02054, section 7, who let n be large: 2 x for a sum).
+Both ways of counting have one convention, which depends on no algorithm and no wire. It counts the
+bytes that each of n ranks must send, on average, for a collective on x bytes of tensors (Thakur et
+al. 2005, section 4). Rajbhandari et al. 2020 (arXiv 1910.02054, section 7) count in the same way
+for large n: 2 x for a sum.
 
     all_reduce      2 x (n - 1) / n     each rank brings x bytes
     all_gather        x (n - 1) / n     x are gathered on each rank
@@ -12,7 +13,7 @@ Rajbhandari et al. 2020, arXiv 1910.02054, section 7, who let n be large: 2 x fo
     send              x                 counted where it is sent
     neighbours        x                 counted where it is sent, once for each who receives it
 
-Tensors on wires only. Small objects, votes, heartbeats and checkpoints are not counted.
+Only tensors on wires are counted, not small objects, votes, heartbeats and checkpoints.
 """
 
 from collections.abc import Mapping
@@ -29,8 +30,8 @@ def _none() -> dict[str, int]:
 
 @dataclass
 class Tally:
-    """Messages of one rank in a group of `ranks`, by kind: how many, and the x bytes that they are
-    about, whole: so that sums of them stay exact."""
+    """Messages of one rank in a group of `ranks`, by kind: their number, and the bytes x of the
+    convention. Both are whole numbers, so that sums of them stay exact."""
 
     ranks: int
     messages: dict[str, int] = field(default_factory=_none)

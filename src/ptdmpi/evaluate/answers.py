@@ -42,8 +42,8 @@ def compiled(pattern: str | None) -> re.Pattern[str] | None:
 def extract(generated: str, until: Sequence[str], pattern: re.Pattern[str] | None) -> str:
     """Return the answer in a generated text.
 
-    It is the text before the first of `until`; with a pattern, its last match in that text (its
-    first group, if it has one), or "" without a match.
+    It is the text before the first of `until`. With a pattern it is the last match of the pattern
+    in that text (its first group, if it has one), or "" without a match.
     """
     text = cut(generated, until)
     if pattern is None:
@@ -88,8 +88,9 @@ def majority(answers: Sequence[str]) -> str:
 def matches(items: Sequence[TaskItem], answers: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Return the fraction of items that were answered right, and further scores.
 
-    `answers` has the samples of each item. `exact_match` goes by the majority of an item's samples
-    (self-consistency; Wang et al. 2022, arXiv 2203.11171), `exact_match_single` by each of them.
+    `answers` has the samples of each item. `exact_match` judges the majority of an item's samples
+    (self-consistency; Wang et al. 2022, arXiv 2203.11171), `exact_match_single` each of the
+    samples.
     """
     voted = 0
     single = 0

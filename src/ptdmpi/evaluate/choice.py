@@ -12,9 +12,9 @@ from ptdmpi.generate.text import Text
 def continuation(text: Text, context: str, rest: str, place: str = "") -> Request:
     """Return the request for the probability of `rest` after `context`.
 
-    Both are tokenized together, since a token may span the end of the context. Spaces there belong
-    to the rest, as tokenizers put them before words. Every text that is not empty has at least one
-    token to score. `place` begins error messages.
+    Both texts are tokenized together, because a token may span the end of the context. Spaces at
+    this place belong to `rest`, as tokenizers put them before words. Every text that is not empty
+    has at least one token to score. `place` is the beginning of error messages.
     """
     end = len(context.rstrip(" "))
     rest = context[end:] + rest
@@ -64,10 +64,11 @@ MEASURES: dict[str, Callable[[ChoiceScores], float]] = {
 def accuracies(items: Sequence[TaskItem], scores: Sequence[Score]) -> dict[str, Any]:
     """Return the fraction of items whose right choice is the most probable one, by each measure.
 
-    `scores` are those of `requests`, in their order. The measures are the log-likelihood itself,
-    per character (LLaMA, arXiv 2302.13971, section 3, after Gao et al. 2021), per token, and less
-    that after the neutral context (LLaMA for OpenBookQA and BoolQ, after Brown et al. 2020). Among
-    equally probable choices the first counts as chosen.
+    `scores` are those of `requests`, in their order. There are four measures: the log-likelihood
+    itself; the log-likelihood per character (LLaMA, arXiv 2302.13971, section 3, after Gao et al.
+    2021); the log-likelihood per token; and its difference to that after the neutral context (LLaMA
+    for OpenBookQA and BoolQ, after Brown et al. 2020). Among equally probable choices the first
+    counts as chosen.
     """
     right = dict.fromkeys(MEASURES, 0)
     rest = iter(scores)

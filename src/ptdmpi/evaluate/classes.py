@@ -58,8 +58,8 @@ def predictions(model: InferenceModel, file: LabelledFile, form: LabelledForm) -
 def accuracy(file: LabelledFile, predicted: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
     """Return the fraction of samples that were classified right, and further scores.
 
-    `by_class` has that of each class, by `names` (None: it has no samples), and `most_frequent` the
-    accuracy of always choosing the most frequent class.
+    `by_class` has the same fraction for each class, by `names` (None: the class has no samples).
+    `most_frequent` is the accuracy of always choosing the most frequent class.
     """
     right = predicted == file.labels
     count = len(file.labels)

@@ -1,7 +1,7 @@
 """Adapter for lm-evaluation-harness (Gao et al. 2021): its three questions, in any layout.
 
-Rank 0 runs the harness and asks; the other ranks take part in each answer until rank 0 is done.
-Only `simple_evaluate` needs the package `lm_eval` (extra `eval`).
+Rank 0 runs the harness and asks the questions. The other ranks take part in each answer until rank
+0 is done. Only `simple_evaluate` needs the package `lm_eval` (extra `eval`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ class Harness:
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Return (log-likelihood in nats, True if greedy) of each pair (context, continuation).
 
-        It is greedy if greedy decoding gives this continuation.
+        "Greedy" means that greedy decoding gives this continuation.
         """
         wanted = [continuation(self.text, context, rest) for context, rest in pairs]
         scores = self._ask("score", wanted)
@@ -50,7 +50,7 @@ class Harness:
         """Return the log-likelihood of each whole text in nats.
 
         The first token follows an end of document. Longer texts are scored in windows of
-        `seq_length`, of which neighbours have one token in common.
+        `seq_length`; neighbouring windows share one token.
         """
         parts: list[list[Request]] = []
         length = self.model.seq_length
@@ -113,7 +113,7 @@ class Harness:
         return None
 
     def _written(self, wanted: Sequence[Writing]) -> list[str]:
-        """Return the continuations, generated together where the sampling is the same."""
+        """Return the continuations; prompts with the same sampling are continued together."""
         written: dict[int, str] = {}
         for sampling in dict.fromkeys(prompt.sampling for prompt in wanted):
             prompts = [

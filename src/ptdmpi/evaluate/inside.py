@@ -35,7 +35,7 @@ def confine(memory_bytes: int, cpu_s: int) -> None:
     for kind, most in limits.items():
         resource.setrlimit(kind, (most, most))
     libc = ctypes.CDLL(None, use_errno=True)
-    if os.geteuid() == 0:  # the limit on processes does not bind root
+    if os.geteuid() == 0:  # root is exempt from the limit on processes
         keep_library()
         for capability in range(CAPABILITIES):  # those that the kernel does not have say EINVAL
             libc.prctl(DROP_BOUND, capability, 0, 0, 0)

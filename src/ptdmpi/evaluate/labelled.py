@@ -1,7 +1,7 @@
 """Task files for heads as sequences: JSON lines of texts with a label, or of questions.
 
-A text that is too long for a sequence loses the end of its first part (the passage), then the end
-of its question, and nothing of the candidate. Cuts are counted.
+If a text is too long for a sequence, the first part (the passage) loses its end, and then the
+question loses its end. The candidate loses nothing. The number of cuts is counted.
 """
 
 import hashlib
@@ -28,8 +28,9 @@ BETWEEN = "\n"
 class LabelledItem:
     """One sample as text.
 
-    Each of its sequences has the text `first` and one of `seconds` ("": none), before which the
-    `question` is put if there are candidates. `place`: file and line, for messages.
+    Each of its sequences has the text `first` and one of `seconds` ("": none). If there are
+    candidates, `question` is put before each second text. `place` is the file and the line, for
+    messages.
     """
 
     first: str
@@ -64,12 +65,12 @@ class Framing:
     def form(self) -> LabelledForm:
         """Return the form of the sequences as arrays."""
         last_type = 0 if self.model.token_types == 1 else 1
-        # an id that the model has; the tokenizer's own end of document may be another
+        # an id of the model; the tokenizer may have another end of document
         pad = self.text.eod
         return LabelledForm(self.model.seq_length, pad, self.model.masked, last_type)
 
     def room(self, texts: int) -> int:
-        """Return how many tokens a sequence of so many texts has room for."""
+        """Return how many tokens of text fit into a sequence of `texts` texts."""
         frame = len(self.text.prefix)
         if self.model.masked:
             frame = 1 + texts

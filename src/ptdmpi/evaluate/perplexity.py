@@ -19,7 +19,7 @@ from ptdmpi.inference.model import InferenceModel
 class Window(NamedTuple):
     """A part of a shard that is scored in one forward pass.
 
-    Its inputs begin with token `first` and its labels end before token `end`; the labels from token
+    Its inputs begin with token `first` and its labels end before token `end`. Labels from token
     `scored` on are scored.
     """
 
@@ -32,8 +32,8 @@ class Window(NamedTuple):
 def windows(tokens: int, shard: int, seq_length: int, stride: int) -> Iterator[Window]:
     """Yield the windows of a shard of `tokens` tokens, which score all but the first token once.
 
-    The first window scores all of its labels, each later one its last `stride` labels (fewer at the
-    end of the shard), which have at least seq_length - stride tokens before them.
+    The first window scores all of its labels. Each later window scores its last `stride` labels
+    (fewer at the end of the shard), which have at least seq_length - stride tokens before them.
     """
     scored = 1
     while scored < tokens:

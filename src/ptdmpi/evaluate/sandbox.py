@@ -1,11 +1,11 @@
 """A sandbox for programs that a model wrote: a process of its own that inherits nothing.
 
-It limits time, memory, files and processes, and gives a program a directory of its own, no network
-and no capability. It stops accidents and simple tricks, but not a program that was written to break
-out. These rights remain: started by root, the program is the user `nobody` and may read the files
-that all users may read, and those readable files next to the interpreter's library that `..` leads
-to; started by another user, it may read that user's files. The kernel's system calls are open. Run
-programs that are not trusted at all in a container.
+It limits time, memory, files and processes. A program gets a directory of its own, no network and
+no capability. The sandbox stops accidents and simple tricks, but not a program that was written to
+break out. The program keeps these rights. If root starts it, it is the user `nobody`: it may read
+the files that all users may read, and the readable files next to the interpreter's library that
+`..` leads to. If another user starts it, it may read that user's files. The kernel's system calls
+are open. Run programs that are not trusted at all in a container.
 """
 
 import os
@@ -67,7 +67,7 @@ class Sandbox:
         Otherwise the kind of exception that ended it. Raises InputError as `without_network` does.
         """
         prefix = () if self.network else without_network()
-        word = secrets.token_hex(16)  # a program cannot print it without having read it
+        word = secrets.token_hex(16)  # a program can print it only if it has read it
         with tempfile.TemporaryDirectory(prefix="ptdmpi-", ignore_cleanup_errors=True) as folder:
             os.chmod(folder, 0o777)  # root's programs run as a user without rights
             verdict = self._verdict(prefix, folder, program.encode(errors="replace"), word.encode())

@@ -37,8 +37,8 @@ class Request:
 class Score:
     """The answer to a request.
 
-    `log_likelihood`: the sum over its `tokens`, in nats. `greedy`: each token is the most probable
-    one.
+    `log_likelihood` is the sum over its `tokens`, in nats. `greedy`: each token is the most
+    probable one at its place.
     """
 
     log_likelihood: float
@@ -47,11 +47,11 @@ class Score:
 
 
 def score(model: "InferenceModel", requests: Sequence[Request]) -> list[Score]:
-    """Return the score of each request, on every rank, which all call it with the same requests.
+    """Return the score of each request, on every rank; all ranks call it with the same requests.
 
     A request that is longer than `seq_length` loses its first tokens. Raises InputError if it would
-    lose scored ones, if an id is outside the vocabulary, or if a score is NaN, which makes answers
-    incomparable.
+    lose scored tokens, if an id is outside the vocabulary, or if a score is NaN, which cannot be
+    compared.
     """
     inside = [fitted(request, model.seq_length, model.vocab_size) for request in requests]
     order = sorted(range(len(inside)), key=lambda i: (-len(inside[i].ids), i))
@@ -82,7 +82,8 @@ def score(model: "InferenceModel", requests: Sequence[Request]) -> list[Score]:
 def fitted(request: Request, seq_length: int, vocab_size: int) -> Request:
     """Return the request without the first tokens that a sequence has no room for.
 
-    Raises InputError if these include scored ones, or if an id is outside the vocabulary.
+    Raises InputError if the removed tokens include scored ones, or if an id is outside the
+    vocabulary.
     """
     ids = request.ids
     first = request.first

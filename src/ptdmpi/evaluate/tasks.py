@@ -1,4 +1,5 @@
-"""Task files of JSON lines: a context with choices and the right one's number, or with answers."""
+"""Task files of JSON lines. A line has a context with choices and the number of the right one, or
+with answers."""
 
 import json
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ BETWEEN_SHOTS = "\n\n"
 class TaskItem:
     """One question.
 
-    Multiple choice has `choices`, of which number `answer` is right; otherwise any of `answers` is
-    right. `place`: file and line, for messages.
+    An item of multiple choice has `choices`, of which number `answer` is right. Otherwise any of
+    `answers` is right. `place` is the file and the line, for messages.
     """
 
     context: str

@@ -1,8 +1,8 @@
 """A trained model for inference: forward passes on a tensor and a pipeline axis.
 
-Every data rank has a whole model (over its tensor and pipeline ranks) and computes other batches.
-It has no gradients, optimizer or schedule: each stage sends its activations to the next one, and
-takes its next batch. The weights are those of a checkpoint, or of a run.
+Every data rank has a whole model, over its tensor and pipeline ranks, and computes different
+batches. The model has no gradients, optimizer or schedule: each stage sends its activations to the
+next one, and takes its next batch. The weights are those of a checkpoint or of a run.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,7 +59,8 @@ class InferenceModel:
         stages: Mapping[int, Stage],
         placement: Placement,
     ) -> None:
-        """`stages`: those of `new_stages`, which `placement` has on this rank, with weights."""
+        """Store this rank's `stages`, with weights; `placement` and `new_stages` say which these
+        are."""
         self.config = config
         self.axes = axes
         self.vocab_size = vocab_size
@@ -104,8 +105,8 @@ class InferenceModel:
     def hidden(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor | None:
         """Return the activations [s, b, h] of ids [s, b] on the last stage; None on others.
 
-        With a cache, the ids are at its positions and attend to its content. Without, each column
-        is a sequence from its beginning.
+        With a cache, the ids are at the cache's positions and attend to its content. Without a
+        cache, each column is a sequence from its beginning.
         """
 
         def advance(stage: Stage, x: Tensor | None) -> Tensor:
@@ -188,7 +189,8 @@ class InferenceModel:
 
 
 def _rotary(stage: Stage, ids: Tensor, cache: KeyValueCache | None) -> tuple[Tensor, Tensor] | None:
-    """Return (cos, sin) of the rotary angles at the ids' positions; None without."""
+    """Return (cos, sin) of the rotary angles at the ids' positions; None if the model has no such
+    angles."""
     if stage.rotary is None:
         return None
     cos, sin = stage.rotary
@@ -203,8 +205,8 @@ def new_stages(
 ) -> dict[int, Stage]:
     """Return this rank's stages by number, without weights.
 
-    Sequences are whole on every rank, even if the run divides them: generation has one new token at
-    a time.
+    Every rank has whole sequences, even if the run cuts them, because generation has one new token
+    at a time.
     """
     layers = split_model(config.model, vocab_size, placement)
     axis = TensorAxis(axes["tensor"])
@@ -226,12 +228,13 @@ def open_inference(
 ) -> tuple[InferenceModel, StoredModel]:
     """Load the model at `path` on all ranks of `world`, each of which calls it.
 
-    `layout`: such as "t=2,p=2"; None: that of the run if it fits these ranks, else one rank for
-    each model. `precision`: None: as it was trained. `classifies`: the model has a head for a task;
-    otherwise it gives tokens. `adapter`: adapters that are loaded on top of it. `kind`: the state
-    that is loaded as the weights (of the adapters, if given), such as their moving average.
+    `layout` is text such as "t=2,p=2"; None: the layout of the run if it fits these ranks, else one
+    rank for each model. `precision` None: the precision of the training. `classifies`: the model
+    has a head for a task; otherwise it gives tokens. `adapter` names adapters that are loaded on
+    top of the model. `kind` is the state that is loaded as the weights (of the adapters, if given),
+    such as their moving average.
 
-    Returns the model and what is stored of it. Raises InputError on every rank.
+    Returns the model, and its description on the disk. Raises InputError on every rank.
     """
     opened = world.on_root(
         lambda: _opened(

@@ -67,9 +67,9 @@ class StoredModel:
 
     @property
     def datasets(self) -> list[str]:
-        """Paths of the shards that the model was trained on last.
+        """Return the paths of the shards that the model was trained on last.
 
-        Empty if another program trained it, or if it was trained on a task's files.
+        The list is empty if another program trained it, or if it was trained on a task's files.
         """
         if self.tree.get("task", {}).get("kind", "none") != "none":
             return []
@@ -94,8 +94,8 @@ class StoredModel:
 
     @property
     def began(self) -> Path | None:
-        """Return the model that its run began from: the frozen model of adapters, or the initial
-        one.
+        """Return the model from which its run began: the frozen model of adapters, or the initial
+        model.
 
         None if it began from random weights.
         """
@@ -121,7 +121,8 @@ class StoredModel:
 
 
 def kind_of(average: bool) -> str:
-    """Return the kind of state that is loaded as weights: these, or their moving `average`."""
+    """Return the kind of state that is loaded as weights: the weights, or their moving
+    `average`."""
     return AVERAGE if average else WEIGHTS
 
 
@@ -163,7 +164,7 @@ def open_model(path: Path, kind: str = WEIGHTS) -> StoredModel:
         raise InputError(f"{folder / CONFIG}: {error}") from None
     if not isinstance(tree.get("model"), dict):
         raise InputError(f"{folder / CONFIG} has no section [model]")
-    # the file has the model that was asked for last, the checkpoint the one that was trained
+    # the file has the model of the last start, the checkpoint the model that was trained
     model = manifest.said["model"] or tree["model"]
     return StoredModel(folder, checkpoint, {**tree, "model": model}, manifest)
 
@@ -200,7 +201,8 @@ class StoredAdapter:
 
     @property
     def datasets(self) -> list[str]:
-        """Paths of the shards that they were trained on last; empty with a head for a task."""
+        """Return the paths of the shards that they were trained on last; empty with a head for a
+        task."""
         if self.adapted.has_head:
             return []
         known = self.trained_on

@@ -1,4 +1,4 @@
-"""The one place where a microbatch as it is read becomes the tensors that a model computes with."""
+"""The conversion of a microbatch from the arrays that are read to the tensors of a model."""
 
 import numpy as np
 import torch

@@ -13,8 +13,8 @@ from ptdmpi.data.shards import Dataset
 class TokenWindows(TorchDataset[dict[str, Tensor]]):
     """The samples of a directory of token shards, in the order of the shards.
 
-    Sample i has "input_ids" and "labels", int64 [seq_length] each: the labels are the tokens one to
-    the right. A run draws the same samples, in an order of its own.
+    Sample i has "input_ids" and "labels", int64 [seq_length] each. The label at a place is the next
+    token. A run draws the same samples, in its own order.
     """
 
     def __init__(self, shards: Dataset, seq_length: int) -> None:

@@ -1,2 +1,3 @@
-"""The same training in every layout, proven: small models trained in a set of layouts that covers
-all pairs of settings, each compared with one rank and, to the bit, with its plainest layout."""
+"""A proof that the training is the same in every layout. Small models are trained in a set of
+layouts that covers all pairs of settings. Each training is compared with one on one rank, and its
+bits with those of its plainest layout."""

@@ -10,8 +10,9 @@ from torch import Tensor
 from ptdmpi.parity.layouts import ComparedModel, MuonModel
 from ptdmpi.parity.run import Training
 
-# The largest relative differences that are allowed from a training on one rank. Adam divides by the
-# root of a small second moment, which amplifies rounding: the bar of parameters is wider.
+# The largest relative differences that are allowed from a training on one rank. The bar of
+# parameters is wider, because Adam divides by the root of a small second moment, which amplifies
+# rounding.
 BARS = {
     "fp64": {"loss": 1e-12, "norm": 1e-12, "gradients": 1e-12, "parameters": 1e-11},
     "fp32": {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-5, "parameters": 1e-3},
@@ -53,7 +54,7 @@ def differences(actual: Training, expected: Training) -> dict[str, Greatest]:
 
 
 def first_other_bit(actual: Training, expected: Training) -> str | None:
-    """Return the first value whose bits differ, in words; None if all bits are equal."""
+    """Return text on the first value whose bits differ; None if all bits are equal."""
     for step, (a, b) in enumerate(zip(actual.losses, expected.losses, strict=True)):
         if a != b:
             return f"loss of step {step}"
@@ -72,8 +73,8 @@ def first_other_bit(actual: Training, expected: Training) -> str | None:
 def left_out(models: Iterable[ComparedModel]) -> list[str]:
     """Return the names of the tensors whose key part is left out of relative differences.
 
-    A key bias adds the same number to all scores of a query, which the softmax cancels: its true
-    gradient is zero, and the computed one is rounding alone.
+    A key bias adds the same number to all scores of a query, and the softmax cancels it. So its
+    true gradient is zero, and the computed one is only rounding.
     """
     layers = max((model.layers for model in models if model.kind in ("gpt", "bert")), default=0)
     return [f"layers.{layer}.{KEY_BIAS}" for layer in range(layers)]
@@ -111,7 +112,7 @@ def _relative(actual: Tensor, expected: Tensor) -> float:
 
 
 def _greatest(all_differences: Iterable[Greatest]) -> Greatest:
-    """Return the greatest difference; NaN counts as the greatest, which a plain max would drop."""
+    """Return the greatest difference. NaN counts as the greatest; a plain max would drop it."""
 
     return max(
         all_differences,

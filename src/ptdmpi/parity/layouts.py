@@ -40,10 +40,11 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "shard_group": (None, 2),
     "offload": ("none", "disk"),
 }
-# One combination in so many is a candidate. It is a prime, so that each value of a factor meets
-# each value of any other, and leaves as many candidates as can be listed in a few seconds.
+# One of this many combinations is a candidate. The number is a prime, so each value of a factor
+# meets each value of any other factor. It leaves as many candidates as can be listed in a few
+# seconds.
 STRIDE = 41
-# 12 layers suffice for p v = 12 stages; 7 is divided by no p v above 1, 53 by no t above 1.
+# 12 layers suffice for p v = 12 stages. No p v above 1 divides 7, and no t above 1 divides 53.
 MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
     "kind": ("gpt", "llama", "bert"),
     "layers": (12, 7),
@@ -54,7 +55,7 @@ MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
     "documents": (False, True),
 }
 
-# Keys in addition to the defaults of a kind: the features of models after LLaMA, at this size.
+# Keys in addition to the defaults of a kind: the features of models after LLaMA, for small models.
 MORE = {
     "gemma2": {
         "kv_heads": 1,
@@ -151,8 +152,8 @@ class ComparedLayout(Layout):
         """Return the plainest layout whose training must have the same bits.
 
         It keeps the settings that decide the order of sums: t, b, sequence parallelism and, unless
-        the run is reproducible, d. It also keeps whether sharding sums over ranks before it sums
-        over microbatches, or within groups first.
+        the run is reproducible, d. It also keeps whether sharding sums over ranks before
+        microbatches, and whether it sums within groups first.
         """
         plain = ComparedLayout(
             tensor=self.tensor,
@@ -198,9 +199,9 @@ class Case:
 
     @property
     def work(self) -> float:
-        """Return the cost of a step: layers computed, counted for each microbatch and tensor rank.
+        """Return the cost of a step: computed layers, counted once per microbatch and tensor rank.
 
-        At this size a layer takes the same time however small a rank's part of it is.
+        At this size a layer takes the same time, however small a rank's part of it is.
         """
         again = 4 / 3 if self.layout.recompute == "full" else 1.0
         microbatches = GLOBAL_SIZE // self.layout.micro_size
@@ -208,7 +209,7 @@ class Case:
 
     @property
     def effects(self) -> dict[str, Any]:
-        """Return the effects of the settings: a switch that is on may have none in a given layout.
+        """Return the effects of the settings. In some layouts a switch that is on has no effect.
 
         Pairs of effects are covered too; otherwise sequence parallelism could meet dropout only at
         t = 1.
@@ -231,7 +232,7 @@ class Case:
         }
 
 
-# The name of a rule of layouts -> the reason why a case breaks it, as the table prints it.
+# Name of a rule of layouts -> text of the table for cases that break it.
 REASONS = {
     "chunks": "1f1b and zb-h1 have one chunk per rank, zb-v two",
     "stages": "more stages than layers",
@@ -240,7 +241,7 @@ REASONS = {
     "partition_mode": "only what full recomputation keeps is partitioned",
     "partition_sequence": "sequence parallelism divides activations already",
 }
-# The settings that a setting needs, unless a case has others.
+# Setting -> the other settings that it needs, which a case has unless it sets them.
 NEEDED: dict[tuple[str, Any], dict[str, Any]] = {
     ("schedule", "zb-v"): {"virtual": 2},
     ("shard_group", 2): {"zero": 1, "data": 2},
@@ -327,9 +328,9 @@ def _mildest(values: dict[str, Any]) -> Case:
 def _cover(rows: Sequence[dict[str, Any]], costs: Sequence[float]) -> list[int]:
     """Return the indices of rows that together have every pair of values that any row has.
 
-    Each choice takes the row with the most new pairs divided by the root of its cost. With the
-    candidates here this gives a third more rows than the number of pairs alone would, which take a
-    quarter less time.
+    Each choice takes the row with the most new pairs divided by the root of its cost. With these
+    candidates the result has a third more rows than a choice by the number of pairs alone, but
+    takes a quarter less time.
     """
     codes: dict[str, dict[Any, int]] = {name: {} for name in rows[0]}
     table = np.array(
@@ -405,7 +406,7 @@ def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
 
 
 def adapted_cases(ranks: int = MOST_RANKS) -> list[Case]:
-    """Return cases of adapters, whose sums, splits and dropout masks meet each kind of division."""
+    """Return cases of adapters. Their sums, splits and dropout masks meet each kind of division."""
     lora = AdaptedModel("llama", layers=4, dropout=True)
     cases = [
         Case(
@@ -430,10 +431,10 @@ def adapted_cases(ranks: int = MOST_RANKS) -> list[Case]:
 
 
 def muon_cases(ranks: int = MOST_RANKS) -> list[Case]:
-    """Return cases of matrices that are updated as wholes, although a layout divides them.
+    """Return cases of matrices that are updated as wholes although a layout divides them.
 
-    The tensor axis divides them, and shards cut them: in one group, in groups with copies, and by
-    microbatch.
+    The tensor axis divides the matrices. Shards cut them in one group, in groups with copies, and
+    with sums by microbatch.
     """
     model = MuonModel("llama", layers=4)
     layouts = [

@@ -23,8 +23,9 @@ SEED = 1234
 MEAN_DOCUMENT = 6  # tokens of a document, in models with documents
 # At this width the usual 0.02 would hardly change the residual stream, and faults would not show.
 INIT_STD = 0.1
-# If a gradient is only rounding, Adam's step is that rounding over epsilon. With 1e-8 this can be
-# the whole learning rate, and chance would decide whether parameters stay within their bar.
+# If a gradient is only rounding, Adam's step is that rounding divided by epsilon. With an epsilon
+# of 1e-8 the step can be as large as the whole learning rate, and chance would decide whether
+# parameters stay within their bar.
 EPSILON = 1e-6
 PROGRESS_EVERY_S = 20.0
 
@@ -176,8 +177,8 @@ class Blocks:
     ) -> dict[TrainingTask, Training]:
         """Train all tasks, which need the same number of ranks; every rank of the world calls it.
 
-        Return the results on rank 0 of the world, {} on others. From time to time `say` gets a line
-        on how many trainings of this block are done.
+        Return the results on rank 0 of the world, {} on other ranks. From time to time `say` gets a
+        line with the number of finished trainings of this block.
         """
         ranks = tasks[0].case.layout.ranks
         blocks = self.world.size // ranks

@@ -111,7 +111,7 @@ def comparisons(ranks: int, *, short: bool = False, exact: bool = True) -> list[
         ADAPTED: layouts.adapted_cases(ranks),
         MUON: layouts.muon_cases(ranks),
     }
-    # the most ranks, and among these the most effects: most can go wrong there
+    # layouts with the most ranks, and among these with the most effects, find the most faults
     twice = [
         max(covering, key=lambda case: (case.layout.ranks, sum(map(bool, case.effects.values()))))
     ]
@@ -140,8 +140,8 @@ def run(
     """Train for the comparisons `wanted`, small layouts side by side, and compare.
 
     Every rank calls it with the same arguments. Returns a verdict of each comparison on rank 0, []
-    on others; `say` gets lines on the progress there. Bits are compared only on an exact wire.
-    Raises InputError if a layout needs more ranks than the world has.
+    on other ranks; `say` gets lines on the progress on rank 0. Bits are compared only on an exact
+    wire. Raises InputError if a layout needs more ranks than the world has.
     """
     tasks = list(dict.fromkeys(task for comparison in wanted for task in comparison.tasks(steps)))
     wire = wire or wire_named()

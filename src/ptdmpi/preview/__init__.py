@@ -1,1 +1,1 @@
-"""A run before it starts: checked, sized, timed and shown, without writing anything."""
+"""The preview of a run: its checks, sizes and times before it starts, without writing anything."""

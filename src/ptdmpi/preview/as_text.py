@@ -6,11 +6,11 @@ from ptdmpi.base.words import counted, file_size, short
 from ptdmpi.plan.cost.relief import size
 from ptdmpi.report.live import duration
 
-LINES = 8  # of each sample's text
+LINES = 8  # of the text of each sample
 
 
 def as_text(forecast: dict[str, Any]) -> str:
-    """Return the result of `preview` as text; the caller prints its "mistake"."""
+    """Return the result of `preview` as text, without its "mistake", which the caller prints."""
     rows = [
         *_run_rows(forecast),
         *_data_rows(forecast),

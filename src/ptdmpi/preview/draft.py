@@ -20,10 +20,10 @@ from ptdmpi.plan.machine.cluster import load_cluster, load_model, preset_and_key
 from ptdmpi.plan.search import choose
 
 SMALL = "l=4,h=128,a=4,s=128"  # minutes on a laptop
-MOST_TENSOR = 8  # ranks of a node, as most machines have them
+MOST_TENSOR = 8  # ranks of a node, which on most machines has as many devices
 BATCH = 64  # sequences per step of a model without a published batch
 MICRO_SIZES = (8, 4, 2, 1)
-LEAST_STEPS = 20  # in one epoch: the batch is made smaller for that
+LEAST_STEPS = 20  # in one epoch; for fewer steps the batch is made smaller
 MOST_STEPS = 10_000
 
 TEMPLATE = """\
@@ -75,7 +75,8 @@ every_steps = {log}
 class Wish:
     """The options of `ptdmpi init`, and the machine.
 
-    `memory_bytes` of a rank, if no cluster is named. `steps` None: one epoch, up to MOST_STEPS.
+    `memory_bytes` is the memory of a rank, if no cluster is named. `steps` None: one epoch, up to
+    MOST_STEPS.
     """
 
     file: Path
@@ -118,7 +119,7 @@ def draft(wish: Wish) -> str:
 
 
 def _precision(wish: Wish) -> str:
-    """Return bf16 or fp16, the first that the device has, else fp32."""
+    """Return bf16 if the device has it, else fp16 if it has that, else fp32."""
     if wish.cluster is None:
         return "bf16" if wish.on_gpu else "fp32"
     known = load_cluster(wish.cluster).device.peak_flops
@@ -128,7 +129,7 @@ def _precision(wish: Wish) -> str:
 def _folders(wish: Wish) -> tuple[str, str | None]:
     """Return the directories of training and validation shards.
 
-    They are those of the wish, or `train` and `valid` in its data directory.
+    They are those that the wish names, or the folders `train` and `valid` in its data directory.
     """
     train = wish.data
     valid = wish.valid
@@ -142,8 +143,8 @@ def _folders(wish: Wish) -> tuple[str, str | None]:
 def _sizes(text: str) -> dict[str, Any]:
     """Return the keys of [model] for sizes such as "l=4,h=128,a=4" or "llama3-8b,s=512".
 
-    The result has all given keys and those that a configuration needs. A vocabulary is dropped,
-    because the data have one.
+    The result has all given keys, and the keys that a configuration needs. The size of the
+    vocabulary is left out, because the data determine it.
     """
     preset, keys = preset_and_keys(text)
     keys.pop("vocab_size", None)
@@ -156,8 +157,9 @@ def _sizes(text: str) -> dict[str, Any]:
 def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:
     """Return the configuration with the best layout on the cluster of the wish.
 
-    Without a cluster, take the first layout that fits into memory: the least recomputation, then
-    the fewest ranks per model, then the largest microbatch. Raise InputError if none fits.
+    Without a cluster, take the first layout that fits into memory. Layouts with the least
+    recomputation come first, then those with the fewest ranks per model, then those with the
+    largest microbatch. Raise InputError if none fits.
     """
     if wish.cluster:
         bare = choose.bare(_divisible(base, wish.ranks))
@@ -206,7 +208,7 @@ def _candidates(base: dict[str, Any], ranks: int) -> Iterator[dict[str, Any]]:
 
 
 def _written(wish: Wish, config: Config, data: dict[str, Any], *, steps: int, samples: int) -> str:
-    """Return the template filled in. `samples`: how many the training data have."""
+    """Return the template filled in. `samples` is the number of samples in the training data."""
     preset = wish.model in model_presets()
     lines = [f"preset = {_toml(wish.model)}"]
     if not preset:
@@ -255,7 +257,7 @@ def _written(wish: Wish, config: Config, data: dict[str, Any], *, steps: int, sa
 
 
 def _aligned(template: str, **values: object) -> str:
-    """Return the template filled in, with its comments after values in one column."""
+    """Return the template filled in, with the comments after values aligned in one column."""
     lines = template.format(**values).splitlines()
     commented = re.compile(r"^([^#]*\S) +# (.*)$")
     return "".join(commented.sub(lambda m: f"{m[1]:<25} # {m[2]}", line) + "\n" for line in lines)

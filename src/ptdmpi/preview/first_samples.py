@@ -11,7 +11,7 @@ from ptdmpi.train.feed import SampleSource
 from ptdmpi.train.tasks.files import text_of
 
 SHOWN = 2  # samples of the batch
-CHARACTERS = 400  # of each
+CHARACTERS = 400  # of each sample
 IDS = 16
 
 
@@ -20,7 +20,8 @@ def first_samples(
 ) -> dict[str, Any]:
     """Return the first samples of the batch of `step` (from 0) as ids and text.
 
-    They are read and checked as by the run. "no_text" is the reason if there is no tokenizer.
+    The samples are read and checked as in the run. "no_text" is the reason why there is no text, if
+    there is no tokenizer.
     """
     count = min(SHOWN, config.samples)
     ids = course.samples(step) + np.arange(count)

@@ -1,6 +1,6 @@
 """The preview of a run, for `ptdmpi train --dry-run` and `ptdmpi plan CONFIG`.
 
-It needs no MPI, because the number of ranks is given, and torch only for the memory of a GPU.
+It needs no MPI, because the number of ranks is given. It needs torch only for the memory of a GPU.
 """
 
 import math
@@ -37,9 +37,9 @@ def preview(
 ) -> dict[str, Any]:
     """Return everything that is known before the start, as `--json` prints it.
 
-    "mistake" is the reason why the run would not start on this machine, if there is one. `cluster`:
-    a name or a file, instead of `run.cluster`. Raise InputError for the mistakes that do not depend
-    on the machine, as the run would.
+    "mistake" is the reason why the run would not start on this machine, if there is one. `cluster`
+    is a name or a file that replaces `run.cluster`. Raise InputError, as the run would, for
+    mistakes that do not depend on the machine.
     """
     config = checked(tree, ranks.count, ranks.local or None)
     source = source_of(config)
@@ -102,7 +102,7 @@ def _layout(config: Config) -> str:
 
 
 def _existing(path: Path) -> Path:
-    """Return the directory itself, or the nearest one above it that exists."""
+    """Return `path`, or the nearest directory above it that exists."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
@@ -123,7 +123,7 @@ def _drawn(course: Course, steps: int) -> list[dict[str, Any]]:
 class _Room:
     """The memory that a step needs, and the bytes that a rank has; None if they are not known.
 
-    `source` says in words where that memory is.
+    `source` says which memory these bytes are of.
     """
 
     step: relief.Step
@@ -171,7 +171,7 @@ def _memory(room: _Room) -> dict[str, Any]:
 
 
 def _here(local_ranks: int) -> tuple[int, str]:
-    """Return a rank's memory on this host or its GPUs, and words on how it is shared."""
+    """Return a rank's memory on this host or its GPUs, and text on how ranks share it."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -184,7 +184,8 @@ def _here(local_ranks: int) -> tuple[int, str]:
 
 
 def _time(config: Config, price: Price | None, steps: int) -> dict[str, Any]:
-    """Return the time of a step and of all: predicted, else as this run has measured before."""
+    """Return the time of one step and of all steps. It is predicted, or else as this run has
+    measured before."""
     step_s = None
     source = "not known: ptdmpi probe measures a machine for run.cluster"
     if price is not None:
@@ -216,14 +217,14 @@ def stored_bytes(config: Config, vocab_size: int) -> int:
     whole = (model.layers, (True, True), 1, model.idle())
     _, trained, _ = rank_elements(model, vocab_size, *whole)
     size = numbers * element * trained
-    if config.optimizer.has_matrices:  # the optimizer keeps one moment less of a matrix
+    if config.optimizer.has_matrices:  # the optimizer keeps one moment less for matrices
         fewer = stored_numbers(config.data_parallel, moments - 1, config.data_size)
         size -= (numbers - fewer) * element * model.layers * matrix_elements(model, 1)
     return size
 
 
 def _checkpoint(config: Config, vocab_size: int) -> dict[str, Any]:
-    """Return the size of a checkpoint, the free space for it, and how often one is written."""
+    """Return the size of a checkpoint, the free space for it, and how often one is saved."""
     size = stored_bytes(config, vocab_size)
     disk = os.statvfs(_existing(Path(config.run.dir)))
     free = disk.f_bavail * disk.f_frsize

@@ -23,8 +23,8 @@ class RankCount:
 def needed_ranks(tree: Mapping[str, Any]) -> tuple[int, bool]:
     """Return how many ranks a configuration needs, and whether it accepts no other number.
 
-    With parallel.data = "auto", the data axis counts 1, or as many ranks as the graph in
-    data_parallel.topology has. The tree need not be valid.
+    If parallel.data is "auto", the data axis counts as 1, or as the number of ranks of the graph
+    that data_parallel.topology names. The tree need not be valid.
     """
     tensor = _positive(tree, "parallel", "tensor") or 1
     context = _positive(tree, "parallel", "context") or 1
@@ -46,7 +46,7 @@ def _positive(tree: Mapping[str, Any], section: str, key: str) -> int:
 def _graph_ranks(tree: Mapping[str, Any]) -> int:
     """Return the ranks of the graph in a file of edges; 1 without such a file.
 
-    The check of the configuration reports mistakes of the section and the file; here they count 1.
+    The result is also 1 if the section or the file has mistakes, which other checks report.
     """
     try:
         return file_ranks(DataParallelConfig.model_validate(tree.get("data_parallel", {}))) or 1

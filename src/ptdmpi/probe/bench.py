@@ -24,15 +24,17 @@ class ProbeError(Exception):
 
 
 class Bench:
-    """One rank of the measurement; every rank ends with the same numbers.
+    """One rank of the measurement. The results are the same numbers on every rank.
 
-    `findings` collects the results that are printed at the end: (name, value in words). `clock`
-    times a rank's own work. If its single thread has a core to itself, it is the thread's CPU time,
-    which other programs on the machine do not change. `kernels` are those that are measured.
+    `findings` collects the results that are printed at the end, as (name, text of the value).
+    `clock` times a rank's own work: if its single thread has a core to itself, it is the thread's
+    CPU time, which other programs on the machine do not change. `kernels` are the kernels that are
+    measured.
     """
 
     def __init__(self, everyone: Communicator, device: torch.device, local_ranks: int) -> None:
-        """`everyone` has all ranks, of which `local_ranks` are on this node."""
+        """Store the ranks: `everyone` has all of them, and `local_ranks` of them are on this
+        node."""
         self.everyone = everyone
         self.device = device
         own_core = local_ranks <= len(os.sched_getaffinity(0))
@@ -62,13 +64,14 @@ class Bench:
     def work_s(self, work: Callable[[], Any]) -> float:
         """Return the seconds of `work`, which sends no messages, while all ranks do it.
 
-        It is the median over the ranks of each one's fastest trial: other programs on the machine
-        only add time.
+        It is the median over the ranks of each rank's fastest trial, because other programs on the
+        machine only add time.
         """
         return self._least_s(work, self.clock)
 
     def message_s(self, work: Callable[[], Any]) -> float:
-        """Return the seconds of messages, measured as `work_s`, but with the time of waiting."""
+        """Return the seconds of messages. They are measured as in `work_s`, but include waiting
+        time."""
         return self._least_s(work, time.perf_counter)
 
     def _least_s(self, work: Callable[[], Any], clock: Callable[[], float]) -> float:
@@ -101,7 +104,7 @@ class Bench:
             torch.get_device_module(self.device).synchronize(self.device)
 
     def check(self, right: bool, what: str) -> None:
-        """Raise ProbeError on every rank if `right` is False on any of them."""
+        """Raise ProbeError on every rank if `right` is False on any rank."""
         results = self.everyone.all_gather_object(right)
         wrong = [str(rank) for rank, is_right in enumerate(results) if not is_right]
         if wrong:

@@ -1,4 +1,4 @@
-"""Times of each collective over sizes, within nodes and between them, with every result checked."""
+"""Times of each collective by size, within nodes and between nodes; every result is checked."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -89,8 +89,9 @@ def _tables(
 def overlaps(bench: Bench, world: World) -> bool:
     """Return True if a message arrives while its sender computes, without calls to MPI.
 
-    Otherwise it arrives only when the sender waits for it. Arrival is measured on the device: on a
-    wire with queues the host does not wait. Every rank calls it and gets the same.
+    Otherwise the message arrives only when the sender waits for it. The arrival is measured on the
+    device, because on a wire with queues the host does not wait. Every rank calls it and gets the
+    same result.
     """
     wire = wire_named(device=bench.device)
     everyone = world.split(training_grid(data=world.size), wire)["data"]

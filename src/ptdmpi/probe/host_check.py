@@ -28,7 +28,7 @@ NO_LAUNCHER = "none: one process; start with mpirun or srun"
 
 
 def check_host(world: World) -> list[MachineFinding]:
-    """Return what the machine is, as all ranks see it; they call it together."""
+    """Return the findings about the machine, as all ranks see it; all ranks call it together."""
     return [*_launch(world), *_software(world), _tensor_axis(world)]
 
 
@@ -73,7 +73,7 @@ def _software(world: World) -> list[MachineFinding]:
 
 
 def _products() -> list[MachineFinding]:
-    """Return how this CPU multiplies matrices of half types."""
+    """Return the finding on how this CPU multiplies matrices of half types."""
     findings = []
     for dtype in HALF_TYPES:
         name = str(dtype).removeprefix("torch.")
@@ -115,7 +115,8 @@ def _gpus(world: World) -> str:
 
 
 def check_wires(world: World) -> MachineFinding:
-    """Return the wires that there are, and the NCCL library, which must be the same everywhere."""
+    """Return the wires that are available, and the NCCL library, which must be the same
+    everywhere."""
     libraries = sorted(set(world.control.allgather(told())))
     same = len(libraries) == 1
     nccl = libraries[0] if same else f"ranks differ: {'; '.join(libraries)}"

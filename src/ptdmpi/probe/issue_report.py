@@ -28,7 +28,8 @@ SECRET = re.compile("TOKEN|KEY|SECRET|PASS|JWT|CRED|SECURITY|URI|USER|ACCOUNT|AR
 def report_text(findings: Sequence[str], environ: Mapping[str, str]) -> str:
     """Return the findings, versions of packages, and the variables of MPI, launcher and threads.
 
-    `findings`: one line each. `environ`: of rank 0. Variables that may hold a secret are left out.
+    `findings` has one line each, and `environ` is the environment of rank 0. Variables that may
+    hold a secret are left out.
     """
     names = {name.lower() for name in REPORTED_PACKAGES}
     versions = {

@@ -21,7 +21,8 @@ from ptdmpi.plan.machine.kernels import Machine
 from ptdmpi.probe.bench import Bench
 
 HEAD_SIZES = (32, 128)
-# Numbers of measurements: of a product, and of attention and elementwise kernels (both directions).
+# The numbers of measurements of a product, and of attention and elementwise kernels, which are
+# measured in both directions.
 PER_PRODUCT = 3
 OTHERS = 2 * len(HEAD_SIZES) + 2 * 5
 
@@ -30,8 +31,8 @@ OTHERS = 2 * len(HEAD_SIZES) + 2 * 5
 class Extent:
     """The sizes of the measured kernels.
 
-    Sides of products, bytes that streams move, length and heads of attention, and rows and columns
-    of elementwise kernels.
+    These are the sides of products, the bytes that streams move, the length and the heads of
+    attention, and the rows and columns of elementwise kernels.
     """
 
     sides: tuple[int, ...]
@@ -112,7 +113,7 @@ def streams(
 ) -> dict[str, Any]:
     """Return a table of the bytes per second of sums of two tensors.
 
-    `sizes` are the bytes that are read and written, from those that fit caches to those that do
+    `sizes` are the bytes that are read and written. The smallest fit into caches, the largest do
     not.
     """
     times = []
@@ -128,7 +129,7 @@ def streams(
 
 
 def rising(times_s: Sequence[float]) -> list[float]:
-    """Return times that never fall: a disturbance must not make larger work look faster."""
+    """Return times that never fall, because a disturbance must not make larger work look faster."""
     return list(accumulate(times_s, max))
 
 
@@ -172,7 +173,8 @@ def elementwise(
 ) -> dict[str, float]:
     """Return the seconds per element of activation functions, norms and the loss.
 
-    Forward and backward each; the results are checked against double precision.
+    The times are for forward and backward separately. The results are checked against double
+    precision.
     """
     rows, columns = extent.elementwise
     ones = torch.ones(columns, device=bench.device, dtype=dtype, requires_grad=True)

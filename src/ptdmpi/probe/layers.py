@@ -27,7 +27,7 @@ from ptdmpi.probe.bench import Bench
 
 STEPS = 6  # the first one warms up
 MOST_TENSOR = 8
-# factors by which a fitted number may differ from the measurement of kernels, and of messages
+# factors by which fitted numbers may differ from the measurements of kernels and of messages
 MOST_FACTOR = 100.0
 MOST_LINK_FACTOR = 4.0
 
@@ -67,7 +67,7 @@ GPU_CASES = (
 
 @dataclass(frozen=True)
 class Taken:
-    """Seconds of one step of a case, the median over steps and ranks.
+    """Seconds of one measured step, as medians over steps and ranks.
 
     `rest_s` is the time of a step outside forward, backward, optimizer and the sum over the data
     axis. `elements` is the number of parameters.
@@ -81,7 +81,7 @@ class Taken:
 
 
 class Layers:
-    """Times of the trainer's stages, and a cluster's fractions that fit them."""
+    """Measured times of the trainer's stages, and the fractions of a cluster that fit them."""
 
     def __init__(
         self, bench: Bench, world: World, precision: str, cases: Sequence[ProbedModel]
@@ -92,7 +92,8 @@ class Layers:
         self.cases = cases
 
     def fit(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return the cluster `tree` with fractions, launches, updates and steps as measured."""
+        """Return the cluster `tree` with the fractions, launches, updates and steps that were
+        measured."""
         taken = self.taken()
         small = min(taken, key=lambda case: case.elements)
         large = max(taken, key=lambda case: case.elements)
@@ -137,7 +138,7 @@ class Layers:
         taken: Sequence[Taken],
         tensor: int,
     ) -> dict[str, Any]:
-        """Return `tree` with values of `keys` at which predictions agree best with `taken`.
+        """Return `tree` with the values of `keys` for which predictions agree best with `taken`.
 
         The predictions are those of forward and backward passes on `tensor` ranks.
         """

@@ -1,4 +1,5 @@
-"""The layout of `ptdmpi train --layout auto`: searched, on this machine if no cluster is named."""
+"""The layout of `ptdmpi train --layout auto`, by a search. Without a cluster it measures this
+machine."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, count
@@ -19,9 +20,9 @@ def with_best_layout(
 ) -> dict[str, Any]:
     """Return the configuration `tree` with the layout that the run has already, or the best one.
 
-    All ranks call it together. Without `run.cluster` it measures this machine first. `overrides`
-    are the --set options. Raise InputError on every rank if one of them sets a part of the layout,
-    or if no layout fits.
+    All ranks call it together. If `run.cluster` is not set, it measures this machine first.
+    `overrides` are the --set options. Raise InputError on every rank if an override sets a part of
+    the layout, or if no layout fits.
     """
     world.on_root(lambda: choose.require_free(overrides))
     tree = world.on_root(lambda: dict(with_form(tree)))

@@ -25,7 +25,7 @@ from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Layers, ProbedModel
 from ptdmpi.train.capacity import process_bytes, rank_memory_bytes, ranks_sharing
 from ptdmpi.train.records.rates import device_name
 
-# Measured rates are reached as a whole; `Layers.fit` finds the fractions that whole layers reach.
+# Measured rates are reached completely. `Layers.fit` finds the fractions that whole layers reach.
 WHOLE = {
     "gemm_fraction": 1.0,
     "memory_fraction": 1.0,
@@ -33,14 +33,14 @@ WHOLE = {
     "link_step_s": 0.0,
     "collective_s": 0.0,
 }
-UNLIMITED = 1e15  # for rates of data sheets, which a measured file does without
+UNLIMITED = 1e15  # for rates of data sheets that a measured file does not need
 
 
 @dataclass(frozen=True)
 class Effort:
     """The sizes that are measured.
 
-    `ways` None: the quickest kernels are not looked for. On a device that is `make gpu`'s task.
+    If `ways` is None, the fastest kernels are not searched for. On a device `make gpu` does that.
     """
 
     extent: kernels.Extent
@@ -56,10 +56,10 @@ GPU_EFFORT = Effort(kernels.GPU, collectives.SIZES_BYTES, GPU_CASES, None)
 def probe(
     world: World, precision: str, device: torch.device, effort: Effort | None = None
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return the cluster as a table, and the findings as (name, value in words).
+    """Return the cluster as a table, and the findings as (name, text of the value).
 
-    Every rank calls it and gets the same. Raises ProbeError if a kernel or a message gives a wrong
-    result on any rank, and InputError if the nodes have unequal numbers of ranks.
+    Every rank calls it and gets the same result. Raises ProbeError if a kernel or a message gives a
+    wrong result on any rank, and InputError if the nodes have unequal numbers of ranks.
     """
     if world.local_size * world.nodes != world.size:
         raise InputError(f"{world.size} ranks on {world.nodes} nodes: start as many on each node")
@@ -73,7 +73,7 @@ def probe(
     memory = min(
         bench.everyone.all_gather_object(rank_memory_bytes(device, ranks_sharing(world, device)))
     )
-    # The program's own memory is not available for tensors, but counts as memory of a run.
+    # The memory of the program itself is not available for tensors, but is part of a run's memory.
     program = _program_bytes(compute) if device.type == "cpu" else 0
     program = max(bench.everyone.all_gather_object(program))
     own = _quickest_kernels(bench, compute, effort.ways)
@@ -117,8 +117,8 @@ def probe(
 def _quickest_kernels(
     bench: Bench, dtype: torch.dtype, sizes: quickest.TimedSizes | None
 ) -> dict[str, Any]:
-    """Find the quickest kernels, by which `bench` then measures all else, and return their entries;
-    nothing if `sizes` is None."""
+    """Find the fastest kernels and return their entries; return nothing if `sizes` is None. All
+    later measurements of `bench` use these kernels."""
     if sizes is None:
         return {}
     with bench.phase("ways of attention and linears", sizes.measurements(dtype)):
@@ -130,7 +130,7 @@ def _quickest_kernels(
 def _program_bytes(compute: torch.dtype) -> int:
     """Return the resident memory of the trainer itself, without a model.
 
-    It is that of all imports, and of all that PyTorch loads with its first product, attention and
+    It includes all imports, and all that PyTorch loads with its first product, attention and
     backward pass.
     """
     importlib.import_module("ptdmpi.train.loop")
@@ -148,7 +148,7 @@ def _device(
     *,
     memory_bytes: int,
 ) -> dict[str, Any]:
-    """Return the keys of a data sheet, without limits where measured tables are used instead."""
+    """Return the keys of a data sheet. Rates that measured tables replace set no limit."""
     if bench.device.type != "cpu":
         name = device_name(bench.device)
     else:
@@ -180,7 +180,8 @@ def _node(world: World) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Return a table with numbers of four digits, more than a measurement is good for."""
+    """Return a table with numbers rounded to four digits, since measurements are less precise than
+    that."""
     if isinstance(value, dict):
         return {key: _rounded(part) for key, part in value.items()}
     if isinstance(value, list):

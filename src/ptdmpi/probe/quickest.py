@@ -25,7 +25,7 @@ from ptdmpi.model.kernels.stored import WORDS
 from ptdmpi.probe.bench import Bench
 
 LEAST_GAIN = 0.03  # fraction of the time; a smaller gain may be chance
-# capabilities of processors by their names in torch.cpu.get_capabilities(), the rarest first
+# names of capabilities in torch.cpu.get_capabilities(), the rarest first
 CAPABILITIES = ("amx_bf16", "avx512_bf16", "avx512_f", "avx2")
 ATTENTION: dict[str, HostAttention] = {
     "products": AttentionByProducts(),
@@ -45,8 +45,8 @@ SIGMOID = HostChoice(gelu="sigmoid")
 class TimedSizes:
     """The sizes that are timed.
 
-    Attention at these sequence lengths, linears of (positions, inputs, outputs), and GELU of
-    (positions, features).
+    Attention is timed at these sequence lengths, linears at these (positions, inputs, outputs), and
+    GELU at these (positions, features).
     """
 
     lengths: tuple[int, ...] = (512, 1024, 2048)
@@ -69,7 +69,8 @@ class TimedSizes:
 
 
 def entries(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, list[dict[str, Any]]]:
-    """Measure in numbers of `dtype`; return one entry of each kind, for processors like this one.
+    """Measure in numbers of type `dtype`; return one entry of each kind for processors like this
+    one.
 
     Every rank calls it. Raises ProbeError on every rank if a kernel gives a wrong result on any.
     """
@@ -87,7 +88,8 @@ def entries(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, li
 
 
 def _attention_ways(dtype: torch.dtype) -> dict[str, HostAttention]:
-    """Return the kernels that differ in numbers of this type."""
+    """Return the kernels to time in numbers of this type; those that round to bfloat16 only for
+    bfloat16."""
     if dtype == torch.bfloat16:
         return ATTENTION
     return {way: kernel for way, kernel in ATTENTION.items() if not _rounds(kernel)}
@@ -106,7 +108,7 @@ def _attention(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str,
     products = [way for way, kernel in ways.items() if isinstance(kernel, AttentionByProducts)]
     quickest = min(products, key=lambda way: _sum_of_logarithms(times[way]))
     if not _gains(times["products"], times[quickest]):
-        quickest = "products"  # the smallest blocks, unless others gain
+        quickest = "products"  # blocks of the smallest size, unless another size is faster
     entry: dict[str, Any] = {"way": "library"}
     words = "library"
     if _gains(library, times[quickest]):
@@ -172,7 +174,7 @@ def _gelu(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]
 
 
 def _linears(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
-    """Return the entry of linears: from which size on oneDNN is quicker, for each product."""
+    """Return the entry of linears: for each product the size from which on oneDNN is faster."""
     entry: dict[str, Any] = {}
     words = []
     able = host.has_fused() and dtype in host.FUSED_TYPES and host.multiplies("cpu", dtype)
@@ -208,7 +210,7 @@ Shapes = Sequence[tuple[int, int, int]]
 
 
 def _outputs(shapes: Shapes, dtype: torch.dtype) -> Iterator[tuple[tuple[int, int, int], Work]]:
-    """Yield each shape with its product of inputs and weights."""
+    """Yield each shape with the work to multiply its inputs and weights."""
     for m, i, o in shapes:
         x, weight, bias = (torch.randn(size).to(dtype) for size in ((m, i), (o, i), (o,)))
         yield (m, i, o), partial(_linear, x, weight, bias)
@@ -225,7 +227,7 @@ def _input_gradient(dy: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
 def _input_gradients(
     shapes: Shapes, dtype: torch.dtype
 ) -> Iterator[tuple[tuple[int, int, int], Work]]:
-    """Yield each shape with its product for the gradient of the input."""
+    """Yield each shape with the work to compute the gradient of its input."""
     for m, i, o in shapes:
         dy, weight = (torch.randn(size).to(dtype) for size in ((m, o), (o, i)))
         yield (m, i, o), partial(_input_gradient, dy, weight)
@@ -248,7 +250,7 @@ def _quicker_from(
 
 
 def _gains(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Return True if the second kernel is quicker at all sizes together."""
+    """Return True if the second kernel is faster in the sum over all sizes."""
     apart = _sum_of_logarithms(after) - _sum_of_logarithms(before)
     return apart < len(before) * math.log(1 - LEAST_GAIN)
 

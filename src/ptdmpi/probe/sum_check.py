@@ -1,4 +1,4 @@
-"""Check of all-reduce against a known sum, on the host's tensors and on the device's."""
+"""Check of all-reduce against a known sum, for tensors on the host and on the device."""
 
 import time
 
@@ -14,11 +14,11 @@ from ptdmpi.terminal.say import note
 
 ALL_REDUCE_BYTES = (4 * 1024, 16 * 1024 * 1024)
 TRIALS = 5
-PERIOD = 7  # of the summed numbers: small, so that every type holds each sum exactly
+PERIOD = 7  # of the summed numbers; it is so small that every type holds each sum exactly
 
 
 def check_sums(world: World) -> list[MachineFinding]:
-    """Check sums over all ranks: of the host's tensors, and on GPUs by the wire of training.
+    """Check sums over all ranks: of tensors on the host and, on GPUs, by the wire of training.
 
     All ranks call it together and get the same findings.
     """
@@ -78,9 +78,9 @@ def sum_of_known(
 ) -> tuple[bool, float]:
     """Sum known numbers over the ranks of `comm`, several times.
 
-    Returns whether every element is right on this rank, and the seconds of the best trial, in which
-    those of the slowest rank count. Rank r gives (r + i) mod PERIOD at place i, so neighbouring
-    places and ranks differ.
+    Returns True if every element is right on this rank, and the seconds of the best trial. The time
+    of a trial is that of the slowest rank. Rank r gives (r + i) mod PERIOD at place i, so
+    neighbouring places and ranks have different numbers.
     """
     places = torch.arange(elements)
     given = ((places + comm.rank) % PERIOD).to(dtype).to(device)
@@ -93,7 +93,7 @@ def sum_of_known(
     best_s = float("inf")
     for _ in range(TRIALS):
         tensor = given.clone()
-        comm.clock.settle()  # a device may lag behind: time the sum alone, and all of it
+        comm.clock.settle()  # wait for earlier work of the device, so that only the sum is timed
         comm.barrier()
         start_s = time.perf_counter()
         comm.all_reduce(tensor)

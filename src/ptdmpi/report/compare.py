@@ -14,7 +14,7 @@ from ptdmpi.plan.schedule.simulate import Span, Timeline
 from ptdmpi.plan.show.table import lines
 from ptdmpi.report import trained
 
-# part -> kinds of spans; what is left of all kinds of ops without collectives inside computes
+# part -> kinds of spans; all other kinds of ops, without collectives inside them, are computation
 WAITING = "bubble and messages between stages"
 AFTERWARDS = ("reduce", "optimizer")
 COMPUTING = "computing"
@@ -26,16 +26,17 @@ PARTS: dict[str, tuple[str, ...]] = {
     "optimizer": ("optimizer",),
     "data": ("data",),
 }
-# group of a collective that runs inside an op -> its part. A price counts messages of attention
-# over the context axis with those of the tensor axis.
+# group of a collective inside an op -> its part. A price counts the messages of attention over the
+# context axis together with those of the tensor axis.
 INSIDE = {"tensor": "tensor axis", "context": "tensor axis", "shard": "data axis"}
 
 
 def parts(timeline: Timeline) -> dict[str, float]:
-    """Return the seconds of a step by part, the mean of the ranks; with "other" they add up to it.
+    """Return the seconds of each part of a step, as means over the ranks; with "other" they add up
+    to it.
 
-    A rank that has computed its last op waits for the slowest rank, whatever it does next. Until
-    the last op of all ranks ends, its time counts as bubble.
+    After its last op a rank waits for the slowest rank, whatever it does next. Its time until the
+    last op of all ranks ends counts as bubble.
     """
     ranks = timeline.ranks
     spent = dict.fromkeys(PARTS, 0.0)
@@ -62,7 +63,7 @@ def parts(timeline: Timeline) -> dict[str, float]:
 
 
 def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline:
-    """Return the step of a run's configuration as it is predicted on a cluster."""
+    """Return the predicted step of a run's configuration on a cluster."""
     checked = trained.resolved(config)
     layout = checked.layout
     pricer = pricer_of(checked, vocab_size, cluster)
@@ -102,7 +103,7 @@ def pricer_of(config: Config, vocab_size: int, cluster: str) -> Pricer:
 def cluster_of(path: Path, config: dict[str, Any]) -> str | None:
     """Return the cluster that a run names, or None.
 
-    A cluster file is looked for at its place, then in the run directory `path`.
+    A cluster file is searched for at its path, then in the run directory `path`.
     """
     name = config["run"].get("cluster", "")
     if not name:
@@ -166,8 +167,8 @@ def foreseen(
 ) -> Timeline | None:
     """Return the predicted step of the run in directory `path`; None if no cluster is known.
 
-    It is predicted on `cluster`, else on the cluster that the run names. `vocab_size`: None if no
-    record has it. Raise InputError if the cluster cannot be used or `vocab_size` is missing.
+    The prediction is for `cluster`, else for the cluster that the run names. `vocab_size` is None
+    if no record has it. Raise InputError if the cluster cannot be used or `vocab_size` is missing.
     """
     named = cluster or cluster_of(path, config)
     if named is None:

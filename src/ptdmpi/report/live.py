@@ -31,7 +31,7 @@ MINUTE_S = 60
 
 
 def follow(look: Callable[[], list[dict[str, Any]]], console: Console, every_s: float) -> None:
-    """Draw in place every `every_s` seconds until all runs are done or stopped, or Ctrl-C.
+    """Redraw in place every `every_s` seconds until all runs are done or stopped, or until Ctrl-C.
 
     `look` returns the status of each run.
     """
@@ -58,7 +58,7 @@ def picture(statuses: Sequence[dict[str, Any]]) -> RenderableType:
 
 
 def _printable(value: Any) -> Any:
-    """Return a status with its control characters written out.
+    """Return a status in which control characters are written as text.
 
     A log, a host name or a path may contain escape sequences, which a terminal would obey.
     """
@@ -123,7 +123,7 @@ def table(statuses: Sequence[dict[str, Any]]) -> Table:
 
 
 def _cells(status: dict[str, Any]) -> dict[str, str]:
-    """Return the texts that are known of a run, by the names of COLUMNS."""
+    """Return the known texts about a run, by the names of COLUMNS."""
     cells = {"saved": "none"}
     if "checkpoint" in status:
         cells["saved"] = f"{status['checkpoint']['step']:,}"

@@ -14,11 +14,12 @@ SMALLER = 0.5
 def judged(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Judge the batch size by the newest records that have a finite `gradient_noise`.
 
-    Returns None if there is no such record, else: `noise_scale_tokens`, B_simple = tr(Sigma) /
-    |G|^2 of the means of both, or None if the noise hides the gradient; `batch_tokens`, the mean
-    number of valid tokens in a step; `steps`, the number of records; `answer`, a sentence.
+    Returns None if there is no such record. Otherwise the result has: `noise_scale_tokens`,
+    B_simple = tr(Sigma) / |G|^2 from the means of both, or None if the noise hides the gradient;
+    `batch_tokens`, the mean number of valid tokens in a step; `steps`, the number of records;
+    `answer`, a sentence.
 
-    A batch of B needs 1 + B_simple / B times the steps of an endless one, and B / B_simple + 1
+    A batch of B needs 1 + B_simple / B times the steps of an infinite batch, and B / B_simple + 1
     times the least number of samples (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11).
     """
     recorded = [record["gradient_noise"] for record in records if "gradient_noise" in record]

@@ -87,7 +87,8 @@ def task_curves(run: RecordedRun, path: Path) -> None:
 
 
 def _task_results(run: RecordedRun) -> dict[str, list[tuple[int, dict[str, Any]]]]:
-    """Return the tokens and the result of each time that a task file was asked, by file."""
+    """Return the results of each task file, by file. Each result has the tokens that were trained
+    on before."""
     tokens = tokens_by_step(run)
     results = defaultdict(list)
     for record in run.tasks:
@@ -113,7 +114,8 @@ def validation_points(run: RecordedRun) -> list[tuple[int, float]]:
 
 
 def _axes(run: RecordedRun, label: str) -> tuple["Figure", "Axes"]:
-    """Return an empty picture over the tokens of a run; `label` is that of the vertical axis."""
+    """Return an empty picture whose horizontal axis has the tokens of a run; `label` is the
+    vertical axis's."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -129,10 +131,10 @@ def _axes(run: RecordedRun, label: str) -> tuple["Figure", "Axes"]:
 
 
 def centred_means(losses: list[float]) -> tuple[list[float], int]:
-    """Return the mean of the losses around each step, and how many steps it takes on each side.
+    """Return the mean of the losses around each step, and the number of steps on each side of it.
 
-    Near the ends it takes fewer on both sides, so that it neither lags behind the curve nor runs
-    ahead of it.
+    Near the ends fewer steps are used on both sides, so that the mean neither lags behind the curve
+    nor runs ahead of it.
     """
     reach = len(losses) // 100
     last = len(losses) - 1

@@ -1,4 +1,4 @@
-"""A run directory read whole: configuration, records, measured timeline, attempts."""
+"""The whole content of a run directory: configuration, records, measured timeline, attempts."""
 
 import contextlib
 import json

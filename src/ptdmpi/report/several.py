@@ -11,14 +11,15 @@ from ptdmpi.report.run import RecordedRun
 from ptdmpi.report.status import binned
 from ptdmpi.report.summary import rows_of
 
-# numbers of one run that have no counterpart in another
+# numbers that cannot be compared between runs
 OWN = ("attempts", "profiles", "drawn", "validation_losses", "step_shares", "comparison")
 NAMES = ("run.name", "run.dir")
 POINTS = 200  # of each curve
 
 
 def table(runs: Sequence[RecordedRun], numbers: Sequence[dict[str, Any]]) -> str:
-    """Return a table as text: a column for each run, a row for each number that any of them has."""
+    """Return a table as text: a column for each run, a row for each number that at least one run
+    has."""
     columns = []
     for summary in numbers:
         compared = {key: value for key, value in summary.items() if key not in OWN}
@@ -88,9 +89,10 @@ def picture(runs: Sequence[RecordedRun], path: Path) -> None:
 
 
 def largest_gap(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:
-    """Return how far the losses of two runs are apart, over the steps that both have.
+    """Return the mean and the largest difference between the losses of two runs, over the steps
+    that both have.
 
-    Return None unless there are two runs, with a common step.
+    Return None unless there are exactly two runs with a common step.
     """
     if len(runs) != 2:
         return None

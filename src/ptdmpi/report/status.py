@@ -16,7 +16,7 @@ from ptdmpi.config import InputError
 from ptdmpi.sinks.record import median
 
 RECENT = 50  # newest steps, for rates
-# Greater values in a record are damage.
+# Values above these limits mean that a record is damaged.
 MOST_STEPS = 10**12
 MOST_DRAWN = 1e300
 LONGEST_STEP_S = 1e7
@@ -31,12 +31,12 @@ STEP_NUMBERS = (
 )
 SCORES = ("accuracy", "exact_match")
 REMARKS = 3  # newest warnings of the log
-# A run that writes nothing for longer than both of these is called silent.
+# A run that has written nothing for longer than both of these times is called silent.
 SILENT_S = 60.0
 SILENT_STEPS = 10.0
 # A damaged config.toml raises one of these.
 BROKEN = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
-# Lines of the log with one of these are warnings.
+# A line of the log that contains one of these words is a warning.
 WARNINGS = (
     "warning",
     "lost in step",
@@ -49,8 +49,8 @@ WARNINGS = (
 class Tail:
     """The new whole lines of a growing file.
 
-    A file that was replaced or cut, because a start of the run dropped records, is read from its
-    beginning again; then `begun_anew` is True.
+    A file may be replaced or cut, because a start of the run dropped records. It is then read from
+    its beginning again, and `begun_anew` is True.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,7 +79,7 @@ class Tail:
 
 
 class Watched:
-    """A run whose status is asked for again and again.
+    """A run whose status is read repeatedly.
 
     Raises InputError if `path` is no run directory.
     """
@@ -117,7 +117,7 @@ class Watched:
     def status(self) -> dict[str, Any]:
         """Return everything that is known now; keys that are not known yet are absent."""
         with contextlib.suppress(*BROKEN):
-            self._read_config()  # a new start may have other steps; a file half written is skipped
+            self._read_config()  # a new start may have other steps; a half-written file is skipped
         lines = self._metrics.lines()
         if self._metrics.begun_anew:
             self._forget()
@@ -163,7 +163,7 @@ class Watched:
         elif "loss" in record:
             self._recent.append(record)
             self._losses.append(record["loss"])
-            # a run judges its ranks every 20 steps or so; it records them only if some are slow
+            # a run judges its ranks about every 20 steps, and records only slow ones
             if "slow_ranks" in record:
                 self._slow = record["slow_ranks"]
                 self._slow_step = record["step"]
@@ -194,7 +194,8 @@ class Watched:
         }
 
     def _age_s(self) -> float:
-        """Return the seconds since the run last wrote, by the clocks of this host and the disk."""
+        """Return the seconds since the run last wrote, from the clocks of this host and of the
+        disk."""
         newest = 0.0
         for name in ("metrics.jsonl", "log.txt", "config.toml"):
             with contextlib.suppress(OSError):
@@ -276,7 +277,8 @@ def binned(values: list[float], most: int) -> list[float]:
 
 
 def _newest_checkpoint(directory: Path) -> dict[str, Any] | None:
-    """Return the checkpoint that the file `latest` names, without checking it; None if none."""
+    """Return the checkpoint that the file `latest` names, without a check; None if there is no such
+    file."""
     try:
         name = (directory / "latest").read_text(encoding="utf-8").strip()
         age_s = max(0.0, time.time() - (directory / name).stat().st_mtime)

@@ -1,4 +1,4 @@
-"""A step of a run as a timeline: as it was measured, planned and predicted."""
+"""A step of a run as timelines: the measured, the planned and the predicted one."""
 
 import statistics
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from ptdmpi.plan.schedule.orders import build
 from ptdmpi.plan.schedule.simulate import Timeline, simulate
 from ptdmpi.report.run import RecordedRun
 
-# kinds of spans that are no ops, by their words in the table
+# kinds of spans that are no ops -> their names in the table
 PARTS = {
     "receive": "waiting for input (bubble and imbalance)",
     "gather": "gather of scattered activations",
@@ -47,7 +47,7 @@ class MeasuredCosts:
 def planned(run: RecordedRun, measured: Timeline) -> Timeline:
     """Simulate the run's schedule with the mean op times of `measured` and without messages.
 
-    The bubble of the result is the schedule's own.
+    The bubble of the result is due to the schedule alone.
     """
     parallel = run.measured_config["parallel"]
     batch = run.measured_config["batch"]

@@ -12,7 +12,7 @@ from ptdmpi.sinks.record import median, task_score
 
 Rows = list[tuple[str, str]]
 
-# keys of a validation that the table shows besides its loss
+# keys of a validation that the table shows in addition to its loss
 _VALIDATION_KEYS = (*VALIDATION[1:], "validation_sentence_order_loss", "validation_losses")
 
 
@@ -30,7 +30,7 @@ def summary(run: RecordedRun) -> dict[str, Any]:
 
 
 def _progress(run: RecordedRun) -> dict[str, Any]:
-    """Return how far the run is, in which layout, and on which data."""
+    """Return the progress of the run, its layout, and its data."""
     last = run.steps[-1]
     numbers: dict[str, Any] = {
         "layout": last["layout"],
@@ -50,7 +50,7 @@ def _progress(run: RecordedRun) -> dict[str, Any]:
 
 
 def _drawn(paths: list[str], record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the samples that the run took of each dataset, up to a step's record."""
+    """Return the samples that the run took of each dataset, up to the step of a record."""
     counts = record["samples_drawn"]
     total = sum(counts)
     return [
@@ -77,7 +77,8 @@ def _quality(run: RecordedRun) -> dict[str, Any]:
 
 
 def _speed(run: RecordedRun) -> dict[str, Any]:
-    """Return medians of times and rates in the last layout, memory, traffic, parts of a step."""
+    """Return the medians of times and rates in the last layout, the memory, the traffic, and the
+    parts of a step."""
     last = run.steps[-1]
     same_layout = [
         record

@@ -1,4 +1,4 @@
-"""The messages that rank 0 sends in a step: counted by the run, and by closed forms."""
+"""The messages that rank 0 sends in a step: as the run counted them, and by closed forms."""
 
 import contextlib
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from ptdmpi.report import trained
 
 
 def sent(record: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Return a table: group of ranks -> kind of message -> what rank 0 sent.
+    """Return a table of the messages that rank 0 sent: group of ranks -> kind of message -> entry.
 
     An entry has the `messages` and `bytes` of the step's record, `closed_form_bytes`, and
     `closed_form_is_exact`. The latter two are None if this version cannot read the run's
@@ -52,15 +52,16 @@ def sent(record: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 
 
 class _ClosedForm(NamedTuple):
-    """Traffic of a step by closed forms; `is_exact`: on the data axis, too."""
+    """Traffic of a step by closed forms; `is_exact`: it is exact on the data axis, too."""
 
     traffic: Traffic
     is_exact: bool
 
 
 def _closed_form(config: dict[str, Any], record: Mapping[str, Any]) -> _ClosedForm | None:
-    """Return the closed form for a step's record; None for a step in another layout, or if rank 0
-    sends nothing by it. Raise InputError if this version cannot read the configuration."""
+    """Return the closed form for the record of a step. Return None if the step had another layout,
+    or if rank 0 sends nothing by the closed form. Raise InputError if this version cannot read the
+    configuration."""
     checked = trained.resolved(config)
     if str(checked.layout) != record["layout"]:
         return None

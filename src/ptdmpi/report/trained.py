@@ -36,7 +36,7 @@ def trained_steps(path: Path, steps: Sequence[Mapping[str, Any]]) -> list[Traine
 def config_at(
     history: Sequence[TrainedSteps], step: int | None, otherwise: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the configuration that trained `step`, or that of the newest attempt for None.
+    """Return the configuration that trained `step`; None: the configuration of the newest attempt.
 
     Return `otherwise` if the history does not have the step.
     """
@@ -45,7 +45,7 @@ def config_at(
 
 
 def resolved(config: dict[str, Any]) -> Config:
-    """Return a run's configuration, validated for the ranks of its layout without spare ones.
+    """Return a run's configuration, validated for the ranks of its layout, without spare ranks.
 
     Raise InputError if this version does not accept it.
     """

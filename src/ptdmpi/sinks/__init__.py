@@ -1,1 +1,1 @@
-"""Tools that show the records of a run besides `metrics.jsonl`, as extras."""
+"""Tools that show the records of a run in addition to `metrics.jsonl`; each is an extra."""

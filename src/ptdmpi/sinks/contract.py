@@ -9,8 +9,8 @@ from typing import Any, Protocol
 class Past:
     """The state of a run when one of its processes starts.
 
-    `path`: the run directory, whose metrics.jsonl holds the kept records. `step`: the run resumes
-    after it. `dropped`: whether this start has dropped records after that step.
+    `path` is the run directory, whose metrics.jsonl has the kept records. The run resumes after
+    step `step`. `dropped` is True if this start has dropped records after that step.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""A record of `metrics.jsonl` as named numbers, the same for every sink; and the kept records."""
+"""The records of `metrics.jsonl` as named numbers, which are the same for every sink."""
 
 import json
 import statistics
@@ -22,9 +22,9 @@ GROUPS = {
     "vocab_size": "layout",
 }
 
-# keys without a curve: they are the same for each step, or the axis of the curves
+# keys without a curve, because they are the same in each step, or the axis of the curves
 NOT_SHOWN = ("step", "wire_bytes", "wire_messages")
-# facts of a task file that do not depend on the model
+# numbers of a task file that do not depend on the model
 OF_FILE = ("items", "samples", "truncated")
 
 
@@ -46,7 +46,8 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
-    """Return the numbers in `value`, by `name` and, inside a list or a table, the place there."""
+    """Return the numbers in `value` by name. In a list or a table the name is extended by the
+    place."""
     items = {name: value}
     if isinstance(value, dict):
         items = {f"{name}/{key}": item for key, item in value.items()}
@@ -58,7 +59,7 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
 def median(values: Iterable[float | None]) -> float | None:
     """Return the median of the values that are not None.
 
-    Return None if all are, such as the MFU of a device whose peak is unknown.
+    Return None if all values are None, such as the MFU of a device whose peak is unknown.
     """
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None

@@ -26,7 +26,7 @@ def _require_package(package: str, key: str, text: str) -> None:
 
 
 class Sinks:
-    """The open sinks, on rank 0. One that fails is closed; `say` gets one line about it."""
+    """The open sinks, on rank 0. A sink that fails is closed, and `say` prints a line about it."""
 
     def __init__(self, config: Config, past: Past, say: Callable[[str], None]) -> None:
         self._say = say
@@ -63,7 +63,8 @@ class Sinks:
 
 
 def _wanted(log: LogConfig) -> list[tuple[str, Callable[[Config, Past], Sink]]]:
-    """Return the name and the class of each wanted sink; import them now, for they need extras."""
+    """Return the name and the class of each wanted sink. They are imported here, since they need
+    extras."""
     wanted: list[tuple[str, Callable[[Config, Past], Sink]]] = []
     if log.tensorboard:
         from ptdmpi.sinks.tensorboard import TensorBoard

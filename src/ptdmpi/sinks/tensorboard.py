@@ -24,8 +24,9 @@ FLUSH_S = 5.0
 class TensorBoard:
     """A sink that writes one event file for each start of a run.
 
-    A later start begins with TensorBoard's own mark of a restart: readers then drop earlier events
-    at that step or later. The first start of the sink writes the records that the run has already.
+    A later start begins with TensorBoard's own mark of a restart, after which readers drop earlier
+    events of that step or later. The first start with this sink writes the existing records of the
+    run, too.
     """
 
     def __init__(self, config: Config, past: Past) -> None:

@@ -1,4 +1,5 @@
-"""The environment of MPI programs, as `jobs/mpi-env.sh` sets it: the only place that knows it."""
+"""The environment of MPI programs, which `jobs/mpi-env.sh` sets; no other code knows its
+settings."""
 
 import json
 import os
@@ -11,15 +12,15 @@ from pathlib import Path
 from ptdmpi.config import InputError
 
 SCRIPT = "mpi-env.sh"
-# The folder of each node for copies of the state in its memory, in the environment of the ranks.
+# The variable with the folder on each node for copies of the state in its memory.
 COPIES = "PTDMPI_COPIES"
-# Open MPI passes on its own variables; of the others a rank on another host needs these.
+# Open MPI passes its own variables on; a rank on another host also needs these.
 PASSED_ON = ("OMP_NUM_THREADS", "MPI4PY_LIBMPI", "PYTHONPATH", COPIES)
 MEMORY = Path("/dev/shm")
 
 
 def script() -> Path:
-    """Return the path of `mpi-env.sh`: in `jobs/` of a clone, or in the installed package.
+    """Return the path of `mpi-env.sh`, which is in `jobs/` of a clone or in the installed package.
 
     Raise InputError if it is in neither.
     """
@@ -31,7 +32,7 @@ def script() -> Path:
 
 
 def mpi_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return `environ` with the settings of `mpi-env.sh`; variables that are set stay."""
+    """Return `environ` with the settings of `mpi-env.sh`; variables that are already set stay."""
     environment = dict(environ)
     if sys.prefix != sys.base_prefix:
         environment.setdefault("VIRTUAL_ENV", sys.prefix)

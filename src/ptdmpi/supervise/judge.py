@@ -1,4 +1,5 @@
-"""The judgement of a start that has ended: is the run over, or are its ranks started again?"""
+"""The judgement of a start that has ended: whether the run is over or its ranks are started
+again."""
 
 from dataclasses import dataclass
 
@@ -11,11 +12,11 @@ CORRUPT = 3  # run.on_corruption = "stop"
 
 @dataclass(frozen=True)
 class Starts:
-    """What the supervisor remembers of earlier starts.
+    """The memory of the supervisor about earlier starts.
 
-    `furthest`: the last step that any of them has recorded. `idle`: the starts in a row that
-    brought no new step. `failed_at`: the step after which the last one failed by an exception or a
-    hang of the program; None if it ended in another way.
+    `furthest` is the last step that any start has recorded. `idle` is the number of starts in a row
+    that brought no new step. `failed_at` is the step after which the last start failed by an
+    exception or a hang of the program; None if it ended in another way.
     """
 
     furthest: int = 0
@@ -32,23 +33,25 @@ class Starts:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The exit code of the run; None: its ranks are started again. `why`: the reason, in words."""
+    """The exit code of the run, or None if its ranks are started again. `why` is the reason as
+    text."""
 
     code: int | None
     why: str = ""
 
 
 def judged(ended: Ended, before: Starts, step: int, *, asked: bool, restarts: int) -> Judgement:
-    """Return whether a start that ended after `step`, without the run being complete, is the last.
+    """Judge a start that ended after `step` although the run was not complete: is it the last one?
 
-    `asked`: a stop was asked for. `restarts`: starts in a row that may bring no new step.
+    `asked`: a stop was requested. `restarts` is the number of starts in a row without a new step
+    that are allowed.
     """
     if ended.code in (BAD_INPUT, CORRUPT, STOPPED):
         return Judgement(ended.code)
     # mpirun can end with 0 after it has lost a node
     code = ended.code or 1
     if asked:
-        # a rank whose handlers were not installed yet ends by the signal: nothing had been trained
+        # a signal ends a rank whose handlers are not installed yet; nothing has been trained then
         return Judgement(STOPPED if code in (128 + 10, 128 + 15) else code)
     now = before.after(ended, step)
     if ended.failed and before.failed_at == step:

@@ -1,4 +1,5 @@
-"""The output of a launcher and its ranks: the ranks' lines pass, the launcher's noise waits."""
+"""The output of a launcher and its ranks. The ranks' lines are printed at once, the launcher's
+later."""
 
 import re
 import sys
@@ -6,27 +7,27 @@ import threading
 from collections.abc import Callable
 from typing import IO
 
-# A launcher frames its notices by lines of dashes; a rank's line that looks so is a rank's table.
+# A launcher puts lines of dashes around its notices; a rank's line of dashes belongs to a table.
 FRAME = re.compile(r"-{60,}\s*$")
 NOISE = re.compile(
     r"\[[\w.-]+:\d+\] .*(PRTE|PMIX|ORTE|OPAL|help message|MCA parameter)"
     r"|srun: (error|SupervisedJob step aborted|launch|Terminating|Force Terminated)|slurmstepd: "
     r"|\[(proxy|mpiexec)[:@]|^=+ *$|=   (BAD|EXIT|CLEANING|YOU)"
 )
-# By these lines a rank itself says why the job ends.
+# Lines in which a rank itself reports why the job ends begin so.
 SAID = re.compile(r"ptdmpi: error: |\[rank \d+ on |ptdmpi: interrupted|stall: ")
 TRACEBACK = re.compile(r"\[rank \d+ on [^]]*\] Traceback|stall: ")
 
 
 class LauncherOutput:
-    """What one start of the ranks prints; threads pass it on line by line.
+    """The output of one start of the ranks; threads print it line by line.
 
-    `said`: a rank has said why it ends. `failed`: it was by an exception or a hang of the program.
-    `unread` becomes true once nobody reads what this process prints.
+    `said`: a rank has reported why it ends. `failed`: the reason was an exception or a hang of the
+    program. `unread` becomes True when nobody reads the output of this process any more.
     """
 
     def __init__(self, pipes: list[tuple[IO[str], IO[str]]], on_unread: Callable[[], None]) -> None:
-        """Read from the first of each pair until it ends, and print to the second."""
+        """Read from the first file of each pair until it ends, and print to the second one."""
         self.said = False
         self.failed = False
         self._on_unread = on_unread
@@ -39,13 +40,13 @@ class LauncherOutput:
             thread.start()
 
     def finish(self, limit_s: float) -> None:
-        """Wait until all is printed, at most `limit_s` for each pipe: a process that outlives the
-        launcher may hold one open."""
+        """Wait until everything is printed, at most `limit_s` for each pipe, because a process that
+        outlives the launcher may hold one open."""
         for thread in self._threads:
             thread.join(limit_s)
 
     def tell(self) -> None:
-        """Print the launcher's notices: no rank has said why the job ended."""
+        """Print the launcher's notices, because no rank has reported why the job ended."""
         for line in self._held:
             self._print(line, sys.stderr)
         self._held.clear()

@@ -1,8 +1,8 @@
 """The nodes on which a job may start ranks, and the launcher's command line for them.
 
-Inside an allocation the nodes are those of the scheduler: Slurm starts ranks by steps of `srun`,
-PBS by mpirun with the names of its node file. Elsewhere they are the hosts that the user names, or
-this machine.
+In an allocation the nodes are those of the scheduler. Slurm starts ranks by steps of `srun`, PBS by
+mpirun with the names in its node file. Elsewhere they are the hosts that the user names, or this
+machine.
 """
 
 import math
@@ -33,8 +33,9 @@ class LaunchHost:
 class LaunchPlace:
     """The nodes of a job in the order in which they are filled; none: this machine.
 
-    `launcher` is "mpirun" (Open MPI's options), "mpiexec" (those of MPICH and PALS) or "srun", with
-    `options` for every start. `ranks` is what the scheduler gives, or 0.
+    `launcher` is "mpirun" (with Open MPI's options), "mpiexec" (with the options of MPICH and PALS)
+    or "srun". `options` are added at every start. `ranks` is the number that the scheduler gives,
+    or 0.
     """
 
     launcher: str
@@ -43,7 +44,7 @@ class LaunchPlace:
     ranks: int = 0
 
     def filled(self, ranks: int) -> "LaunchPlace":
-        """Return the place with the number of ranks of each node decided, for `ranks` ranks.
+        """Return the place with a number of ranks decided for each node, so that `ranks` ranks fit.
 
         Raise InputError if the nodes do not take that many.
         """
@@ -57,13 +58,13 @@ class LaunchPlace:
         return replace(self, nodes=nodes, ranks=ranks)
 
     def room(self, nodes: Sequence[LaunchHost]) -> int:
-        """Return the number of ranks that `nodes`, some of this place's, take."""
+        """Return the number of ranks that fit on `nodes`, which are some of this place's nodes."""
         if not self.nodes:
             return self.ranks
         return sum(node.ranks for node in nodes)
 
     def command(self, ranks: int, nodes: Sequence[LaunchHost]) -> list[str]:
-        """Return the launcher's words that start `ranks` ranks on the first of `nodes`."""
+        """Return the command line that starts `ranks` ranks on the first of `nodes`."""
         used: list[LaunchHost] = []
         for node in nodes:
             if self.room(used) < ranks:
@@ -82,7 +83,7 @@ class LaunchPlace:
         return [*words, "--host", hosts]
 
     def on(self, node: LaunchHost, *program: str) -> list[str]:
-        """Return the words that start a program once on one node."""
+        """Return the command line that starts a program once on one node."""
         if self.launcher == "srun":
             options = ["--overlap", "--mpi=none", "-n", "1", "-N", "1", "--nodelist", node.name]
             return ["srun", *options, *program]
@@ -91,7 +92,7 @@ class LaunchPlace:
         return ["mpirun", "-n", "1", "--host", node.name, *program]
 
     def living(self, environment: Mapping[str, str]) -> tuple[LaunchHost, ...]:
-        """Return the nodes that start a program now, all asked at once."""
+        """Return the nodes on which a program starts now. All nodes are tested at once."""
         alive = self._on_each(environment, "true")
         return tuple(node for node, here in zip(self.nodes, alive, strict=True) if here)
 
@@ -101,7 +102,8 @@ class LaunchPlace:
         self._on_each(environment, "rm", "-rf", folder)
 
     def _on_each(self, environment: Mapping[str, str], *program: str) -> list[bool]:
-        """Start a program on each node, all at once; return for each whether it went well."""
+        """Start a program on all nodes at once; return for each node whether the program
+        succeeded."""
 
         def works(node: LaunchHost) -> bool:
             try:
@@ -145,7 +147,8 @@ def place_of(hosts: str, environment: Mapping[str, str]) -> LaunchPlace:
 
 
 def _passed_on(launcher: str, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the options by which Open MPI passes variables on; other launchers pass all."""
+    """Return the options by which Open MPI passes variables on; other launchers pass all on by
+    default."""
     if launcher != "mpirun":
         return ()
     names = [name for name in PASSED_ON if name in environment or name == COPIES]
@@ -169,8 +172,8 @@ def _pbs(launcher: str, node_file: Path) -> LaunchPlace:
 
 
 def _slurm(environment: Mapping[str, str]) -> LaunchPlace:
-    """Return the nodes of a Slurm allocation. An exit code does not end the step, for the ranks do
-    not stop at the same moment; the rest of a step ends 60 s after its first rank."""
+    """Return the nodes of a Slurm allocation. An exit code does not end the step, because the ranks
+    do not stop at the same moment. The other ranks of a step end 60 s after the first one."""
     names = subprocess.run(
         ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")],
         env=dict(environment),
@@ -178,7 +181,7 @@ def _slurm(environment: Mapping[str, str]) -> LaunchPlace:
         text=True,
     ).stdout.split()
     ranks = int(environment.get("SLURM_NTASKS", "0"))
-    # a step whose node is lost may hold the cores of the others for a while: overlap it
+    # a step whose node is lost may hold the cores of other nodes for a while, so steps may overlap
     options = ["--kill-on-bad-exit=0", "--wait=60", "--no-kill", "--overlap"]
     if "SLURM_MPI_TYPE" not in environment:
         options.append(f"--mpi={_plugin(environment)}")
@@ -191,8 +194,8 @@ def _slurm(environment: Mapping[str, str]) -> LaunchPlace:
 
 
 def _plugin(environment: Mapping[str, str]) -> str:
-    """Return Slurm's plugin for the MPI library: Open MPI has pmix, MPICH and its kin pmi2; Cray's
-    machines, which have no mpirun, cray_shasta."""
+    """Return Slurm's plugin for the MPI library: pmix for Open MPI, pmi2 for MPICH and its
+    descendants, and cray_shasta for Cray's machines, which have no mpirun."""
     if not shutil.which("mpirun", path=environment.get("PATH")):
         return "cray_shasta"
     return "pmix" if "Open MPI" in _version("mpirun", environment) else "pmi2"

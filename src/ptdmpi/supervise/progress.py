@@ -1,4 +1,4 @@
-"""What a run directory says of the progress of its run, while its ranks are being supervised."""
+"""The progress of a run while its ranks are supervised, read from its run directory."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ class RunProgress:
     steps: int
 
     def newest_step(self) -> int:
-        """Return the last step that has a record; 0 without any."""
+        """Return the last step that has a record; 0 if no step has one."""
         with contextlib.suppress(OSError):
             with open(self.path / "metrics.jsonl", "rb") as file:
                 size = file.seek(0, 2)
@@ -31,14 +31,14 @@ class RunProgress:
         return 0
 
     def done(self) -> int | None:
-        """Return the steps of a run that has ended; None while it has not."""
+        """Return the number of steps of a run that has ended; None if it has not ended."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return int(json.loads((self.path / "done").read_text())["steps"])
         return None
 
     def newest_checkpoint(self) -> tuple[str, int] | None:
-        """Return name and time of the newest checkpoint; None without one. It changes with every
-        save."""
+        """Return the name and the time of the newest checkpoint; None if there is none. Both change
+        with every save."""
         latest = self.path / "checkpoints" / "latest"
         with contextlib.suppress(OSError):
             name = latest.read_text(errors="replace").strip()

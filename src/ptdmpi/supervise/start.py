@@ -12,26 +12,26 @@ from pathlib import Path
 
 from ptdmpi.supervise.output import LauncherOutput
 
-# Launchers need a moment to install their handlers, and ranks to end after their launcher.
+# Launchers need a moment to install their handlers, and ranks need one to end after their launcher.
 POLL_S = 0.05
 GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of one start. `code`: the launcher's exit code, 128 + N for signal N. `failed`: by an
-    exception or a hang of the program, as its ranks have said."""
+    """The end of one start. `code` is the launcher's exit code, or 128 + N for signal N. `failed`:
+    its ranks have reported an exception or a hang of the program."""
 
     code: int
     failed: bool
 
 
 class LauncherStart:
-    """A launcher with its ranks, in a session of its own, so that Ctrl-C does not reach it: Open
-    MPI's would give its ranks a quarter of a second."""
+    """A launcher with its ranks, in a session of its own, so that Ctrl-C does not reach it. Open
+    MPI's launcher would end its ranks a quarter of a second after Ctrl-C."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start `command`; raise OSError if it cannot be."""
+        """Start `command`; raise OSError if it cannot be started."""
         self.process = subprocess.Popen(
             command,
             env=environment,
@@ -51,7 +51,7 @@ class LauncherStart:
         self._send(signal.SIGUSR1)
 
     def end(self) -> None:
-        """Have the launcher end its ranks now."""
+        """Have the launcher end its ranks at once."""
         self._send(signal.SIGTERM)
 
     def running(self) -> bool:
@@ -61,8 +61,8 @@ class LauncherStart:
     def finish(self, quiet: bool) -> Ended:
         """Return how the launcher ended, once no process of its session on this machine is left.
 
-        Its notices are printed if no rank has said why, except with `quiet` and after an end that
-        was asked for.
+        The launcher's notices are printed if no rank has reported why it ended. They are not
+        printed with `quiet`, or if the end was requested.
         """
         code = self.process.wait()
         self._end_session()
@@ -78,7 +78,7 @@ class LauncherStart:
             self.process.send_signal(number)
 
     def _end_session(self) -> None:
-        """Kill ranks that outlive the launcher: they would hold the run's lock."""
+        """Kill ranks that outlive the launcher, because they would hold the run's lock."""
         end = time.monotonic() + GRACE_S
         while left := _session(self.process.pid):
             for pid in left:

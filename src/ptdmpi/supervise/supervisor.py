@@ -1,7 +1,7 @@
 """The supervisor of a job: it starts the ranks, and starts them anew when they are lost.
 
-It is one process around the launcher. It holds no state of the training: what a restart goes on
-from are checkpoints, and copies in the memory of the nodes, which outlive the ranks.
+It is one process around the launcher, and holds no state of the training. A restart goes on from
+checkpoints, or from copies in the memory of the nodes, which outlive the ranks.
 """
 
 import contextlib
@@ -24,16 +24,18 @@ from ptdmpi.supervise.place import LaunchHost, LaunchPlace
 from ptdmpi.supervise.progress import RunProgress
 from ptdmpi.supervise.start import POLL_S, Ended, LauncherStart
 
-AGAIN_S = 5.0  # a second request counts from here on, as for the ranks
+AGAIN_S = 5.0  # a second request counts only after this time, as for the ranks
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
 class SupervisedJob:
-    """What is to be run: the file `config` with `settings`, which are `tree`, on `ranks` ranks.
+    """The job to run: the file `config` with `settings`, which together are `tree`, on `ranks`
+    ranks.
 
-    `searched`: the layout is searched first. `restarts`: starts in a row that may bring no new
-    step. `grow_s`: the seconds between two looks for lost nodes that have come back.
+    `searched`: the layout is searched first. `restarts` is the number of starts in a row that may
+    bring no new step. `grow_s` is the number of seconds between two tests whether lost nodes have
+    come back.
     """
 
     config: str
@@ -109,7 +111,7 @@ class Supervisor:
             raise InputError(f"{command[0]}: {error.strerror}") from None
         self.starts += 1
         self._start = start
-        if self._requests:  # it came before there was a launcher
+        if self._requests:  # the request came before there was a launcher
             start.ask_to_stop()
         self._looked_s = time.monotonic()
         while start.running():
@@ -119,8 +121,9 @@ class Supervisor:
         return start.finish(quiet=self._requests > 0)
 
     def _words(self) -> list[str]:
-        """Return what the ranks are to train. A layout that the first start has searched, and
-        perhaps measured this machine for, is taken from the run directory afterwards."""
+        """Return the part of the command line that says what to train. If the first start has
+        searched the layout, and perhaps measured this machine for that, later starts take the
+        layout from the run directory."""
         resolved = self.progress.path / "config.toml"
         settings = [word for setting in self.job.settings for word in ("--set", setting)]
         if not self.job.searched:
@@ -131,8 +134,8 @@ class Supervisor:
         return [self.job.config, *settings, "--layout", "auto"]
 
     def _overrides(self) -> list[str]:
-        """Return the settings by which this start differs from the first: it resumes, in a layout
-        of fewer ranks perhaps, and measures no kernel anew."""
+        """Return the settings in which this start differs from the first one. It resumes, perhaps
+        with a layout for fewer ranks, and does not measure kernels again."""
         settings = []
         if self.starts:
             settings.append("run.kernels=kept")
@@ -165,10 +168,11 @@ class Supervisor:
     # -- fewer ranks, and all of them again ------------------------------------------------------
 
     def _fitting(self, room: int) -> int:
-        """Return the most ranks, up to those of the job, that `room` holds and the model can use.
+        """Return the most ranks that fit into `room` and that the model can use, up to those of the
+        job.
 
-        The data axis alone shrinks, so the update stays the same. Replicas that differ are a part
-        of the method: their number stays.
+        Only the data axis shrinks, so the update stays the same. If replicas differ, they are a
+        part of the method, and their number stays.
         """
         if room >= self.job.ranks:
             return self.job.ranks
@@ -180,7 +184,7 @@ class Supervisor:
         return 0
 
     def _grow_if_possible(self, start: LauncherStart) -> None:
-        """Ask the ranks to stop and save once more of them fit again, after a loss of nodes."""
+        """After a loss of nodes, ask the ranks to stop and save when more ranks fit again."""
         waited = time.monotonic() - self._looked_s
         if self.ranks == self.job.ranks or self._growing or waited < self.job.grow_s:
             return
@@ -194,7 +198,7 @@ class Supervisor:
     # -- requests and words ----------------------------------------------------------------------
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        """Pass a request to stop on to the ranks; the third one ends them."""
+        """Pass a request to stop on to the ranks; the third request ends them."""
         now = time.monotonic()
         if self._requests and now - self._asked_s < AGAIN_S:
             return
@@ -226,7 +230,7 @@ class Supervisor:
 
 
 def _program() -> list[str]:
-    """Return the words that start `ptdmpi` as this process was started."""
+    """Return the command line that starts `ptdmpi` in the same way as this process was started."""
     beside = Path(sys.executable).with_name("ptdmpi")
     if beside.is_file():
         return [str(beside)]

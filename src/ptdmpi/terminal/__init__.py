@@ -1,1 +1,1 @@
-"""At the terminal, for both programs: shared options, errors of one line, progress."""
+"""Shared parts of both programs at the terminal: options, errors of one line, progress."""

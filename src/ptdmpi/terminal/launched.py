@@ -1,10 +1,10 @@
-"""Size and rank by the launcher's environment variables, known before MPI is imported."""
+"""Size and rank from the launcher's environment variables, before MPI is imported."""
 
 import os
 from collections.abc import Mapping
 
-# Each launcher's variable for the ranks of this job step. Not SLURM_NTASKS: a batch script has it,
-# too, when it starts a program without srun.
+# Each launcher's variable for the ranks of this job step. SLURM_NTASKS is not used, because a batch
+# script also has it when it starts a program without srun.
 SIZE_VARIABLES = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_SIZE",

@@ -26,7 +26,7 @@ _OF_A_TRAINED_MODEL = (
 
 
 def options_of_a_trained_model(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of every command that loads a trained model and runs it."""
+    """Add the options that every command with a trained model has."""
     for option in reversed(_OF_A_TRAINED_MODEL):
         function = option(function)
     return function

@@ -1,7 +1,7 @@
 """Common parts of all commands of both programs: options, exit codes, errors of one line.
 
-A program is a `CommandGroup` of `Command`s; `run` runs its command line. Under mpirun or srun,
-rank 0 alone prints help and errors of usage, and rank 0 alone runs a command that needs no MPI.
+A program is a `CommandGroup` of `Command`s; `run` runs its command line. Under mpirun or srun rank
+0 alone prints help and errors of usage. A command that needs no MPI runs on rank 0 alone.
 """
 
 import errno
@@ -23,7 +23,7 @@ from ptdmpi.terminal.say import QUIET, note
 
 EXIT_CODES = "Exit codes: 0 done, 1 failure, 2 bad input, 130 interrupted."
 PACKAGES = ("ptdmpi", "data_prep")
-# Errors of a path that the user can correct: bad input. A full or broken disk is a failure.
+# Errors of a path that the user can correct count as bad input. A full or broken disk is a failure.
 MENDABLE = {
     errno.EACCES,
     errno.EPERM,
@@ -89,7 +89,7 @@ class Command(click.Command):
 class CommandGroup(click.Group):
     """A group of commands with the shared options.
 
-    Those named in `in_parallel` run on all ranks of a job, the others on rank 0 alone.
+    Commands named in `in_parallel` run on all ranks of a job, the others on rank 0 alone.
     """
 
     command_class = Command
@@ -103,7 +103,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Resolve a command as click does, but end the ranks that it has no work for, silently."""
+        """Resolve a command as click does, but end the ranks that have no work for it, silently."""
         if self.in_parallel is not None and args[0] not in self.in_parallel:
             if launched_rank():
                 ctx.exit()
@@ -136,7 +136,7 @@ def run(
         _end_all(f"{name}: error: {_flat(error.format_message())} ({where} -h says what is legal)")
     except InputError as error:
         _end_all(f"{name}: error: {error if lists else _escaped(str(error))}")
-    except BrokenPipeError:  # the reader of our output has ended, such as `head`
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (KeyboardInterrupt, click.Abort):
@@ -158,8 +158,8 @@ def _flat(text: str) -> str:
 def _end_all(text: str) -> NoReturn:
     """Exit with an error that every rank has found: rank 0 prints it.
 
-    The other ranks exit with 0, because mpirun kills all ranks, rank 0 before it has printed, too,
-    at the first other exit code.
+    The other ranks exit with 0. At the first other exit code mpirun kills all ranks, and so would
+    kill rank 0 before it has printed.
     """
     if launched_rank():
         sys.exit(0)
@@ -174,8 +174,8 @@ def _end(text: str, code: int) -> NoReturn:
 def explained(error: BaseException) -> tuple[str, int] | None:
     """Return one line and an exit code for an error whose cause is outside the program.
 
-    These are a missing package or MPI library, a path, a disk, and a child process that died.
-    Return None for any other error.
+    Such errors come from a missing package or MPI library, a path, a disk, or a child process that
+    died. Return None for any other error.
     """
     if isinstance(error, ChildProcessError):
         return _escaped(str(error)), 1
@@ -207,7 +207,7 @@ def _escaped(text: str) -> str:
 def _loads_mpi(error: Exception) -> bool:
     """Return True if mpi4py raised the error because it found no MPI library.
 
-    A library that it found may fail to start because another rank was lost: False.
+    Return False if a library was found but did not start because another rank was lost.
     """
     where = "mpi4py" if isinstance(error, ImportError) else "_mpiabi"
     frames = traceback.extract_tb(error.__traceback__)

@@ -21,9 +21,10 @@ def progress(
 ) -> Iterator[Callable[[float], object]]:
     """Show progress on stderr; yield a function to call with the number of units just done.
 
-    `what` names the work. `total`: how many units there are, or None if that is unknown. `unit`:
-    the name of one; "B" counts bytes. A log gets its first line after `first_s`, and each further
-    line after twice as long, up to `EVERY_S`. Silent under --quiet, and on all ranks but the first.
+    `what` names the work. `total` is the number of units; None: unknown. `unit` is the name of one
+    unit; "B" counts bytes. A log gets its first line after `first_s`, and each further line after
+    twice as long, up to `EVERY_S`. Nothing is shown under --quiet, and on other ranks than the
+    first.
     """
     if quiet() or launched_rank():
         yield lambda more: None

@@ -32,7 +32,8 @@ from ptdmpi.train.records.directory import RunDirectory, mark_done
 
 
 def _measured(cluster: str) -> dict[str, list[dict[str, Any]]]:
-    """Return the quickest kernels as the cluster file `cluster` has them measured; {} without."""
+    """Return the fastest kernels that the cluster file `cluster` has measured; {} if it has
+    none."""
     if not cluster:
         return {}
     # the planner is imported here: a run without a cluster file does not need it
@@ -44,11 +45,12 @@ def _measured(cluster: str) -> dict[str, list[dict[str, Any]]]:
 class Attempt:
     """One start of a run, made by all ranks together. Rank 0 keeps the history.
 
-    `first`: number of steps done before. `idle`: True if nothing is left to train; then nothing is
-    written. `over`: why the run has ended before its last step, once it has. `how`: the state from
-    which the run begins, in words. `why`: why it ended, in words; empty until it does. `live`: the
-    state came from other ranks, so perhaps no checkpoint has it. `skipped`: the checkpoints that
-    could not be read, with reasons. `choice`: the kernels that it computes with; None: not settled.
+    `first` is the number of steps done before. `idle` is True if nothing is left to train; then
+    nothing is written. `over` is the reason why the run has ended before its last step, once it
+    has. `how` describes the state from which the run begins. `why` describes why it ended, and is
+    empty until then. `live`: the state came from other ranks, so perhaps no checkpoint has it.
+    `skipped` has the checkpoints that could not be read, with reasons. `choice` has the kernels
+    that the run computes with; None: not chosen yet.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Attempt:
         self.pending = start.unfinished is not None  # its last step is not recorded or saved yet
         self.history: History | None = None
         self.choice: Choice | None = None
-        # until all is loaded: a rank that is lost meanwhile must not be replaced by half a state
+        # until all is loaded: if a rank is lost meanwhile, half a state must not replace it
         engine.steps_done = None
         fresh: list[str] = []
         if config.adapt.adapts:
@@ -94,7 +96,7 @@ class Attempt:
         engine.steps_done = self.first
 
     def choose(self, engine: Engine, memory: Memory, say: Callable[[str], None]) -> None:
-        """Choose on all ranks the kernels that the engine computes with, if the run trains at all.
+        """Choose the kernels that the engine computes with, on all ranks, if the run trains at all.
 
         `memory` limits the choice to kernels whose working memory fits.
         """
@@ -114,10 +116,11 @@ class Attempt:
         return not self.pending and (bool(self.over) or self.first >= self.config.run.steps)
 
     def _from_checkpoint(self, start: Handover, fresh: list[str]) -> int:
-        """Load what `checkpoint.resume` and `checkpoint.initial` ask for; return the steps done.
+        """Load the state that `checkpoint.resume` and `checkpoint.initial` name; return the steps
+        done.
 
-        `fresh` names the parameters of a head that `adapt.base` lacks: they begin as they were
-        drawn, unless a checkpoint has them. Raises InputError on every rank.
+        `fresh` names the parameters of a head that `adapt.base` lacks. They keep their random
+        initial values, unless a checkpoint has them. Raises InputError on every rank.
         """
         if self.copies is not None:
             copied = self.checkpoints.resume_from_copy(self.copies, start.resume)
@@ -156,8 +159,8 @@ class Attempt:
     def open(self, concluded: int, show: Callable[[str], None]) -> RunDirectory | None:
         """Open the run directory on rank 0, and begin the history of this attempt there.
 
-        `concluded` is the number of steps that have their records; `show` prints a line. Returns
-        None on other ranks, and if nothing is left to train. Raises InputError.
+        `concluded` is the number of steps that have their records, and `show` prints a line.
+        Returns None on other ranks, and if nothing is left to train. Raises InputError.
         """
         if self.idle or self.world.rank:
             return None
@@ -182,7 +185,7 @@ class Attempt:
 
     @contextlib.contextmanager
     def recorded_end(self, steps_done: Callable[[], int]) -> Iterator[None]:
-        """Record in the history why the work inside ended, and after `steps_done()` steps."""
+        """Record in the history why the work inside the block ended, and after how many steps."""
         why = "done"
         try:
             yield
@@ -201,7 +204,7 @@ class Attempt:
             self._keep(lambda history: history.end(steps_done(), why))
 
     def _keep(self, work: Callable[[History], None]) -> None:
-        """Write to the history. A disk that fails is reported, and does not end the run."""
+        """Write to the history. If the disk fails, this is reported, and the run goes on."""
         if self.history is not None and self.path.is_dir():
             try:
                 work(self.history)
@@ -210,7 +213,8 @@ class Attempt:
                 print(text, file=sys.stderr, flush=True)
 
     def finish(self, last: int) -> None:
-        """Mark the run directory as done after step `last`, if it is; every rank calls it."""
+        """Mark the run directory as done if the run is complete after step `last`; every rank calls
+        it."""
         if not self.idle or self.over or self.first == self.config.run.steps:
             self.world.on_root(lambda: mark_done(self.path, last))
 
@@ -264,7 +268,7 @@ class Attempt:
         )
 
     def _nothing_left(self) -> str:
-        """Return the line of a run whose steps were all trained before, and what can be changed."""
+        """Return the line for a run that has no steps left, with the keys that can be changed."""
         reason = f"run.steps = {self.config.run.steps}"
         legal = f"run.steps above {self.first}"
         if self.over:
@@ -292,6 +296,6 @@ class Attempt:
             )
 
     def _changed(self) -> str:
-        """Return what has changed since the run last trained, as the end of a line."""
+        """Return the changes since the run last trained, as the end of a line."""
         changes = "; ".join(self.course.answer.changed)
         return f"; changed since: {changes}" if changes else ""

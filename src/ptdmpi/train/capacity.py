@@ -21,27 +21,27 @@ from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.layout.grid import grid_of
 
-if TYPE_CHECKING:  # it starts MPI
+if TYPE_CHECKING:  # its import starts MPI
     from ptdmpi.comm.world import World
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
-# If an allocation fails although the memory should suffice, the rank is assumed to have had this
-# share of the model's needs.
+# The share of the model's needs that a rank is assumed to have had, if an allocation fails although
+# the memory should suffice.
 FAILED_SHARE = 0.9
 
 
 class Memory:
     """The memory of one rank of a run: its capacity, and the needs of the model.
 
-    `capacity_bytes`: the memory that this rank may use on its device. `step`: the foreseen memory
-    of a step.
+    `capacity_bytes` is the memory that this rank may use on its device. `step` is the predicted
+    memory of a step.
     """
 
     def __init__(
         self, config: Config, vocab_size: int, world: "World", device: torch.device
     ) -> None:
-        """Compare capacity and need before anything is allocated; every rank calls it.
+        """Compare the capacity with the need before anything is allocated; every rank calls it.
 
         Raises InputError on every rank if a node cannot hold what its ranks need.
         """
@@ -53,7 +53,7 @@ class Memory:
         products = (types.compute, types.iteration)
         self._wide = any(USUAL.widens(device.type, dtype) for dtype in products)
         self.capacity_bytes = rank_memory_bytes(device, ranks_sharing(world, device))
-        # the host's share, for state that is offloaded from a device
+        # the host's share for this rank, for state that is offloaded from a device
         host_bytes = rank_memory_bytes(torch.device("cpu"), world.local_size)
         self._host_bytes = math.inf if self._on_host else host_bytes
         self._least_host_bytes = min(world.control.allgather(self._host_bytes))
@@ -63,11 +63,11 @@ class Memory:
     def settle(self, choice: Choice, say: Callable[[str], None]) -> Choice:
         """Return the chosen kernels, limited to those whose memory fits; all ranks call it.
 
-        If there is no room to keep attention's probabilities, they are computed again, to the same
-        bits, and `say` reports it. Raises InputError on every rank if the kernels widen half types
-        and there is no room for the copies.
+        If there is no memory to keep attention's probabilities, they are computed again with the
+        same bits, and `say` reports it. Raises InputError on every rank if the kernels widen half
+        types and there is no memory for the copies.
         """
-        if isinstance(choice, DeviceChoice):  # kernels of a device need nothing more
+        if isinstance(choice, DeviceChoice):  # kernels of a device need no further memory
             return choice
         self._wide = self._wide or choice.half == "widened"
         keeping = self._step(self._wide)
@@ -84,10 +84,10 @@ class Memory:
         return choice
 
     def _step(self, wide: bool, kept_block: int = 0) -> relief.Step:
-        """Return the foreseen memory of a step.
+        """Return the predicted memory of a step.
 
-        `wide`: half types are widened. `kept_block`: block size of the attention probabilities that
-        are kept for the backward pass; 0: none are.
+        `wide`: half types are widened. `kept_block` is the block size of the attention
+        probabilities that are kept for the backward pass; 0: none are kept.
         """
         step = relief.Step.of(
             self._config,
@@ -107,7 +107,7 @@ class Memory:
             own=_Use(peak.total, self.capacity_bytes), host=_Use(peak.host, self._host_bytes)
         )
         needs = world.control.allgather(mine)
-        # ranks share the memory of their host, and each has its share of a GPU
+        # the ranks on a node share the host's memory, and each rank has its share of a GPU
         uses: dict[tuple[str, int], list[_Use]] = {}
         for rank, (process, need) in enumerate(zip(world.processes, needs, strict=True)):
             on_host = need.own if self._on_host else need.host
@@ -130,31 +130,31 @@ class Memory:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Add a note to an out-of-memory error: the use of the memory, and changes that would make
-        the model fit."""
+        """Add a note to an out-of-memory error. It shows how the memory is used, and which changes
+        would make the model fit."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            # a note, not another exception: the traceback shows which tensor it was
+            # a note instead of another exception, because the traceback shows which tensor it was
             if _lacks_memory(error):
                 # another program has the rest of this rank's memory
                 needed = self.step.largest()[1].total
                 had = min(self.capacity_bytes, FAILED_SHARE * needed)
-                # the hosts' memory was checked before; it may not be asked of one rank alone
+                # hosts were checked before; all ranks would be needed to check them again
                 step = replace(self.step, host_capacity_bytes=math.inf)
                 error.add_note(relief.explain(step, had))
             raise
 
 
 class _Use(NamedTuple):
-    """A rank's need of a memory, and its share of it."""
+    """The bytes that a rank needs of one memory, and the bytes of its share."""
 
     needed_bytes: float
     capacity_bytes: float
 
 
 class _Need(NamedTuple):
-    """A rank's use of its own device, and of its host for offloaded state."""
+    """A rank's use of its own device's memory, and of its host's memory for offloaded state."""
 
     own: _Use
     host: _Use
@@ -163,7 +163,7 @@ class _Need(NamedTuple):
 def _lacks_memory(error: Exception) -> bool:
     """Return True if an allocation failed.
 
-    On CPUs that is a RuntimeError which only its message distinguishes from others.
+    On CPUs the error is a RuntimeError, and only its message distinguishes it from others.
     """
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return known or "can't allocate memory" in str(error) or "not enough memory" in str(error)
@@ -172,12 +172,13 @@ def _lacks_memory(error: Exception) -> bool:
 def ranks_sharing(world: "World", device: torch.device) -> int:
     """Return the number of ranks that share this rank's GPU, or its host; every rank calls it.
 
-    GPUs are compared by UUID: a site may show each rank one of several, all with the same number.
+    GPUs are compared by UUID, because a site may show each rank only one GPU, always with the same
+    number.
     """
     if device.type == "cpu":
         return world.local_size
     properties = torch.get_device_module(device).get_device_properties(device)
-    # The question creates this rank's context on the GPU. Once all ranks have answered,
+    # The call creates this rank's context on the GPU. After all ranks have called,
     # `rank_memory_bytes` sees the memory of all contexts.
     _gpu_bytes(device)
     mine = (world.process.node, str(properties.uuid))
@@ -187,7 +188,8 @@ def ranks_sharing(world: "World", device: torch.device) -> int:
 def expected_gpus(device: torch.device, environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of GPUs that ranks started on this node will have.
 
-    It is the number this process sees, or Slurm's if larger: Slurm may show each task one GPU.
+    This is the number that this process sees, or Slurm's if that is larger, because Slurm may show
+    each task only one GPU.
     """
     shown = int(torch.get_device_module(device).device_count())
     of_slurm = environ.get("SLURM_GPUS_ON_NODE", "")
@@ -195,9 +197,9 @@ def expected_gpus(device: torch.device, environ: Mapping[str, str] = os.environ)
 
 
 def expected_sharing(device: torch.device, local_ranks: int) -> int:
-    """Return what `ranks_sharing` will say if `local_ranks` ranks are started on this node.
+    """Return the result that `ranks_sharing` will have if `local_ranks` ranks start on this node.
 
-    Ranks take the GPUs in turn, so the fullest GPU has the share rounded up.
+    Ranks take the GPUs in turn, so the largest number of ranks on a GPU is the quotient rounded up.
     """
     if device.type == "cpu":
         return local_ranks
@@ -205,10 +207,12 @@ def expected_sharing(device: torch.device, local_ranks: int) -> int:
 
 
 def rank_memory_bytes(device: torch.device, sharing: int) -> int:
-    """Return the bytes that a rank may still use of its GPU or host, shared by `sharing` ranks.
+    """Return the bytes of its GPU or host that a rank may still use; `sharing` ranks share the
+    memory.
 
-    The memory in use is subtracted: on a GPU that of contexts, communicators and other processes,
-    if the device reports its free memory; on a host the resident memory of this process.
+    The memory in use is subtracted. On a GPU that reports its free memory this is the memory of
+    contexts, communicators and other processes. On a host it is the resident memory of this
+    process.
     """
     if device.type != "cpu":
         free, own = _gpu_bytes(device)
@@ -224,7 +228,7 @@ def rank_memory_bytes(device: torch.device, sharing: int) -> int:
 def _gpu_bytes(device: torch.device) -> tuple[int, int]:
     """Return (free bytes of a GPU, bytes reserved by this process's allocator).
 
-    If the device does not report its free memory: (all of it, 0).
+    Return (all bytes of the GPU, 0) if the device does not report its free memory.
     """
     module = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
@@ -248,7 +252,7 @@ def forget_peak() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-    with contextlib.suppress(OSError):  # some kernels forbid it: then the peak stays
+    with contextlib.suppress(OSError):  # some kernels forbid it; the peak then stays
         (PROCESS / "clear_refs").write_text("5")
 
 

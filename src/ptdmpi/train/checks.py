@@ -1,4 +1,5 @@
-"""Checks of a run before memory is allocated, made by one rank, with all mistakes in one report."""
+"""Checks of a run before memory is allocated. One rank makes them, and one report has all
+mistakes."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,10 +50,10 @@ def checked(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
 
 
 def with_form(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a configuration whose [quantize] section says how its frozen base is quantized.
+    """Return a configuration whose [quantize] section has the format of its frozen base.
 
-    `tree` is returned unchanged if it says so itself, has no quantized base, or is wrong here:
-    other checks report a base that cannot be read.
+    `tree` is returned unchanged if its [quantize] has a format, if its base is not quantized, or if
+    the base cannot be read, which other checks report.
     """
     adapt = tree.get("adapt", {})
     quantize = tree.get("quantize", {})
@@ -66,7 +67,8 @@ def with_form(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _form_of_base(base: object) -> LowBit | None:
-    """Return how the model at `base` is quantized; None if it is not, or cannot be read."""
+    """Return the format of the quantized model at `base`; None if it is not quantized, or cannot be
+    read."""
     if not base or not isinstance(base, str):
         return None
     try:
@@ -111,7 +113,7 @@ def _mistakes(checks: Iterable[Callable[[], object]]) -> list[str]:
 
 
 def _section_checks(sections: Sections) -> Iterator[Callable[[], object]]:
-    """Yield the checks of single sections, which are possible even if other sections are wrong."""
+    """Yield the checks of single sections. They are possible even if other sections are wrong."""
     run = sections.run
     if run is not None:
         yield partial(require_writable, Path(run.dir))
@@ -154,7 +156,7 @@ def _verify(path: str) -> None:
 
 
 def _base(adapt: AdaptConfig, form: LowBit | None) -> None:
-    """Raise InputError unless the frozen model exists, with weights in the given form."""
+    """Raise InputError unless the frozen model exists and its weights have the format `form`."""
     if not adapt.base:
         raise InputError(
             f'adapt.method = "{adapt.method}" trains adapters of a frozen model: adapt.base is '

@@ -33,15 +33,15 @@ from ptdmpi.model.batch import Microbatch, Placing
 from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.train.tasks.files import task_framing
 
-if TYPE_CHECKING:  # its import starts MPI; data is also opened without MPI
+if TYPE_CHECKING:  # its import starts MPI, and data is also opened without MPI
     from ptdmpi.comm.world import Axes
 
-# Validation passes the pipeline in groups of so many microbatches, which bounds its memory.
+# The number of microbatches in a group of validation; groups bound the memory of validation.
 VALIDATION_GROUP = 16
 
 
 class SampleSource(Protocol):
-    """The samples of a run: windows of shards, or the lines of a task's files."""
+    """The samples of a run: windows of tokens in shards, or the lines of a task's files."""
 
     train: Sequence[Samples]
     valid: Sequence[Samples]
@@ -94,9 +94,9 @@ class ShardSource:
     def _form(
         self, datasets: list[Dataset], locate: Locate
     ) -> Callable[[MicrobatchRows], MicrobatchRows]:
-        """Return the function that makes samples of windows of tokens.
+        """Return the function that makes samples out of windows of tokens.
 
-        `locate` maps sample numbers to datasets and places in them.
+        `locate` maps the numbers of samples to datasets and places in these.
         """
         windows = Windows(datasets, locate, self.length)
         if self.masked is not None:
@@ -135,11 +135,12 @@ class ShardSource:
         return rows[0, : self.length].tolist()
 
     def remarks(self) -> Iterator[str]:
-        """Yield nothing: shards need no line."""
+        """Yield nothing: shards need no such line."""
         yield from ()
 
     def bigram_loss(self) -> float:
-        """Return the loss of a bigram model of the training shards on the validation samples.
+        """Return the loss of a bigram model of the training shards on the validation samples, in
+        nats per token.
 
         In nats per token.
         """
@@ -183,7 +184,7 @@ class TaskSource:
 
     @property
     def _micro(self) -> int:
-        """Samples of a microbatch, which counts sequences."""
+        """Return the number of samples in a microbatch, whose size counts sequences."""
         return self.config.batch.micro_size // self.config.task.sequences
 
     def steps(self, order: SampleOrder, data: Communicator) -> Steps:
@@ -210,7 +211,8 @@ class TaskSource:
         )
 
     def ids(self, number: int, sample: int) -> list[int]:
-        """Return the tokens of one training sample; of several candidates, the first's."""
+        """Return the tokens of one training sample; if it has several candidates, of the first
+        one."""
         file = self._train[number]
         return file.rows[sample * file.sequences].ids.tolist()
 
@@ -235,7 +237,7 @@ def source_of(config: Config) -> SampleSource:
 class Feed:
     """The data of a run, as one data rank reads it.
 
-    `course` counts samples and tokens, and holds the order of samples.
+    `course` counts samples and tokens, and knows the order of samples.
     """
 
     def __init__(self, config: Config, axes: "Axes", device: torch.device) -> None:
@@ -251,20 +253,22 @@ class Feed:
         self._placing = Placing(device)
 
     def steps(self, first: int) -> Prefetcher:
-        """Return the microbatches of step `first` (from 0) and later ones, read by a thread."""
+        """Return the microbatches of step `first` (from 0) and of later steps; a thread reads
+        them."""
         batches = self.source.steps(self.course.order, self.axes["data"])
         return Prefetcher(batches, first, self.config.run.steps)
 
     def place(self, microbatches: list[MicrobatchRows]) -> list[Microbatch]:
         """Return microbatches as tensors [s, b] on the device, valid until the next call.
 
-        Every rank of the context axis reads whole samples, and takes its positions here.
+        Every rank of the context axis reads whole samples, and selects its positions here.
         """
         here = ContextAxis(self.axes["context"]).positions
         return self._placing.place([as_tensors(rows).at(here) for rows in microbatches])
 
     def validation(self) -> Iterator[tuple[int, list[MicrobatchRows]]]:
-        """Yield this data rank's validation microbatches in groups, each with its dataset's number.
+        """Yield this data rank's validation microbatches in groups, each with the number of its
+        dataset.
 
         Every rank yields the same number of groups, of the same sizes.
         """
@@ -291,8 +295,8 @@ class Feed:
 def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     """Open the training and the validation datasets of a run.
 
-    Raises InputError if they do not fit together: all need the same tokenizer, and each at least
-    one sample.
+    Raises InputError if they do not fit together. All need the same tokenizer, and each needs at
+    least one sample.
     """
     use_mmap = config.data.reader == "mmap"
     verified = config.data.verify == "read"
@@ -325,7 +329,8 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
 
 
 def _require_rows(config: Config, path: str, dataset: Dataset) -> None:
-    """Raise InputError if a run would cut, mix or count conversations unlike they were packed."""
+    """Raise InputError if a run would cut, mix or count conversations in another way than they were
+    packed."""
     rows = dataset.row_length
     if not rows:
         return
@@ -349,7 +354,8 @@ def _require_rows(config: Config, path: str, dataset: Dataset) -> None:
 
 
 def masked_samples(config: Config, dataset: Dataset) -> MaskedSamples:
-    """Return the samples that a masked model trains on, made of the windows of `dataset`."""
+    """Return the samples that a masked model trains on; they are made of the windows of
+    `dataset`."""
     return MaskedSamples(config.model, config.data, dataset, config.run.seed)
 
 
@@ -370,5 +376,5 @@ def vocabulary(config: Config, dataset: Dataset, masked: MaskedSamples | None = 
 
 
 def _first_samples(count: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (dataset 0, place) of the first `count` samples; later ids repeat the last one."""
+    """Return (dataset 0, place) for the first `count` samples. Later ids repeat the last sample."""
     return np.zeros_like(ids), np.minimum(ids, count - 1)

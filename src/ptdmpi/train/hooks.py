@@ -1,4 +1,4 @@
-"""What a program adds to a run: objects whose methods the run calls."""
+"""Hooks: objects that a program adds to a run, and whose methods the run calls."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,26 +10,28 @@ from ptdmpi.train.live import Completed
 class Hook:
     """An object whose methods a run calls; a subclass overrides those that it needs.
 
-    Every rank has its own hook and calls it at the same places, so a hook may communicate. What
-    `state` returns is stored in each checkpoint and is given to `restore` when the run resumes.
+    Every rank has its own hook, and all hooks are called at the same places, so a hook may
+    communicate. The result of `state` is stored in each checkpoint, and `restore` gets it when the
+    run resumes.
     """
 
-    name = ""  # of its state in checkpoints; "": that of its class
+    name = ""  # of its state in checkpoints; "": the name of the class
 
     def step_ended(self, step: Completed) -> None:
-        """Do something after a step, before it is validated and saved."""
+        """React to the end of a step, before it is validated and saved."""
 
     def validated(self, step: int, values: Mapping[str, Any]) -> None:
-        """Do something after a validation; `values` are those of its record."""
+        """React to a validation; `values` are those of its record."""
 
     def saved(self, step: int, path: Path) -> None:
-        """Do something after a checkpoint is complete on the disk."""
+        """React to a checkpoint that is complete on the disk."""
 
     def stopped(self, step: int, why: str) -> None:
-        """Do something after the last step of this start; `why` is "done", or another reason."""
+        """React to the last step of this start; `why` is "done", or another reason."""
 
     def state(self) -> Any:
-        """Return what checkpoints keep, as JSON; None: nothing. Rank 0's is stored."""
+        """Return the state that checkpoints store, as JSON; None: nothing. Rank 0's state is
+        stored."""
         return None
 
     def restore(self, state: Any) -> None:
@@ -40,33 +42,34 @@ class Hooks:
     """The hooks of a run, called in the order in which they were given."""
 
     def __init__(self, hooks: Sequence[Hook] = ()) -> None:
-        """Raises ValueError if two have the same name: their states could not be told apart."""
+        """Store the hooks. Raises ValueError if two have the same name, and so would share a
+        state."""
         self._hooks = {hook.name or type(hook).__name__: hook for hook in hooks}
         if len(self._hooks) < len(hooks):
             raise ValueError(f"hooks of the same name: give each a name of its own, {hooks}")
 
     def step_ended(self, step: Completed) -> None:
-        """Call `step_ended` of each."""
+        """Call `step_ended` of each hook."""
         for hook in self._hooks.values():
             hook.step_ended(step)
 
     def validated(self, step: int, values: Mapping[str, Any]) -> None:
-        """Call `validated` of each."""
+        """Call `validated` of each hook."""
         for hook in self._hooks.values():
             hook.validated(step, values)
 
     def saved(self, step: int, path: Path) -> None:
-        """Call `saved` of each."""
+        """Call `saved` of each hook."""
         for hook in self._hooks.values():
             hook.saved(step, path)
 
     def stopped(self, step: int, why: str) -> None:
-        """Call `stopped` of each."""
+        """Call `stopped` of each hook."""
         for hook in self._hooks.values():
             hook.stopped(step, why)
 
     def states(self) -> dict[str, Any]:
-        """Return the states of those that have one, by name."""
+        """Return the states of the hooks that have one, by name."""
         states = {name: hook.state() for name, hook in self._hooks.items()}
         return {name: state for name, state in states.items() if state is not None}
 

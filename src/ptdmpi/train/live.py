@@ -1,4 +1,5 @@
-"""The state that ranks still hold when others are lost, and its way to the ranks that go on."""
+"""The state that ranks still hold after others are lost, and its transfer to the ranks that go
+on."""
 
 import itertools
 import signal
@@ -34,10 +35,10 @@ class Completed:
 class Handover:
     """The start of a loop: live state of survivors, or the checkpoint that `resume` names.
 
-    `load` puts the live state into the engine and returns the number of steps it was trained for;
-    None: a checkpoint is read. `unfinished` is the last of these steps, if a rank was lost before
-    it was recorded, validated and saved. `answer` is the data that the state was trained on, and
-    is trained on next. `lost`: ranks were lost.
+    `load` puts the live state into the engine and returns the number of steps it was trained for.
+    If it is None, a checkpoint is read. `unfinished` is the last of these steps, if a rank was lost
+    before the step was recorded, validated and saved. `answer` is the data that the state was
+    trained on, and the data of the next steps. `lost`: ranks were lost.
     """
 
     resume: str
@@ -51,9 +52,10 @@ class Handover:
 class Account:
     """The report of a rank to the other survivors.
 
-    `place`: its coordinates in the last grid. `step`: how many steps the state that it holds was
-    trained for; None: it holds no state. `saved`: step and path of its newest checkpoint. `asked`:
-    the signal that asked the run to stop. `answer`: the data that the state was trained on.
+    `place` has its coordinates in the last grid. `step` is the number of steps that its state was
+    trained for; None: it holds no state. `saved` has the step and the path of its newest
+    checkpoint. `asked` is the signal that asked the run to stop. `answer` is the data that the
+    state was trained on.
     """
 
     place: Coordinates | None = None
@@ -75,7 +77,7 @@ class Holding:
 
 
 class Route(NamedTuple):
-    """One rank's way to its state: rank `source` sends it to rank `target`."""
+    """The route of a state: rank `source` sends it to rank `target`."""
 
     source: int
     target: int
@@ -86,17 +88,17 @@ Replica = tuple[int, ...]  # coordinates on all other axes
 
 
 def hold(engine: Engine, account: Account) -> Holding:
-    """Return the state of `engine`; the rest of the engine may be dropped."""
+    """Return the state of `engine`; the rest of the engine is no longer needed."""
     return Holding(account, engine.state.flats)
 
 
 def live_step(accounts: Sequence[Account], grid: Grid, apart: bool = False) -> int | None:
-    """Return the step whose state the survivors go on from; None if no state is whole.
+    """Return the step from whose state the survivors go on; None if no step has a whole state.
 
-    It is the newest step after which some rank holds each part of the model. If replicas differ
-    (`apart`), it is the step after which the most replicas are whole, and the newest of these.
-    Ranks update within one step of each other, but not at once; states of different steps are never
-    mixed.
+    A state is whole if, for each part of the model, some rank holds the part. The result is the
+    newest step with a whole state. If replicas differ (`apart`), it is the step after which most
+    replicas are whole; among several such steps it is the newest. Ranks update within one step of
+    each other, but not at once. States of different steps are never mixed.
     """
     steps = sorted({account.step for account in accounts if account.step is not None}, reverse=True)
     if apart:
@@ -110,7 +112,8 @@ def live_step(accounts: Sequence[Account], grid: Grid, apart: bool = False) -> i
 
 
 def _whole(accounts: Sequence[Account], grid: Grid, step: int) -> dict[Replica, dict[Part, int]]:
-    """Return the replicas that are whole after `step`: for each, the rank that holds each part."""
+    """Return the replicas that are whole after `step`: replica -> part -> the rank that holds
+    it."""
     replicas: dict[Replica, dict[Part, int]] = {}
     for rank, place in _after(accounts, step).items():
         replicas.setdefault(grid.replica(place), {})[grid.part(place)] = rank
@@ -126,9 +129,11 @@ def _after(accounts: Sequence[Account], step: int) -> dict[int, Coordinates]:
 
 
 def routes(accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: int) -> list[Route]:
-    """Return the route of the state after `step` to each rank of the grid; itself if it has it.
+    """Return the route of the state after `step` to each rank of the grid. A rank that has its
+    state is its own source.
 
-    Rank `order[i]` takes place i of the grid. Ranks that hold the same part share the sending.
+    Rank `order[i]` takes place i of the grid. If several ranks hold the same part, they share the
+    sending.
     """
     ways = []
     holders = _after(accounts, step)
@@ -143,11 +148,11 @@ def routes(accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: 
 def routes_apart(
     accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: int
 ) -> list[Route]:
-    """Return the routes as `routes` does, if replicas differ.
+    """Return the routes as `routes` does, for replicas that differ.
 
-    Each new replica takes the state of one old replica as a whole, since parts of two would be no
-    model. Every old replica that is whole is used once before any is used twice. A new replica
-    takes the old one of which its ranks hold the most parts already.
+    Each new replica takes the whole state of one old replica, because parts of two replicas would
+    be no model. Every old replica that is whole is used once before any is used twice. A new
+    replica prefers the old replica of which its ranks already hold the most parts.
     """
     whole = _whole(accounts, grid, step)
     places = [grid.coordinates(number) for number in range(len(order))]
@@ -168,7 +173,8 @@ def routes_apart(
 def _matched(
     new: Sequence[Replica], whole: Sequence[Replica], held: Counter[tuple[Replica, Replica]]
 ) -> dict[Replica, Replica]:
-    """Return the old replica that each new one takes; pairs that hold more parts choose first."""
+    """Return the old replica whose state each new replica takes. Pairs with the most parts in place
+    choose first."""
     chosen: dict[Replica, Replica] = {}
     pairs = sorted(itertools.product(new, whole), key=lambda pair: (-held[pair], pair))
     for replica, old in pairs:
@@ -180,10 +186,11 @@ def _matched(
 
 
 def give(world: World, holding: Holding, ways: Sequence[Route]) -> list[Handle]:
-    """Begin to send the state that others need of this rank; return the handles of the messages.
+    """Begin to send this rank's state to the ranks that need it; return the handles of the
+    messages.
 
-    MPI carries them, whatever wire the run trains with: the new world is not split yet, and the
-    groups of the last one were revoked.
+    MPI carries the messages, whatever wire the run trains with: the new world is not split yet, and
+    the communicators of the last one were revoked.
     """
     wire = MpiCommunicator(world.control)
     return [

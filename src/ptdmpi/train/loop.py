@@ -1,4 +1,4 @@
-"""The training loop: each step, and what follows it: records, validation, checkpoints, stops."""
+"""The training loop: the steps, and the records, validations, checkpoints and stops after them."""
 
 import contextlib
 import time
@@ -21,10 +21,9 @@ from ptdmpi.watch.requests import Asked, Save, StopRequest
 class Loop:
     """One rank of a training run, from its configuration to its last checkpoint.
 
-    It holds the order of events: what happens in a step, and in which order its record, its
-    validation, its checkpoint and a stop follow. It changes when that order changes. `parts` makes
-    the parts of the run, and each part decides for itself: `Saving` when to save, `Validation` when
-    to validate, `Journal` what a record has.
+    It holds the order of events: the work in a step, and the order of its record, validation,
+    checkpoint and stop. `parts` makes the parts of the run, and each part makes its own decisions:
+    `Saving` decides when to save, `Validation` when to validate, and `Journal` what a record has.
     """
 
     def __init__(
@@ -38,8 +37,8 @@ class Loop:
     ) -> None:
         """Prepare the run; every rank calls it (see `parts.assemble`).
 
-        `handover` is what the survivors of a lost rank bring. Raises InputError if the run cannot
-        begin.
+        `handover` has the state of the survivors after ranks were lost. Raises InputError if the
+        run cannot begin.
         """
         self.hooks = hooks or Hooks()
         parts = assemble(config, world, signals, handover=handover, hooks=self.hooks)
@@ -58,13 +57,14 @@ class Loop:
         self.journal = parts.journal
         self.stopping = Stopping(config, parts.lookout, parts.attempt, parts.journal)
         self._vote = parts.vote
-        # the last step that was trained, and the last one with nothing left to be done
+        # the last step that was trained, and the last step whose record, validation and saves are
+        # done
         self.completed = parts.start.unfinished
         self.concluded = parts.concluded
 
     @property
     def first(self) -> int:
-        """Return the number of steps that were done before this loop."""
+        """Return the number of steps that were done before this loop began."""
         return self.attempt.first
 
     def run(self) -> None:
@@ -75,9 +75,9 @@ class Loop:
     def steps(self) -> Iterator[Completed]:
         """Train from the current step to the last one, or until `run.stop_after_worse` ends it.
 
-        Yield each step after its record, validation and checkpoint. Raises SystemExit on every
-        rank: 75 after saving, if a stop was requested before the last step; 1 if too many steps in
-        a row were not finite; 3 or 4 if its state is corrupt.
+        Yield each step after its record, validation and checkpoint. Raises SystemExit on every rank
+        with one of these codes: 75, after saving, if a stop was requested before the last step; 1
+        if too many steps in a row were not finite; 3 or 4 if the state is corrupt.
         """
         with (
             trying(self._backends()),
@@ -99,7 +99,7 @@ class Loop:
     def _train(self) -> Iterator[Completed]:
         with contextlib.closing(self.feed.steps(self.first)) as feed:
             self.lookout.place.enter("training")
-            if self.completed is not None:  # a rank was lost between this step's update and its end
+            if self.completed is not None:  # a rank was lost after this step's update
                 asked = self._conclude(self.completed)
                 yield self.completed
                 self._stop_if_asked(asked)
@@ -121,14 +121,15 @@ class Loop:
         self.journal.keep_timeline(self.concluded)
 
     def close(self) -> None:
-        """End all threads without the other ranks, some of which may be lost."""
+        """End all threads of this rank without communication, since other ranks may be lost."""
         self.lookout.heartbeat.close()
         self.saving.checkpoints.close()
         self.journal.close()
         self.lookout.close()  # last: it unlocks the directory, to which nothing is written any more
 
     def _step(self, step: int, feed: Prefetcher) -> tuple[Completed, list[Microbatch]]:
-        """Train on the batches of step `step` (from 0), and return them with its result."""
+        """Train on the batches of step `step` (from 0); return the completed step and the
+        batches."""
         self.lookout.place.step = step + 1
         watch = self.engine.stopwatch()
         begin = time.perf_counter()
@@ -140,15 +141,15 @@ class Loop:
         watches = [stopwatch for stopwatch in (watch, result.watch) if stopwatch is not None]
         self.journal.recent.add(elapsed_s, watches, result.inside_s)
         self.lookout.computed(result.compute_s, elapsed_s)
-        # Without its stopwatch: after a loss the result travels to other ranks, and the marks of a
-        # stopwatch belong to this rank's device.
+        # The stopwatch is left out: after a loss of ranks the result travels to other ranks, and a
+        # stopwatch refers to this rank's device.
         return Completed(step + 1, replace(result, watch=None), elapsed_s), batches
 
     def _conclude(self, done: Completed, batches: Sequence[Microbatch] | None = None) -> Asked:
-        """Record a step; then validate and save, each if it is due or asked for. Return what the
-        ranks ask for afterwards."""
+        """Record a step; then validate and save it, if these are due or asked for. Return the
+        requests of the ranks afterwards."""
         step = done.step
-        # the vote comes first: it also collects the memory of all ranks, which the record has
+        # the vote comes first, because it also collects the memory of all ranks for the record
         asked = self._vote()
         self._record(done, asked)
         if batches is not None:
@@ -164,15 +165,15 @@ class Loop:
         return asked
 
     def _stop_if_asked(self, asked: Asked) -> None:
-        """Stop after the last step that was concluded, if the ranks ask for it and steps are
-        left."""
+        """Stop after the last concluded step, if the ranks ask for it and steps are left."""
         if self.concluded < self.config.run.steps and not self.validation.standing.over:
             self.stopping.stop_if_asked(asked, self.concluded)
 
     def _make_up(self, step: int) -> None:
-        """Do the validation and the tasks after `step`, which a stop of an earlier start broke off.
+        """Do the validation and the tasks after `step` that a stop of an earlier start interrupted.
 
-        If `step` is then among the best ones, it is saved again: its checkpoint lacks the loss.
+        If `step` is then among the best steps, it is saved again, because its checkpoint lacks the
+        loss.
         """
         asked = self.validation.after_step(step)
         self.saving.checkpoints.validated = self.validation.standing.last
@@ -182,7 +183,7 @@ class Loop:
             self.stopping.stop_if_asked(asked, step)
 
     def _record(self, done: Completed, asked: Asked) -> None:
-        """Write the record of a step, and its line."""
+        """Write the record of a step, and its line in the log."""
         course = self.feed.course
         values = {
             "tokens": course.tokens(done.step),
@@ -196,7 +197,7 @@ class Loop:
         self.journal.step(done, self.lookout.usual_s(done.elapsed_s), **values)
 
     def _save(self, step: int, asked: Asked) -> Asked:
-        """Save if it is due or asked for; return what the ranks ask for afterwards."""
+        """Save if a save is due or asked for; return the requests of the ranks afterwards."""
         self.stopping.before_save(asked, step)
         self.lookout.place.enter("saving")
         saved = self.saving.after_step(step, Save.NOW if asked.stop else asked.save)

@@ -1,9 +1,9 @@
-"""Losses and gradients that are not finite: where they began, and how many the run tolerates.
+"""Losses and gradients that are not finite: where they began, and how many of them a run tolerates.
 
-Every step tests only the loss and the global norm, which exist anyway. If one is not finite,
-nothing is updated. By then sums over ranks have spread it to all ranks, so the step is computed
-once more, and every output is tested. Dropout masks depend on the samples alone, so the second
-computation equals the first.
+Every step tests only the loss and the global norm, which are computed anyway. If one of them is not
+finite, nothing is updated. By then sums over ranks have spread the value to all ranks, so the step
+is computed once more, and every output is tested. Dropout masks depend on the samples alone, so the
+second computation equals the first.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ FAILED_EXIT_CODE = 1
 
 
 class ValueKind(IntEnum):
-    """Kinds of values, in the order in which one leads to the next."""
+    """Kinds of values, in the order in which one causes the next."""
 
     FROZEN_WEIGHT = 0
     WEIGHT = 1
@@ -39,8 +39,9 @@ class ValueKind(IntEnum):
 class Finding:
     """A value that is not finite. Findings are ordered from cause to effect.
 
-    `microbatch` counts within the global batch; -1 for weights. `depth` is the place in the order
-    of computation: the stage, then the place in it. `samples` are those of the microbatch.
+    `microbatch` is its number within the global batch; -1 for weights. `depth` is the place in the
+    order of computation: the stage, then the place in the stage. `samples` are the samples of the
+    microbatch.
     """
 
     kind: ValueKind
@@ -52,9 +53,9 @@ class Finding:
 
 
 class Skips:
-    """The steps in a row that were skipped because a value was not finite.
+    """A counter of steps in a row that were skipped because a value was not finite.
 
-    fp16's overflows do not count while its loss scale can still fall.
+    Overflows of fp16 do not count while its loss scale can still fall.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Skips:
         max_skips: int,
         say: Callable[[str], None],
     ) -> None:
-        """`names(rank)` is a rank's name for people; `say` prints a line."""
+        """Start at 0. `names(rank)` returns a rank's name for people, and `say` prints a line."""
         self.engine = engine
         self.names = names
         self.max_skips = max_skips
@@ -74,9 +75,9 @@ class Skips:
     def after(self, step: int, result: StepResult, batches: Sequence[Microbatch]) -> None:
         """Judge the result of step `step` (from 0), trained on `batches`; every rank calls it.
 
-        Raises SystemExit (1) on every rank after more than `max_skips` skipped steps in a row. It
-        does so at once if a weight is not finite: no later step mends it, and it must not get into
-        a checkpoint.
+        Raises SystemExit (1) on every rank after more than `max_skips` skipped steps in a row. If a
+        weight is not finite, it does so at once, because no later step repairs the weight, and it
+        must not get into a checkpoint.
         """
         if not result.skipped:
             self.in_a_row = 0
@@ -101,7 +102,8 @@ class Skips:
             raise SystemExit(FAILED_EXIT_CODE)
 
     def _explained(self, finding: Finding | None, batches: Sequence[Microbatch]) -> tuple[str, str]:
-        """Return in words what was not finite, and the samples that it may come from."""
+        """Return text on the value that is not finite, and text on the samples that may have caused
+        it."""
         if finding is None:
             where = "not finite once, finite when computed again: a fault of the hardware is likely"
             if self.engine.config.run.compile:  # fused operations round differently
@@ -111,7 +113,7 @@ class Skips:
             if finding.samples:
                 where += f", microbatch {finding.microbatch} of the batch"
                 return where, ", ".join(map(str, finding.samples))
-        # rank 0, whose line is printed, has the first samples of the step
+        # rank 0 prints the line, and it has the first samples of the step
         first = int(batches[0].samples[0])
         return where, f"{first} to {first + self.engine.config.batch.global_size - 1}"
 
@@ -119,8 +121,8 @@ class Skips:
 def examine(engine: Engine, step: int, batches: Sequence[Microbatch]) -> Finding | None:
     """Compute step `step` again, and return its first value that is not finite.
 
-    Every rank calls it and gets the same; None if all values are finite now. The gradients are zero
-    afterwards; weights and optimizer stay as they are.
+    Every rank calls it and gets the same result. It is None if all values are finite the second
+    time. The gradients are zero afterwards; weights and optimizer stay unchanged.
     """
     findings = list(_weights(engine))
     watcher = _Watcher(engine, batches)
@@ -133,8 +135,8 @@ def examine(engine: Engine, step: int, batches: Sequence[Microbatch]) -> Finding
             for name, module in stage.named_modules():
                 if isinstance(module, Block):
                     watching.enter_context(module.uncompiled())
-                # not the head: the logits of a padded vocabulary are minus infinity, and the loss
-                # is tested too
+                # the head is left out, because the logits of a padded vocabulary are minus
+                # infinity; the loss is tested instead
                 if name and name != "head":
                     hook = module.register_forward_hook(watcher.hook(name))
                     watching.callback(hook.remove)
@@ -150,7 +152,7 @@ def _weights(engine: Engine) -> Iterator[Finding]:
     """Yield this rank's weights that are not finite."""
     buffer = engine.buffer
     rank = engine.axes.world.rank
-    # if weights are gathered when they are needed (ZeRO 3), a rank holds its own parts only
+    # if weights are gathered when they are needed (ZeRO 3), a rank holds only its own parts
     holds_whole = not buffer.portion.shards_weights
     for number, stage in engine.stages.items():
         for place, (name, weight) in enumerate(stage.trained_parameters()):
@@ -158,36 +160,38 @@ def _weights(engine: Engine) -> Iterator[Finding]:
             kept = (buffer.masters, buffer.weight_parts)
             own = held is None or all(_finite(held.view(parts)) for parts in kept)
             if not (own and (not holds_whole or _finite(weight))):
-                # a part of another rank comes later in the order: it is an effect
+                # a value that came from another rank's part is an effect, so it comes later in the
+                # order
                 depth = (number, place, int(own))
                 yield Finding(ValueKind.WEIGHT, -1, depth, rank, f"weight {name}", ())
     for held in buffer.own_frozen():
         if not _finite(held.view(buffer.idle_parts)):
-            # it was loaded so: training does not change it
+            # it was not finite when it was loaded, because training does not change it
             name = f"frozen weight {held.entry.name}"
             yield Finding(ValueKind.FROZEN_WEIGHT, -1, (), rank, name, ())
     engine.state.let_go()
 
 
 class _Watcher(OpHook):
-    """This rank's first output, loss and gradient that are not finite, each with its op."""
+    """A test of this rank's computation: its first output, loss and gradient that are not finite,
+    each with its op."""
 
     def __init__(self, engine: Engine, batches: Sequence[Microbatch]) -> None:
         self.engine = engine
         self.samples = [tuple(batch.samples.tolist()) for batch in batches]
         self.findings: list[Finding] = []
         self._op: Op | None = None
-        self._calls = -1  # outputs of this op so far, less one
-        self._broken: set[int] = set()  # weights whose gradient in this op is not finite, by id
+        self._calls = -1  # number of outputs of this op so far, minus one
+        self._broken: set[int] = set()  # ids of weights whose gradient in this op is not finite
 
     def begin(self, op: Op) -> None:
-        """Start an op: outputs are named by their op and their order in it."""
+        """Start an op. An output is named by its op and its place in the op's order."""
         self._op = op
         self._calls = -1
         self._broken.clear()
 
     def end(self, op: Op) -> None:
-        """Test the gradients of an op, before they are taken out of the buffer."""
+        """Test the gradients of an op, before they are removed from the buffer."""
         if op.row.gradients:
             self.look_at_gradients(op.stage, op.microbatch)
 
@@ -195,9 +199,9 @@ class _Watcher(OpHook):
         """Return a forward hook that tests the outputs of the module `name`."""
 
         def look(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-            """Test an output, unless it is one of a recomputation."""
+            """Test an output, unless a recomputation has made it."""
             op = self._op
-            if op is None or op.row.keeps != ACTIVATIONS:  # recomputed for the backward pass
+            if op is None or op.row.keeps != ACTIVATIONS:  # it is recomputed for the backward pass
                 return
             self._calls += 1
             if (
@@ -211,7 +215,8 @@ class _Watcher(OpHook):
         return look
 
     def see(self, weight: Parameter) -> None:
-        """Test the gradient of `weight` before it is reduced and so becomes every rank's."""
+        """Test the gradient of `weight` before it is reduced, which would spread it to every
+        rank."""
         if not _finite(weight.main_grad):
             self._broken.add(id(weight))
 
@@ -222,9 +227,10 @@ class _Watcher(OpHook):
             self._add(ValueKind.LOSS, microbatch, (number, 0), "loss")
         if self._has(ValueKind.GRADIENT):
             return
-        # reduced as they arise (ZeRO 2 and 3), gradients are gone by now: `see` has tested them
+        # if gradients are reduced as they arise (ZeRO 2 and 3), they are freed by now, and `see`
+        # has tested them
         still_here = not self.engine.buffer.portion.shards_gradients
-        # backwards: the last layer's gradient leads to the others
+        # from the last layer to the first, because the last layer's gradient causes the others
         for place, (name, weight) in enumerate(reversed(stage.trained_parameters())):
             if id(weight) in self._broken or (still_here and not _finite(weight.main_grad)):
                 self._add(ValueKind.GRADIENT, microbatch, (-number, place), f"gradient of {name}")

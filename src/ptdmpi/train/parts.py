@@ -1,4 +1,4 @@
-"""The parts of one rank's training run, made in the order in which they need each other."""
+"""The parts of one rank's training run, made in the order of their dependencies."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -38,8 +38,9 @@ from ptdmpi.watch.requests import Asked, StopRequest
 class Parts:
     """The parts of one rank's training run. This class changes when a run gets another part.
 
-    `start` is what the run begins from. `concluded` is the last step with nothing left to be done.
-    `vote` returns the requests of all ranks, the same on each of them; every rank calls it.
+    `start` is the state from which the run begins. `concluded` is the last step whose record,
+    validation and saves are done. `vote` returns the requests of all ranks, the same on each rank;
+    every rank calls it.
     """
 
     config: Config
@@ -70,8 +71,8 @@ def assemble(
 ) -> Parts:
     """Make the parts of a run, load its state, and open its run directory; every rank calls it.
 
-    `handover` is what the survivors of a lost rank bring. Without it the state is the one that
-    `checkpoint.resume` asks for. Raises InputError if the run cannot begin.
+    `handover` has the state of the survivors after ranks were lost. Without it the state is the one
+    that `checkpoint.resume` names. Raises InputError if the run cannot begin.
     """
     torch.set_num_threads(config.run.threads)
     keep_freed(os.environ)
@@ -84,7 +85,7 @@ def assemble(
     try:
         parts = _with_state(world, lookout, journal, device=device, handover=handover, hooks=hooks)
     except Exception:
-        lookout.close()  # its threads would go on: nothing else refers to it
+        lookout.close()  # nothing else refers to the lookout, and its threads would go on
         raise
     give_back()
     return parts
@@ -168,8 +169,8 @@ def _checkpoints(engine: Engine, feed: Feed, hooks: Hooks) -> Checkpoints:
 def copies_of_run(
     engine: Engine, world: World, checkpoints: Checkpoints, environ: Mapping[str, str] = os.environ
 ) -> MemoryCopies | None:
-    """Return the copies in the nodes' memory; None if none are asked for, or nobody would start
-    the ranks again: `ptdmpi run` names the folder."""
+    """Return the copies in the nodes' memory. Return None if the run asks for no copies, or if no
+    supervisor would start the ranks again. (`ptdmpi run` names the folder.)"""
     folder = environ.get(COPIES, "")
     asked = engine.config.checkpoint.memory_every_steps > 0 and bool(folder)
     if not all(engine.axes.world.all_gather_object(asked)):
@@ -186,7 +187,7 @@ def _saving(
     hooks: Hooks,
     copies: MemoryCopies | None,
 ) -> Saving:
-    """Return what saves the run, after its state was verified."""
+    """Return the object that saves the run; it verifies the state before a save."""
     return Saving(
         checkpoints,
         engine.config.run.steps,
@@ -199,7 +200,7 @@ def _saving(
 
 
 def _begin_log(parts: Parts, device: torch.device, resumed_live: bool) -> None:
-    """Write the first lines of the log, and set the rates that steps are measured by."""
+    """Write the first lines of the log, and set the rates of steps."""
     journal = parts.journal
     vocab_size = parts.feed.vocab_size
     if not resumed_live:

@@ -1,10 +1,10 @@
 """A training run that survives the loss of ranks.
 
-A run is a sequence of attempts. In each, the living ranks take their places in the grid; spare ones
-wait, and the others train. An attempt ends for all living ranks together, by one agreement: at the
-end of the run, or when a rank is lost. Then the world shrinks to the survivors, which try again.
-They go on from the state that they still hold, if it has every part of the model, else from the
-newest checkpoint. A loss during recovery is one more loss.
+A run is a sequence of attempts. In each attempt the living ranks take places in the grid; spare
+ranks wait, and the others train. All living ranks end an attempt together, by one agreement: at the
+end of the run, or when a rank is lost. After a loss the world shrinks to the survivors, which try
+again. They go on from the state that they still hold, if it has every part of the model, and
+otherwise from the newest checkpoint. A loss during recovery is handled like any other loss.
 """
 
 import gc
@@ -33,14 +33,14 @@ from ptdmpi.train.records.directory import append_lines
 from ptdmpi.watch.requests import StopRequest
 
 SPARE_POLL_S = 0.02  # how often a spare rank tests whether it is needed
-FINISHED = 1  # the lowest of the bits that all agree on; the exit code is in the bits above it
+FINISHED = 1  # the lowest bit that all agree on; the exit code is in the bits above it
 
 
 class Survivors:
     """One rank of a run that survives the loss of others.
 
-    `world` has all living ranks, spare ones included. `lost` are the ranks lost so far, `news`
-    those lost since the last attempt trained. `failed_at` is the time of that loss.
+    `world` has all living ranks, spare ones included. `lost` has the ranks lost so far, and `news`
+    those lost since the last attempt trained. `failed_at` is the time of the last loss.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Survivors:
         self.lost: list[Process] = []
         self.news: list[Process] = []
         self.failed_at: float | None = None
-        # buffers of messages whose communicator was revoked: MPI may still read them
+        # buffers of messages whose communicator was revoked, which MPI may still read
         self.stranded: list[Any] = []
 
     def steps(self) -> Iterator[Completed]:
@@ -65,9 +65,9 @@ class Survivors:
         Yield the steps that this rank takes part in. Raises SystemExit with the exit code if that
         is not 0.
         """
-        # The first optimizer imports this, which takes seconds: too long for a spare rank that is
-        # called in. Frozen, imported modules are not searched for garbage, so that old engines are
-        # collected quickly.
+        # The first optimizer imports this module, which takes seconds. That is too long for a spare
+        # rank that must take a place. Imported modules are frozen, so that the garbage collector
+        # does not search them and collects old engines quickly.
         importlib.import_module("torch._dynamo")
         gc.freeze()
         while True:
@@ -105,22 +105,22 @@ class Survivors:
             self.failed_at = self.failed_at or time.perf_counter()
             self.world.abort_wires()
             ulfm.revoke(self.world)
-            # Agree inside of this handler: the frames of the exception hold the buffers of messages
-            # under way, and after the agreement no rank sends any more.
+            # The agreement is inside this handler, because the frames of the exception hold the
+            # buffers of messages under way. After the agreement no rank sends any more.
             return ulfm.agree(self.world, 0)
         if code is None:
             return ulfm.agree(self.world, ulfm.ALL_FLAGS, SPARE_POLL_S)
-        # A rank that left before all are done would be missing in the recovery of the others.
+        # If a rank left before all are done, the others could not recover without it.
         return ulfm.agree(self.world, FINISHED | code << 1)
 
     def _work(self) -> Generator[Completed, None, int | None]:
-        """Train to the end and return the exit code; on a spare rank, return None at once."""
+        """Train to the end and return the exit code. A spare rank returns None at once."""
         loop = self._take_place()
         if loop is None:
             return None
         try:
             yield from loop.steps()
-        except SystemExit as stop:  # all ranks of the loop stop alike
+        except SystemExit as stop:  # all ranks of the loop stop with the same code
             return int(stop.code or 0)
         return 0
 
@@ -147,8 +147,8 @@ class Survivors:
             self.world.last_words = crew.last_words
         for handle in handles:
             handle.wait()
-        # A spare rank drops its state too. Later it would belong to another history of the run: of
-        # the same step perhaps, but not with the same bits.
+        # A spare rank drops its state too. Later that state would belong to another history of the
+        # run, perhaps of the same step but with other bits.
         self.holding = Holding(Account())
         if crew is not None:
             if self.news and self.failed_at is not None:
@@ -170,9 +170,9 @@ class Survivors:
         return config.replace("parallel", data=data, shard_group=shard_group)
 
     def _handover(self, accounts: list[Account], step: int | None, ways: list[Route]) -> Handover:
-        """Return what this rank's loop starts from: the live state after `step`, or a checkpoint.
+        """Return the start of this rank's loop: the live state after `step`, or a checkpoint.
 
-        `ways` says which rank sends the state to this one.
+        `ways` has the routes of the state to each rank.
         """
         asked = (account.asked for account in accounts)
         self.signals.received = self.signals.received or next(filter(None, asked), None)
@@ -202,7 +202,7 @@ class Survivors:
         loop.close()
         self.stranded.append(loop.engine.runner.under_way())
         self.stranded.append([group.under_way for group in loop.axes.groups.values()])
-        settled = loop.engine.policy.settled  # False: messages of neighbours are missing in it
+        settled = loop.engine.policy.settled  # False: neighbours' messages are missing in it
         account = Account(
             place=loop.axes.coordinates,
             step=loop.engine.steps_done if settled else None,
@@ -223,13 +223,14 @@ class Survivors:
         if grid is None:
             return False
         if grid["shard"] != self.grid["shard"]:
-            # the state is cut differently now: no rank could take a part that another one holds
+            # the state is cut in another way now, so no rank could take a part that another one
+            # holds
             self.holding = Holding(replace(self.holding.account, place=None, step=None))
         self.grid = grid
         return True
 
     def _give_up(self) -> None:
-        """Report that too few ranks are left, and end all of them with exit code 1."""
+        """Report that too few ranks are left, and end all of these with exit code 1."""
         line = (
             f"{_who(self.news)} lost; {counted(self.world.size, 'rank')} cannot hold "
             f"t={self.grid['tensor']},p={self.grid['pipeline']}. The same command again resumes "
@@ -243,8 +244,8 @@ class Survivors:
     def _notice(self, loop: Loop, accounts: list[Account], step: int | None, took_s: float) -> str:
         """Return the line on the lost ranks, and on the layout and state of the next attempt.
 
-        `step`: the step of the live state; None: a checkpoint is used. `took_s`: how long recovery
-        took.
+        `step` is the step of the live state; None: a checkpoint is used. `took_s` is the time of
+        the recovery in seconds.
         """
         under_way = 1 + (max(account.concluded for account in accounts) or loop.first)
         source = f"step {loop.first}" if loop.first else "the start"
@@ -264,9 +265,9 @@ class Survivors:
 
 
 def _unfinished(accounts: list[Account], step: int) -> Completed | None:
-    """Return step `step` as a rank completed it, unless it was concluded everywhere."""
+    """Return step `step` as a rank completed it; None if some rank has concluded it."""
     if max(account.concluded for account in accounts) >= step:
-        return None  # one rank concluded it, which it does only after all have done their part
+        return None  # one rank concluded it, after all had done their part
     for account in accounts:
         done = account.completed
         if account.step == step and done is not None and done.step == step:

@@ -1,4 +1,4 @@
-"""A training run as an object: the loop is the program's, and each step is an item of it."""
+"""A training run as an object that yields its steps, so that a program can write the loop."""
 
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,10 +39,10 @@ class Run:
                 run.save()
 
     Each item is a `Completed` step: its number (from 1), its `result` (loss, gradient norm, ...)
-    and its seconds. It comes after the step's record, and after the validation and the checkpoint
-    that the configuration asks for. A program may leave the loop early, on all ranks after the same
-    step; what was not saved is lost. The run directory is that of `ptdmpi train`, which may go on
-    with it, and the other way round.
+    and its seconds. It is yielded after the step's record, and after the validation and the
+    checkpoint that the configuration asks for. A program may leave the loop early, if all ranks do
+    so after the same step; the progress since the last checkpoint is then lost. The run directory
+    is that of `ptdmpi train`: each of the two can continue a run of the other.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Run:
         """Prepare the run, and load its state.
 
         `config` is a TOML file, or its sections. `settings` replace values by their names, such as
-        "run.steps". `hooks` are called at each step, validation, save and stop. `launch`: ranks and
-        signals of a caller who has them already; else the run takes all ranks, and signals while
-        it lasts. Raises InputError, on all ranks, if the run cannot begin. An exception that one
-        rank does not catch ends all of them.
+        "run.steps". `hooks` are called at each step, validation, save and stop. `launch` has the
+        ranks and the signals of a caller who already has them. Otherwise the run takes all ranks,
+        and handles signals while it lasts. Raises InputError, on all ranks, if the run cannot
+        begin. If one rank does not catch an exception, all ranks end.
         """
         self._owns_launch = launch is None
         self._before = [signal.getsignal(number) for number in SIGNALS]
@@ -82,16 +82,16 @@ class Run:
             raise
 
     def __iter__(self) -> Iterator[Completed]:
-        """Train, and yield each step. Raises SystemExit (75) after a save if the run is asked to
-        stop, as by a signal, and as `ptdmpi train` does for other ends."""
+        """Train, and yield each step. Raises SystemExit (75) after a save if the run was asked to
+        stop, for example by a signal. For other ends it raises the same exits as `ptdmpi train`."""
         source = self._survivors or self._loop
         assert source is not None
         try:
-            yield from source.steps()  # which ends with this generator, wherever it is left
+            yield from source.steps()  # this generator closes `source`, wherever it is left
         except (SystemExit, GeneratorExit):
             self._end()
             raise
-        # not after a failure: what a failing rank says of the others needs the threads
+        # not after a failure, because a failing rank needs the threads to report on the others
         self._end()
 
     def _end(self) -> None:
@@ -115,21 +115,21 @@ class Run:
     def close(self) -> None:
         """End the run's threads, release its directory, and handle signals as before.
 
-        A run that was iterated to its end, or left by `break`, is closed; it may be repeated. The
-        model stays.
+        A run that was iterated to its end, or left by `break`, is closed already; a second call
+        does nothing. The model stays.
         """
         if self._now is not None:
             self._now.close()
         self._release()
 
     def train(self) -> None:
-        """Train to the end, without anything between two steps."""
+        """Train to the end, as a loop with an empty body would."""
         for _ in self:
             pass
 
     @property
     def _now(self) -> Loop | None:
-        """The present loop: another one after the loss of a rank; None on a spare rank."""
+        """Return the present loop, which changes after the loss of a rank; None on a spare rank."""
         return self._loop if self._survivors is None else self._survivors.loop
 
     @property
@@ -163,7 +163,8 @@ class Run:
     def validate(self) -> dict[str, Any]:
         """Return the losses on the validation data after the present step; every rank calls it.
 
-        They are recorded. {} if the run has no validation data, or if a stop breaks it off.
+        They are recorded, too. Return {} if the run has no validation data, or if a stop interrupts
+        it.
         """
         loop = self._active
         return loop.validation.measured(loop.concluded)
@@ -182,7 +183,7 @@ class Run:
         return Path(newest[1])
 
     def _release(self) -> None:
-        """Handle signals as before the run, if the run began to note them."""
+        """Restore the signal handlers from before the run, if the run has replaced them."""
         if self._owns_launch:
             self._owns_launch = False
             self._launch.signals.__exit__(None, None, None)
@@ -191,7 +192,7 @@ class Run:
 
 
 def _all_ranks() -> Launch:
-    """Return a job of all ranks, in which an exception that one does not catch ends all."""
+    """Return a job of all ranks. An exception that one rank does not catch ends all ranks."""
     signals = StopRequest()
     signals.__enter__()
     world = World()

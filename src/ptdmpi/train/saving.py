@@ -1,4 +1,4 @@
-"""The saves of a run: when they are due, how they are reported, and what follows a failed one."""
+"""The saves of a run: when they are due, how they are reported, and what happens if one fails."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,11 +13,11 @@ from ptdmpi.watch.requests import Save
 class Saving:
     """The saves of one run; every rank calls `after_step` after every step.
 
-    A failed save does not end the run, whose state is in memory: a warning is printed, and the run
-    tries again after 1, 2, 4, ... steps (at most `every_steps`). It fails only if it ends or is to
-    stop, and still cannot save.
+    A failed save does not end the run, because its state is in memory. A warning is printed, and
+    the run tries again after 1, 2, 4, ... steps (at most `every_steps`). The run fails only if it
+    ends or is to stop, and still cannot save.
 
-    `newest` holds step and path of the newest save, `last_write_s` its time.
+    `newest` has the step and the path of the newest save, `last_write_s` the time that it took.
     """
 
     def __init__(
@@ -31,8 +31,9 @@ class Saving:
         hooks: Hooks,
         copies: MemoryCopies | None = None,
     ) -> None:
-        """`last_step` is the run's; `say` prints a line, `record` writes a record of values.
-        `verify` raises an error if the state must not be saved. `copies` in memory are made too."""
+        """Prepare the saves. `last_step` is the last step of the run. `say` prints a line, `record`
+        writes a record of values, and `verify` raises an error if the state must not be saved.
+        `copies` are also made, in memory."""
         self.checkpoints = checkpoints
         self.last_step = last_step
         self.every_steps = checkpoints.config.every_steps
@@ -57,7 +58,7 @@ class Saving:
         due = must or asked is Save.DUE or step == self.retry_step or regular
         if due:
             self.verify()
-        # the last save is finished on its own: if it failed, this one is tried all the same
+        # the last save is finished first; if it failed, this save is tried nevertheless
         self._attempt(self.checkpoints.finish if due else self.checkpoints.poll, step)
         if due:
             self.retry_step = None
@@ -73,7 +74,7 @@ class Saving:
         return due
 
     def _copy(self, copies: MemoryCopies, step: int, verified: bool) -> None:
-        """Copy the state into the nodes' memory. A failure is reported, and ends no run."""
+        """Copy the state into the nodes' memory. A failure is reported, and the run goes on."""
         if not verified:
             self.verify()
         why = copies.keep(step)

@@ -1,4 +1,4 @@
-"""Best validations of a run, and whether it still improves. Without MPI: a dry run uses it too."""
+"""The best validations of a run, and whether it still improves. No MPI: a dry run uses it too."""
 
 import math
 from dataclasses import dataclass, field
@@ -24,12 +24,12 @@ class Validated(NamedTuple):
 
 @dataclass
 class Standing:
-    """The validations of a run so far, and what follows from them.
+    """The validations of a run so far, and the decisions that follow from them.
 
-    A validation is worse if its loss is not below all earlier ones; NaN always is. `worse` counts
-    the worse ones in a row up to now, and `stop_after_worse` of them end the run (0: none do).
-    `trained` and `tasks_step` are the newest steps of which the run directory had a record, and
-    scores of tasks, when the run started: a stop may have broken off what followed `trained`.
+    A validation is worse if its loss is not below all earlier losses; NaN is always worse. `worse`
+    counts the worse validations in a row up to now. The run ends after `stop_after_worse` of them
+    (0: never). `trained` and `tasks_step` are the newest steps that had a record, and scores of
+    tasks, when the run started. A stop may have interrupted the work after `trained`.
     """
 
     stop_after_worse: int = 0
@@ -77,7 +77,7 @@ class Standing:
 
     @property
     def over(self) -> str:
-        """Why the run ends before its last step; empty if it does not."""
+        """Return why the run ends before its last step; "" if it does not."""
         if not 0 < self.stop_after_worse <= self.worse:
             return ""
         text = (

@@ -10,8 +10,9 @@ from ptdmpi.train.records.journal import Journal
 from ptdmpi.watch.lookout import Lookout
 from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked
 
-# The state is corrupt. 3: a person should look at the named hosts before the run is started again.
-# 4: it is to be started again at once, from a checkpoint and not from copies in memory.
+# Exit codes for a corrupt state. 3: a person should look at the named hosts before the run is
+# started again. 4: the run is to be started again at once, from a checkpoint and not from copies in
+# memory.
 CORRUPT_EXIT_CODES = {"stop": 3, "restart": 4}
 MOST_FAULTS = 8  # that are printed one by one
 

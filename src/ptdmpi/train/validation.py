@@ -32,7 +32,8 @@ class Validation:
         standing: Standing,
         hooks: Hooks,
     ) -> None:
-        """`vote` returns what the ranks ask for: a stop breaks a long validation off."""
+        """Prepare the validations. `vote` returns the ranks' requests: a stop interrupts a
+        validation."""
         self.config = config
         self.feed = feed
         self.engine = engine
@@ -42,7 +43,7 @@ class Validation:
         self.standing = standing
         self.hooks = hooks
         self.values: dict[str, Any] = {}  # of the record of the last validation
-        # the loss that a model must beat to have learned more than pairs of tokens: reported once
+        # the loss of a bigram model, which a model must beat to have learned more; reported once
         self.bigram_pending = config.log.bigram_baseline and bool(feed.valid)
 
     def due(self, step: int) -> bool:
@@ -55,8 +56,8 @@ class Validation:
         return bool(self.feed.valid) and (step == last or (every > 0 and step % every == 0))
 
     def owed(self, step: int) -> bool:
-        """Return True if this run trained `step` in an earlier start, and a stop broke off the
-        validation or the tasks that were due after it."""
+        """Return True if this run trained `step` in an earlier start, and a stop interrupted the
+        validation or the tasks that were due after the step."""
         here = 0 < step == self.standing.trained
         return here and (self._validates(step) or self._asks_tasks(step))
 
@@ -70,8 +71,8 @@ class Validation:
         return self.tasks.due(step) and self.standing.tasks_step < step
 
     def measured(self, step: int) -> dict[str, Any]:
-        """Return the values of the validation after `step`: of the one that was due, or of one that
-        is made now. {} if a stop breaks it off, or without validation data."""
+        """Return the values of the validation after `step`, which is made now if it was not due.
+        Return {} if a stop interrupts it, or without validation data."""
         last = self.standing.last
         if self.feed.valid and (last is None or last.step < step or not self.values):
             with self.engine.replicas.averaged():
@@ -80,9 +81,9 @@ class Validation:
         return self.values
 
     def after_step(self, step: int) -> Asked:
-        """Measure, record and report what is due; return what the ranks ask for afterwards.
+        """Measure, record and report what is due; return the ranks' requests afterwards.
 
-        If replicas differ, the mean of their weights is measured.
+        If replicas differ, the model with the mean of their weights is measured.
         """
         with self.engine.replicas.averaged():
             return self._after_step(step)
@@ -106,7 +107,8 @@ class Validation:
         for number, group in self.feed.validation():
             measured = self.engine.evaluate(self.feed.place(group))
             losses[number] = summed([losses[number], measured])
-            # a vote after each group: a validation may take longer than a signal leaves time for
+            # the ranks vote after each group, because a validation may take longer than a signal
+            # allows
             asked = self.vote()
             if asked.stop:
                 self.journal.say(f"{asked.stop}: validation after step {step} broken off")
@@ -121,7 +123,7 @@ class Validation:
         self.journal.keep(step=step, **values)
         self.values = values
         self.hooks.validated(step, values)
-        # one loss decides what follows on all ranks: rank 0's
+        # rank 0's loss decides for all ranks
         loss = self.engine.axes.world.broadcast_object(values["validation_loss"])
         if self.standing.take(step, loss) and not asked.save:
             asked = replace(asked, save=Save.DUE)
@@ -138,7 +140,7 @@ def validation_record(
     """Return a validation's record and its line, from the losses of each dataset in `paths`.
 
     If samples are classified, an accuracy is reported instead of a perplexity. Losses are means
-    over all tokens, in nats; several datasets have one each, too.
+    over all tokens, in nats. If there are several datasets, each of them has its own loss, too.
     """
     whole = summed(list(losses))
     mean = whole[TASK].mean
@@ -149,7 +151,7 @@ def validation_record(
         values["validation_accuracy"] = accuracy
         text += f"  accuracy {accuracy:.2%}"
     else:
-        perplexity = math.exp(mean) if mean < 700 else math.inf  # e^710 is no float64 any more
+        perplexity = math.exp(mean) if mean < 700 else math.inf  # e^710 exceeds float64
         values["validation_perplexity"] = perplexity
         text += f"  perplexity {perplexity:.2f}"
     for key, more in recorded(whole).items():

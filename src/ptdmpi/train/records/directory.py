@@ -21,9 +21,10 @@ def _show(line: str) -> None:
 class RunDirectory:
     """`metrics.jsonl` and `log.txt` of a run; only rank 0 holds one.
 
-    Each record is one write of a whole line. Resuming at a step removes a torn last line, the
-    records and timelines after that step, and the `done` of an earlier end. A disk that fails later
-    does not end the run, whose state is in memory: one warning is printed, and the lines wait.
+    Each record is one write of a whole line. A start that resumes at a step removes a torn last
+    line, the records and timelines after that step, and the file `done` of an earlier end. If a
+    disk fails later, the run goes on, because its state is in memory: one warning is printed, and
+    the lines are written when the disk works again.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class RunDirectory:
                 timeline.unlink()
 
     def open_sinks(self, config: Config) -> None:
-        """Send all records from now on to the tools that `[log]` names, too."""
+        """Also send all records from now on to the tools that `[log]` names."""
         past = Past(self.path, self._resumed_step, self._dropped)
         self._sinks = Sinks(config, past, self.say)
 
@@ -100,9 +101,9 @@ class RunDirectory:
 def mark_done(path: Path, steps: int) -> None:
     """Write the file `done` into the run directory `path`: the run is complete after `steps` steps.
 
-    It is the last file that a run writes. A launcher can end with code 0 although it lost a node;
-    this file is the proof. An equal file is left as it is. Raises InputError if it cannot be
-    written.
+    It is the last file that a run writes. A launcher can end with code 0 although it lost a node,
+    so only this file proves that the run is complete. An equal file is left unchanged. Raises
+    InputError if it cannot be written.
     """
     done = path / "done"
     text = json.dumps({"steps": steps}) + "\n"
@@ -117,7 +118,7 @@ def mark_done(path: Path, steps: int) -> None:
 
 
 def append_lines(path: Path, lines: str) -> None:
-    """Append whole lines to a file in one unbuffered write, or nothing of them.
+    """Append whole lines to a file in one unbuffered write, or append nothing.
 
     Raises OSError if the disk has no room for all of them.
     """

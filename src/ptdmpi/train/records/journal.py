@@ -1,4 +1,4 @@
-"""The lines and records of a run: one of each step, and its timeline at the end."""
+"""The lines and records of a run: one line and record of each step, and a timeline at the end."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,14 +17,15 @@ from ptdmpi.train.records.timeline import RecentSteps
 
 
 class Journal:
-    """The lines and records of one run. Every rank has one; only rank 0's prints and writes.
+    """The lines and records of one run. Every rank has a journal; only rank 0's prints and writes.
 
-    `directory` is rank 0's, and is set once the run is sure to begin. Until then lines go to the
-    terminal alone: a run that cannot begin leaves no log. `rates` are set before the first step.
+    `directory` belongs to rank 0, and is set once the run is certain to begin. Until then lines are
+    only printed on the terminal, so a run that cannot begin leaves no log. `rates` are set before
+    the first step.
     """
 
     def __init__(self, config: Config, axes: Axes, show: Callable[[str], None]) -> None:
-        """`show` prints a line."""
+        """Begin without a directory. `show` prints a line."""
         self.config = config
         self.show = show
         self.recent = RecentSteps(axes)
@@ -45,11 +46,12 @@ class Journal:
             self.directory.record(**values)
 
     def step(self, done: Completed, usual_s: float, **values: Any) -> None:
-        """Write the record of a step, extended by `values`, and its line where one is due.
+        """Write the record of a step, extended by `values`, and its line if one is due.
 
-        `wire_bytes` and `wire_messages` are what rank 0 has sent in this step, by group of ranks
-        and kind; after a loss of ranks `done.result` may come from another rank than 0.
-        `usual_s` is the usual time of a step, from which the remaining time is estimated.
+        `wire_bytes` and `wire_messages` in the record are counts of what rank 0 has sent in this
+        step, by group of ranks and kind, because after a loss of ranks `done.result` may come from
+        another rank. `usual_s` is the usual time of a step, from which the remaining time is
+        estimated.
         """
         if self.directory is None or self.rates is None:
             return
@@ -80,7 +82,7 @@ class Journal:
         if is_last or done.step % self.config.log.every_steps == 0:
             left_s = (steps - done.step) * usual_s
             line = _step_line(done, steps, rates, left_s)
-            # the last line is a result, which --quiet prints too
+            # the last line is a result, so --quiet prints it too
             self.directory.say(line, shown=is_last or not quiet())
 
     def keep_timeline(self, step: int) -> None:
@@ -88,7 +90,7 @@ class Journal:
         self.recent.keep(Path(self.config.run.dir) / "timeline", step, self.say)
 
     def close(self) -> None:
-        """Close the sinks that receive records besides the run directory."""
+        """Close the sinks, which receive records in addition to the run directory."""
         if self.directory is not None:
             self.directory.close()
 

@@ -15,7 +15,8 @@ from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.shape.flops import hardware_flops, model_flops
 
 # Products of 512 x 512 matrices reach the rate of 1024 x 1024 ones within 1 % (fp32 and bf16, EPYC
-# with AVX-512), take a quarter of the time, and each ends within one time slice of a shared core.
+# with AVX-512). They take a quarter of the time, and each product ends within one time slice of a
+# shared core.
 GEMM_SIZE = 512
 GEMM_RUNS = 8
 
@@ -39,10 +40,10 @@ def known_peak(name: str, precision: str) -> float | None:
 
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> float | None:
-    """Return the dense peak of one rank in FLOP/s; of a GPU the data sheet's, or None.
+    """Return the dense peak of one rank in FLOP/s. On a GPU it is the data sheet's, or None.
 
-    No data sheet says how many cores of a CPU a rank has. There the peak is the best rate of a few
-    products of square matrices of `dtype`.
+    No data sheet says how many cores of a CPU a rank has. On a CPU the peak is therefore the best
+    rate of a few products of square matrices of `dtype`.
     """
     if device.type != "cpu":
         return known_peak(device_name(device), precision)
@@ -51,13 +52,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> floa
     for _ in range(GEMM_RUNS):
         start = time.perf_counter()
         a @ a
-        # the best one counts: a disturbance only makes a product slower
+        # the best rate counts, because a disturbance only makes a product slower
         best = min(best, time.perf_counter() - start)
     return 2 * GEMM_SIZE**3 / best
 
 
 def agreed_peak_flops(config: Config, axes: Axes, device: torch.device) -> float | None:
-    """Return the median of all ranks' dense peaks in FLOP/s: one denominator of MFU for the run.
+    """Return the median of all ranks' dense peaks in FLOP/s; the run's MFU is relative to it.
 
     Every rank calls it. Returns None if any rank does not know its peak.
     """
@@ -86,7 +87,8 @@ class Rates:
     def __init__(
         self, config: Config, vocab_size: int, ranks: int, peak_flops: float | None
     ) -> None:
-        """`peak_flops` is the dense peak of one rank in FLOP/s; None: MFU is not known."""
+        """Count the work of a step. `peak_flops` is the dense peak of one rank in FLOP/s; None: not
+        known."""
         model = config.model
         recompute = config.recompute
         self.tokens = config.batch.global_size * model.seq_length

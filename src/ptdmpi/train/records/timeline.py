@@ -11,13 +11,13 @@ from ptdmpi.comm.world import Axes
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.watch.stopwatch import Stopwatch
 
-RECENT_STEPS = 20  # the kept timeline is that of one of this many last steps
+RECENT_STEPS = 20  # the timeline is kept of one of these last steps
 
 
 class StepSpans(NamedTuple):
     """The measurements of one step on this rank.
 
-    `inside_s`: seconds in collectives that are part of ops, by group of ranks.
+    `inside_s` has the seconds in collectives that are part of ops, by group of ranks.
     """
 
     elapsed_s: float
@@ -45,13 +45,14 @@ class RecentSteps:
         """Write the step of median time as `directory/step-NNNNNNNN.json`; every rank calls it.
 
         The file has all ranks of rank 0's pipeline. `last_step` is the number of the newest step.
-        A disk that fails costs the file; `say` reports it.
+        If the disk fails, there is no file, and `say` reports it.
         """
         if not self._steps:
             return
         times = [step.elapsed_s for step in self._steps]
         place = times.index(statistics.median_low(times))
-        # rank 0's choice for all: spans of different steps would not fit together
+        # rank 0 chooses one step for all ranks, because spans of different steps would not fit
+        # together
         place = self.axes.world.broadcast_object(place)
         self.axes.clock.settle()
         median = self._steps[place]

@@ -1,4 +1,4 @@
-"""The questions in a run's task files, tokenized as its data; without MPI, for dry runs too."""
+"""The questions in a run's task files, tokenized like its data. No MPI: dry runs use it too."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -26,10 +26,10 @@ def text_of(config: Config, course: Course, vocab_size: int) -> Text:
 
 
 def task_framing(config: Config) -> Framing:
-    """Return how the texts of the run's task become sequences.
+    """Return the form in which the texts of the run's task become sequences.
 
-    The tokenizer is the one that `task.tokenizer` names, or that of the model that the run begins
-    from. Raises InputError if there is neither.
+    The tokenizer is the one that `task.tokenizer` names, or that of the model from which the run
+    begins. Raises InputError if there is neither.
     """
     stored = _stored(config, {}, config.model.vocab_size or 2**31)
     if not (config.task.tokenizer or stored.began):
@@ -54,7 +54,7 @@ def _stored(config: Config, more: Mapping[str, Any], vocab_size: int) -> StoredM
 def task_files(config: Config, course: Course, vocab_size: int) -> dict[str, Questions]:
     """Return the questions of each file of `log.tasks`, by its path.
 
-    Raises InputError for the files that cannot be asked, one line each.
+    Raises InputError with one line for each file whose questions cannot be asked.
     """
     if not config.log.tasks:
         return {}
@@ -63,7 +63,7 @@ def task_files(config: Config, course: Course, vocab_size: int) -> dict[str, Que
     except InputError as error:
         raise InputError(f"log.tasks needs the tokenizer of the data: {error}") from None
     sizes = Limits(config.model.seq_length, vocab_size)
-    # the defaults of `ptdmpi evaluate`, with answers that leave room for the question
+    # the defaults of `ptdmpi evaluate`; answers are short enough to leave room for the question
     asking = Asking(max_new_tokens=min(Asking.max_new_tokens, sizes.seq_length // 2))
     files = {}
     mistakes = []

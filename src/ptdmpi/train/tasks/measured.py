@@ -20,14 +20,14 @@ from ptdmpi.train.records.journal import Journal
 from ptdmpi.train.tasks.files import task_files, text_of
 from ptdmpi.watch.requests import Asked, Save
 
-ITEMS = 64  # questions to each data rank between two votes on whether the run is to stop
+ITEMS = 64  # questions for each data rank between two votes on whether to stop
 
 
 def live_model(engine: Engine) -> InferenceModel:
-    """Return the engine's weights as a model that can be asked.
+    """Return a model with the engine's weights that can answer questions.
 
-    The model has stages of its own, whose parameters share the memory of the engine's: nothing else
-    of a training step is touched.
+    The model has stages of its own. Their parameters share the memory of the engine's parameters,
+    and nothing else of a training step changes.
     """
     config = engine.config
     axes = engine.axes
@@ -46,8 +46,8 @@ def live_model(engine: Engine) -> InferenceModel:
         weights = [
             weight for stage in stages.values() for _, weight in stage.named_logical_parameters()
         ]
-        # Gather all weights at once and keep them until the questions are answered: data ranks have
-        # different questions, and would gather unequally often.
+        # Gather all weights at once and keep them until the questions are answered, because data
+        # ranks have different questions and would gather a different number of times.
         GatheredWeights(engine.buffer, weights).hold_all()
     for stage in stages.values():
         compute_by(stage, engine.kernels)
@@ -82,7 +82,8 @@ class Tasks:
     def after_step(self, step: int, vote: Callable[[], Asked]) -> Asked:
         """Evaluate, record and report the tasks; return what the ranks ask for afterwards.
 
-        `vote` is called again and again meanwhile; the evaluation breaks off if the run is to stop.
+        `vote` is called repeatedly during the evaluation, which is interrupted if the run is to
+        stop.
         """
         if not self.files:
             return Asked("", Save.NO, 0)
@@ -115,7 +116,7 @@ class Tasks:
 
 
 def _summary(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the path, the name and the value of each file's score in words."""
+    """Return text with the path of each file, and the name and the value of its score."""
     parts = []
     for path, values in results.items():
         name, score = task_score(values)

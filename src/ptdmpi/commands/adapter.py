@@ -1,4 +1,4 @@
-"""`ptdmpi adapter`: merge, split, export and import adapters, without MPI or a GPU."""
+"""`ptdmpi adapter`: merge, split, export and import adapters. It needs no MPI and no GPU."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""`ptdmpi checkpoint`: inspect, verify, diff, prune, without MPI, a GPU, or torch."""
+"""`ptdmpi checkpoint`: inspect, verify, compare and prune checkpoints. It needs no MPI, GPU or
+torch."""
 
 import json
 import math
@@ -46,7 +47,8 @@ def inspect(path: Path, tensors: bool, as_json: bool) -> None:
 
 
 def _summary(path: Path, tensors: bool) -> dict[str, Any]:
-    """Return what the manifest of a checkpoint says; its "problem" is None if it is complete."""
+    """Return the contents of a checkpoint's manifest; "problem" is None if the checkpoint is
+    complete."""
     try:
         manifest = sound_manifest(path)
     except InputError as error:
@@ -75,14 +77,14 @@ def _summary(path: Path, tensors: bool) -> dict[str, Any]:
 
 
 def _quantization(manifest: Manifest) -> str:
-    """Return in words how the weights are quantized."""
+    """Return text on how the weights are quantized."""
     said = manifest.said[QUANTIZATION]
     more = ", ".join(f"{key} {value}" for key, value in said.items() if key != "codes")
     return f"{said['codes']}, {more}; {len(manifest.in_few_bits)} matrices"
 
 
 def _print(summary: dict[str, Any]) -> None:
-    """Print the summary of a checkpoint; consumes it."""
+    """Print the summary of a checkpoint, and remove its entries from `summary`."""
     print(summary.pop("path"))
     problem = summary.pop("problem")
     if problem:

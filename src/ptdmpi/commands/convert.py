@@ -1,4 +1,4 @@
-"""`ptdmpi convert`: from and to models of Hugging Face, without MPI or a GPU."""
+"""`ptdmpi convert`: convert from and to models of Hugging Face. It needs no MPI and no GPU."""
 
 import json
 import sys

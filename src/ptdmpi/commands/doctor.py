@@ -72,8 +72,9 @@ def check_parity(
 ) -> bool:
     """Train small models in many layouts and print how exactly they agree.
 
-    All ranks call it. `wire`: as comm.wire. `only`: text in the name of each compared row. Returns
-    True on every rank if no row is red. Raises SharedInputError if no row has `only` in its name.
+    All ranks call it. `wire` is a value of comm.wire. `only` is text that the name of each compared
+    row must have. Returns True on every rank if no row is red. Raises SharedInputError if no row
+    has `only` in its name.
     """
     from ptdmpi.comm.wires import wire_named
     from ptdmpi.parity import layouts, suite, table
@@ -83,7 +84,8 @@ def check_parity(
     exact = chosen.kind.exact
 
     def chosen_rows() -> "list[suite.Comparison]":
-        """Return the rows whose names have the text of --rows. Raise InputError if none has."""
+        """Return the rows whose names have the text of --rows. Raise InputError if no row has
+        it."""
         every = suite.comparisons(ranks, short=short, exact=exact)
         named = [row for row in every if only.lower() in table.named(row).lower()]
         if not named:
@@ -105,10 +107,10 @@ def check_parity(
 
 
 def check_machine(world: "World", *, as_json: bool, report: Path | None = None) -> bool:
-    """Print what the machine is and whether sums over its ranks are right.
+    """Print the findings about the machine, and whether sums over its ranks are right.
 
-    All ranks call it. `report`: a file that gets the findings, too. Returns True on every rank if
-    nothing is bad.
+    All ranks call it. `report` is a file that the findings are also written to. Returns True on
+    every rank if no finding is bad.
     """
     from ptdmpi.probe.host_check import check_host
     from ptdmpi.probe.issue_report import report_text, save_report

@@ -92,7 +92,7 @@ def _class_line(name: str, scores: dict[str, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a value as text; the harness has words, too, such as N/A for a missing spread."""
+    """Return a value as text; the harness also returns words, such as N/A for a missing spread."""
     if isinstance(value, float):
         return f"{value:.4f}"
     if isinstance(value, int):

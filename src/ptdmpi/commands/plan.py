@@ -145,7 +145,7 @@ def _preview(config: Path, cluster: str | None, ranks: int | None, as_json: bool
 
 
 def _options_of_the_search() -> list[str]:
-    """Return the given options that are illegal with a configuration."""
+    """Return the given options that are not legal together with a configuration."""
     context = click.get_current_context()
     return [
         param.opts[0]

@@ -1,4 +1,4 @@
-"""`ptdmpi quantize`: a model whose layers have their matrices in few bits."""
+"""`ptdmpi quantize`: quantize the weight matrices of a model's layers."""
 
 import json
 from pathlib import Path
@@ -83,7 +83,7 @@ def _check(options: dict[str, Any]) -> None:
 
 
 def _codes(options: dict[str, Any]) -> CodesName:
-    """Return the name of the codes that the options ask for."""
+    """Return the name of the kind of codes that the options select."""
     for name, codes in FOUR_BIT_CODES.items():
         if options[name]:
             return codes
@@ -91,7 +91,7 @@ def _codes(options: dict[str, Any]) -> CodesName:
 
 
 def _text(result: dict[str, Any]) -> str:
-    """Return the result of a quantization in words."""
+    """Return the result of a quantization as text."""
     lines = [
         f"{result['path']}: {result['matrices']} matrices, {short(result['elements'])} weights in "
         f"{result['codes']}, blocks of {result['block']}, {result['method']}: "

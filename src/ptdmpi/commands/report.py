@@ -90,8 +90,8 @@ def _print_timelines(timelines: list[Timeline]) -> None:
 def _written(
     loaded: report.RecordedRun, foreseen: Timeline | None, output: Path | None
 ) -> tuple[list[Path], list[str]]:
-    """Write pictures and trace. Return their paths, and a line for each file that could not be
-    written.
+    """Write pictures and trace. Return the paths of these files, and a line for each file that
+    could not be written.
 
     Another user's run is often read-only: its table is still printed. Raise InputError if
     `output` was given and cannot be written.
@@ -141,7 +141,7 @@ def _several(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None
 def _compared(
     loaded: list[report.RecordedRun], output: Path | None
 ) -> tuple[list[Path], list[str]]:
-    """Draw the comparison. Return its path, or a line on why it could not be written.
+    """Draw the comparison. Return its path, or a line that says why it could not be written.
 
     Raise InputError if `output` was given and cannot be written.
     """

@@ -1,4 +1,4 @@
-"""`ptdmpi run`: start a training and its launcher, and start the ranks anew if they are lost."""
+"""`ptdmpi run`: start a training with its launcher, and start the ranks again if they are lost."""
 
 import sys
 from dataclasses import replace

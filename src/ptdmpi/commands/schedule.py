@@ -1,4 +1,4 @@
-"""`ptdmpi schedule`: draw a pipeline schedule, and count its bubble and its activations."""
+"""`ptdmpi schedule`: draw a pipeline schedule, and print its bubble and its peak of activations."""
 
 import json
 import os

@@ -14,19 +14,19 @@ from ptdmpi.terminal.say import note
 
 SIGN = "> "
 QUIT = "/quit"
-TORN = "\ufffd"  # the text of an incomplete character, whose last tokens are still missing
+TORN = "\ufffd"  # the text of a character whose last tokens are still missing
 
 
 class Chat:
-    """A conversation: the lines and answers so far. Every rank has one.
+    """A conversation: the lines and answers so far. Every rank has the same one.
 
-    The model reads all lines and answers, as its chat template writes them, or each ended by a
-    newline. If they leave no room for an answer, the oldest ones are dropped; a line that is too
+    The model reads all lines and answers, in the form of its chat template, or else each ended by a
+    newline. If they leave no room for an answer, the oldest ones are dropped. A line that is too
     long by itself loses its beginning.
     """
 
     def __init__(self, writer: Writer, out: TextIO | None = None) -> None:
-        """`out` receives the answers token by token; None: stdout.
+        """Begin without lines. Answers are written to `out` token by token; None: stdout.
 
         Raises InputError on every rank.
         """
@@ -48,8 +48,8 @@ class Chat:
     def talk(self, read: Callable[[], str | None]) -> str:
         """Answer every line that `read` returns on rank 0 (None: no more); return why it ended.
 
-        Ctrl-C ends the conversation at any time on one rank; of several ranks, only while rank 0
-        waits for a line.
+        On one rank Ctrl-C ends the conversation at any time. On several ranks it does so only while
+        rank 0 waits for a line.
         """
         world = self.writer.world
         try:
@@ -126,7 +126,8 @@ class Chat:
         return ids
 
     def _show(self, written: str, whole: bool = False) -> None:
-        """Print the new part of an answer; wait with a character that is incomplete."""
+        """Print the new part of an answer. An incomplete character is printed when it is
+        complete."""
         if (whole or not written.endswith(TORN)) and written.startswith(self._shown):
             self.out.write(written[len(self._shown) :])
             self.out.flush()
@@ -146,7 +147,8 @@ def _asked(read: Callable[[], str | None]) -> tuple[str | None, str]:
     """Return rank 0's next line; at the end, None and the reason."""
     try:
         line = read()
-        # Open MPI's mpirun does not pass the end of input on: a command ends it instead
+        # Open MPI's mpirun does not report the end of input, so a command ends the conversation
+        # instead
         if line == QUIT:
             return None, QUIT
         return line, "end of input"

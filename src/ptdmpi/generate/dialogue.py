@@ -13,9 +13,10 @@ from ptdmpi.inference.stored import StoredAdapter, StoredModel
 
 @dataclass(frozen=True)
 class Dialogue:
-    """The form in which a model is asked for its next answer.
+    """The form in which a model is asked for the next answer of a conversation.
 
-    `template`: its chat template; None: plain lines. `ends`: the ids that end an answer.
+    `template` is the model's chat template; None: plain lines. `ends` are the ids that end an
+    answer.
     """
 
     text: Text
@@ -26,9 +27,9 @@ class Dialogue:
     def of(cls, stored: StoredModel, text: Text, adapter: StoredAdapter | None) -> Self:
         """Return the dialogue of a model, by its chat template or that of an adapter.
 
-        Answers end as texts do. With a template they also end by the special token that it writes
-        after an answer, and by those in the config.json of a model from Hugging Face. Raises
-        InputError.
+        Answers end with the ids that end texts. With a template they also end with the special
+        token that the template writes after an answer, and with the ids in the config.json of a
+        model from Hugging Face. Raises InputError.
         """
         template = find_chat(stored, text, adapter)
         if template is None:
@@ -62,8 +63,8 @@ class Dialogue:
     def _left(self) -> int:
         """Return the number of spaces at the end of a prompt that the prompt must leave out.
 
-        These spaces are not tokens of their own before an answer, but become part of its first
-        token, such as " word".
+        Before an answer these spaces are not tokens of their own. They become part of the answer's
+        first token, such as " word".
         """
         if self.template is None:
             return 0

@@ -36,7 +36,7 @@ class Prompt:
 class Continuation:
     """The new ids of a prompt, without an end of document.
 
-    `reason` is why it ended: "eod", "length" or "finished"; empty until then.
+    `reason` is why the continuation ended: "eod", "length" or "finished". It is empty until then.
     """
 
     ids: list[int]
@@ -46,8 +46,8 @@ class Continuation:
 def check(prompt: Prompt, model: "InferenceModel") -> None:
     """Raise InputError unless the model can continue a prompt by `max_new_tokens`.
 
-    The prompt must not be empty, must be of the vocabulary, and must fit `seq_length` with its
-    continuation.
+    The prompt must not be empty, all its ids must be in the vocabulary, and it must fit into
+    `seq_length` with its continuation.
     """
     if not prompt.ids:
         raise SharedInputError("an empty prompt: give at least one token")
@@ -87,12 +87,12 @@ def generate(
     for prompt in prompts:
         check(prompt, model)
     data = model.axes["data"]
-    # prompts of similar lengths form a group, which runs until its last continuation ends
+    # prompts of similar lengths form a group, because a group runs until its last continuation ends
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i].ids), i))
     groups = [order[start : start + rows] for start in range(0, len(order), rows)]
     done: dict[int, Continuation] = {}
     mine = groups[data.rank :: data.size]
-    # callers that ask for one group at a time show a progress of their own
+    # callers that ask for one group at a time show their own progress
     shown = progress("generating", len(mine), "batch")
     with shown if len(mine) > 1 else nullcontext(lambda more: None) as advance:
         for group in mine:
@@ -136,7 +136,7 @@ def _continue(
         new, going = model.share((new, going))
         if not going:
             return model.share(texts)
-        # a text that has ended is computed on at its last place, and the result is dropped
+        # a text that has ended is computed further at its last place, and the result is dropped
         ids = torch.tensor([new])
         positions = positions[last, torch.arange(len(prompts))] + 1
         positions = positions.clamp(max=capacity - 1)[None]

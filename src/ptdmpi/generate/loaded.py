@@ -1,4 +1,4 @@
-"""A trained model that a program asks."""
+"""A trained model that a program can ask for texts and probabilities."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,8 +52,8 @@ class LoadedModel:
         return shared
 
     def log_probabilities(self, ids: Sequence[int]) -> list[float]:
-        """Return the log probability in nats of each of `ids` but the first, given those before
-        it. Raises InputError if they are fewer than 2, or more than a sequence and one."""
+        """Return the log probability in nats of each of `ids` except the first, given all ids
+        before it. Raises InputError for fewer than 2 ids, and for more than `seq_length` + 1."""
         model = self.model
         most = model.seq_length + 1
         if not 2 <= len(ids) <= most:
@@ -77,10 +77,11 @@ def load(
 ) -> LoadedModel:
     """Return the newest checkpoint of `run`: a run directory, a checkpoint, or a converted model.
 
-    `layout` such as "t=2,p=2": the ranks of each model; None: those of the run, if they are there.
-    `precision`: None: that of the run. `adapter`: adapters over it. `ema`: the weights' average.
-    Every rank calls it. Raises InputError, on all ranks, if it cannot be loaded. An exception that
-    one rank does not catch ends all.
+    `layout` is text such as "t=2,p=2", the ranks of each model; None: the layout of the run, if
+    there are enough ranks. `precision` None: the precision of the run. `adapter` names adapters on
+    top of the model. `ema`: the weights' average is loaded. Every rank calls it. Raises InputError,
+    on all ranks, if the model cannot be loaded. If one rank does not catch an exception, all ranks
+    end.
     """
     world = World()
     end_together(world)

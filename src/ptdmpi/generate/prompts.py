@@ -17,7 +17,8 @@ PROMPT = "prompt"
 class Given:
     """A prompt from a user.
 
-    `fields`: the other fields of its JSON object. `place`: file and line, for messages.
+    `fields` are the other fields of its JSON object. `place` is the file and the line, for
+    messages.
     """
 
     text: str

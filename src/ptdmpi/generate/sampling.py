@@ -17,9 +17,9 @@ NOT_FINITE = "logits are not finite: weights that are inf or NaN, or too large f
 class Sampling:
     """Parameters of sampling. Raises InputError for values out of range.
 
-    `temperature`: 0 takes the most probable token. `top_k`: draw from that many most probable
-    tokens; None: from all. `top_p`: draw from the fewest tokens whose probabilities add up to it
-    (nucleus sampling; Holtzman et al. 2020, arXiv 1904.09751).
+    `temperature` 0 takes the most probable token. `top_k` is the number of most probable tokens to
+    draw from; None: all tokens. `top_p` draws from the fewest tokens whose probabilities add up to
+    it (nucleus sampling; Holtzman et al. 2020, arXiv 1904.09751).
     """
 
     temperature: float = 1.0

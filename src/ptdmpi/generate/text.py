@@ -1,4 +1,4 @@
-"""Texts as ids of a model and back, by the tokenizer that it was trained with."""
+"""Conversion between texts and ids, by the tokenizer that a model was trained with."""
 
 import json
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ from ptdmpi.inference.tokenizer import (
 class Text:
     """A model's tokenizer, with its special ids.
 
-    `prefix`: ids before every text (LLaMA's <s>). `ends`: ids that end a text. `eod`: the id that a
-    text begins with if there is nothing before it.
+    `prefix` has the ids before every text (LLaMA's <s>). `ends` are the ids that end a text. `eod`
+    is the id with which a text begins if nothing is before it.
     """
 
     tokenizer: Tokenizer
@@ -39,8 +39,8 @@ class Text:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without the prefix.
 
-        Raises InputError if it has no UTF-8 form: half of a UTF-16 pair, or a byte of a command
-        line that is not UTF-8.
+        Raises InputError if the text has no UTF-8 form. Examples are half of a UTF-16 pair, and a
+        byte of a command line that is not UTF-8.
         """
         try:
             text.encode()
@@ -59,14 +59,15 @@ class Text:
         return names
 
     def marked(self, text: str) -> list[int]:
-        """Return the ids of a chat template's text, in which special tokens go by their names."""
+        """Return the ids of a chat template's text, in which special tokens are written by their
+        names."""
         tokenizer = cast(MarkedTokenizer, self.tokenizer)
         return tokenizer.encode_marked([text])[0][0].tolist()
 
     def behind(self, before: Sequence[int], ids: Sequence[int]) -> str:
         """Return the text of `ids` after the ids `before`.
 
-        Decoded alone they might lose a first space, which some tokenizers leave out.
+        If the ids were decoded alone, some tokenizers would leave out a first space.
         """
         head = self.decode(before)
         whole = self.decode([*before, *ids])
@@ -85,7 +86,8 @@ MENDED = "give --tokenizer bytes or --tokenizer FILE, a tokenizer.json"
 def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDED) -> Text:
     """Return the tokenizer of the model; `given`: "bytes", or the path of a tokenizer.json.
 
-    Raises InputError if none is known, with the advice `mended`, or if it is not the model's.
+    Raises InputError, with the advice `mended`, if no tokenizer is known. Also raises it if the
+    tokenizer is not the model's.
     """
     try:
         name = given or name_of(stored)
@@ -103,7 +105,7 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
         )
     prefix: tuple[int, ...] = ()
     ends = {_end_of(stored, tokenizer)}
-    if kept_files(stored) is not None and not stored.datasets:  # trained elsewhere
+    if kept_files(stored) is not None and not stored.datasets:  # another program trained it
         ends = ends_of(stored) or ends
         prefix = _prefix(name)
     beyond = sorted(token for token in {*prefix, *ends} if token >= stored.vocab_size)
@@ -118,8 +120,8 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
 def _end_of(stored: StoredModel, tokenizer: Tokenizer) -> int:
     """Return the end of document that the model was trained with.
 
-    Its shards have the id. The tokenizer's own is used without them: the files that named it when
-    the shards were made may have changed.
+    The shards have the id. The tokenizer's own id is used only if there are no shards, because the
+    files that define it may have changed since the shards were made.
     """
     try:
         header = shard_header(stored)
@@ -131,10 +133,11 @@ def _end_of(stored: StoredModel, tokenizer: Tokenizer) -> int:
 def find_chat(
     stored: StoredModel, text: Text, adapter: StoredAdapter | None = None
 ) -> ChatTemplate | None:
-    """Return the chat template that the model was trained with; None without.
+    """Return the chat template that the model was trained with; None if it was trained without one.
 
-    It is that of the conversations that the `adapter` was trained on by ptdmpi, else those of the
-    model itself, else the template of a model from Hugging Face. Raises InputError.
+    It is the template of the conversations that ptdmpi trained the `adapter` on. If there is none,
+    it is that of the model's own conversations, and else the template of a model from Hugging Face.
+    Raises InputError.
     """
     if not hasattr(text.tokenizer, "encode_marked"):
         return None
@@ -161,7 +164,7 @@ def name_of(stored: StoredModel) -> str:
     task = stored.tree.get("task", {})
     if task.get("tokenizer"):
         return str(task["tokenizer"])
-    # a converted model has its own tokenizer; its config.toml asks runs to begin from the model
+    # a converted model has its own tokenizer; runs from its config.toml begin with its weights
     converted = (stored.path / KEPT).is_dir()
     if task.get("kind", "none") != "none" and stored.began is not None and not converted:
         return name_of(open_model(stored.began))
@@ -191,10 +194,10 @@ def token_ids(name: str) -> dict[str, int]:
 
 
 def ends_of(stored: StoredModel) -> set[int]:
-    """Return the ids that end a text by the files of a model from Hugging Face.
+    """Return the ids that end a text, from the files of a model from Hugging Face.
 
-    They are named in its config.json and generation_config.json, or those of the model that it
-    began from. Raises InputError if such a file is not JSON.
+    The files are its config.json and generation_config.json, or those of the model that it began
+    from. Raises InputError if such a file is not JSON.
     """
     kept = kept_files(stored)
     if kept is None:

@@ -19,12 +19,12 @@ from ptdmpi.inference.stored import StoredModel, kind_of
 from ptdmpi.terminal.progress import progress
 
 MAX_NEW_TOKENS = 100
-# the options that need no other model
+# the options that can change without loading the model again
 CHANGEABLE = {"batch", "max_new_tokens", "samples", "seed", "temperature", "top_k", "top_p"}
 
 
 def write(run: Path, world: World, **options: Any) -> list[dict[str, Any]]:
-    """Return `samples` continuations of each prompt on rank 0, nothing on others.
+    """Return `samples` continuations of each prompt on rank 0, nothing on other ranks.
 
     Every rank calls it. `options` are those of `ptdmpi generate`. Raises InputError on every rank.
     """
@@ -46,7 +46,7 @@ def write_file(run: Path, world: World, **options: Any) -> Iterator[str]:
     prompts = world.on_root(lambda: writer.prepare(given))
     samples = options["samples"]
     at_once = max(1, options["batch"] * writer.model.axes["data"].size // samples)
-    # no bar on the terminal that the lines go to: they would overwrite each other
+    # a progress bar and the lines would overwrite each other on a terminal
     bar = progress("generating", len(given), "prompt")
     with nullcontext(_silent) if sys.stdout.isatty() else bar as advance:
         for first in range(0, len(given), at_once):
@@ -64,8 +64,8 @@ def _silent(more: float) -> None:
 class Writer:
     """A model with its tokenizer, which continues texts.
 
-    Every rank has one, and calls all methods except `prepare`, which is rank 0's. All raise
-    InputError on every rank.
+    Every rank has a writer, and calls all methods except `prepare`, which only rank 0 calls. All
+    methods raise InputError on every rank.
     """
 
     text: Text
@@ -95,7 +95,7 @@ class Writer:
 
     def changed(self, **options: Any) -> "Writer":
         """Return a writer of the same model with other options of its continuations. Raises
-        InputError, and TypeError for an option that is not of them."""
+        InputError, and TypeError for another option."""
         unknown = sorted(options.keys() - CHANGEABLE)
         if unknown:
             raise TypeError(
@@ -122,7 +122,7 @@ class Writer:
         return prompts
 
     def length(self, ids: Sequence[int]) -> int:
-        """Return the number of new tokens that are asked for after the prompt `ids`."""
+        """Return the number of new tokens to generate after the prompt `ids`."""
         asked: int | None = self.options["max_new_tokens"]
         if asked is not None:
             return asked
@@ -131,9 +131,9 @@ class Writer:
     def continuations(
         self, given: Sequence[Given], prompts: Sequence[Prompt]
     ) -> list[dict[str, Any]]:
-        """Return a record of each continuation on rank 0, nothing on others.
+        """Return a record of each continuation on rank 0, nothing on other ranks.
 
-        `prompts` are those that `prepare` made of `given`.
+        `prompts` are the result of `prepare` for `given`.
         """
         written = generate(
             self.model, prompts, self.sampling, self.text.ends, rows=self.options["batch"]

@@ -1,5 +1,6 @@
 """The command line `ptdmpi`; the module of a subcommand is imported when that subcommand runs."""
 
+import atexit
 import importlib
 import signal
 from typing import NamedTuple
@@ -90,7 +91,15 @@ def main() -> None:
         run(group, "ptdmpi", lists=True)
     except SystemExit as end:
         if end.code == BAD_INPUT:
-            # mpi4py finalizes MPI when Python has ended: nothing but the system can interrupt it
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, END_S)
+            atexit.register(_end_in_time)
         raise
+
+
+def _end_in_time() -> None:
+    """Have the system end this process in END_S seconds, if it has not ended by then.
+
+    It is called when Python ends, since a program may call `main` and go on. mpi4py finalizes MPI
+    after that: nothing but the system can interrupt it.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, END_S)

@@ -11,7 +11,7 @@ from typing import IO
 FRAME = re.compile(r"-{60,}\s*$")
 NOISE = re.compile(
     r"\[[\w.-]+:\d+\] .*(PRTE|PMIX|ORTE|OPAL|help message|MCA parameter)"
-    r"|srun: (error|SupervisedJob step aborted|launch|Terminating|Force Terminated)|slurmstepd: "
+    r"|srun: (error|Job step aborted|launch|Terminating|Force Terminated)|slurmstepd: "
     r"|\[(proxy|mpiexec)[:@]|^=+ *$|=   (BAD|EXIT|CLEANING|YOU)"
 )
 # Lines in which a rank itself reports why the job ends begin so.

@@ -132,12 +132,12 @@ class Muon:
         declaration = matrix.own.entry.declaration
         whole = gathered(self._slice(matrix, arrived), declaration, self.tensor)
         for box in matrices_of(declaration):
-            # sent out now, so that the update takes no memory while the next matrix is iterated
             update = orthogonal(whole[box.index], self.kernels)
             length = rate * scale(self.config, *box.size)
             for place, own in self._in(box, matrix.own, matrix.master):
                 own.add_(update[place.index], alpha=-length)
             self._deal(matrix, box, update, arrived)
+            del update  # it must take no memory while the next matrix is iterated
 
     def _deal(self, matrix: Matrix, box: Box, update: Tensor, arrived: Sequence[Tensor]) -> None:
         """Write the other ranks' parts of the update of the matrix at `box` to their places in

@@ -1,4 +1,5 @@
-"""Boxes (rectangles) of tensors, for all parts of the program that cut tensors."""
+"""Slices of tensors (`Box`: a range of indices in every dim), for all code that cuts tensors into
+parts."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,18 +13,19 @@ def rows_of(shape: Sequence[int], element_bytes: int, limit_bytes: int) -> int:
 
 
 def runs(shape: Sequence[int], start: int, stop: int) -> Iterator["Box"]:
-    """Yield the elements `start` <= i < `stop` of a tensor, counted row by row, as boxes in that
-    order. In every dim these are the rest of a row, whole rows, and the beginning of a row."""
+    """Yield the elements `start` <= i < `stop` of a tensor, counted row by row, as slices in
+    ascending order. In every dim these are the rest of a row, complete rows, and the beginning of a
+    row."""
     if start >= stop:
         return
     if len(shape) == 1:
         yield Box((start,), (stop,))
         return
     row = math.prod(shape[1:])
-    # whole rows between the two
+    # complete rows between the two
     first = -(-start // row)
     last = stop // row
-    if first > last:  # in one row
+    if first > last:  # all elements are in one row
         yield from _in_row(shape, last, start - last * row, stop - last * row)
         return
     yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
@@ -40,33 +42,35 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator["
 
 @dataclass(frozen=True)
 class Box:
-    """Elements `start[k] <= index < stop[k]` along every dim k of a tensor."""
+    """A slice of a tensor: the elements with `start[k] <= index < stop[k]` in every dim k."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Self:
-        """Return the box of all elements of a tensor with this shape."""
+        """Return the slice that contains all elements of a tensor with this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Return the lengths of the box along each dim."""
+        """Return the length of the slice in each dim."""
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     @property
     def elements(self) -> int:
-        """Return the number of elements."""
+        """Return the number of elements in the slice."""
         return math.prod(self.size)
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Return the index of a tensor or an array that gives the elements of the box."""
+        """Return the index (one Python slice for each dim) that selects these elements of a tensor
+        or an array."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def along(self, dim: int, start: int, stop: int) -> Self:
-        """Return the same box with another extent of one dim, from `start` to `stop`."""
+        """Return the same slice, except that it has the indices from `start` to `stop` in dim
+        `dim`."""
         return replace(
             self,
             start=(*self.start[:dim], start, *self.start[dim + 1 :]),
@@ -74,17 +78,17 @@ class Box:
         )
 
     def rows(self, first: int, last: int) -> Self:
-        """Return the rows [first, last) of dim 0, counted from the first row of the box."""
+        """Return the rows [first, last) of dim 0, counted from the first row of the slice."""
         return self.along(0, self.start[0] + first, self.start[0] + last)
 
     def slabs(self, rows: int) -> Iterator[Self]:
-        """Yield pieces of the box with `rows` rows each; the last piece may have fewer."""
+        """Yield parts of the slice with `rows` rows each; the last part may have fewer."""
         height = self.size[0]
         for first in range(0, height, rows):
             yield self.rows(first, min(height, first + rows))
 
     def overlap(self, other: "Box") -> Self | None:
-        """Return the box that both have in common; None if there is none."""
+        """Return the overlap of this slice and `other`; None if they do not overlap."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
         if any(a >= b for a, b in zip(start, stop, strict=True)):
@@ -92,13 +96,13 @@ class Box:
         return replace(self, start=start, stop=stop)
 
     def relative(self, origin: "Box") -> Self:
-        """Return the same box with indices counted from the first corner of `origin`, such as the
-        box of the tensor that holds it."""
+        """Return the same slice with indices counted from the first element of `origin`, such as
+        the slice of the tensor that a rank stores."""
         return self._moved(origin, -1)
 
     def within(self, origin: "Box") -> Self:
-        """Return the same box with indices of the whole tensor, if those of this box are counted
-        from the first corner of `origin`."""
+        """Return the same slice with indices in the full tensor, if the indices of this slice are
+        counted from the first element of `origin`."""
         return self._moved(origin, 1)
 
     def _moved(self, origin: "Box", sign: int) -> Self:
@@ -107,7 +111,7 @@ class Box:
         return replace(self, start=start, stop=stop)
 
     def transposed(self) -> Self:
-        """Return the same elements of the transposed tensor."""
+        """Return the slice of the transposed tensor that has the same elements."""
         return replace(self, start=self.start[::-1], stop=self.stop[::-1])
 
     def __str__(self) -> str:

@@ -1,4 +1,5 @@
-"""Files that appear as a whole or not at all, and advice to the disk while they are written."""
+"""Writing files so that a crash leaves the old or the new file, never half of one; and advice to
+the kernel while a file is written."""
 
 import contextlib
 import os
@@ -9,9 +10,9 @@ from typing import BinaryIO
 
 def start_writing_out(file: BinaryIO, start: int, end: int) -> None:
     """Start writing bytes [start, end) of a file to the disk in the background. The disk then works
-    while the program does, and little is left for the sync at the end. Linux starts writing when it
-    is told that written pages will not be needed; it also drops pages that are on the disk from
-    memory."""
+    while the program does, and little is left for the sync at the end. Linux starts writing when
+    posix_fadvise says that written pages will not be needed. It also drops pages from memory that
+    are already on the disk."""
     os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
 
 
@@ -25,9 +26,9 @@ def sync(path: Path) -> None:
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Give a complete temporary file its name, and replace the file of that name. The bytes reach
-    the disk before the name does, so a crash leaves no incomplete file under this name. Raises
-    OSError."""
+    """Rename a complete temporary file to `path`, and replace the file of that name. The bytes
+    reach the disk before the name does, so a crash leaves no incomplete file under this name.
+    Raises OSError."""
     sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)
@@ -35,8 +36,8 @@ def put_in_place(temporary: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file next to `path`. The caller writes it, and at the end it
-    replaces the file at `path`.
+    """Yield the path of a temporary file next to `path`. The caller writes the temporary file, and
+    at the end it replaces the file at `path`.
 
     If the block or the disk fails, the old file at `path` stays, and the temporary file is removed.
     The temporary name contains the process id, so two processes that write the same file do not
@@ -53,7 +54,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a small file, or replace it, as a whole. After a failure or a crash the file has either
-    its old content or all of `content` (text as UTF-8). Raises OSError."""
+    """Write or replace a small file in one step. After a failure or a crash the file has either its
+    old content or all of `content` (text as UTF-8). Raises OSError."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)

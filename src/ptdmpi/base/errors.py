@@ -6,4 +6,4 @@ class InputError(Exception):
 
 
 class SharedInputError(InputError):
-    """Bad input that all ranks of a job have found, so that one rank can report it."""
+    """Bad input that every rank of a job has found, so that only one rank needs to report it."""

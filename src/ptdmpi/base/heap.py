@@ -1,9 +1,10 @@
-"""Freed memory that the C library keeps, because a step frees and requests the same large tensors.
+"""Settings of the C library's allocator: freed memory stays in the process, because every training
+step frees and requests the same large tensors.
 
-By default glibc returns a freed block of more than 128 KiB to 32 MiB to the kernel. The next step
-then faults the block's pages in again, one by one, and the kernel fills each with zeros first. If
-glibc keeps the memory, its pages are faulted in once. The process then holds its peak at all times,
-which every step would reach anyway.
+By default glibc returns freed blocks to the kernel if they are larger than a limit, which it adapts
+between 128 KiB and 32 MiB. In the next step every page of the block causes a page fault, and the
+kernel fills it with zeros. If glibc keeps the memory, this happens only once. The process then
+keeps its peak memory at all times, which every step would reach anyway.
 """
 
 import contextlib
@@ -13,15 +14,15 @@ from collections.abc import Mapping
 # names of mallopt(3) and their numbers in malloc.h
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
-# larger blocks, such as a rank's flat parameters, live as long as the run, and would leave holes
+# Larger blocks, such as a rank's flat parameters, live as long as the run. They would leave holes.
 LARGEST_KEPT = 1 << 30
-# a user who sets one of these variables has made another choice
+# If a user has set one of these variables, that setting stays.
 VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def keep_freed(environ: Mapping[str, str]) -> bool:
-    """Have the C library keep freed blocks of up to LARGEST_KEPT bytes for this process. Return
-    True if it does. It does not if a user's variable sets this, or if the C library is not
+    """Make the C library keep freed blocks of up to LARGEST_KEPT bytes in this process. Return True
+    if it does. Nothing is set if one of the user's variables exists, or if the C library is not
     glibc."""
     if any(name in environ for name in VARIABLES):
         return False
@@ -33,7 +34,7 @@ def keep_freed(environ: Mapping[str, str]) -> bool:
 
 
 def give_back() -> None:
-    """Return the memory that is free now to the kernel, once, because a step may not need the
-    memory of the preparations."""
+    """Return all memory that is free now to the kernel, once. It was used to prepare the run, and a
+    step may not need it."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -12,52 +12,55 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 
 
 class FileLock:
-    """A lock on a file, held until it is closed or the process ends.
+    """A lock on a file. A process holds it until the file is closed or the process ends.
 
-    The file is made if it does not exist, and names the process that holds it. On a file system
-    without locks every process gets the lock.
+    The file is made if it does not exist. Its content names the process that has the lock. On a
+    file system without locks every process gets the lock.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file, without the lock. Raise OSError if it cannot be made."""
+        """Open the file without taking the lock. Raises OSError if the file cannot be made."""
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
     def take(self) -> bool:
-        """Try to take the lock; return True if this process has it now, False if another one does.
+        """Try to take the lock. Return True if this process has it now, False if another process
+        has it.
 
         The call returns at once in both cases.
         """
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            # another error means that this file system has no locks, and then nobody is locked out
+            # any other error means that this file system has no locks; then every process gets the
+            # lock
             if error.errno in _HELD:
                 return False
         holder = f"process {os.getpid()} on {socket.gethostname()}"
         job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
         if job:
             holder += f", job {job}"
-        with suppress(OSError):  # on a full disk the lock holds, without the name of its holder
+        # on a full disk the lock is taken, but the file does not name its process
+        with suppress(OSError):
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, holder.encode(), 0)
         return True
 
     def holder(self) -> str:
-        """Return the text that the process with the lock has written about itself."""
+        """Return the text in the file, which describes the process that has the lock."""
         return os.pread(self._file, 200, 0).decode(errors="replace") or "another process"
 
     def still_there(self) -> bool:
-        """Return True if the path still names this file; the lock on a removed file locks nobody
-        out."""
+        """Return True if the path still names this file. After the file was removed or replaced,
+        other processes would lock another file."""
         try:
             return os.path.samestat(os.fstat(self._file), os.stat(self._path))
         except FileNotFoundError:
             return False
 
     def close(self) -> None:
-        """Release the lock. The file stays, since two processes could otherwise lock two files of
-        the same name."""
+        """Release the lock. The file stays: if it were removed, two processes could lock two
+        different files of the same name."""
         os.close(self._file)
 
     def __enter__(self) -> Self:

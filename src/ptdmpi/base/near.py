@@ -11,8 +11,8 @@ MOST_TRIED = 10**6
 def divisors(number: int) -> list[int]:
     """Return all divisors of `number` >= 1, ascending.
 
-    `number` is divided by its prime factors below MOST_TRIED, and the rest counts as a prime. A
-    size above MOST_TRIED**2 with two larger prime factors is a typing mistake.
+    Only prime factors up to MOST_TRIED are tried, and the rest counts as a prime. A size above
+    MOST_TRIED**2 with two larger prime factors is surely a typing mistake.
     """
     products = [1]
     rest = number

@@ -1,9 +1,10 @@
-"""The bytes that a rank sends, by kind of message: counted as they leave, or by closed forms.
+"""The number of bytes that a rank sends, for each kind of message: counted while it runs, or
+computed by closed forms.
 
-Both ways of counting have one convention, which depends on no algorithm and no wire. It counts the
-bytes that each of n ranks must send, on average, for a collective on x bytes of tensors (Thakur et
-al. 2005, section 4). Rajbhandari et al. 2020 (arXiv 1910.02054, section 7) count in the same way
-for large n: 2 x for a sum.
+Both ways of counting use one convention, which is independent of the algorithm and of the
+transport. For a collective on x bytes of tensors, it counts the bytes that each of n ranks must
+send on average (Thakur et al. 2005, section 4). Rajbhandari et al. 2020 (arXiv 1910.02054, section
+7) count in the same way for large n: 2 x for an all-reduce.
 
     all_reduce      2 x (n - 1) / n     each rank brings x bytes
     all_gather        x (n - 1) / n     x are gathered on each rank
@@ -13,13 +14,14 @@ for large n: 2 x for a sum.
     send              x                 counted where it is sent
     neighbours        x                 counted where it is sent, once for each who receives it
 
-Only tensors on wires are counted, not small objects, votes, heartbeats and checkpoints.
+Only tensors that are sent through a transport are counted, not small objects, votes, heartbeats and
+checkpoints.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# The number of times that the bytes of a collective leave each rank, without its own n-th part.
+# How often the bytes of a collective leave each rank; the rank's own n-th part is not counted.
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 KINDS = (*PASSES, "all_to_all", "broadcast", "send", "neighbours")
 
@@ -30,8 +32,8 @@ def _none() -> dict[str, int]:
 
 @dataclass
 class Tally:
-    """Messages of one rank in a group of `ranks`, by kind: their number, and the bytes x of the
-    convention. Both are whole numbers, so that sums of them stay exact."""
+    """The messages of one rank in a group of `ranks`, by kind: their number, and the bytes x of the
+    convention above. Both are integers, so that sums of them are exact."""
 
     ranks: int
     messages: dict[str, int] = field(default_factory=_none)
@@ -56,7 +58,7 @@ class Tally:
         return Tally(self.ranks, dict(self.messages), dict(self.whole_bytes))
 
     def since(self, earlier: "Tally") -> "Tally":
-        """Return the messages since the tally was `earlier`."""
+        """Return the messages since this tally was equal to `earlier`."""
         return Tally(
             self.ranks,
             {kind: n - earlier.messages[kind] for kind, n in self.messages.items()},
@@ -66,7 +68,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The tallies of one rank by the name of their group: "tensor", "data", "pipeline", "ends"."""
+    """The tallies of one rank, by the name of the group: "tensor", "data", "pipeline", "ends"."""
 
     tallies: Mapping[str, Tally] = field(default_factory=dict)
 
@@ -81,7 +83,7 @@ class Traffic:
         return _found({group: tally.messages for group, tally in self.tallies.items()})
 
     def since(self, earlier: "Traffic") -> "Traffic":
-        """Return the messages since the tally was `earlier`."""
+        """Return the messages since this traffic was equal to `earlier`."""
         tallies = self.tallies.items()
         return Traffic({group: tally.since(earlier.tallies[group]) for group, tally in tallies})
 

@@ -1,9 +1,9 @@
-"""Numbers as people read them: counted things, large counts, sizes of files."""
+"""Formatting of numbers for people: counted things, large counts, file sizes."""
 
 
 def counted(number: int, noun: str) -> str:
-    """Return the number with its noun: (1, "rank") -> "1 rank"; (1024, "rank") -> "1,024 ranks";
-    regular plurals only."""
+    """Return the number with its noun: (1, "rank") -> "1 rank"; (1024, "rank") -> "1,024 ranks".
+    Only regular plurals are supported."""
     if number == 1:
         return f"1 {noun}"
     if noun.endswith("y") and noun[-2] not in "aeiou":
@@ -12,8 +12,8 @@ def counted(number: int, noun: str) -> str:
 
 
 def short(number: float) -> str:
-    """Return a short form: 174600000000 -> 174.6B, 1700 -> 1.7K; numbers below a thousand stay
-    whole."""
+    """Return a short form of a number: 174600000000 -> 174.6B, 1700 -> 1.7K. Numbers below 1,000
+    get no letter."""
     for letter, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= scale:
             return f"{number / scale:,.1f}{letter}"

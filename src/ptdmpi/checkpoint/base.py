@@ -1,5 +1,5 @@
-"""The frozen model beneath adapters: loading its weights into a rank of any layout, and its
-identity."""
+"""The frozen base model to which adapters are added: loading its weights into a rank of any layout,
+and its identity."""
 
 import hashlib
 import json
@@ -23,10 +23,10 @@ from ptdmpi.plan.shape.parameters import frozen_layer, task_head
 
 
 def fingerprint(manifest: Manifest) -> str:
-    """Return the SHA-256 over the manifest's entries of the weights: names, shapes, types, boxes
-    and their checksums. For quantized weights these are the entries of codes and scales. A box is
-    compared with its checksum when it is read, so the hash identifies the values although it does
-    not read them. The same values in other boxes have another fingerprint."""
+    """Return a SHA-256 hash of the manifest's entries of the weights: names, shapes, types, slices
+    and their checksums. For quantized weights these are the entries of codes and scales. A slice is
+    compared with its checksum when it is read, so the hash identifies the values without reading
+    them. The same values cut into other slices have another fingerprint."""
     described: list[Any] = []
     for name, tensor in sorted(manifest.tensors.items()):
         if name.partition("/")[0].partition("@")[0] in (WEIGHTS, KIND_OF_CODES, KIND_OF_SCALES):
@@ -39,7 +39,8 @@ def fingerprint(manifest: Manifest) -> str:
 
 def base_at(path: Path, form: LowBit | None = None) -> tuple[Path, Base]:
     """Return the newest complete checkpoint that `path` names, and its identity. Raise InputError
-    if there is no checkpoint, or its matrices are not of this `form` (None: any form)."""
+    if there is no checkpoint, or if its matrices are not quantized in this `form` (None: any
+    form)."""
     directory = newest(path)
     manifest = sound_manifest(directory)
     if form is not None and manifest.form != form:
@@ -62,7 +63,7 @@ def form_at(path: Path) -> LowBit | None:
 
 
 def base_told(config: Config) -> Iterator[str]:
-    """Yield the line about a frozen base that stays quantized, if the run has one."""
+    """Yield a log line about a frozen base that stays quantized, if the run has one."""
     form = LowBit.of(config.quantize)
     compute = config.precision.compute
     if form is None or not config.adapt.adapts:
@@ -75,16 +76,16 @@ def base_told(config: Config) -> Iterator[str]:
 
 
 def _words(form: LowBit) -> str:
-    """Return the form in words, such as "nf4, blocks of 64"."""
+    """Return a quantized form in words, such as "nf4, blocks of 64"."""
     return f"{form.codes}, blocks of {form.block}"
 
 
 def take_base(
     state: State, world: Communicator, course: Course, tokenizer_sha256: str | None
 ) -> list[str]:
-    """Load the frozen weights of the checkpoint `adapt.base`, and record it in the course; load the
-    head of a task, which trains, if the checkpoint has one. Return the names of the head's
-    parameters that keep their initial values.
+    """Load the frozen weights of the checkpoint `adapt.base`, and record it in the course. If the
+    checkpoint has a head for the task, load the head, too, which trains. Return the names of the
+    head's parameters that keep their initial values.
 
     `tokenizer_sha256` is the hash of the base's tokenizer, or None if the caller does not know it.
     It is used only if the checkpoint records no tokenizer. Raise InputError on every rank.
@@ -95,7 +96,7 @@ def take_base(
     directory, base = on_root(world, lambda: base_at(path, form))
 
     def judge(where: Path, manifest: Manifest) -> None:
-        """Raise InputError if this run may not train adapters of that base."""
+        """Raise InputError if this run may not train adapters on that base."""
         course.stand_on(base, where, manifest.said, tokenizer_sha256)
 
     loaded = load_frozen(state, world, directory, judge=judge, head=head)

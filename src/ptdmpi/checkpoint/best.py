@@ -1,5 +1,5 @@
-"""The checkpoints with the lowest validation losses. Each manifest has the loss of its checkpoint,
-if there is one."""
+"""The checkpoints with the lowest validation losses. The manifest of a checkpoint records its
+validation loss, if it has one."""
 
 import contextlib
 import math
@@ -16,8 +16,8 @@ KEY = "validation_loss"
 
 
 def in_manifest(loss: float | None) -> Mapping[str, Any]:
-    """Return the manifest's entry for a validation loss in nats per token. None, or a loss that is
-    not finite, has no entry: such a checkpoint is never the best."""
+    """Return the manifest's entry for a validation loss in nats per token. If the loss is None or
+    not finite, the entry is empty, and the checkpoint is never the best."""
     if loss is None or not math.isfinite(loss):
         return {}
     return {KEY: loss}
@@ -25,7 +25,8 @@ def in_manifest(loss: float | None) -> Mapping[str, Any]:
 
 def best(directory: Path, count: int, damaged: Collection[str] = ()) -> list[Path]:
     """Return the `count` complete checkpoints of a run with the lowest validation losses, in
-    ascending order (of equal ones the earliest first). `damaged`: the names of unreadable ones."""
+    ascending order of the loss (of equal losses the earliest step first). `damaged`: the names of
+    unreadable checkpoints."""
     if not count:
         return []
     validated = []
@@ -49,7 +50,7 @@ def point(directory: Path, damaged: Collection[str] = ()) -> None:
 
 def spared(directory: Path, count: int, damaged: Collection[str] = ()) -> list[Path]:
     """Return the checkpoints that retention must keep: the `count` best ones, and the one that the
-    file `best` names, even if the run no longer keeps best ones."""
+    file `best` names, even if the run no longer keeps its best checkpoints."""
     kept = best(directory, count, damaged)
     pointer = directory / files.BEST
     if pointer.is_file():

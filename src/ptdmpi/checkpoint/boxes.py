@@ -1,10 +1,11 @@
-"""The files of a checkpoint: logical tensors cut into boxes, written and read in one pass.
+"""The files of a checkpoint: logical tensors cut into slices (`Box`), which are written and read in
+one pass.
 
 Each file is a valid safetensors file (8 bytes of length, a JSON header, raw little-endian data), so
-any tool opens it. This module writes the format itself, because the checksums must be computed
-while the data passes, not in a second reading, and the data come straight from the memory of the
-parameters. Reading uses the offsets in the manifest: it reads exactly the bytes of a box, straight
-into their destination.
+any tool can open it. This module writes the format itself for two reasons: the checksums are
+computed while the data is written, not in a second reading, and the data comes straight from the
+memory of the parameters. Reading uses the offsets in the manifest: exactly the bytes of a slice are
+read, straight into their destination.
 """
 
 import json
@@ -36,10 +37,10 @@ from ptdmpi.checkpoint.manifest import (
 from ptdmpi.config import InputError
 from ptdmpi.plan.layer.low_bit import LowBit
 
-# A chunk of this size stays in cache between its checksum and its write.
+# A chunk of this size stays in the cache between its checksum and its write.
 CHUNK_BYTES = 1 << 20
-# A rank may need every n-th run of bytes. Gaps up to this size are read, because the disk reads
-# whole blocks and another call costs as much. Greater gaps are skipped.
+# A rank may need only every n-th run of bytes. Gaps up to this size are read, too, because the disk
+# reads complete blocks, and another call costs as much. Larger gaps are skipped.
 GAP_BYTES = 4096
 
 
@@ -52,7 +53,7 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A box of a logical tensor that is to be written to a file; `values` returns its values on
+    """A slice of a logical tensor that is to be written to a file. `values` returns its values on
     request."""
 
     tensor: str
@@ -63,13 +64,13 @@ class Outgoing:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its values."""
+        """Return the size of the values in bytes."""
         return self.box.elements * np.dtype(self.dtype).itemsize
 
 
 def header(parts: Sequence[tuple[str, str, Sequence[int]]]) -> bytes:
-    """Return the head of a safetensors file of (key, dtype, shape) in this order, up to the first
-    byte of data, whose offset is a multiple of 64."""
+    """Return the header of a safetensors file that has these tensors (key, dtype, shape) in this
+    order: all bytes up to the first byte of data, whose offset is a multiple of 64."""
     table: dict[str, dict[str, Any]] = {}
     end = 0
     for key, dtype, shape in parts:
@@ -86,7 +87,8 @@ def header(parts: Sequence[tuple[str, str, Sequence[int]]]) -> bytes:
 
 
 def write(path: Path, parts: Sequence[Outgoing]) -> Written:
-    """Write and sync one file. Return its size and its pieces for the manifest."""
+    """Write and sync one file. Return its size and the pieces of tensors in it, for the
+    manifest."""
     keys = [f"{part.tensor}#{number}" for number, part in enumerate(parts)]
     head = header([(k, p.dtype, p.box.size) for k, p in zip(keys, parts, strict=True)])
     offset = len(head)
@@ -117,11 +119,11 @@ def _write_block(file: BinaryIO, values: Array) -> int:
 
 
 class Reader:
-    """A reader of boxes of logical tensors, whatever boxes they were written in.
+    """A reader of slices of logical tensors, however the checkpoint cuts the tensors.
 
-    A piece that is read whole is compared with its checksum at the same time. `checked` has the
-    numbers of these pieces, in the order of `pieces`. `means` is that of the manifest. Threads must
-    not share a reader.
+    A piece that is read completely is compared with its checksum at the same time. `checked` has an
+    entry for each of `pieces`, 1 if the piece was compared. `means` is that of the manifest.
+    Threads must not share a reader.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -152,7 +154,7 @@ class Reader:
             self._open = None
 
     def require(self, name: str, shape: Sequence[int]) -> None:
-        """Raise InputError unless the checkpoint has such a tensor of this shape."""
+        """Raise InputError unless the checkpoint has the tensor `name` with this shape."""
         stored = self.manifest.find(name)
         state = "is missing"
         if stored is not None:
@@ -164,7 +166,8 @@ class Reader:
         )
 
     def read(self, name: str, wanted: Box, target: Array) -> None:
-        """Fill `target` with the box `wanted` of tensor `name`, converting its type.
+        """Fill `target` with the slice `wanted` of tensor `name`, converted to the type of
+        `target`.
 
         Raise Damaged if a file is too short, or a checksum does not match.
         """
@@ -193,8 +196,8 @@ class Reader:
                 place[...] = values
 
     def _read_mean(self, names: Sequence[str], wanted: Box, target: Array) -> None:
-        """Fill `target` with the mean of these tensors, computed as replicas compute it: summed in
-        their order, in their type, then divided."""
+        """Fill `target` with the mean of the tensors `names`, computed as replicas compute it: they
+        are summed in their order, in their type, and then divided."""
         total = np.zeros(wanted.size, self.tensors[names[0]].dtype)
         own = np.empty_like(total)
         for name in names:
@@ -204,7 +207,8 @@ class Reader:
 
     def _read_few_bits(self, name: str, wanted: Box, target: Array) -> None:
         """Fill `target` with dequantized values, computed in float32: levels times scales, plus the
-        least value if a block has one. Whole blocks are read, and the wanted part is taken."""
+        lowest value if a block has one. Complete blocks are read, and the wanted part is taken from
+        them."""
         form = self.manifest.form
         assert form is not None, "the manifest says what its codes are"
         top, left = wanted.start
@@ -257,10 +261,12 @@ class Reader:
             raise Damaged(f"{self.directory / piece.file}: {piece.key} is damaged")
 
     def _read_part(self, piece: StoredPiece, common: Box, values: Array) -> None:
-        """Read some of a piece: run by run, or with the gaps between the runs if they are small."""
+        """Read a part of a piece: run by run, or together with the gaps between the runs if they
+        are small."""
         sizes = piece.box.size
         inner = common.relative(piece.box)
-        # dims after the last one that is cut are whole, so a run of bytes covers them
+        # all dims after the last cut dim are complete, so that a run of consecutive bytes covers
+        # them
         cut = max(k for k, size in enumerate(inner.size) if size < sizes[k])
         row = math.prod(sizes[cut + 1 :]) * values.itemsize
         run = inner.size[cut] * row
@@ -284,7 +290,8 @@ class Reader:
                 self._open = file, os.open(self.directory / file, os.O_RDONLY)
             except OSError as error:
                 raise Damaged(f"{self.directory / file}: {error.strerror}") from None
-            # read ahead farther: the next chunk is then read while this one's checksum is computed
+            # let the kernel read farther ahead: it reads the next chunk while this chunk's checksum
+            # is computed
             os.posix_fadvise(self._open[1], 0, 0, os.POSIX_FADV_SEQUENTIAL)
         descriptor = self._open[1]
         done = 0
@@ -301,7 +308,8 @@ class Reader:
 
 @cache
 def _levels(form: LowBit) -> Array:
-    """Return the values of each byte's codes, its low bits first: [256, elements of a byte]."""
+    """Return the values that each byte encodes, those of its low bits first: [256, elements of a
+    byte]."""
     levels = np.array(form.levels, np.float32)
     codes = np.arange(256)
     if form.bits == 8:
@@ -310,8 +318,8 @@ def _levels(form: LowBit) -> Array:
 
 
 def _starts(inner: Box, dims: int, sizes: Sequence[int], itemsize: int) -> Iterator[int]:
-    """Yield the byte offsets, in a piece of this size, of the places that the first dims of `inner`
-    select."""
+    """Yield the byte offsets in a piece, which has lengths `sizes`, of the indices that the first
+    `dims` dims of `inner` select."""
     strides = [math.prod(sizes[k + 1 :]) * itemsize for k in range(dims)]
     for index in np.ndindex(*inner.size[:dims]):
         places = zip(inner.start, index, strides, strict=False)

@@ -1,4 +1,5 @@
-"""The checkpoints of a run as directories: which are complete, newest, or may be removed.
+"""The checkpoints of a run as directories: which ones are complete, which is the newest, and which
+may be removed.
 
     checkpoints/step-00000100/rank-00000.safetensors ... manifest.json
     checkpoints/latest                   the name of the newest one, for users and scripts
@@ -9,8 +10,8 @@
     checkpoints/step-00000100.abandoned  the run was begun anew, or from an earlier step
     checkpoints/branched_from            the checkpoint that `checkpoint.resume` named then
 
-A name `step-NNNNNNNN` appears by one rename, when everything in it is on the disk, and disappears
-by one: no crash leaves an incomplete checkpoint under such a name.
+A name `step-NNNNNNNN` appears by one rename, when the whole content is on the disk, and disappears
+by one rename. So no crash leaves an incomplete checkpoint with such a name.
 """
 
 import os
@@ -35,7 +36,7 @@ def name_of(step: int) -> str:
 
 
 def is_name(name: str) -> bool:
-    """Return True if `name` is that of a complete checkpoint."""
+    """Return True if `name` is the name of a complete checkpoint."""
     return re.fullmatch(r"step-\d{8,}", name) is not None
 
 
@@ -45,16 +46,15 @@ def step_of(directory: Path) -> int:
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """Return the checkpoints of a run in ascending order of steps, damaged ones too."""
+    """Return the checkpoints of a run, including damaged ones, in ascending order of steps."""
     if not directory.is_dir():
         return []
     return sorted((path for path in directory.iterdir() if is_name(path.name)), key=step_of)
 
 
 def named(path: Path) -> Path:
-    """Return the checkpoint that a user names by its path, or by the file `latest` or `best`; with
-    a run directory, RUN/best is RUN/checkpoints/best. Raise InputError if the file names no
-    checkpoint."""
+    """Return the checkpoint that a user names by its path, or by the file `latest` or `best`.
+    RUN/best means RUN/checkpoints/best. Raise InputError if the file names no checkpoint."""
     if path.name in (LATEST, BEST) and not path.exists():
         inside = path.parent / "checkpoints" / path.name
         if (
@@ -77,7 +77,8 @@ def named(path: Path) -> Path:
     return path
 
 
-# -- appearing and going ---------------------------------------------------------------------------
+# -- writing and removing
+# -----------------------------------------------------------------------------
 
 
 def prepare(directory: Path, step: int, needed_bytes: int) -> Path:
@@ -97,7 +98,7 @@ def prepare(directory: Path, step: int, needed_bytes: int) -> Path:
 
 def remove_leftovers(directory: Path) -> None:
     """Remove the leftovers of crashes and failed saves. It must not be called during a save."""
-    # remove these first, because they may fill the disk
+    # remove these before anything is written, because they may fill the disk
     for leftover in directory.glob("step-*.tmp"):
         _remove(leftover)
 
@@ -113,18 +114,18 @@ def require_space(directory: Path, needed_bytes: int) -> None:
 
 
 def publish(temporary: Path, damaged: Collection[str]) -> Path:
-    """Give a written checkpoint its name, then move `latest`; return its path.
+    """Give a completely written checkpoint its name, then make `latest` name it; return its path.
 
-    An older checkpoint of this name is removed after the rename, or kept under another name if its
-    name is in `damaged`.
+    An older checkpoint with the same name is removed after the rename. If its name is in `damaged`,
+    it is kept under another name instead.
     """
     final = temporary.with_suffix("")
     replaced = final.with_name(final.name + ".replaced")
     if os.path.lexists(final):
         final.rename(_free_name(final, "damaged") if final.name in damaged else replaced)
-    # atomic (POSIX rename): before it there is no such checkpoint, after it a complete one
+    # the rename is atomic (POSIX): before it the checkpoint does not exist, after it it is complete
     temporary.rename(final)
-    # a rename changes the directory: it survives a power cut only if the directory is synced
+    # a rename changes the directory, and survives a power failure only if the directory is synced
     sync(final.parent)
     write_whole(final.with_name(LATEST), final.name + "\n")
     if os.path.lexists(replaced):
@@ -133,12 +134,13 @@ def publish(temporary: Path, damaged: Collection[str]) -> Path:
 
 
 def branch(directory: Path, source: Path | None, named: Path | None = None) -> None:
-    """Set aside the checkpoints that the run does not come from. Record the run's source, and the
-    path by which the user `named` it: a run directory has another newest checkpoint later.
+    """Rename the checkpoints that the run does not continue. Record the checkpoint `source` that it
+    continues, and the path `named` that the user gave: later, that path may mean another
+    checkpoint.
 
-    If they stayed, the checkpoints with the highest steps would be taken for the newest, and the
-    next start would resume from them. If the source is in this directory, the checkpoints before it
-    are kept. `source` is None if the run was begun anew.
+    Without renaming, the checkpoints with the highest steps would count as the newest, and the next
+    start would resume from them. If the source is in this directory, the checkpoints before it are
+    kept. `source` is None if the run began at step 0.
     """
     last = _last_kept(directory, source)
     for path in checkpoints_in(directory):
@@ -154,7 +156,8 @@ def branch(directory: Path, source: Path | None, named: Path | None = None) -> N
 
 
 def went_on_from(directory: Path, named: Path) -> bool:
-    """Return True if the run has branched from the checkpoint of this name, and saved since."""
+    """Return True if the run has resumed from the checkpoint that `named` means, and has saved
+    since."""
     marker = directory / BRANCHED_FROM
     if not marker.is_file():
         return False
@@ -174,7 +177,7 @@ def _last_kept(directory: Path, source: Path | None) -> int:
 
 
 def put_back(directory: Path) -> None:
-    """Undo a replacement that a crash interrupted."""
+    """Complete or undo the replacement of a checkpoint that a crash interrupted."""
     for replaced in directory.glob("step-*.replaced"):
         final = replaced.with_suffix("")
         if os.path.lexists(final):
@@ -191,8 +194,9 @@ def superfluous(
     damaged: Collection[str] = (),
     spared: Collection[Path] = (),
 ) -> Iterator[Path]:
-    """Yield the checkpoints that need not be kept: complete ones, neither among the newest `keep`
-    complete ones, nor at a multiple of `keep_every` steps, nor `spared`. `keep = 0` keeps all."""
+    """Yield the checkpoints that need not be kept: complete ones that are not among the newest
+    `keep` complete ones, not at a multiple of `keep_every` steps, and not in `spared`. `keep = 0`
+    keeps all."""
     kept = 0
     for path in reversed(checkpoints_in(directory)):
         if not keep:
@@ -206,7 +210,8 @@ def superfluous(
 
 
 def discard(directory: Path) -> None:
-    """Remove a checkpoint: its name first, so that a crash leaves no incomplete one."""
+    """Remove a checkpoint: first rename it, so that a crash leaves no incomplete checkpoint with
+    its name."""
     name = directory.name.partition(".")[0] + ".tmp"
     gone = directory.with_name(name)
     if os.path.lexists(gone):

@@ -1,5 +1,5 @@
-"""Examination of checkpoints without a model, MPI or a GPU: whether they are sound, and whether
-they are equal."""
+"""Checks of checkpoints without a model, MPI or a GPU: whether a checkpoint is undamaged, and
+whether two are equal."""
 
 import math
 from collections import Counter
@@ -24,14 +24,14 @@ from ptdmpi.checkpoint.manifest import (
 from ptdmpi.config import InputError
 from ptdmpi.terminal.progress import progress
 
-# The bytes of a tensor that are compared at a time.
+# The number of bytes of a tensor that are compared at a time.
 SLAB_BYTES = 1 << 25
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """Return the checkpoints that `path` names, in ascending order of steps: the checkpoint at that
-    path, `latest`, or all of a run or of its `checkpoints/`. Raise InputError if no checkpoint is
-    there, or one may not be read."""
+    """Return the checkpoints that `path` names, in ascending order of steps. `path` is a
+    checkpoint, the file `latest`, a run directory, or its `checkpoints/`. Raise InputError if there
+    is no checkpoint, or if it cannot be read."""
     try:
         return _checkpoints(path)
     except OSError as error:
@@ -55,10 +55,12 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def newest(path: Path) -> Path:
-    """Return the newest sound checkpoint that `path` names. Raise InputError if none is sound."""
+    """Return the newest complete checkpoint that `path` names. Raise InputError if none is
+    complete."""
     named = checkpoints(path)
     chosen = next((checkpoint for checkpoint in reversed(named) if is_sound(checkpoint)), named[-1])
-    sound_manifest(chosen)  # raises, with the reason, if not even this one is sound
+    # raises InputError with the reason, if not even this checkpoint is complete
+    sound_manifest(chosen)
     return chosen
 
 
@@ -66,10 +68,10 @@ def newest(path: Path) -> Path:
 
 
 def problems(directory: Path) -> list[str]:
-    """Read all of a checkpoint, and return its problems, one line each.
+    """Read a checkpoint completely, and return its problems, one line each.
 
-    The checks are: the manifest's own checksum, sizes, headers and checksums of the files, and that
-    the pieces of each tensor cover it without gap or overlap.
+    The checks are: the checksum of the manifest; sizes, headers and checksums of the files; and
+    whether the pieces of each tensor cover it without a gap or an overlap.
     """
     try:
         manifest = read_manifest(directory)
@@ -94,7 +96,7 @@ def problems(directory: Path) -> list[str]:
 
 def _uncovered(tensor: StoredTensor) -> Iterator[str]:
     whole = Box.whole(tensor.shape)
-    # sort by first row: a box cannot overlap a box that begins after its last row
+    # sort by first row: a slice cannot overlap a slice that begins after its last row
     boxes = sorted((piece.box for piece in tensor.pieces), key=lambda box: box.start[0])
     for number, box in enumerate(boxes):
         if box.overlap(whole) != box:
@@ -104,7 +106,7 @@ def _uncovered(tensor: StoredTensor) -> Iterator[str]:
                 break
             if box.overlap(other):
                 yield f"pieces {box} and {other} overlap"
-    # pieces without overlap, with as many elements as the tensor, leave no gap
+    # if pieces do not overlap, and have as many elements as the tensor, they leave no gap
     held = sum(box.elements for box in boxes)
     if held != whole.elements:
         yield f"pieces hold {held} elements of {whole.elements}"
@@ -146,9 +148,10 @@ def _misfits(directory: Path, name: str, manifest: Manifest) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference of one tensor, or of one value of the progress. `greatest_absolute` is the
-    greatest absolute difference of all elements, `greatest_relative` the same over the greatest
-    magnitude in the first checkpoint; None if values cannot be compared."""
+    """A difference between two checkpoints in one tensor or in one value of the progress.
+    `greatest_absolute` is the greatest absolute difference of all elements; `greatest_relative` is
+    this divided by the greatest magnitude in the first checkpoint. Both are None if values cannot
+    be compared."""
 
     name: str
     what: str
@@ -157,8 +160,8 @@ class Difference:
 
 
 def differences(first: Path, second: Path) -> list[Difference]:
-    """Return the differences of two checkpoints, whatever layouts wrote them; an empty list if all
-    bits are equal.
+    """Return the differences between two checkpoints, whatever layouts wrote them; an empty list if
+    all bits are equal.
 
     Raise InputError if one of them cannot be read.
     """
@@ -171,7 +174,8 @@ def differences(first: Path, second: Path) -> list[Difference]:
     ]
     with Reader(first, manifests[0]) as a, Reader(second, manifests[1]) as b:
         kinds = [Counter(_kind(name) for name in reader.tensors) for reader in (a, b)]
-        alone = kinds[0].keys() ^ kinds[1].keys()  # e.g. the optimizer's, which a bare model lacks
+        # for example the optimizer's state, which a checkpoint of a bare model lacks
+        alone = kinds[0].keys() ^ kinds[1].keys()
         for kind in sorted(alone):
             for path, numbers in zip((first, second), kinds, strict=True):
                 if numbers[kind]:
@@ -240,7 +244,7 @@ def _bits(values: Array) -> Array:
 
 
 def as_json(difference: Difference) -> dict[str, Any]:
-    """Return a difference as JSON: None for infinities and NaN."""
+    """Return a difference as JSON. Infinities and NaN become None."""
     values = asdict(difference)
     for key in ("greatest_absolute", "greatest_relative"):
         if values[key] is not None and not math.isfinite(values[key]):

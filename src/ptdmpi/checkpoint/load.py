@@ -1,4 +1,5 @@
-"""Loading a checkpoint into a rank of any layout, and checking on the way whether it is sound."""
+"""Loading a checkpoint into a rank of any layout, with a check of its checksums at the same
+time."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +19,13 @@ from ptdmpi.model.state import WEIGHTS, Counters, Piece, State, key
 
 POSITIONS = "embedding.position.weight"
 T = TypeVar("T")
-# raises InputError if this run may not use the tensors of that checkpoint
+# raises InputError if this run may not use the tensors of the checkpoint
 Judge = Callable[[Path, Manifest], None]
 
 
 def on_root(world: Communicator, work: Callable[[], T]) -> T:
-    """Call `work` on rank 0 and return its result on every rank; its failure is raised on every
-    rank, as bad input."""
+    """Call `work` on rank 0 and return its result on every rank. If it fails, every rank raises
+    SharedInputError."""
     result: tuple[T | None, str | None] = (None, None)
     if world.rank == 0:
         try:
@@ -46,18 +47,20 @@ def load(
     mean: bool = False,
     whole: bool = True,
 ) -> Manifest | str:
-    """Load a checkpoint and return its manifest, or the reason why it cannot be read; the same on
-    every rank.
+    """Load a checkpoint and return its manifest, or the reason why it cannot be read. The result is
+    the same on every rank.
 
     If replicas differ, each continues from its own values. All of them continue from the mean if
-    the checkpoint holds the mean, or if `mean` allows it and their number has changed. If `whole`
-    is False, a node may have only the files that its ranks read. If the checkpoint is damaged, the
-    state is undefined afterwards, and another checkpoint must be loaded. Raise SharedInputError if
-    the checkpoint is sound but not of this model, or `judge` refuses it.
+    the checkpoint contains only the mean, or if `mean` allows it and the number of replicas has
+    changed. If `whole` is False, a node may have only the files that its ranks read. If the
+    checkpoint is damaged, the state is undefined afterwards, and another checkpoint must be loaded.
+    Raise SharedInputError if the checkpoint is undamaged but not of this model, or if `judge`
+    refuses it.
     """
 
     def fitting(path: Path, manifest: Manifest) -> None:
-        """Raise InputError if this run's replicas, or the run itself, cannot continue from it."""
+        """Raise InputError if the replicas of this run, or the run itself, cannot continue from the
+        checkpoint."""
         _require_replicas(state, path, manifest, mean)
         judge(path, manifest)
 
@@ -84,7 +87,8 @@ def _require_replicas(state: State, directory: Path, manifest: Manifest, mean: b
 
 
 def took_mean(state: State, manifest: Manifest) -> bool:
-    """Return True if the loaded state is the mean of replicas that are stored each for itself."""
+    """Return True if the loaded state is the mean of replicas that the checkpoint stores
+    separately."""
     stored = manifest.replicas
     differ = any(kind.kept.differs for kind in state.kinds.values())
     return stored > 0 and not (differ and stored == state.peers.size)
@@ -100,16 +104,17 @@ def load_tensors(
     read: Callable[[Path], Manifest] = sound_manifest,
     head: Collection[str] = (),
 ) -> Manifest | str:
-    """Load the tensors of these kinds; return the manifest, or the reason why it cannot be read.
-    `judge` may refuse it, by an InputError on every rank, before a tensor is read; `read` reads the
-    manifest. A kind of the data-parallel method that the checkpoint lacks begins as at the first
-    step. `head`: parameters of a head for a task, which stay as they are if the checkpoint lacks
-    them (`drawn`). With a head, sequences may be shorter, and have the first of the learned
-    positions.
+    """Load the tensors of these kinds. Return the manifest, or the reason why it cannot be read.
+    `judge` may refuse the checkpoint before a tensor is read, by an InputError on every rank.
+    `read` reads the manifest. A kind of the data-parallel method that the checkpoint lacks begins
+    as at the first step. `head`: names of the parameters of a task's head, which keep their values
+    if the checkpoint lacks them (`drawn`). With a head, sequences may be shorter than the
+    checkpoint's, and only the first of the learned positions are loaded.
 
-    Each rank reads its boxes, and compares the pieces that it reads whole with their checksums. If
-    another layout wrote the checkpoint, no rank may have read some pieces whole. The ranks share
-    these pieces and read them once more for the comparison. Raise as `load` does.
+    Each rank reads its slices, and compares those pieces that it reads completely with their
+    checksums. If another layout wrote the checkpoint, some pieces may not have been read completely
+    by any rank. The ranks share these pieces, and read them once more for the comparison. Raise the
+    same errors as `load`.
     """
     try:
         manifest = on_root(world, lambda: read(directory))
@@ -126,7 +131,8 @@ def load_tensors(
     pieces = [p for p in state.pieces() if p.kind in kinds and p.name not in new]
     whole = not state.buffer.frozen
     with Reader(directory, manifest) as reader:
-        # `sound_manifest` checks all files; a node may have only the files that its ranks read
+        # `sound_manifest` checks all files, so all nodes see them; otherwise a node may have only
+        # the files that its ranks read
         shared = read is not read_manifest
         wanted = Wanted(pieces, kinds, judge, whole=whole, shorter=bool(head), shared=shared)
         damage = _filled(reader, state, world, wanted)
@@ -145,8 +151,7 @@ def load_frozen(
     judge: Judge = lambda path, manifest: None,
     head: Collection[str] = (),
 ) -> Manifest | str:
-    """Load the weights that do not train, and those of a `head` for a task, as `load_tensors`
-    does."""
+    """Load the frozen weights, and the weights of a `head` for a task, as `load_tensors` does."""
     try:
         manifest = on_root(world, lambda: sound_manifest(directory))
     except InputError as error:
@@ -165,9 +170,10 @@ def load_frozen(
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request for tensors of a checkpoint: these pieces, of these kinds, of a `whole` model or of
-    adapters. `shorter`: sequences may be shorter than the stored positions. `judge` may refuse the
-    checkpoint. If it is not `shared` by all nodes, a rank checks the pieces that its node has.
+    """A request for tensors of a checkpoint: which pieces and kinds, and whether of a `whole` model
+    or of adapters. `shorter`: sequences may be shorter than the stored positions. `judge` may
+    refuse the checkpoint. If not all nodes share the checkpoint (`shared`), a rank checks only
+    pieces that its node has.
     """
 
     pieces: Sequence[Piece]
@@ -179,7 +185,8 @@ class Wanted:
 
 
 def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -> str | None:
-    """Read the pieces; return None, or the reason why they cannot be read. Raise as `load` does."""
+    """Read the wanted pieces. Return None, or the reason why they cannot be read. Raise the same
+    errors as `load`."""
     directory = reader.directory
     manifest = reader.manifest
     fit = partial(_require_fit, reader, wanted, state.peers.size)
@@ -192,7 +199,7 @@ def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -
     damage = _first(world, Damaged, lambda: _read(reader, state, wanted.pieces))
     if damage:
         return damage
-    # a piece that one rank has read whole need not be read again
+    # a piece that one rank has read completely need not be read again
     checked = world.all_reduce(torch.from_numpy(reader.checked), "max")
     left = torch.nonzero(checked == 0).flatten().tolist()
     if wanted.shared:
@@ -203,14 +210,15 @@ def _filled(reader: Reader, state: State, world: Communicator, wanted: Wanted) -
 
 
 def drawn(manifest: Manifest, head: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return the names of a head's parameters (name -> shape) that a checkpoint lacks, or has with
-    another number of classes."""
+    """Return the names of a head's parameters (name -> shape) that a checkpoint lacks, or stores
+    with another shape, for example for another number of classes."""
     stored = {name: manifest.find(key(WEIGHTS, name)) for name in head}
     return [name for name, tensor in stored.items() if tensor is None or tensor.shape != head[name]]
 
 
 def _require_fit(reader: Reader, wanted: Wanted, peers: int) -> None:
-    """Raise InputError if the checkpoint lacks a wanted kind, or has a piece of another shape."""
+    """Raise InputError if the checkpoint lacks a wanted kind, or stores a wanted tensor with
+    another shape."""
     there = {name.partition("/")[0] for name in (*reader.tensors, *reader.means)}
     missing = sorted(set(wanted.kinds) - {WEIGHTS} - there)
     if missing:
@@ -232,9 +240,9 @@ def _require_fit(reader: Reader, wanted: Wanted, peers: int) -> None:
 
 
 def _stored(reader: Reader, piece: Piece, peers: int) -> str:
-    """Return the name in the checkpoint of the tensor for a piece: this replica's own, or the one
-    that all replicas share. If the number of stored replicas is not `peers`, no replica has its
-    own."""
+    """Return the name in the checkpoint of the tensor that a piece belongs to: this replica's own
+    tensor, or the one that all replicas share. If the number of stored replicas is not `peers`, no
+    replica has its own."""
     if reader.manifest.replicas == peers and piece.key in reader.tensors:
         return piece.key
     return key(piece.kind, piece.name)
@@ -257,8 +265,8 @@ def _check(reader: Reader, numbers: Sequence[int]) -> None:
 
 
 def _first(world: Communicator, kind: type[Exception], work: Callable[[], Any]) -> str | None:
-    """Call `work` on every rank; return the message of the first rank that failed with this kind of
-    exception, None if no rank failed."""
+    """Call `work` on every rank. Return the message of the first rank on which it raised this kind
+    of exception; None if it raised on no rank."""
     text = None
     try:
         work()

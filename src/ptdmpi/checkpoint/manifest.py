@@ -1,4 +1,5 @@
-"""The manifest: the place of each box of each logical tensor in a checkpoint's files.
+"""The manifest of a checkpoint: in which file, and where, each slice of each logical tensor is
+stored.
 
     {"format_version": 2, "progress": {...}, "model": {section [model]}, other entries of the run,
      "files": {name: {"bytes"}}, "tensors": {name: {"shape", "dtype", "pieces": [{"file", "key",
@@ -7,9 +8,9 @@
 Quantized weights are stored as two tensors, `codes/NAME` and `scales/NAME`, and "quantization":
 {"codes", "block", ...} has their format. Reading `weights/NAME` returns the dequantized values.
 
-The checksum detects damage. The checks of form (keys, kinds, lengths) detect a manifest with a
-valid checksum that another program, or a faulty one, wrote. `examine` checks that the pieces cover
-their tensors.
+The checksum detects damage. The checks of the structure (keys, types, lengths) detect a manifest
+with a valid checksum that another program or a faulty one has written. `examine` checks that the
+pieces cover their tensors.
 """
 
 import json
@@ -31,18 +32,19 @@ from ptdmpi.plan.layer.low_bit import KIND_OF_CODES, KIND_OF_SCALES, LowBit
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
-# The types that a checkpoint holds, and safetensors' names of them.
+# The data types that a checkpoint may contain, and their names in safetensors.
 TYPE_NAMES = {"float32": "F32", "float64": "F64", "uint8": "U8"}
-# Prefixes of names: a quantized weight has CODES and SCALES instead of WEIGHTS.
+# Prefixes of tensor names: a quantized weight has CODES and SCALES instead of WEIGHTS.
 WEIGHTS, CODES, SCALES = (f"{k}/" for k in (KIND_OF_WEIGHTS, KIND_OF_CODES, KIND_OF_SCALES))
 QUANTIZATION = "quantization"
-EXTRAS = "extras"  # entries of the program around a run, by name
+EXTRAS = "extras"  # entries, by name, of the program that runs the training
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run, without its tensors. `step` steps are done, `samples` consumed; the
-    other fields are the optimizer's counters, and the seed of the order of samples."""
+    """The progress of a run, without its tensors: `step` steps are done, and `samples` samples are
+    consumed. The other fields are the optimizer's counters, and the seed of the order of
+    samples."""
 
     step: int
     samples: int
@@ -54,7 +56,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A box of a tensor in a file: its key there, its first byte, and the checksum of its bytes."""
+    """A slice of a tensor in a file: its key in the file, the offset of its first byte, and the
+    checksum of its bytes."""
 
     file: str
     key: str
@@ -65,20 +68,21 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A logical tensor: its whole shape, numpy's name of its type, and the boxes of it in files."""
+    """A logical tensor in a checkpoint: its full shape, numpy's name of its type, and its slices in
+    files."""
 
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[StoredPiece, ...]
 
     def nbytes(self, piece: StoredPiece) -> int:
-        """Return the bytes of one of its pieces in a file."""
+        """Return the size of one of the tensor's pieces in bytes."""
         return piece.box.elements * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
 class Written:
-    """One file as its rank wrote it: its size, and its pieces of each tensor."""
+    """A file that one rank has written: its size, and its pieces of each tensor."""
 
     file: str
     bytes: int
@@ -87,9 +91,10 @@ class Written:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint. `said`: the origin of its tensors, as JSON: progress, model (the
-    section [model] of the weights) and the other entries of its run. `files`: the bytes of each
-    file. `tensors`: by their names in the state, such as `weights/NAME`."""
+    """The content of a checkpoint. `said`: the origin of its tensors as JSON, which is the
+    progress, the model (the section [model] of the configuration) and further entries about the
+    run. `files`: the size of each file in bytes. `tensors`: the tensors by their names in the
+    state, such as `weights/NAME`."""
 
     progress: Progress
     said: Mapping[str, Any]
@@ -98,14 +103,14 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Return the bytes of all files together."""
+        """Return the total size of all files in bytes."""
         return sum(self.files.values())
 
     @cached_property
     def means(self) -> dict[str, list[str]]:
-        """Return the tensors that are stored once for each of several replicas, `weights@0/NAME`
-        and so on: the name without the replica -> their names, in the order of the replicas.
-        Reading the name without the replica returns their mean."""
+        """Return the tensors that are stored once for each of several replicas: `weights/NAME` ->
+        [`weights@0/NAME`, `weights@1/NAME`, ...], in the order of the replicas. Reading the name
+        without a replica returns the mean of these."""
         replicas: dict[str, dict[int, str]] = {}
         for name in self.tensors:
             kind, _, rest = name.partition("/")
@@ -122,8 +127,9 @@ class Manifest:
         return max(map(len, self.means.values()), default=0)
 
     def as_weights(self, kind: str) -> "Manifest":
-        """Return a manifest with the tensors of another kind, such as the weights' average, as its
-        weights, and no other tensors. Raise InputError if there are none of this kind."""
+        """Return a manifest in which the tensors of another kind, such as the average of the
+        weights, are the weights. It has no other tensors. Raise InputError if there are none of
+        this kind."""
         renamed = {}
         for name, tensor in self.tensors.items():
             own, slash, rest = name.partition("/")
@@ -144,8 +150,9 @@ class Manifest:
 
     @cached_property
     def in_few_bits(self) -> dict[str, StoredTensor]:
-        """Return the quantized weights under the names of their dequantized values: float32 tensors
-        of their whole shape, of which no piece is in a file."""
+        """Return the quantized weights under the names of their dequantized values, as float32
+        tensors of full shape. They have no pieces, because no file contains the dequantized
+        values."""
         if self.form is None:
             return {}
         per_byte = 8 // self.form.bits
@@ -159,17 +166,17 @@ class Manifest:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names by which tensors can be read."""
+        """Return all names by which tensors can be read."""
         return (*self.tensors, *self.means, *self.in_few_bits)
 
     def find(self, name: str) -> StoredTensor | None:
-        """Return the tensor of this name, or the first of the replicas whose mean has this name;
-        None if there is no such tensor."""
+        """Return the tensor with this name. For the mean of replicas, return the tensor of the
+        first replica. Return None if there is no such tensor."""
         known = self.tensors.get(self.means.get(name, [name])[0])
         return known or self.in_few_bits.get(name)
 
     def __getitem__(self, name: str) -> StoredTensor:
-        """Return the tensor that `find` finds. Raise KeyError if there is none."""
+        """Return the tensor that `find` returns for this name. Raise KeyError if there is none."""
         stored = self.find(name)
         if stored is None:
             raise KeyError(name)
@@ -187,7 +194,7 @@ def write_manifest(
     written: Sequence[Written],
     lineage: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write and sync the manifest over the files of all ranks; see `manifest_text`.
+    """Write and sync the manifest of the files that all ranks have written; see `manifest_text`.
 
     Raise InputError if a file is not visible from this host.
     """
@@ -209,8 +216,8 @@ def manifest_text(
     written: Sequence[Written],
     lineage: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the manifest over the files of all ranks. `model` is the section [model] of the
-    weights, `lineage` has further entries about their origin."""
+    """Return the text of the manifest of the files that all ranks have written. `model` is the
+    section [model] of the weights; `lineage` has further entries about their origin."""
     tensors: dict[str, dict[str, Any]] = {}
     for part in written:
         for name, tensor in part.tensors.items():
@@ -240,7 +247,7 @@ def _piece_as_json(piece: StoredPiece) -> dict[str, Any]:
 
 
 def checksum(manifest: Mapping[str, Any]) -> int:
-    """Return the value of `crc32` for a manifest, as JSON without that key."""
+    """Return the value of `crc32` for a manifest, which is given as JSON without that key."""
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
@@ -248,8 +255,8 @@ def checksum(manifest: Mapping[str, Any]) -> int:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a checkpoint. Raise InputError unless it is whole and of this
-    version."""
+    """Return the manifest of a checkpoint. Raise InputError unless it is complete and has this
+    format version."""
     path = directory / MANIFEST
     try:
         table = json.loads(path.read_bytes())
@@ -294,7 +301,7 @@ def _tensor_of_json(table: Mapping[str, Any]) -> StoredTensor:
 
 
 def sound_manifest(directory: Path) -> Manifest:
-    """Return the manifest, if all files that it names have the sizes that it names; else raise
+    """Return the manifest if all its files exist with the recorded sizes; otherwise raise
     InputError."""
     manifest = read_manifest(directory)
     for name, size in manifest.files.items():
@@ -315,7 +322,8 @@ def is_sound(directory: Path) -> bool:
     return True
 
 
-# -- form ------------------------------------------------------------------------------------------
+# -- structure
+# -----------------------------------------------------------------------------------------
 
 Kinds = Mapping[str, tuple[type, ...]]
 _NUMBERS: Mapping[Any, tuple[type, ...]] = {int: (int,), float: (int, float)}
@@ -333,8 +341,8 @@ _PIECE: Kinds = {
 
 
 def _require_form(manifest: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the key, if one is missing or of the wrong kind; `progress` must
-    have exactly the fields of `Progress`."""
+    """Raise ValueError, naming the key, if a key is missing or has a value of the wrong type.
+    `progress` must have exactly the fields of `Progress`."""
     for name in ("progress", "model", "files", "tensors"):
         _require(manifest, name, (dict,), "it")
     _require_all(manifest["progress"], _PROGRESS, "progress")

@@ -1,15 +1,16 @@
-"""Copies of the training state in the memory of the nodes, from which lost ranks are restarted.
+"""Copies of the training state in the memory of the nodes, from which a run continues after ranks
+were lost.
 
-A copy is a checkpoint whose files are in a folder of tmpfs. The kernel keeps them when the ranks
+A copy is a checkpoint whose files are in a tmpfs folder. The kernel keeps the files when the ranks
 die. Each node has the files of its own ranks and those of the previous node (Wang et al. 2023,
-"Gemini", section 4), so that no file is lost with one node. `ptdmpi run` names the folder and
+"Gemini", section 4), so that the loss of one node loses no file. `ptdmpi run` names the folder and
 removes it at the end.
 
     FOLDER/step-00000012-ID/rank-00000.safetensors ... manifest.json
 
 A copy is made in two phases. First every rank writes its file, and sends it to the next node. If
 all ranks report success, each node writes the manifest, which makes the copy valid. If all nodes
-report that, too, the previous copy is removed. So one copy is complete at every moment.
+report success, the previous copy is removed. So at every moment one complete copy exists.
 """
 
 import contextlib
@@ -39,30 +40,32 @@ from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import Axes, World
 from ptdmpi.model.state import State, key
 
-# The longest message: counts of MPI calls are 32-bit integers.
+# The largest message in bytes: counts in MPI calls are 32-bit integers.
 MESSAGE_BYTES = 1 << 30
 Describe = Callable[[int, Sequence[Written]], str]
 
 
 @dataclass(frozen=True)
 class HeldCopy:
-    """A copy as one node has it: the manifest, empty before the copy is valid, and the bytes of
-    each file."""
+    """A copy as one node has it: the text of the manifest, which is empty until the copy is valid,
+    and the size of each file."""
 
     manifest: str
     sizes: Mapping[str, int]
 
 
 class MemoryCopies:
-    """The copies of one run; every rank calls every method.
+    """The copies of the state in memory, for one run. Every rank calls every method.
 
-    `count` is the number of copies that this process has made, and `seconds` the time they took.
+    `count` is the number of copies that this process has made, and `seconds` the total time they
+    took.
     """
 
     def __init__(
         self, folder: Path, world: World, state: State, axes: Axes, *, describe: Describe
     ) -> None:
-        """`describe` returns the manifest over files after a step, as a text; rank 0 calls it."""
+        """Prepare the copies in `folder`. Rank 0 calls `describe` for the text of the manifest,
+        from the step and the files that all ranks have written."""
         self.folder = folder
         self.state = state
         self.describe = describe
@@ -78,7 +81,8 @@ class MemoryCopies:
         ]
         self.node = next(ranks for ranks in self.nodes if self.world.rank in ranks)
         self.newest: Path | None = None
-        # what `find` has found: the copies of each node, by its leading rank, and the newest
+        # the result of `find`: the copies of each node, by its leading rank, and the name of the
+        # newest complete copy
         self._holdings: list[dict[str, HeldCopy]] = []
         self._found = ""
         self.seconds = 0.0
@@ -86,14 +90,14 @@ class MemoryCopies:
 
     @property
     def leads(self) -> bool:
-        """Return True on the rank that keeps the folder of its node."""
+        """Return True on the rank that manages the folder of its node."""
         return self.world.rank == self.node[0]
 
     # -- making a copy -----------------------------------------------------------------------------
 
     def keep(self, step: int) -> str:
-        """Copy the state after `step`. Return "", or the reason why that failed, the same on every
-        rank; the previous copy then stays."""
+        """Copy the state after `step`. Return "", or the reason why the copy failed, on every rank.
+        After a failure the previous copy stays."""
         begin = time.perf_counter()
         name = self.world.broadcast_object(f"{files.name_of(step)}-{time.time_ns():x}")
         path = self.folder / name
@@ -146,8 +150,8 @@ class MemoryCopies:
         return why
 
     def _commit(self, path: Path, manifest: str) -> str:
-        """Write the manifest on each node, which makes the copy valid there; return why that
-        failed on some node, or ""."""
+        """Write the manifest on each node, which makes the copy valid there. Return "", or the
+        reason why this failed on some node."""
         why = ""
         if self.leads:
             try:
@@ -157,11 +161,12 @@ class MemoryCopies:
                 why = f"rank {self.world.rank}: {error}"
         return _first(self.world.all_gather_object(why))
 
-    # -- going on from a copy ----------------------------------------------------------------------
+    # -- continuing from a copy
+    # -------------------------------------------------------------------------
 
     def find(self) -> int | None:
-        """Return the step of the newest copy of which the nodes together have every file; None
-        without any."""
+        """Return the step of the newest copy for which the nodes together have every file; None if
+        there is none."""
         self._holdings = self.world.all_gather_object(self._held() if self.leads else {})
         names = {name for held in self._holdings for name in held}
         whole = [name for name in names if self._is_whole(name)]
@@ -169,8 +174,8 @@ class MemoryCopies:
         return _place_in_time(self._found)[0] if whole else None
 
     def load(self, judge: Judge) -> Manifest | str:
-        """Load the copy that `find` has found; see `load.load`. Files that ranks need and their
-        node lacks come from other nodes."""
+        """Load the copy that `find` has found; see `load.load`. If a node lacks files that its
+        ranks need, other nodes send them."""
         path = self.folder / self._found
         why = self._commit(path, self._text(self._found)) or self._fetch(path)
         if why:
@@ -193,15 +198,16 @@ class MemoryCopies:
         return _first(held[name].manifest for held in self._holdings if name in held)
 
     def _holder(self, name: str, file: str, size: int) -> int | None:
-        """Return the first rank whose node has a whole file of a copy; None without any."""
+        """Return the first rank whose node has the complete file of a copy; None if there is
+        none."""
         for rank, held in enumerate(self._holdings):
             if name in held and held[name].sizes.get(file) == size:
                 return rank
         return None
 
     def _fetch(self, path: Path) -> str:
-        """Bring the files that this node's ranks read into its folder, each from the first node
-        that has it. The leading ranks of the nodes do it, all in one order."""
+        """Copy the files that the ranks of each node read to that node, each from the first node
+        that has it. Only the leading ranks of the nodes send and receive, all in the same order."""
         manifest = read_manifest(path)
         needs = self.world.all_gather_object(self._needed(manifest))
         why = ""
@@ -221,7 +227,7 @@ class MemoryCopies:
         return _first(self.world.all_gather_object(why))
 
     def _needed(self, manifest: Manifest) -> set[str]:
-        """Return the files that have a part of this rank's state."""
+        """Return the files that contain a part of this rank's state."""
         needed = set()
         for piece in self.state.pieces():
             names = [piece.key, key(piece.kind, piece.name)]
@@ -231,7 +237,7 @@ class MemoryCopies:
         return needed
 
     def _held(self) -> dict[str, HeldCopy]:
-        """Return the copies in this node's folder, by their names."""
+        """Return the copies in this node's folder, by name."""
         held: dict[str, HeldCopy] = {}
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
@@ -268,11 +274,11 @@ class MemoryCopies:
 
 
 def _first(reasons: Iterable[str]) -> str:
-    """Return the first of `reasons` that is not empty; "" without any."""
+    """Return the first of `reasons` that is not empty; "" if there is none."""
     return next(filter(None, reasons), "")
 
 
 def _place_in_time(name: str) -> tuple[int, int]:
-    """Return the step of a copy and the time when it was begun, from its name."""
+    """Return the step of a copy and the time at which it was begun, from the name of the copy."""
     _, step, begun = name.split("-")
     return int(step), int(begun, 16)

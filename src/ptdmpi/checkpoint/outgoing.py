@@ -1,4 +1,5 @@
-"""The part of the state that a rank writes in a save: views of it, or a copy on the host."""
+"""The part of the state that a rank writes to a checkpoint: views of the state, or a copy on the
+host."""
 
 import contextlib
 import itertools
@@ -14,20 +15,21 @@ from ptdmpi.model.state import State
 
 
 class OutgoingState:
-    """A rank's part of the state that is to be written to the disk.
+    """The part of the state that this rank writes to the disk.
 
-    `parts` are views of the state, the same in every save: boxes and owners do not change.
+    `parts` are views of the state. They are the same in every save, because slices and owners do
+    not change.
     """
 
     def __init__(self, state: State, axes: Axes, *, mean: bool, copied: bool) -> None:
         """Prepare the parts. `mean`: if replicas differ, their mean is written. `copied`: the state
-        is copied, so that training may change it before it is written."""
+        is copied first, so that training may change it before it is written."""
         self.state = state
         self.mean = mean
         self.copied = copied
         self.parts = list(share(state, axes, mean))
         mine = sum(part.values.nbytes for part in self.parts)
-        self.total_bytes = sum(axes.world.all_gather_object(mine))  # on all ranks together
+        self.total_bytes = sum(axes.world.all_gather_object(mine))  # the sum over all ranks
         self._copies = copies_of(state.buffer.device)
         self._host: Tensor | None = None
 
@@ -35,11 +37,11 @@ class OutgoingState:
         """Return the parts with the present values of the state.
 
         If the mean of replicas is written, or training may change the state meanwhile, the parts
-        are copied into host memory, which all saves share. Otherwise the parts are the state
+        are copied to a host buffer that all saves share. Otherwise the parts are views of the state
         itself. A device copies while it computes, and the next update waits for the copy
         (`State.read`).
         """
-        self.state.settle()  # operations that write to the views may be under way
+        self.state.settle()  # wait for operations that still write to the views
         views = [part.values for part in self.parts]
         if self.copied or self.mean:
             views = self._copy()
@@ -51,9 +53,9 @@ class OutgoingState:
         return outgoing
 
     def _copy(self) -> list[Tensor]:
-        """Copy the parts into the host's memory, and return the copies."""
+        """Copy the parts to host memory, and return the copies."""
         ends = list(itertools.accumulate(part.values.numel() for part in self.parts))
-        if self._host is None:  # room for this rank's whole part, made at the first save
+        if self._host is None:  # a buffer for all parts of this rank, allocated at the first save
             dtype = self.state.buffer.precision.master
             size = ends[-1] if ends else 0
             self._host = self._copies.locked(size * dtype.itemsize).view(dtype)
@@ -72,10 +74,12 @@ class OutgoingState:
         return host
 
     def _on_host(self, values: Tensor) -> Array:
-        """Return a part as an array. Parts are requested one by one, when they are written, so the
-        earlier ones need no memory any more. A device copies into page-locked memory."""
+        """Return a part as an array on the host. The parts are requested one by one when they are
+        written, so earlier ones need no memory any more. A device copies into page-locked
+        memory."""
         self.state.let_go()
-        if values.device.type == "cpu":  # do not wait, not even for the present computation
+        # on the host: do not wait, not even for the present computation
+        if values.device.type == "cpu":
             return values.numpy()
         with self._copies.behind(self._copies.computed()):
             host = on_its_way(values)

@@ -1,4 +1,5 @@
-"""The checkpoint that a run resumes from, or begins with: found, judged and loaded on all ranks."""
+"""The checkpoint from which a run resumes or begins: it is found, checked and loaded on all
+ranks."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -18,11 +19,12 @@ from ptdmpi.plan.shape import parameters
 
 
 class Resumption:
-    """The start of a run from a checkpoint; every rank calls every method.
+    """The start of a run from a checkpoint. Every rank calls every method.
 
     `followed` is the checkpoint that `checkpoint.resume` names, if an earlier start has resumed
-    from it and this one resumes from the run's own newest. `mean_of` is the number of replicas that
-    the checkpoint stores separately, if the run continues from their mean; else 0.
+    from it and this start resumes from the run's own newest checkpoint. `mean_of` is the number of
+    replicas that the checkpoint stores separately, if the run continues from their mean; otherwise
+    0.
     """
 
     def __init__(
@@ -36,20 +38,21 @@ class Resumption:
         self.mean = course.config.data_parallel.checkpoint == "average"
         self.followed: Path | None = None
         self.mean_of = 0
-        self.extras: dict[str, Any] = {}  # of the checkpoint that was loaded
+        self.extras: dict[str, Any] = {}  # the extra entries of the checkpoint that was loaded
 
     def resume(self, wanted: str, lost: bool = False) -> tuple[Progress | None, list[str]]:
         """Load the checkpoint that `checkpoint.resume = wanted` names. Return its progress (None:
-        the run begins at step 0), and a line for each damaged checkpoint that was passed over.
+        the run begins at step 0), and a line for each damaged checkpoint that was skipped.
 
-        "auto" means the newest complete checkpoint, if there is one; "never" means none. Any other
-        `wanted` is the path of a checkpoint, or of a run directory, whose newest checkpoint is
-        loaded. If an earlier start has resumed from that path, the run's own newest checkpoint is
-        loaded. `lost`: ranks were lost, and the remaining replicas may begin from the mean of all.
+        "auto" means the newest complete checkpoint of the run, if there is one; "never" means none.
+        Any other `wanted` is the path of a checkpoint, or of a run directory, whose newest
+        checkpoint is loaded. If an earlier start has resumed from that path, the run's own newest
+        checkpoint is loaded instead. `lost`: ranks were lost, and the remaining replicas may begin
+        from the mean of all replicas.
 
         Raise InputError if a named checkpoint cannot be used, or if a checkpoint is of another
         model or was trained on other data (`Course.judge`). Also raise it if all checkpoints are
-        damaged, because a new run would replace files that can perhaps be repaired.
+        damaged, because a new run would replace files that could perhaps be repaired.
         """
         if wanted == "never":
             self.retention.branch_from(None)
@@ -83,13 +86,13 @@ class Resumption:
         return None, []
 
     def resume_from_copy(self, copies: MemoryCopies, wanted: str) -> Progress | None:
-        """Load the newest copy in the nodes' memory, unless the run has saved a later step since;
-        return its progress, or None if there is no such copy or it cannot be read.
+        """Load the newest copy in the nodes' memory, unless the run has since saved a later step to
+        the disk. Return its progress, or None if there is no such copy or it cannot be read.
 
-        A copy was made by the job that this start belongs to. So the run continues its own
-        checkpoints, unless `checkpoint.resume = wanted` names another origin and no save has
-        followed. In that case the next save sets aside the checkpoints that the run does not come
-        from, as after the first start.
+        A copy was made by the same job. So the run continues its own checkpoints, unless
+        `checkpoint.resume = wanted` names another checkpoint and nothing has been saved since. In
+        that case the next save renames the checkpoints that the run does not continue, as after the
+        first start.
         """
         step = copies.find()
         if step is None or step < on_root(self.world, lambda: self._newest_own(wanted)):
@@ -106,11 +109,12 @@ class Resumption:
         return loaded.progress
 
     def _names_another(self, wanted: str) -> bool:
-        """Return True if `wanted` is a path from which no start of this run has resumed yet."""
+        """Return True if `wanted` is a path from which this run has not resumed yet."""
         return wanted != "auto" and not self._is_own(wanted) and not self._went_on_from(wanted)
 
     def _newest_own(self, wanted: str) -> int:
-        """Return the step of the newest checkpoint of this run's own history; 0 without any."""
+        """Return the step of the newest checkpoint that the run itself has saved; 0 if there is
+        none."""
         if wanted == "never" or self._names_another(wanted):
             return 0
         found = files.checkpoints_in(self.directory)
@@ -119,9 +123,9 @@ class Resumption:
     def begin_from(
         self, path: Path, tokenizer_sha256: str | None, fresh: Collection[str] = ()
     ) -> tuple[Path, list[str]]:
-        """Load the weights of the newest complete checkpoint that `path` names, and nothing else of
-        it. Return its path, and the names of a task head's parameters that keep their initial
-        values: with adapters, only those among `fresh`, since the base may have the rest.
+        """Load only the weights of the newest complete checkpoint that `path` names. Return its
+        path, and the names of a task head's parameters that keep their initial values. With
+        adapters, only names among `fresh` are returned, because the base may have the others.
 
         `tokenizer_sha256` is the hash of the weights' tokenizer, used if the checkpoint does not
         record it. Raise InputError on every rank.
@@ -129,7 +133,7 @@ class Resumption:
         directory = on_root(self.world, lambda: newest(path))
 
         def judge(where: Path, manifest: Manifest) -> None:
-            """Raise InputError if this run may not begin from those weights."""
+            """Raise InputError if this run may not begin from these weights."""
             self.course.judge("initial", where, manifest.said)
             if self.course.answer.note:
                 self.course.require_tokenizer(path, tokenizer_sha256)
@@ -146,14 +150,14 @@ class Resumption:
         self.course.judge("resume", where, manifest.said)
 
     def _is_own(self, wanted: str) -> bool:
-        """Return True if `wanted` is the run's own directory or its `checkpoints/`, where "auto"
-        means the newest."""
+        """Return True if `wanted` is the run's own directory or its `checkpoints/`, which means the
+        same as "auto"."""
         here = self.directory.resolve()
         return wanted != "auto" and Path(wanted).resolve() in (here, here.parent)
 
     def _went_on_from(self, wanted: str) -> bool:
-        """Return True if the run has resumed from `wanted` and saved since. The command of a batch
-        job stays the same when it is started again: then the run continues from its own newest
+        """Return True if the run has resumed from `wanted` and saved since. A batch job that is
+        started again has the same command, and must then continue from the run's own newest
         checkpoint."""
         return files.went_on_from(self.directory, files.named(Path(wanted)))
 

@@ -1,4 +1,5 @@
-"""The checkpoint directory of a run as saves change it. Only rank 0 uses this module."""
+"""How saves change the checkpoint directory of a run: which checkpoints are kept, renamed or
+removed. Only rank 0 uses this module."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,17 +11,17 @@ from ptdmpi.config import CheckpointConfig
 
 
 class Retention:
-    """The retention of checkpoints in a run directory: it sets aside, keeps and removes them.
+    """The retention of checkpoints in a run directory: it renames, keeps and removes them.
 
-    `damaged` has the names of checkpoints that could not be read. They are neither counted nor
-    removed.
+    `damaged` has the names of checkpoints that could not be read. They do not count as kept ones,
+    and are not removed.
     """
 
     def __init__(self, directory: Path, config: CheckpointConfig) -> None:
         self.directory = directory
         self.config = config
         self.damaged: list[str] = []
-        # the first save calls it, to set aside checkpoints that the run does not come from
+        # the first save calls this to rename the checkpoints that the run does not continue
         self._branch: Callable[[], None] | None = None
 
     @property
@@ -29,31 +30,31 @@ class Retention:
         return self._branch is not None
 
     def branch_from(self, source: Path | None, named: Path | None = None) -> None:
-        """Let the next save set aside the checkpoints that the run does not come from: those after
+        """Let the next save rename the checkpoints that the run does not continue: those after
         `source`, or all if it is None. `named` is the path by which the user named `source`."""
         self._branch = partial(files.branch, self.directory, source, named)
 
     def prepare(self, step: int, needed_bytes: int) -> Path:
-        """Return the empty directory to write `step` into. Checkpoints are set aside only now: a
-        start that saves nothing leaves a run as it was. Raise InputError if there is not enough
-        space."""
+        """Return an empty directory for the checkpoint of `step`. Other checkpoints are renamed
+        only now, so that a start that saves nothing leaves the run unchanged. Raise InputError if
+        there is not enough space."""
         temporary = files.prepare(self.directory, step, needed_bytes)
         if self._branch is not None:
             self._branch()
             self._branch = None
-            if (self.directory / files.BEST).is_file():  # `best` may name one of them
+            if (self.directory / files.BEST).is_file():  # `best` may name a renamed checkpoint
                 best.point(self.directory, self.damaged)
         return temporary
 
     def publish(self, temporary: Path) -> None:
-        """Give a written checkpoint its name, and update the files `latest` and `best`. Raise
-        OSError."""
+        """Give a completely written checkpoint its name, and update the files `latest` and `best`.
+        Raise OSError."""
         files.publish(temporary, self.damaged)
         if self.config.keep_best:
             best.point(self.directory, self.damaged)
 
     def remove_old(self) -> str | None:
-        """Remove the checkpoints that need not be kept; return the reason if that failed, else
+        """Remove the checkpoints that need not be kept. Return the reason if this failed, otherwise
         None."""
         keep = self.config.keep
         try:

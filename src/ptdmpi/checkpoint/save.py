@@ -1,15 +1,15 @@
-"""Checkpoints of logical tensors: any layout reads the checkpoints of any other.
+"""Saving checkpoints of logical tensors, which a run with any layout can read.
 
-A checkpoint is a directory `step-00000100/` with one safetensors file per rank that had something
-to write, and `manifest.json`. The manifest lists for every logical tensor (`weights/NAME`,
-`exp_avg/NAME`, `exp_avg_sq/NAME`; float32 masters) its shape, its type, and the file and place of
-each of its boxes. All files are written and synced under a temporary name; the manifest comes last,
-then the directory is renamed, then `latest` is moved. Ranks that hold equal tensors share the
-writing in shares of equal bytes.
+A checkpoint is a directory `step-00000100/` with one safetensors file for each rank that has
+something to write, and `manifest.json`. The manifest lists every logical tensor (`weights/NAME`,
+`exp_avg/NAME`, `exp_avg_sq/NAME`; the weights are the fp32 master weights) with its shape, its
+type, and the file and offset of each of its slices. All files are written and synced under a
+temporary name. Then the manifest is written, the directory is renamed, and `latest` is changed, in
+this order. If several ranks have the same tensors, each writes an equal share of the bytes.
 
-A thread of each rank writes its file, and a thread of rank 0 does the rest. When ranks must agree,
-their main threads use the world communicator between two steps. So MPI need not support threads,
-and the messages are not mixed with those of a step.
+A thread of each rank writes its file, and a thread of rank 0 does the remaining work. When ranks
+must agree, their main threads use the world communicator between two steps. So MPI need not support
+threads, and these messages are not mixed with those of a step.
 """
 
 import contextlib
@@ -39,15 +39,15 @@ T = TypeVar("T")
 
 
 class SaveFailed(SharedInputError):
-    """An error: a checkpoint could not be written. It is raised on every rank, and earlier
-    checkpoints stay."""
+    """An error: a checkpoint could not be written. Every rank raises it, and earlier checkpoints
+    stay."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is complete on the disk. `stall_s`: seconds for which training waited for
-    it; `write_s`: seconds from the first byte to the moved `latest`. `warning`: the reason why
-    older ones were not removed."""
+    """A checkpoint that is complete on the disk. `stall_s`: the seconds for which training waited
+    for it; `write_s`: the seconds from the first byte until `latest` named it. `warning`: the
+    reason why older checkpoints were not removed."""
 
     path: Path
     step: int
@@ -59,7 +59,8 @@ class Saved:
 
 @dataclass
 class _Flight:
-    """A save under way: all ranks write their files, then rank 0 publishes."""
+    """A save that is not complete: all ranks write their files, then rank 0 publishes the
+    checkpoint."""
 
     temporary: Path
     progress: Progress
@@ -74,14 +75,15 @@ class _Flight:
 
 
 class Checkpoints:
-    """The checkpoints of one run directory; every rank calls every method except `close`.
+    """The checkpoints of one run directory. Every rank calls every method except `close`.
 
-    This class writes them. `retention` keeps and removes them, `resumption` finds and judges the
-    one that a run resumes from. `validated` is the last validation: its step and loss.
+    This class writes checkpoints. `retention` keeps and removes them, `resumption` finds and checks
+    the one that a run resumes from. `validated` is the step and the loss of the last validation.
     """
 
     def __init__(self, directory: Path, state: State, axes: Axes, course: Course) -> None:
-        """Store the arguments. `course` is that of the run; its section [checkpoint] is used."""
+        """Store the arguments. `course` describes the run; the section [checkpoint] of its
+        configuration is used."""
         self.directory = directory
         self.state = state
         self.course = course
@@ -95,14 +97,14 @@ class Checkpoints:
         mean = course.config.data_parallel.checkpoint == "average"
         self.outgoing = OutgoingState(state, axes, mean=mean, copied=self.config.asynchronous)
         self._flight: _Flight | None = None
-        # a single thread, so that rank 0 publishes after it has written its own file
+        # one thread only, so that rank 0 publishes after it has written its own file
         self._threads = ThreadPoolExecutor(
             1, "checkpoint", initializer=belong_to, initargs=(state.buffer.device,)
         )
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of the tensors of a checkpoint, on all ranks."""
+        """Return the size in bytes of the tensors of a checkpoint, over all ranks."""
         return self.outgoing.total_bytes
 
     @property
@@ -112,7 +114,7 @@ class Checkpoints:
 
     @property
     def followed(self) -> Path | None:
-        """Return the checkpoint that an earlier start has resumed from; see `Resumption`."""
+        """Return the checkpoint from which an earlier start has resumed; see `Resumption`."""
         return self.resumption.followed
 
     @property
@@ -128,15 +130,16 @@ class Checkpoints:
     def begin_from(
         self, path: Path, tokenizer_sha256: str | None, fresh: Collection[str] = ()
     ) -> tuple[Path, list[str]]:
-        """Load the weights that `path` names and nothing else; see `Resumption.begin_from`."""
+        """Load only the weights that `path` names; see `Resumption.begin_from`."""
         return self.resumption.begin_from(path, tokenizer_sha256, fresh)
 
     def resume_from_copy(self, copies: MemoryCopies, wanted: str) -> Progress | None:
-        """Load a copy in the nodes' memory; see `Resumption.resume_from_copy`."""
+        """Load a copy from the nodes' memory; see `Resumption.resume_from_copy`."""
         return self.resumption.resume_from_copy(copies, wanted)
 
     def describe(self, step: int, written: Sequence[Written]) -> str:
-        """Return the manifest of a copy of the present state, the one after `step`, on rank 0."""
+        """Return the manifest of a copy of the present state, which is the one after `step`. Only
+        rank 0 calls this."""
         return manifest_text(
             self._progress(step),
             self.course.config.model.model_dump(),
@@ -145,11 +148,11 @@ class Checkpoints:
         )
 
     def save(self, step: int) -> list[Saved]:
-        """Write the state after `step` steps; return the saves that are complete.
+        """Write the state after `step` steps. Return the saves that are complete.
 
-        With `checkpoint.asynchronous` the state is copied and a thread does the rest: an earlier
-        save that is still under way is waited for and returned, and `poll` completes this one.
-        Raise SaveFailed if a rank could not write; its files are then removed.
+        With `checkpoint.asynchronous` the state is copied, and a thread does the rest. Then this
+        method waits for an earlier save that is not complete and returns it, and `poll` completes
+        the present one. Raise SaveFailed if a rank could not write; its files are then removed.
         """
         done = self.finish()
         begin = time.perf_counter()
@@ -171,19 +174,20 @@ class Checkpoints:
         return [*done, *self.finish()]
 
     def poll(self) -> list[Saved]:
-        """Advance a save under way without waiting for the disk; return it when it is complete.
+        """Advance a save without waiting for the disk. Return the save when it is complete.
 
-        It is called between steps. Raise SaveFailed if a rank could not write.
+        The training loop calls this between steps. Raise SaveFailed if a rank could not write.
         """
         return self._advance(wait=False)
 
     def finish(self) -> list[Saved]:
-        """Wait for a save under way and return it. Raise SaveFailed if a rank could not write."""
+        """Wait until a save is complete, and return it. Raise SaveFailed if a rank could not
+        write."""
         return self._advance(wait=True)
 
     def close(self) -> None:
-        """Wait for this rank's thread, and for no other rank. A save under way stays a leftover,
-        which the next save removes."""
+        """Wait for this rank's thread, but for no other rank. An incomplete save stays on the disk,
+        and the next save removes it."""
         self._threads.shutdown(wait=True)
         self._flight = None
 
@@ -200,8 +204,8 @@ class Checkpoints:
         )
 
     def _lineage(self, loss: float | None, extras: dict[str, Any]) -> dict[str, Any]:
-        """Return the entries of a manifest about the origin of its tensors. `loss` is that of a
-        validation of this state."""
+        """Return the entries of a manifest about the origin of its tensors. `loss` is the
+        validation loss of this state."""
         lineage = {**self.course.in_manifest(), **best.in_manifest(loss)}
         if extras:
             lineage[EXTRAS] = extras
@@ -223,12 +227,13 @@ class Checkpoints:
         return [Saved(path, flight.progress.step, flight.bytes, flight.stall_s, *done)]
 
     def _written(self, flight: _Flight, wait: bool) -> bool:
-        """Return True if all ranks have written; then rank 0's thread begins to publish."""
+        """Return True if all ranks have written their files; when this becomes true, rank 0's
+        thread begins to publish."""
         if flight.written:
             return True
         if not all(self.world.all_gather_object(wait or flight.writing.done())):
             return False
-        # no rank may raise alone: the others would wait for it in the next collective
+        # no rank may raise an error alone: the others would wait for it in the next collective
         part, error = _result(flight.writing)
         text = None
         if error is not None:
@@ -243,9 +248,9 @@ class Checkpoints:
         return True
 
     def _publish(self, flight: _Flight, written: list[Written]) -> tuple[float, str | None]:
-        """Write the manifest, give the checkpoint its name and remove older ones, on rank 0 only.
-        Return the seconds since the save began, and the reason why older ones could not be
-        removed."""
+        """Write the manifest, give the checkpoint its name, and remove older checkpoints. Only rank
+        0 calls this. Return the seconds since the save began, and the reason why older checkpoints
+        could not be removed."""
         model = self.course.config.model.model_dump()
         lineage = self._lineage(flight.validation_loss, flight.extras)
         write_manifest(flight.temporary, flight.progress, model, written=written, lineage=lineage)
@@ -258,8 +263,8 @@ class Checkpoints:
         error: str | None = None
         if flight.publishing is not None and (wait or flight.publishing.done()):
             done, error = _result(flight.publishing)
-        # rank 0 sends this in every poll: only it knows when the save is complete, and all ranks
-        # must stop polling after the same step
+        # Rank 0 sends its result in every poll: only rank 0 knows when the save is complete, and
+        # all ranks must stop polling after the same step.
         done, error = self.world.broadcast_object((done, error))
         self._give_up_on(flight, error)
         return done
@@ -268,7 +273,7 @@ class Checkpoints:
         if error is None:
             return
         self._flight = None
-        # the next save removes files that cannot be removed now; the first error is reported
+        # the next save removes files that cannot be removed now; only the first error is reported
         with contextlib.suppress(SharedInputError):
             on_root(self.world, lambda: files.remove_leftovers(self.directory))
         raise self._failure(flight.progress.step, error)
@@ -279,14 +284,14 @@ class Checkpoints:
 
 
 def _write(read: Passed, path: Path, parts: Sequence[Outgoing]) -> Written:
-    """Write a rank's file, once its parts have been copied to the host."""
+    """Write a rank's file, after its parts have been copied to the host."""
     read.host_waits()
     return write(path, parts)
 
 
 def _result(future: Future[T]) -> tuple[T, None] | tuple[None, str]:
-    """Wait for a result; return (result, None), or (None, the error) if the disk or bad input
-    caused one."""
+    """Wait for a result. Return (result, None), or (None, message) after an OSError or an
+    InputError."""
     try:
         return future.result(), None
     except (OSError, InputError) as error:

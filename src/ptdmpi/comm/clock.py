@@ -1,9 +1,9 @@
-"""Clocks that measure a rank's work: the host's clock, and a device's, which uses its events.
+"""Clocks that measure the time of a rank's work on the host, and on a device by its events.
 
 A call that hands work to a device returns before the work has run, so the host's time before and
-after the call says nothing about the work. Therefore a clock makes marks. A mark has a place in the
-order of the device's work, and its time is known when the work before it is done. A mark of the
-host is done when it is made.
+after the call does not measure the work. Therefore a clock makes marks. A mark has a position in
+the order of the device's work, and its time is known when the work before it is done. A mark of the
+host is done as soon as it is made.
 """
 
 import time
@@ -20,7 +20,8 @@ class Mark(Protocol):
     """A moment in the order of a device's work, such as a CUDA event."""
 
     def done(self) -> bool:
-        """Return True if the work before it is done. Never waits; any thread may ask."""
+        """Return True if the work before the mark is done. The call never waits, and any thread may
+        make it."""
 
     def at_s(self) -> float:
         """Return the time of the mark, in seconds of `time.perf_counter`. The mark must be done."""
@@ -30,24 +31,24 @@ class Clock(Protocol):
     """A maker of marks on one device."""
 
     def mark(self) -> Mark:
-        """Return a mark of now, after all work that was handed over so far."""
+        """Return a new mark, which is done when all work issued so far is done."""
 
     def settle(self) -> None:
         """Wait for the device, so that all marks so far are done, and align the device's clock with
-        the host's. It is called once in a step, where the host must wait anyway; marks never make
-        it wait."""
+        the host's. This is called once in a step, at a point where the host must wait anyway.
+        Making a mark never waits."""
 
     def asked_from_here(self) -> None:
-        """Prepare the calling thread for queries of marks."""
+        """Prepare the calling thread for asking whether marks are done."""
 
 
 class HostMark(float):
-    """A mark of the host's clock: its seconds."""
+    """A mark of the host's clock: the time in seconds."""
 
     __slots__ = ()
 
     def done(self) -> bool:
-        """Return True: the host's own work is done when the mark is made."""
+        """Return True: when a mark of the host is made, the host's work before it is done."""
         return True
 
     def at_s(self) -> float:
@@ -56,15 +57,15 @@ class HostMark(float):
 
 
 class HostClock:
-    """The clock of the host. Its work is done when a call returns, so a mark is the present
+    """The clock of the host. The host's work is done when a call returns, so a mark is the present
     time."""
 
     def mark(self) -> Mark:
-        """Return a mark of now."""
+        """Return the present time as a mark."""
         return HostMark(time.perf_counter())
 
     def settle(self) -> None:
-        """Do nothing: the host's marks are always done."""
+        """Do nothing, because marks of the host are always done."""
 
     asked_from_here = settle
 
@@ -74,7 +75,8 @@ HOST = HostClock()
 
 @dataclass(frozen=True)
 class _Anchor:
-    """A moment on both clocks: an event that the device has passed, and the host's time then."""
+    """One moment on both clocks: an event that the device has passed, and the host's time at which
+    it passed."""
 
     event: Any
     at_s: float
@@ -95,8 +97,8 @@ class _DeviceMark:
 
 
 class DeviceClock:
-    """The clock of a device. Marks are events in the device's current queue. Their times are
-    measured from the moment at which the host last waited for the device."""
+    """The clock of a device. A mark is an event in the device's current stream. Times are measured
+    from the moment at which the host last waited for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -108,7 +110,7 @@ class DeviceClock:
         return _DeviceMark(self._event(), self._anchor)
 
     def settle(self) -> None:
-        """Wait for the device."""
+        """Wait for the device, and note the time on both clocks."""
         event = self._event()
         event.synchronize()
         # take the time immediately: any delay is an error of the clock
@@ -116,8 +118,8 @@ class DeviceClock:
 
     def asked_from_here(self) -> None:
         """Prepare the calling thread for queries of this device."""
-        # a new thread uses the first GPU of the process. A query of another GPU's event would then
-        # create a context of half a GB on that first GPU, where another rank works
+        # A new thread uses the first GPU of the process. If it asked for an event of another GPU,
+        # CUDA would make a context of half a GB on that first GPU, where another rank works.
         belong_to(self._device)
 
     def _event(self) -> Any:
@@ -127,19 +129,21 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return the clock for computations on a device."""
+    """Return the clock that measures work on a device."""
     return HOST if device.type == "cpu" else DeviceClock(device)
 
 
 class Total:
-    """A sum of the seconds between pairs of marks, each added as soon as its marks are done."""
+    """A sum of the seconds between two marks, over pairs of marks. A pair is added to the sum once
+    its marks are done."""
 
     def __init__(self) -> None:
         self._done_s = 0.0
         self._open: deque[tuple[Mark, Mark]] = deque()
 
     def add(self, begin: Mark, end: Mark) -> None:
-        """Add a pair. Earlier pairs that are done are summed here, so that few are ever kept."""
+        """Add a pair of marks. Earlier pairs that are done are added to the sum now, so that few
+        pairs are stored."""
         self._open.append((begin, end))
         self._add_done()
 

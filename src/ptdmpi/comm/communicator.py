@@ -1,8 +1,8 @@
-"""The communicator contract: what a wire must offer to the parallel layers, and nothing else.
+"""The interface of communicators: the operations that a transport must offer to other layers.
 
 A communicator is one rank's view of a group of the process grid, such as an axis. In a group of one
-rank the same code runs, without the exchange. Tensors must be contiguous, because the result in a
-silent copy of a tensor would be lost.
+rank the same code runs without communication. Tensors must be contiguous: a result in a silent copy
+of a tensor would be lost.
 
 A rank may begin a collective and wait for it later: `all_reduce_begin(x)` returns a handle, and the
 rank may compute without x until it waits. All ranks begin the same collectives in the same order.
@@ -23,22 +23,22 @@ from ptdmpi.comm.clock import HOST, Clock, Total
 from ptdmpi.comm.pairs import pair_order
 from ptdmpi.comm.traits import WireTraits
 
-if TYPE_CHECKING:  # the import initialises MPI, which work on one rank does without
+if TYPE_CHECKING:  # this import initialises MPI, which a run on one rank does not need
     from mpi4py import MPI
 
 
 class Handle(Protocol):
-    """Communication under way; its tensors belong to it until `wait` returns."""
+    """A communication that has begun. Its tensors must not be used until `wait` returns."""
 
     def wait(self) -> None:
-        """Wait until the tensors may be used. On a device its queue waits, not the host."""
+        """Wait until the tensors may be used. On a device only the current stream waits."""
 
     def done(self) -> bool:
-        """Return True if the communication is complete. Never waits."""
+        """Return True if the communication is complete. The call never waits."""
 
 
 class _Done:
-    """The handle of an operation that was complete when it began."""
+    """The handle of an operation that is already complete when it begins."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -53,29 +53,28 @@ DONE: Handle = _Done()
 
 @dataclass(frozen=True)
 class Exchanged:
-    """The parts of an all-to-all as one rank sees them: how many elements of its flat tensor it
-    sends to each rank, and how many elements of its flat result come from each rank."""
+    """The sizes of an all-to-all on one rank: how many elements of its flat tensor it sends to each
+    rank, and how many elements of its flat result come from each rank."""
 
     sent: Sequence[int]
     received: Sequence[int]
 
     def pieces(self, result: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (what goes to a rank, what comes from it) for each rank: views of the tensors."""
+        """Yield (part sent to a rank, part received from it) for each rank, as views."""
         return zip(flat.split(list(self.sent)), result.split(list(self.received)), strict=True)
 
 
 class Communicator(WireTraits, ABC):
-    """One group of the process grid, such as an axis: `rank` of `size`.
+    """A group of the process grid, such as an axis, as its rank number `rank` of `size` sees it.
 
-    MPI carries the control messages on every wire. `busy` names the collective that this rank is
-    in, or is empty; any thread may read it. `tally` counts the bytes of tensors that this rank
+    MPI carries the control messages on every transport. `busy` names the collective that this rank
+    is in, or is empty; any thread may read it. `tally` counts the bytes of tensors that this rank
     sends. `under_way` has the collectives that are not complete, with their tensors, because the
-    wire may write to these even after the code that began a collective has failed.
+    transport may write to these even after the code that began a collective has failed.
     """
 
     def __init__(self, control: "MPI.Comm", clock: Clock = HOST, group: str = "") -> None:
-        """Store the group. `clock` times the work of this wire; `group` is the group's name in the
-        grid."""
+        """Store the MPI communicator `control`. `clock` times the transport's work."""
         self.control = control
         self.clock = clock
         self.group = group
@@ -85,7 +84,8 @@ class Communicator(WireTraits, ABC):
         self.busy = ""
         self._waits: Total | None = None
         self.under_way: set[_UnderWay] = set()
-        self.made: list[MPI.Comm] = []  # made by the wire from `control`, and revoked with it
+        # communicators made from `control`, and revoked with it
+        self.made: list[MPI.Comm] = []
 
     def count(self, waits: Total | None) -> None:
         """Add the time of later collectives, mostly waiting, to `waits`, unless it is None."""
@@ -94,19 +94,19 @@ class Communicator(WireTraits, ABC):
     # -- tensors ---------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Replace `tensor` (any shape) by its sum or "max" over the ranks; returns it."""
+        """Replace `tensor` (any shape) by its sum or "max" over the ranks, and return it."""
         self.all_reduce_begin(tensor, op).wait()
         return tensor
 
     def all_reduce_begin(self, tensor: Tensor, op: str = "sum") -> Handle:
-        """Begin to replace `tensor` (any shape) by its sum or "max" over the ranks."""
+        """Begin `all_reduce`: `tensor` is replaced when the handle has been waited for."""
         _require(tensor)
         if self.size == 1 or not tensor.numel():
             return DONE
         return self._begin("all_reduce", self._all_reduce, tensor.view(-1), op)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return [size n, ...] from [n, ...] on each rank, rank after rank."""
+        """Return [size n, ...] from [n, ...] on each rank, in rank order."""
         result, handle = self.all_gather_begin(tensor)
         handle.wait()
         return result
@@ -145,12 +145,13 @@ class Communicator(WireTraits, ABC):
         sent: Sequence[int] | None = None,
         received: Sequence[int] | None = None,
     ) -> Tensor:
-        """Exchange rows: the first `sent[0]` rows of `tensor`, [rows, ...], go to rank 0, the next
-        `sent[1]` to rank 1, and so on.
+        """Exchange rows of `tensor`, [rows, ...]: the first `sent[0]` rows go to rank 0, the next
+        `sent[1]` rows to rank 1, and so on.
 
-        Returns the `received[k]` rows of each rank k, rank after rank. If rank i sends r rows to
-        rank k, then k's `received[i]` must be r; r may be 0. Without `sent` and `received` every
-        rank sends the same number of rows to each. Raises ValueError if the counts do not fit.
+        Returns the received rows, in rank order: `received[k]` rows from each rank k. If rank i
+        sends r rows to rank k, then `received[i]` on rank k must be r; r may be 0. Without `sent`
+        and `received` every rank sends the same number of rows to each rank. Raises ValueError if
+        the counts do not fit.
         """
         result, handle = self.all_to_all_begin(tensor, sent, received)
         handle.wait()
@@ -162,7 +163,7 @@ class Communicator(WireTraits, ABC):
         sent: Sequence[int] | None = None,
         received: Sequence[int] | None = None,
     ) -> tuple[Tensor, Handle]:
-        """Begin `all_to_all`; its result is complete once the handle was waited for."""
+        """Begin `all_to_all`; its result is complete when the handle has been waited for."""
         _require(tensor)
         sent, received = self._rows(tensor, sent, received)
         if self.size == 1:
@@ -170,7 +171,7 @@ class Communicator(WireTraits, ABC):
         result = tensor.new_empty((sum(received), *tensor.shape[1:]))
         row = math.prod(tensor.shape[1:])
         parts = Exchanged([row * n for n in sent], [row * n for n in received])
-        # a rank with nothing to send or to receive takes part, because other ranks may exchange
+        # a rank that sends and receives nothing takes part, because other ranks may exchange rows
         leaving_bytes = tensor.nbytes - parts.sent[self.rank] * tensor.element_size()
         handle = self._begin(
             "all_to_all",
@@ -185,7 +186,7 @@ class Communicator(WireTraits, ABC):
     def _rows(
         self, tensor: Tensor, sent: Sequence[int] | None, received: Sequence[int] | None
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the numbers of rows to each rank and from each rank; equal parts by default."""
+        """Return (rows sent to each rank, rows received from each rank); equal parts by default."""
         if sent is None and received is None:
             self._has_parts(tensor)
             equal = [tensor.shape[0] // self.size] * self.size
@@ -203,13 +204,13 @@ class Communicator(WireTraits, ABC):
         return sent, received
 
     def all_gather_in_place(self, whole: Tensor) -> Handle:
-        """Begin to fill `whole`, [size n, ...], with part k of rank k's `whole` for each rank k."""
+        """Begin an all-gather in `whole`, [size n, ...]: part k comes from rank k's `whole`."""
         if not self._has_parts(whole):
             return DONE
         return self._begin("all_gather", self._all_gather, whole.view(-1), self._own(whole))
 
     def reduce_scatter_in_place(self, whole: Tensor) -> Handle:
-        """Begin to replace part `rank` of `whole`, [size n, ...], by its sum over the ranks; the
+        """Begin to replace part `rank` of `whole`, [size n, ...], by its sum over the ranks. The
         other parts are undefined then."""
         if not self._has_parts(whole):
             return DONE
@@ -226,28 +227,29 @@ class Communicator(WireTraits, ABC):
         return whole.view(self.size, -1)[self.rank]
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Replace `tensor` by the root's; returns it."""
+        """Replace `tensor` by the tensor of rank `root`, and return it."""
         _require(tensor)
         if self.size > 1:
             self._begin("broadcast", self._broadcast, tensor.view(-1), root).wait()
         return tensor
 
     def send(self, tensor: Tensor, peer: int) -> None:
-        """Send a tensor to a rank, and return when it may be changed again."""
+        """Send a tensor to rank `peer`, and return when the tensor may be changed again."""
         self.isend(tensor, peer).wait()
 
     def recv(self, tensor: Tensor, peer: int) -> Tensor:
-        """Receive `tensor` from a rank, and return it."""
+        """Receive `tensor` from rank `peer`, and return it."""
         self.irecv(tensor, peer).wait()
         return tensor
 
     def isend(self, tensor: Tensor, peer: int) -> Handle:
-        """Begin to send a tensor to a rank; it must not change before the handle was waited for."""
+        """Begin to send a tensor to rank `peer`. Do not change it before the handle was waited
+        for."""
         self.tally.add("send", _require(tensor).nbytes)
         return self._isend(tensor.view(-1), peer)
 
     def irecv(self, tensor: Tensor, peer: int) -> Handle:
-        """Begin to receive `tensor` from a rank."""
+        """Begin to receive `tensor` from rank `peer`."""
         _require(tensor)
         return self._irecv(tensor.view(-1), peer)
 
@@ -255,14 +257,14 @@ class Communicator(WireTraits, ABC):
         self, sources: Sequence[int], destinations: Sequence[int], lasting: bool = True
     ) -> "Neighbourhood":
         """Return the graph in which this rank receives from `sources` and sends to `destinations`.
-        All ranks call it. `lasting`: it is for many exchanges, so a wire may synchronize all ranks
-        to set it up."""
+        All ranks call it. If it is `lasting`, a transport may synchronize all ranks to set it
+        up."""
         return Neighbourhood(self, sources, destinations)
 
     # -- control ---------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Return when every rank of the group has called it."""
+        """Return when every rank of the group has called this method."""
         if self.size > 1:
             self.timed("barrier", self.control.Barrier)
 
@@ -274,13 +276,13 @@ class Communicator(WireTraits, ABC):
         return self.timed("all_gather_object", self.control.allgather, value)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return the root's picklable value on every rank."""
+        """Return the object of rank `root` on every rank. The object must be picklable."""
         if self.size == 1:
             return value
         return self.timed("broadcast_object", self.control.bcast, value, root)
 
     def greatest(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each of `values` (64-bit integers) over the axis, by one small
+        """Return the maximum of each of `values` (64-bit integers) over the group, by one small
         message without pickling. MPI computes it: a maximum of integers is exact in any order."""
         if self.size == 1:
             return list(values)
@@ -310,8 +312,8 @@ class Communicator(WireTraits, ABC):
     ) -> Handle:
         """Begin the collective `name`, one of the kinds that are counted, on flat tensors.
 
-        `counted_bytes` is what the tally counts; None: the largest of the tensors, which is the
-        whole result of a gather and the whole input of a scatter.
+        `counted_bytes` is what the tally counts. None: the size of the largest tensor, which is the
+        full result of a gather and the full input of a scatter.
         """
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         if counted_bytes is None:
@@ -346,7 +348,7 @@ class Communicator(WireTraits, ABC):
 
 
 class _UnderWay:
-    """A collective that has begun. The time of waiting for it counts as time in the collective."""
+    """A collective that has begun. Time spent in `wait` counts as time in the collective."""
 
     def __init__(
         self, group: Communicator, name: str, handle: Handle, tensors: Sequence[Tensor]
@@ -358,12 +360,12 @@ class _UnderWay:
         group.under_way.add(self)
 
     def wait(self) -> None:
-        """Wait for the collective; its tensors are free afterwards."""
+        """Wait for the collective; its tensors may be used afterwards."""
         self._group.timed(self.name, self._handle.wait)
         self._group.under_way.discard(self)
 
     def done(self) -> bool:
-        """Return True if the collective is over; its tensors are free then."""
+        """Return True if the collective is complete; its tensors may be used then."""
         done = self._handle.done()
         if done:
             self._group.under_way.discard(self)
@@ -371,7 +373,7 @@ class _UnderWay:
 
 
 class _All:
-    """Several messages, as one handle."""
+    """One handle for several messages."""
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
@@ -382,25 +384,25 @@ class _All:
             handle.wait()
 
     def done(self) -> bool:
-        """Return True if every message is over."""
-        # ask all: on some wires a message makes progress only when its handle is asked
+        """Return True if every message is complete."""
+        # ask all: on some transports a message makes progress only when its handle is asked
         over = [handle.done() for handle in self._handles]
         return all(over)
 
 
 class Neighbourhood:
-    """The ranks of a group that send to this rank, and those to which it sends: its part of a
-    graph.
+    """The neighbours of this rank in a graph: the ranks that send to it, and those to which it
+    sends.
 
-    This class exchanges by sends and receives in pairs, which every wire has. A wire that supports
-    graphs has a class of its own. An exchange is "neighbours" in tallies and in `busy`.
+    This class exchanges by sends and receives in pairs, which every transport has. A transport that
+    supports graphs has a class of its own. Tallies and `busy` call an exchange "neighbours".
     """
 
     def __init__(
         self, group: Communicator, sources: Sequence[int], destinations: Sequence[int]
     ) -> None:
-        """Store the graph. Raises ValueError for ranks that are not in the group, occur twice, or
-        are this rank."""
+        """Store the neighbours. Raises ValueError for ranks that are not in the group, occur twice,
+        or are this rank."""
         for peers in (sources, destinations):
             there = set(peers) - {group.rank}
             if len(there) < len(peers) or not there <= set(range(group.size)):
@@ -412,14 +414,14 @@ class Neighbourhood:
         self.destinations = tuple(destinations)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return [sources, ...] from [...] on each rank: the tensors of the sources, in their
+        """Send `tensor` [...] to all destinations; return [sources, ...], the sources' tensors in
         order."""
         result, handle = self.gather_begin(tensor)
         handle.wait()
         return result
 
     def gather_begin(self, tensor: Tensor) -> tuple[Tensor, Handle]:
-        """Begin `gather`; the result is complete when the handle has been waited for, and the
+        """Begin `gather`. The result is complete when the handle has been waited for, and the
         tensor must not change until then. All ranks of the group begin the same exchanges in the
         same order."""
         _require(tensor)
@@ -445,7 +447,7 @@ class Neighbourhood:
 
 
 class OneRank(Communicator):
-    """A group of one rank outside of any MPI program: nothing is ever exchanged."""
+    """A group of one rank in a program without MPI: nothing is ever sent."""
 
     exact = posts_early = True
 
@@ -468,17 +470,17 @@ class OneRank(Communicator):
 
 
 def _require(tensor: Tensor) -> Tensor:
-    # wires send memory as it is: from memory with gaps NCCL sends wrong elements, without error
+    # transports ignore strides: from memory with gaps NCCL sends wrong elements, without error
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} on a wire must be contiguous")
     return tensor
 
 
 def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
-    """Write to `result` [n] the sum or max of at least two `pieces` [n], in ascending order.
+    """Write the sum or max of at least two `pieces` [n], in ascending order, to `result` [n].
 
-    Half types are summed in float32 and rounded once. A single addition in a half type does the
-    same. `result` may be the first piece.
+    Pieces in fp16 or bf16 are summed in float32 and rounded once. For two pieces, one addition in
+    their own type gives the same bits. `result` may be the first piece.
     """
     if op == "max":
         torch.maximum(pieces[0], pieces[1], out=result)

@@ -1,4 +1,4 @@
-"""Tensors that each rank of a group sends to each other one, as sends and receives."""
+"""An exchange of tensors between all ranks of a group, made of sends and receives."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from ptdmpi.comm.pairs import pair_order
 
 
 def exchange(group: Communicator, leaving: Sequence[Tensor], arriving: Sequence[Tensor]) -> None:
-    """Send each rank of a group its tensor of `leaving`, and receive its tensor into `arriving`;
-    all ranks call it.
+    """Send `leaving[k]` to each other rank k of a group, and receive `arriving[k]` from it. All
+    ranks of the group call this together.
 
-    Empty tensors do not travel, and this rank's own are left alone.
+    Empty tensors are not sent. The entries of this rank itself are not used.
     """
     others = [peer for peer in range(group.size) if peer != group.rank]
     sources = [peer for peer in others if arriving[peer].numel()]

@@ -1,7 +1,7 @@
-"""The environment of a rank, which must be right before mpi4py, torch or h5py is imported.
+"""The environment variables of a rank, which must be set before mpi4py, torch or h5py is imported.
 
-Variables of binding and of the network differ from site to site, and are not changed. This module
-sets the variables whose defaults are wrong on every machine, unless the user has set them.
+Variables for binding and for the network differ from site to site, and are not changed. This module
+sets only variables whose defaults are wrong on every machine, unless the user has set them.
 """
 
 import contextlib
@@ -15,47 +15,52 @@ from ptdmpi.config import InputError
 from ptdmpi.terminal import launched
 from ptdmpi.terminal.say import note
 
-# The variables in which launchers give the number of ranks that they have started.
+# The variables in which launchers pass on the number of ranks that they have started.
 SIZE_VARIABLES = (*launched.SIZE_VARIABLES, "SLURM_NTASKS")
 
 
 def begin(what: str) -> None:
-    """Print what starts, because loading MPI and PyTorch takes seconds, and set the environment.
-    Call this before importing mpi4py, torch or h5py."""
+    """Print that the command `what` starts, because loading MPI and PyTorch takes seconds, and set
+    the environment. Call this before importing mpi4py, torch or h5py."""
     ranks = counted(launched.launched_size(), "rank")
     note(f"ptdmpi {what}: {ranks}, loading MPI and PyTorch")
     prepare()
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the defaults that every rank needs. Call before importing mpi4py, torch or h5py.
+    """Set the environment variables that every rank needs. Call this before importing mpi4py, torch
+    or h5py.
 
-    Raises InputError where the current directory has been removed.
+    Raises InputError if the current directory has been removed.
     """
     try:
         os.getcwd()
-    except OSError as error:  # Open MPI and MKL would end the process, with a message of theirs
+    # otherwise Open MPI and MKL would end the process with a message of their own
+    except OSError as error:
         raise InputError(
             f"the current directory is gone ({error.strerror}); cd to one that exists"
         ) from None
-    if "HOME" not in environ:  # unset by cron, systemd, some containers; Open MPI needs it
-        home = os.path.expanduser("~")  # from the system's list of users
+    # cron, systemd and some containers do not set HOME, and Open MPI needs it
+    if "HOME" not in environ:
+        home = os.path.expanduser("~")  # from the system's user database
         environ["HOME"] = home if os.path.isabs(home) else "/"
-    # Lustre and GPFS often refuse the locks HDF5 asks for; shards are read-only.
+    # Lustre and GPFS often refuse the locks that HDF5 requests. Shards are only read, so they need
+    # no locks.
     environ.setdefault("HDF5_USE_FILE_LOCKING", "FALSE")
-    # GPU-aware MPI next to NCCL can deadlock on Cray; GPU buffers are never handed to MPI here.
+    # GPU-aware MPI together with NCCL can deadlock on Cray. ptdmpi never passes GPU buffers to MPI.
     environ.setdefault("MPICH_GPU_SUPPORT_ENABLED", "0")
     _prepare_for_gpus(environ)
     local_ranks = int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
     if local_ranks > len(os.sched_getaffinity(0)):
-        # A rank that spins takes the core of the rank that it waits for: a message took 4 ms.
+        # If ranks share a core, a rank that waits in a busy loop takes the core from the rank that
+        # it waits for: a message then took 4 ms.
         environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Suspend the garbage collector while modules are imported, and exclude their objects from
-    later collections. These objects are never freed, and scanning them again and again took a tenth
+    """Suspend the garbage collector while modules are imported, and exclude the objects of these
+    modules from later collections. They are never freed, and scanning them repeatedly took a tenth
     of the time of PyTorch's import."""
     collects = gc.isenabled()
     known = len(sys.modules)
@@ -70,30 +75,31 @@ def loading() -> Iterator[None]:
 
 
 def _prepare_for_gpus(environ: MutableMapping[str, str]) -> None:
-    """Set the variables that CUDA, NCCL and PyTorch's allocator read when they start.
+    """Set the variables that CUDA, NCCL and PyTorch's allocator read when they start. Without a GPU
+    they have no effect.
 
     A rank has an NCCL communicator for each group, and two for each neighbour in the pipeline.
-    Without a GPU the variables have no effect.
     """
-    # If ranks launch the kernels of two communicators in different orders, these wait for each
-    # other for ever. With this variable NCCL (2.26 on) runs them in the order of the host's calls,
-    # which is the same on all ranks. From CUDA 12.3 on they still overlap (NCCL user guide,
-    # environment variables).
+    # If ranks launch the kernels of two communicators in different orders, the kernels wait for
+    # each other for ever. With this variable NCCL (2.26 or later) runs them in the order of the
+    # host's calls, which is the same on all ranks. From CUDA 12.3 on they still overlap (NCCL user
+    # guide, environment variables).
     environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    # Streams share the device's queues, 8 by default. If a message waits for its peer, all later
-    # work in the same queue waits, too. 32 queues are the most (CUDA programming guide).
+    # Streams share the device's hardware queues, 8 by default. If a message waits for its peer, all
+    # later work in the same queue waits, too. 32 queues are the maximum (CUDA programming guide).
     environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    # Tensors of many sizes leave gaps in fixed blocks of memory, and fewer in blocks that can grow
-    # (PyTorch, CUDA semantics). PyTorch still reads the variable's older name, so a user may have
-    # set that one.
+    # Tensors of many sizes leave gaps in memory blocks of fixed size, and fewer gaps in blocks that
+    # can grow (PyTorch, CUDA semantics). PyTorch still reads the variable's older name, so a user
+    # may have set that one.
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def check_singleton(world_size: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse to run if the launcher has started N ranks, but each is alone in a world of one rank.
+    """Refuse to run if the launcher has started N ranks, but each rank is alone in an MPI world of
+    one rank.
 
-    Raises InputError with the reason and the fix.
+    Raises InputError with the reason and the remedy.
     """
     if world_size > 1:
         return

@@ -1,4 +1,4 @@
-"""Small messages between ranks during the training, which never block."""
+"""Small messages between ranks during training; sending and receiving never block."""
 
 from collections import deque
 from typing import Any
@@ -7,12 +7,12 @@ from mpi4py import MPI
 
 
 class Mailbox:
-    """Picklable values between ranks, on a communicator of their own.
+    """A mailbox that sends picklable values between ranks, on a communicator of its own.
 
-    Every rank makes one at the same time (it duplicates `control`); from then on one thread of each
-    rank uses it while other threads may call MPI too, which needs MPI_THREAD_MULTIPLE. Messages
-    between two ranks arrive in order. The communicator is never freed: all ranks would have to do
-    that together, and a rank may be lost by then.
+    All ranks make their mailboxes together, because this duplicates `control`. Afterwards one
+    thread of each rank uses the mailbox, while other threads may call MPI too; this needs
+    MPI_THREAD_MULTIPLE. Messages between two ranks arrive in order. The communicator is never
+    freed, because all ranks would have to free it together, and a rank may be lost by then.
     """
 
     def __init__(self, control: MPI.Comm) -> None:
@@ -28,7 +28,7 @@ class Mailbox:
         return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
     def send(self, value: Any, rank: int) -> None:
-        """Send `value` to `rank`; return at once."""
+        """Send `value` to `rank`, and return immediately."""
         if rank == self.rank:
             self._own.append((rank, value))
             return
@@ -43,7 +43,8 @@ class Mailbox:
         self._own.clear()
         status = MPI.Status()
         while self.size > 1:
-            # matched: the message that was probed is received (MPI 4.1, section 3.8.2)
+            # improbe matches a message, so that exactly this message is received (MPI 4.1, section
+            # 3.8.2)
             message = self.control.improbe(status=status)
             if message is None:
                 break

@@ -1,8 +1,8 @@
-"""The `mpi` wire: host tensors through MPI, as bytes.
+"""The `mpi` transport (`wire`): MPI sends host tensors as bytes.
 
-MPI only moves bytes here and torch does the sums. So bfloat16 needs no MPI type, the order of
-every sum is ours (ascending rank), and the result does not depend on the MPI library's choice of
-algorithm. Tensors of another device are staged through the host.
+MPI only moves bytes, and torch computes the sums. So bfloat16 needs no MPI type, every sum is taken
+in ascending rank order, and the result does not depend on the MPI library's choice of algorithm.
+Tensors on other devices are copied to the host before they are sent.
 """
 
 from collections.abc import Sequence
@@ -22,34 +22,36 @@ from ptdmpi.comm.communicator import (
     combine,
 )
 
-# Up to this size one exchange of whole tensors is quicker than reduce-scatter and all-gather.
+# Up to this size an exchange of full tensors is faster than a reduce-scatter with an all-gather.
 DIRECT_BYTES = 32 * 1024
-# The same limit between two ranks, where one exchange sends as many bytes in half the messages.
+# The same limit for two ranks. For them an exchange sends as many bytes, in half as many messages.
 PAIR_BYTES = 4 * 1024 * 1024
-# Large tensors are summed in pieces of this size, so that temporary memory stays in cache.
+# Large tensors are reduced in pieces of this size, so that temporary memory stays in the cache.
 BUCKET_BYTES = 4 * 1024 * 1024
 
 
 def _bytes(flat: Tensor) -> np.ndarray:
-    # share the tensor's memory, as bytes: numpy has no bfloat16, and refuses tensors of autograd
+    # share the tensor's memory as bytes: numpy has no bfloat16, and refuses tensors that need
+    # gradients
     return flat.detach().view(torch.uint8).numpy()
 
 
 def _host_room(flat: Tensor) -> Tensor:
-    """Return a host tensor to be overwritten: `flat` itself, or a buffer if `flat` is on a
+    """Return a host tensor that may be overwritten: `flat` itself, or a new one if `flat` is on a
     device."""
     return flat if flat.device.type == "cpu" else torch.empty_like(flat, device="cpu")
 
 
 def _ranges(counts: Sequence[int], like: Tensor) -> tuple[Any, MPI.Datatype]:
-    """Return consecutive parts with `counts` elements in MPI's form: (sizes, places), bytes."""
+    """Return consecutive parts with `counts` elements in MPI's form: (sizes and offsets in bytes,
+    MPI.BYTE)."""
     sizes = [count * like.element_size() for count in counts]
     places = [sum(sizes[:rank]) for rank in range(len(sizes))]
     return (sizes, places), MPI.BYTE
 
 
 class _Request:
-    """An MPI request with the host tensor that it works on."""
+    """An MPI request, and the host tensor that it sends or receives."""
 
     def __init__(
         self,
@@ -61,15 +63,16 @@ class _Request:
         self._request = request
         self._host = host
         self._target = target
-        self._sent = sent  # kept for as long as MPI may read it
+        self._sent = sent  # stored as long as MPI may read it
 
     def wait(self) -> None:
-        """Wait for the message, and copy it to its target."""
+        """Wait for the message, and copy the received tensor to its target."""
         self._request.Wait()
         self._deliver()
 
     def done(self) -> bool:
-        """Return True if the message is over, and copied to its target."""
+        """Return True if the message is complete; a received tensor is copied to its target
+        then."""
         # MPI makes a completed request null, and Test of a null request is always true
         finished = self._request.Test()
         if finished:
@@ -83,16 +86,17 @@ class _Request:
 
 
 class MpiCommunicator(Communicator):
-    """A group whose tensors are sent through MPI. A call that begins a collective also completes
-    it: MPI makes progress only inside its calls, so there is nothing to gain from waiting later."""
+    """A group whose tensors are sent by MPI. A collective is complete when the call that begins it
+    returns: MPI makes progress only inside its calls, so waiting later would gain nothing."""
 
     exact = True
-    posts_early = True  # MPI matches by sender, also while other messages are in transit
+    posts_early = True  # MPI matches messages by sender, even if others are in transit
 
     def neighbours(
         self, sources: Sequence[int], destinations: Sequence[int], lasting: bool = True
     ) -> Neighbourhood:
-        """Return a neighbourhood of MPI for many exchanges, or one of pairs for few."""
+        """Return a neighbourhood that uses MPI's graph collectives if it is for many exchanges,
+        otherwise one that sends in pairs."""
         if lasting and self.size > 1:
             return MpiNeighbourhood(self, sources, destinations)
         return super().neighbours(sources, destinations, lasting)
@@ -108,7 +112,8 @@ class MpiCommunicator(Communicator):
             peer = 1 - self.rank
             # send and receive in one call: two blocking sends may deadlock (MPI 4.1, section 3.5)
             self.control.Sendrecv(_bytes(host), peer, recvbuf=_bytes(other), source=peer)
-            combine((host, other), op, host)  # neither sum nor max of two depends on their order
+            # the sum and the maximum of two pieces do not depend on their order
+            combine((host, other), op, host)
         else:
             for bucket in host.split(BUCKET_BYTES // host.element_size()):
                 self._all_reduce_bucket(bucket, op)
@@ -117,8 +122,8 @@ class MpiCommunicator(Communicator):
         return DONE
 
     def _all_reduce_bucket(self, bucket: Tensor, op: str) -> None:
-        """Reduce a bucket by an exchange of pieces, of which each rank sums its own, and an
-        all-gather. Each rank sends 2 (size-1)/size times the bucket's bytes."""
+        """Reduce a bucket: exchange pieces so that each rank sums one of them, then all-gather the
+        sums. Each rank sends 2 (size-1)/size times the bucket's bytes."""
         counts = [part.nbytes for part in bucket.tensor_split(self.size)]
         starts = [sum(counts[:rank]) for rank in range(self.size)]
         mine = bucket.tensor_split(self.size)[self.rank]
@@ -135,7 +140,7 @@ class MpiCommunicator(Communicator):
     def _all_gather(self, result: Tensor, flat: Tensor) -> Handle:
         host = _host_room(result)
         own = host.view(self.size, -1)[self.rank]
-        # MPI does not allow to send from the memory of the result, except by MPI.IN_PLACE
+        # MPI does not allow sending from the memory of the result, except with MPI.IN_PLACE
         inside = own.data_ptr() == flat.data_ptr() or host is not result
         if host is not result:
             own.copy_(flat)
@@ -198,20 +203,20 @@ class MpiCommunicator(Communicator):
 
 
 class MpiNeighbourhood(Neighbourhood):
-    """A neighbourhood of MPI: a distributed graph, and its nonblocking gather (MPI 4.1, sections
-    8.5.4 and 8.8). All messages begin at once; calls of `done` let them make progress."""
+    """A neighbourhood that uses MPI's distributed graphs and their nonblocking all-gather (MPI 4.1,
+    sections 8.5.4 and 8.8). All messages begin at once; calls of `done` let them make progress."""
 
     def __init__(
         self, group: Communicator, sources: Sequence[int], destinations: Sequence[int]
     ) -> None:
         super().__init__(group, sources, destinations)
         assert isinstance(group.control, MPI.Intracomm), "a group is one of ranks, not of two sides"
-        # ranks keep their places, where their state is
+        # MPI must not reorder the ranks, because each rank has its own part of the state
         self._graph = group.control.Create_dist_graph_adjacent(
             self.sources, self.destinations, reorder=False
         )
         group.made.append(self._graph)
-        # used after this only: see `World`
+        # a new communicator is used only after this barrier: see `World`
         group.control.Barrier()
 
     def _gather(self, result: Tensor, flat: Tensor) -> Handle:

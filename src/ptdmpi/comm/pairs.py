@@ -1,4 +1,4 @@
-"""The order in which ranks exchange messages in pairs, so that none waits in a circle."""
+"""An order of pairwise messages in which ranks cannot wait for each other in a circle."""
 
 from collections.abc import Sequence
 
@@ -6,18 +6,19 @@ from collections.abc import Sequence
 def pair_order(
     rank: int, size: int, sources: Sequence[int], destinations: Sequence[int]
 ) -> list[tuple[bool, int]]:
-    """Return (whether it sends, the other rank) for each message of `rank` in a group of `size`.
+    """Return (True for a send or False for a receive, other rank) for each message of `rank` in a
+    group of `size` ranks.
 
-    The exchange cannot deadlock in this order, not even on a wire where each message waits for its
-    other end before the next one begins (NCCL's). It is this rank's part of one total order of all
-    messages of any graph: the first of the remaining messages always has both its ends free.
-    Messages are sorted by how far apart the two ranks are around the group, then by whether that
-    stretch is an even or an odd one. So in a ring, a grid or an exponential graph a message waits
-    for few others, and not for a chain of them around the group.
+    An exchange in this order cannot deadlock, even if the transport begins a message only after
+    both ends of the previous one have met (as NCCL does). The order is this rank's part of one
+    total order of all messages of the graph: both ranks of the first remaining message are always
+    free. Messages are sorted by the distance of the two ranks around the group, then by whether
+    that stretch has an even or an odd number. So in a ring, a grid or an exponential graph a
+    message waits for few others, and not for a chain of messages around the group.
     """
 
     def key(message: tuple[int, int]) -> tuple[int, int, int, bool]:
-        """Place a message in the total order."""
+        """Return the sort key of a message in the total order."""
         source, target = message
         ahead = (target - source) % size
         apart = min(ahead, size - ahead)

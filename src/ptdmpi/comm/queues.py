@@ -1,9 +1,10 @@
-"""Copies between the host and a device while the device computes; on the host, nothing.
+"""Copies between the host and a device that run while the device computes. For a rank that computes
+on the host, they do nothing.
 
-A device takes work from queues (CUDA streams), each in the order of the calls. Copies have a queue
-of their own, so that they overlap with products. Marks (events) order the two queues: one queue
-waits for a mark of the other, and the host does not wait. Only page-locked memory is copied in this
-way, because a copy of pageable memory makes the host wait.
+A device takes work from queues (CUDA streams) and runs each queue in the order of the calls. Copies
+have a queue of their own, so that they overlap with matrix multiplications. Marks (events) order
+the two queues: one queue waits for a mark of the other, and the host does not wait. Only
+page-locked memory is copied in this way, because a copy of pageable memory makes the host wait.
 """
 
 import contextlib
@@ -17,20 +18,21 @@ from torch import Tensor
 
 
 class Passed(Protocol):
-    """A place in a queue, passed when all work before it is done."""
+    """A mark in a queue. It is passed when all work before it is done."""
 
     def computing_waits(self) -> None:
-        """Let all later work in the device's current queue wait for this mark."""
+        """Let all later work in the device's current queue wait for the mark."""
 
     def host_waits(self) -> None:
-        """Return when the mark is passed."""
+        """Return when the device has passed the mark."""
 
 
 class Copies(Protocol):
-    """The queue of one device's copies."""
+    """The queue in which the copies of one device run."""
 
     def behind(self, place: Passed) -> contextlib.AbstractContextManager[None]:
-        """Return a context whose copies go into this queue, after a place of either queue."""
+        """Return a context in which copies go into this queue, after the mark `place` of either
+        queue."""
 
     def computed(self) -> Passed:
         """Return a mark after all computations that were issued so far."""
@@ -39,34 +41,34 @@ class Copies(Protocol):
         """Return a mark after all copies that were issued so far."""
 
     def locked(self, size: int) -> Tensor:
-        """Return page-locked host memory of `size` bytes for tensors in transit."""
+        """Return `size` bytes of page-locked host memory, for tensors that are being copied."""
 
 
 class _Nothing:
-    """The copies of the host, which are complete at once."""
+    """The copies of a rank that computes on the host; they are complete at once."""
 
     def behind(self, place: Passed) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing."""
         return contextlib.nullcontext()
 
     def passed(self) -> Passed:
-        """Return a place that is passed already."""
+        """Return a mark that is passed already."""
         return self
 
     computed = passed
 
     def locked(self, size: int) -> Tensor:
-        """Return plain memory of the host."""
+        """Return plain host memory."""
         return torch.empty(size, dtype=torch.uint8)
 
     def computing_waits(self) -> None:
-        """Do nothing: no copy is ever in progress."""
+        """Do nothing, because no copy is ever in progress."""
 
     host_waits = computing_waits
 
 
 class _DeviceCopies:
-    """A stream of copies next to the stream that is current where it is asked."""
+    """The stream in which the copies of a device run, next to the stream of its computations."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -75,24 +77,24 @@ class _DeviceCopies:
 
     @contextlib.contextmanager
     def behind(self, place: Passed) -> Iterator[None]:
-        """Make the stream of copies the current one, and let it wait for a place."""
+        """Make the copy stream the current one, and let it wait for the mark `place`."""
         with self._module.stream(self._stream):
-            place.computing_waits()  # this queue is the current one now
+            place.computing_waits()  # the copy stream is the current one now
             yield
 
     def computed(self) -> Passed:
-        """Return the end of the current stream's work."""
+        """Return a mark after the work issued so far in the current stream."""
         return self._end_of(self._module.current_stream(self._device))
 
     def passed(self) -> Passed:
-        """Return the end of the copies."""
+        """Return a mark after the copies issued so far."""
         return self._end_of(self._stream)
 
     def _end_of(self, stream: Any) -> Passed:
         return _DevicePassed(self._module, self._device, stream.record_event())
 
     def locked(self, size: int) -> Tensor:
-        """Return memory of the host that is locked."""
+        """Return `size` bytes of page-locked host memory."""
         return locked(size)
 
 
@@ -112,22 +114,23 @@ class _DevicePassed:
 
 
 def belong_to(device: torch.device) -> None:
-    """Let the calling thread use this device, instead of the first one of the process."""
+    """Make the calling thread use this device, instead of the first device of the process."""
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
 
 
 def copies_of(device: torch.device) -> Copies:
-    """Return the queue of copies of a device. On the host, copies are complete at once."""
+    """Return the queue in which copies of a device run. For the host, copies are complete at
+    once."""
     return _Nothing() if device.type == "cpu" else _DeviceCopies(device)
 
 
 def locked(size: int) -> Tensor:
-    """Return `size` bytes of page-locked host memory, locked until it is freed. Raises MemoryError
-    if the system refuses.
+    """Return `size` bytes of page-locked host memory, which stays locked until it is freed. Raises
+    MemoryError if the system refuses.
 
-    The memory has pages of its own, so that no page is locked twice. The allocator of torch rounds
-    up to powers of two: for 81 GB it would lock 128 GiB.
+    The memory starts and ends at page boundaries, so that no page is locked twice. PyTorch's
+    allocator would round the size up to a power of two: for 81 GB it would lock 128 GiB.
     """
     whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     room = torch.empty(whole + mmap.PAGESIZE, dtype=torch.uint8)
@@ -143,14 +146,14 @@ def locked(size: int) -> Tensor:
 
 
 def pinned_like(values: Tensor) -> Tensor:
-    """Return page-locked memory for a few numbers from the device. PyTorch's allocator keeps it for
-    the next call."""
+    """Return page-locked host memory with the shape and type of `values`, for a few numbers from
+    the device. PyTorch's allocator reuses it for the next call."""
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
 
 
 def on_its_way(values: Tensor) -> Tensor:
-    """Return `values` in host memory; they are valid after the clock of their device has
-    settled."""
+    """Begin to copy `values` to the host, and return the host tensor. Its numbers are valid after
+    the clock of their device has settled (`Clock.settle`)."""
     if values.device.type == "cpu":
         return values
     return pinned_like(values).copy_(values, non_blocking=True)

@@ -1,6 +1,6 @@
-"""The common part of wires for devices. A library carries the tensors that it reaches, and MPI
-carries those of the host. Neighbours on a pipeline have a connection of their own in each
-direction."""
+"""The common part of the transports for devices. A library such as NCCL sends tensors on its
+devices, and MPI sends tensors on the host. Neighbours in a pipeline have a separate connection for
+each direction."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -11,21 +11,21 @@ from torch import Tensor
 from ptdmpi.comm.clock import HOST, Clock
 from ptdmpi.comm.communicator import Communicator, Exchanged, Handle
 
-if TYPE_CHECKING:  # the import initialises MPI
+if TYPE_CHECKING:  # this import initialises MPI
     from mpi4py import MPI
 
 PIPELINE = "pipeline"
-Pair = tuple[int, int]  # sender, receiver
+Pair = tuple[int, int]  # (sender, receiver)
 
 
 class Carrier(Protocol):
-    """A group of ranks in a library, which works on the flat tensors that it reaches."""
+    """A group of ranks in a library that sends flat tensors on its kind of device."""
 
     def reaches(self, flat: Tensor) -> bool:
         """Return True if the tensor is on the device of this library."""
 
     def all_reduce(self, flat: Tensor, op: str) -> Handle:
-        """Begin to replace `flat` by its sum or "max" over the ranks."""
+        """Begin to replace `flat` by its sum or "max" over the ranks of the group."""
 
     def all_gather(self, result: Tensor, flat: Tensor) -> Handle:
         """Begin to fill `result` with the `flat` of every rank, in rank order."""
@@ -34,16 +34,16 @@ class Carrier(Protocol):
         """Begin to fill `result` with this rank's part of the sum."""
 
     def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged) -> Handle:
-        """Begin to send the parts of `flat` to the ranks, and to receive those of `result`."""
+        """Begin to send the parts of `flat` to the ranks, and to receive the parts of `result`."""
 
     def broadcast(self, flat: Tensor, root: int) -> Handle:
-        """Begin to replace `flat` by the root's."""
+        """Begin to replace `flat` by the tensor of rank `root`."""
 
     def isend(self, flat: Tensor, peer: int) -> Handle:
-        """Begin to send `flat` to a rank."""
+        """Begin to send `flat` to rank `peer`."""
 
     def irecv(self, flat: Tensor, peer: int) -> Handle:
-        """Begin to receive `flat` from a rank."""
+        """Begin to receive `flat` from rank `peer`."""
 
     def pending(self) -> str:
         """Return the collective that the device is in; see `Communicator.pending`."""
@@ -52,11 +52,13 @@ class Carrier(Protocol):
         """Return the error of the connection, if any; see `Communicator.failure`."""
 
     def abort(self) -> None:
-        """End all operations under way on this rank; no other one can begin."""
+        """End all operations of this rank that have begun; no other operation can begin
+        afterwards."""
 
 
 class RoutedCommunicator(Communicator):
-    """A group whose carrier sends the tensors that it reaches; a group of one rank has none."""
+    """A group whose carrier sends tensors on devices, and MPI those on the host. A group of one
+    rank has no carrier."""
 
     overlaps = True
 
@@ -70,22 +72,22 @@ class RoutedCommunicator(Communicator):
 
     @abstractmethod
     def _connect(self, pairs: Sequence[Pair]) -> Carrier:
-        """Connect directed pairs, each with a line of its own. All ranks of the group call it with
-        the same pairs."""
+        """Connect the group, and give each directed pair of ranks a separate connection. All ranks
+        of the group call this with the same pairs."""
 
     def _reaching(self, flat: Tensor) -> Carrier | None:
         return self._carrier if self._carrier is not None and self._carrier.reaches(flat) else None
 
     def pending(self) -> str:
-        """Return the operation that the device is in."""
+        """Return the name of the operation that the device is in."""
         return "" if self._carrier is None else self._carrier.pending()
 
     def failure(self) -> str:
-        """Return what has failed on the device."""
+        """Return the error of an operation that has failed on the device."""
         return "" if self._carrier is None else self._carrier.failure()
 
     def abort(self) -> None:
-        """End what is under way on the device, from any thread."""
+        """End the operations that have begun on the device. Any thread may call this."""
         if self._carrier is not None:
             self._carrier.abort()
 
@@ -128,11 +130,12 @@ class RoutedCommunicator(Communicator):
 
 
 def neighbour_pairs(size: int) -> Iterator[Pair]:
-    """Return the directed pairs of neighbours on a pipeline of `size` ranks (a ring, for ranks with
-    several stages), in an order in which each rank can connect its own pairs one after the other.
+    """Yield the directed pairs of neighbours in a pipeline of `size` ranks (a ring, because ranks
+    may have several stages), in an order in which each rank can connect its own pairs one after the
+    other.
 
-    The two ranks of the first pair that is not connected have connected all earlier ones, so no
-    ranks wait in a circle. Pairs without a common rank connect at the same time.
+    The two ranks of the first pair that is not yet connected have connected all their earlier
+    pairs, so ranks never wait in a circle. Pairs without a common rank connect at the same time.
     """
     ring = [(rank, (rank + 1) % size) for rank in range(size if size > 2 else size - 1)]
     for sender, receiver in (*ring[::2], *ring[1::2]):

@@ -1,7 +1,8 @@
-"""A watch at the start of ranks: it ends the job if a rank dies before MPI is initialized.
+"""A watcher process during the start of ranks: it ends the job if a rank dies before MPI is
+initialized.
 
 Under `mpirun --with-ft ulfm` the launcher does not end a job that loses a rank, and the other ranks
-wait in MPI_Init for the lost one, for ever. So each rank starts a small process that looks at the
+wait for the lost one in MPI_Init for ever. So each rank starts a small process that watches the
 ranks of its node until MPI is initialized. A thread could not do this, because MPI_Init holds
 Python's lock. This file is also the program of that process, so it imports only the standard
 library.
@@ -18,12 +19,13 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-LOOK_S = 0.5  # between two looks at the ranks
-# Limit for the launcher to start all ranks of a node; it needs some milliseconds for each.
+LOOK_S = 0.5  # pause between two checks of the ranks
+# Time limit for the launcher to start all ranks of a node; it needs some milliseconds for each
+# rank.
 COMPLETE_S = 10.0
-# Limit for MPI_Init, if a rank is lost and no process on its node could notice it.
+# Time limit for MPI_Init, in case a rank is lost and no process on its node could notice it.
 LIMIT_S = 600.0
-TURN_S = 2.0  # each watcher of a node waits longer by this than the one before it
+TURN_S = 2.0  # the watchers of a node act one after the other, with this delay between them
 LAUNCHERS = ("mpirun", "mpiexec", "prterun", "prte", "prted")
 JOB, LOCAL_SIZE = "PMIX_NAMESPACE", "OMPI_COMM_WORLD_LOCAL_SIZE"
 LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
@@ -31,16 +33,16 @@ LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 @contextlib.contextmanager
 def watched(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Let a process watch the ranks of this node, while MPI is imported inside.
+    """Start a process that watches the ranks of this node while the block inside imports MPI.
 
-    It does nothing unless the launcher was told to keep a job that loses a rank.
+    Nothing is started unless the launcher was told to keep a job that loses a rank.
     """
     told = all(name in environ for name in (JOB, LOCAL_RANK, LOCAL_SIZE))
     keeps = environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true")
     if not (told and keeps):
         yield
         return
-    # the process must not be taken for a rank by its environment
+    # without LOCAL_RANK, so that other watchers do not take this process for a rank
     own = {name: value for name, value in environ.items() if name != LOCAL_RANK}
     program = [
         sys.executable,
@@ -59,9 +61,9 @@ def watched(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
 
 
 def main(job: str, size: int, place: int, rank_pid: int) -> None:
-    """Look at the `size` ranks of `job` on this node until a byte arrives; if one is missing, end
-    the job. `place` and `rank_pid` are the local number and the process of the rank that started
-    this one."""
+    """Watch the `size` ranks of `job` on this node until a byte arrives on standard input; end the
+    job if a rank is missing. `place` and `rank_pid` are the local number and the process id of the
+    rank that started this watcher."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the ranks and their launcher
     launcher = launcher_of(rank_pid)
     begin = time.monotonic()
@@ -71,7 +73,7 @@ def main(job: str, size: int, place: int, rank_pid: int) -> None:
         if select.select(reads, [], [], LOOK_S)[0]:
             if os.read(reads[0], 1):
                 return
-            reads = []  # the rank has ended
+            reads = []  # the rank that started this watcher has ended
         waited_s = time.monotonic() - begin
         living = ranks_of(job)
         complete = complete or len(living) == size
@@ -81,20 +83,20 @@ def main(job: str, size: int, place: int, rank_pid: int) -> None:
             reason = f"MPI was not initialized within {LIMIT_S:.0f} s: a rank may be lost"
         else:
             continue
-        # one watcher is enough: a launcher that gets two signals prints more
+        # one watcher is enough: a launcher that receives two signals prints more
         time.sleep(TURN_S * sum(other < place for other in living))
         end(launcher, reason)
         return
 
 
 def end(launcher: int | None, reason: str) -> None:
-    """Print why the job ends, and end it by its launcher, unless that has ended already."""
+    """Print why the job ends, and terminate its launcher, unless the launcher has ended already."""
     with contextlib.suppress(ProcessLookupError):
         if launcher is not None:
             os.kill(launcher, 0)
         print(f"ptdmpi: error: {reason}; start the same command again", file=sys.stderr, flush=True)
         if launcher is not None:
-            time.sleep(0.2)  # the launcher forwards the line before it hears of the end
+            time.sleep(0.2)  # give the launcher time to forward the line before it ends
             os.kill(launcher, signal.SIGTERM)
 
 
@@ -110,7 +112,8 @@ def ranks_of(job: str) -> set[int]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the environment of a process; empty if it has ended, or belongs to another user."""
+    """Return the environment variables of a process; empty if the process has ended, or belongs to
+    another user."""
     try:
         text = (folder / "environ").read_bytes().decode(errors="replace")
     except OSError:
@@ -120,10 +123,11 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def launcher_of(pid: int) -> int | None:
-    """Return the launcher's process above a rank on this node; None if there is none."""
+    """Return the process id of the launcher among the ancestors of a rank; None if no launcher is
+    on this node."""
     while pid > 1:
         try:
-            # the state and the parent are after the name, which may contain blanks
+            # the state and the parent follow the name, which may contain blanks
             name, _, rest = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")
         except OSError:
             return None

@@ -1,6 +1,8 @@
-"""torch.distributed's store of keys and values over MPI: no port, no MASTER_ADDR, no file.
+"""A key-value store for torch.distributed that works over MPI, without a port, a MASTER_ADDR or a
+file.
 
-The keys are on rank 0, where a thread answers requests on a communicator of its own.
+The keys are stored on rank 0, where a thread answers the requests of all ranks on a communicator of
+its own.
 """
 
 import threading
@@ -13,8 +15,8 @@ from mpi4py import MPI
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import Store
 
-ASK = 1  # tag of requests; a request names the tag of its answer
-# MPI promises tags up to 32767 (MPI 4.1, section 9.1.2)
+ASK = 1  # tag of requests; each request contains the tag of its answer
+# MPI guarantees tags up to 32767 (MPI 4.1, section 9.1.2)
 FIRST_ANSWER = 2
 ANSWERS = 30_000
 SHORTEST_NAP_S = 0.0002
@@ -23,10 +25,11 @@ LIMIT = timedelta(minutes=5)
 
 
 class MpiStore(Store):
-    """A store of keys that all ranks of a communicator share; all ranks make it together. It needs
-    MPI_THREAD_MULTIPLE; each rank calls `leave` and `join` before MPI is finalized.
+    """A key-value store that all ranks of a communicator share. All ranks make it together. It
+    needs MPI_THREAD_MULTIPLE. Each rank calls `leave` and `join` before MPI is finalized.
 
-    Keep it as long as groups exist that were made with it, because torch does not keep it.
+    Keep a reference to the store as long as groups exist that were made with it, because torch does
+    not keep one.
     """
 
     def __init__(self, everyone: MPI.Comm) -> None:
@@ -40,11 +43,12 @@ class MpiStore(Store):
             self._server = _Server(self._comm)
 
     def leave(self) -> None:
-        """Note that this rank sends no more requests."""
+        """Announce that this rank sends no more requests."""
         self._comm.send(("leave", (), 0), 0, ASK)
 
     def join(self) -> None:
-        """Return when the store's thread has ended: on rank 0, when all ranks have left."""
+        """Return when the store's thread has ended: on rank 0 this is after all ranks have left;
+        other ranks have no thread."""
         if self._server is not None:
             self._server.thread.join()
 
@@ -55,25 +59,26 @@ class MpiStore(Store):
         self._ask("set", key, _bytes(value))
 
     def get(self, key: str) -> bytes:
-        """Return the value of `key`; wait until it is there. Raises DistStoreError after the
-        limit."""
+        """Return the value of `key`; wait until the key exists. Raises DistStoreError after the
+        time limit."""
         self.wait([key])
         return self._ask("get", key)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number under a key, and return the sum."""
+        """Add `amount` to the number under a key, and return the sum."""
         return self._ask("add", key, amount)
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        """Store a value if the key has the expected one; return what it has then."""
+        """Store `value` if the key has the value `expected`; return the value that the key has
+        afterwards."""
         return self._ask("compare_set", key, _bytes(expected), _bytes(value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return True if every key is there."""
+        """Return True if every key exists."""
         return self._ask("check", tuple(keys))
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; return True if it was there."""
+        """Delete a key; return True if it existed."""
         return self._ask("delete", key)
 
     def num_keys(self) -> int:
@@ -85,7 +90,7 @@ class MpiStore(Store):
         self._limit = limit
 
     def wait(self, keys: Sequence[str], limit: timedelta | None = None) -> None:
-        """Return when all keys are there. Raises DistStoreError after the limit."""
+        """Return when all keys exist. Raises DistStoreError after the time limit."""
         seconds = (limit or self._limit).total_seconds()
         if not self._ask("wait", tuple(keys), seconds):
             raise DistStoreError(f"no {', '.join(keys)} within {seconds:g} s")
@@ -99,7 +104,7 @@ class MpiStore(Store):
 
 
 class _Server:
-    """A thread that answers requests until all ranks have left or one is lost."""
+    """The thread on rank 0 that answers requests until all ranks have left or one is lost."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self.comm = comm
@@ -118,7 +123,7 @@ class _Server:
                 message = self.comm.improbe(tag=ASK, status=status)
                 self._release()
                 if message is None:
-                    # requests are rare after all groups are made, so sleep longer and longer
+                    # after all groups are made, requests are rare; so sleep longer and longer
                     time.sleep(nap_s)
                     nap_s = min(2 * nap_s, LONGEST_NAP_S)
                     continue
@@ -128,7 +133,7 @@ class _Server:
                 if what != "leave":
                     self._answer(what, arguments, status.Get_source(), tag)
         except MPI.Exception:
-            return  # a rank is lost; ranks that continue make a new store
+            return  # A rank is lost. Ranks that continue make a new store.
 
     def _answer(self, what: str, arguments: tuple[Any, ...], rank: int, tag: int) -> None:
         if what == "wait":
@@ -139,7 +144,7 @@ class _Server:
         self._release()
 
     def _release(self) -> None:
-        """Answer the ranks whose keys are there, and those that have waited too long."""
+        """Answer the waiting ranks whose keys exist now, and those whose time limit is over."""
         still = []
         for keys, deadline, rank, tag in self.waiting:
             there = self._check(keys)
@@ -164,7 +169,7 @@ class _Server:
         return total
 
     def _compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
-        # like torch's own stores, set a missing key if the expected value is empty
+        # like torch's own stores, set a missing key if `expected` is empty
         if self.values.get(key, b"") == expected:
             self.values[key] = value
         return self.values.get(key, expected)

@@ -1,8 +1,9 @@
-"""The `torch` wire: groups of torch.distributed, for all devices for which it has a library.
+"""The `torch` transport (`wire`): groups of torch.distributed, on every device for which
+torch.distributed has a library.
 
 The library is RCCL (named "nccl") on AMD's GPUs, XCCL on Intel's, and gloo on the host. The groups
-have the ranks of the MPI communicators. The messages by which torch.distributed starts are sent
-through MPI.
+have the same ranks as the MPI communicators. MPI also carries the messages by which
+torch.distributed starts.
 """
 
 import atexit
@@ -25,15 +26,16 @@ from ptdmpi.comm.store import MpiStore
 from ptdmpi.config import SharedInputError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
-PATIENCE_S = 2.0  # limit for the end of a thread that nothing should delay
+PATIENCE_S = 2.0  # time limit for the end of a thread that nothing should delay
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-# torch 2.13 has new names for these, and warns of the old ones
+# torch 2.13 has new names for these functions, and warns about the old names
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Session:
-    """torch.distributed on all ranks of a world. A process has one at a time, as torch has."""
+    """torch.distributed on all ranks of a world. A process has one session at a time, because torch
+    allows only one."""
 
     now: ClassVar["Session | None"] = None
     left: ClassVar[list[MpiStore]] = []
@@ -43,20 +45,21 @@ class Session:
         self.device = device
         self.store = MpiStore(everyone)
         self.attendants: list[Attendant] = []
-        self.made = 0  # groups, on this rank
+        self.made = 0  # number of groups that this rank has made
         dist.init_process_group(
             BACKENDS[device.type],
             store=self.store,
             rank=everyone.Get_rank(),
             world_size=everyone.Get_size(),
-            # It is not bound to a device. If it were, torch would make groups by a split, which
-            # all ranks of the world must call, not only the ranks of the group.
+            # The process group is not bound to a device. If it were, torch would make groups by
+            # splitting it, and all ranks of the world would have to call that, not only the ranks
+            # of the new group.
         )
 
     @classmethod
     def begin(cls, everyone: MPI.Comm, device: torch.device) -> None:
-        """Begin a session of these ranks, unless they have one. A session of other ranks is closed.
-        All of these ranks call it."""
+        """Begin a session of the ranks of `everyone`, unless they already have one. A session of
+        other ranks is closed first. All ranks of `everyone` call this."""
         if everyone.Get_size() == 1:
             return
         known = cls.now
@@ -64,7 +67,7 @@ class Session:
         if known is not None and fits:
             same = (MPI.IDENT, MPI.CONGRUENT)
             fits = MPI.Comm.Compare(known.everyone, everyone) in same
-        # some of the ranks may have been in another world since
+        # all ranks must agree, because some may have been in another world in the meantime
         if everyone.allreduce(fits, MPI.LAND):
             return
         if known is not None:
@@ -81,17 +84,17 @@ class Session:
         Session.now = None
 
     def group(self, ranks: Sequence[int], most: Callable[[int], int]) -> dist.ProcessGroup:
-        """Return a group of these ranks of the world, in ascending order. Only they call it. `most`
-        returns the maximum of a number over them."""
-        # torch names a group by its ranks and by the number of groups that a process has made,
-        # which must be the same on all ranks of the group
+        """Return a group of these ranks of the world, in ascending order. Only these ranks call it.
+        `most` returns the maximum of a number over them."""
+        # torch names a group by its ranks and by the number of groups that the process has made.
+        # This number must be the same on all ranks of the group.
         for _ in range(most(self.made) - self.made):
             self._new([self.everyone.Get_rank()])
         return self._new(ranks)
 
     def _new(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         self.made += 1
-        # on a GPU a group of several ranks connects now, with this rank's own GPU
+        # on a GPU a group of several ranks connects immediately, with this rank's own GPU
         device = None if self.device.type == "cpu" or len(ranks) == 1 else self.device
         group = dist.new_group(list(ranks), use_local_synchronization=True, device_id=device)
         assert isinstance(group, dist.ProcessGroup), "this rank is in it"
@@ -100,7 +103,7 @@ class Session:
 
 @atexit.register
 def _end() -> None:
-    # this runs before mpi4py finalizes MPI, because the stores' threads call MPI
+    # this runs before mpi4py finalizes MPI, because the threads of the stores call MPI
     if Session.now is not None:
         Session.now.close()
     for store in Session.left:
@@ -120,13 +123,13 @@ class Begun:
         self._over = True  # gloo's reduce-scatter does not report its end
 
     def done(self) -> bool:
-        """Return True if the work is over."""
+        """Return True if the operation is complete."""
         return self._over or self._work.is_completed()
 
 
 class Attendant:
-    """A thread that waits for gloo's messages, because only a thread that waits learns that they
-    are complete."""
+    """A thread that waits for gloo's messages, because only a thread that waits for a message
+    learns that it is complete."""
 
     def __init__(self) -> None:
         self.works: queue.SimpleQueue[tuple[Any, Future[None]] | None] = queue.SimpleQueue()
@@ -134,7 +137,7 @@ class Attendant:
         self._thread.start()
 
     def attend(self, work: Any) -> "Attended":
-        """Have the thread wait for `work`; return a handle of it."""
+        """Let the thread wait for `work`; return a handle of it."""
         attended = Attended()
         self.works.put((work, attended.future))
         return attended
@@ -150,34 +153,35 @@ class Attendant:
             work, future = waiting
             try:
                 work.wait()
-            except Exception as error:  # raised again where `wait` is called
+            except Exception as error:  # the error is raised again where `wait` is called
                 future.set_exception(error)
             else:
                 future.set_result(None)
 
 
 class Attended:
-    """A message that an attendant waits for."""
+    """The handle of a message that an attendant thread waits for."""
 
     def __init__(self) -> None:
         self.future: Future[None] = Future()
 
     def wait(self) -> None:
-        """Wait for the message; raises what went wrong with it."""
+        """Wait for the message; raises the error with which it failed."""
         self.future.result()
 
     def done(self) -> bool:
-        """Return True if the message is over."""
+        """Return True if the message is complete."""
         return self.future.done()
 
 
 class TorchCarrier:
-    """One group of torch.distributed, and one more for each directed pair of neighbours."""
+    """A group in torch.distributed, and one more group for each directed pair of pipeline
+    neighbours."""
 
     def __init__(self, session: Session, control: MPI.Comm, pairs: Sequence[Pair]) -> None:
         self.session = session
         self.rank: int = control.Get_rank()
-        # the group's ranks in the world; they ascend, as torch would sort them
+        # the ranks of the group, numbered in the world; they ascend, because torch would sort them
         self.ranks: list[int] = control.allgather(session.everyone.Get_rank())
         self.whole = session.group(self.ranks, partial(control.allreduce, op=MPI.MAX))
         self.pairs = {pair: self._pair(control, pair) for pair in pairs if self.rank in pair}
@@ -208,7 +212,7 @@ class TorchCarrier:
 
     def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged) -> Handle:
         """Begin an all-to-all of torch.distributed."""
-        # send bytes, because not every library supports every type
+        # send bytes, because not every library supports every data type
         size = flat.element_size()
         work = dist.all_to_all_single(
             result.view(torch.uint8),
@@ -247,8 +251,8 @@ class TorchCarrier:
         return self.attendants[pair].attend(work)
 
     def pending(self) -> str:
-        """Return nothing: torch has a watchdog of its own."""
-        return ""  # torch's watchdog ends operations that hang even if no rank waits for them
+        """Return nothing, because torch has a watchdog of its own."""
+        return ""  # torch's watchdog ends operations that hang, even if no rank waits for them
 
     failure = pending
 
@@ -259,7 +263,7 @@ class TorchCarrier:
 
 
 class TorchCommunicator(RoutedCommunicator):
-    """A group whose tensors travel through torch.distributed."""
+    """A group whose tensors are sent through torch.distributed."""
 
     def _connect(self, pairs: Sequence[Pair]) -> TorchCarrier:
         assert Session.now is not None, "opened by the world"
@@ -267,7 +271,8 @@ class TorchCommunicator(RoutedCommunicator):
 
     @classmethod
     def open(cls, everyone: MPI.Comm, device: torch.device) -> str:
-        """Start torch.distributed, once in a world."""
+        """Start torch.distributed, once for each world. Raises SharedInputError if it has no
+        library for `device`, or if MPI has no MPI_THREAD_MULTIPLE."""
         if device.type not in BACKENDS:
             raise SharedInputError(
                 f'comm.wire = "torch": no library for {device.type}; legal: {", ".join(BACKENDS)}'

@@ -1,22 +1,23 @@
-"""The properties of a wire, its beginning and its end."""
+"""The properties of a transport (`wire`), and how it is opened and aborted."""
 
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-if TYPE_CHECKING:  # the import initialises MPI
+if TYPE_CHECKING:  # this import initialises MPI
     from mpi4py import MPI
 
 
 class WireError(RuntimeError):
-    """An error: an operation cannot be done any more. The message names it."""
+    """An error of a transport: operations on it cannot be completed any more. The message names the
+    operation."""
 
 
 class WireTraits:
-    """The differences between wires, apart from how they move tensors.
+    """The properties in which transports differ, apart from how they send tensors.
 
-    `exact`: sums are taken in ascending rank order, in float32 or wider, independently of messages
-    and algorithm. Code that needs equal bits checks this. `posts_early`: a receive may begin long
+    `exact`: sums are computed in ascending rank order, in float32 or wider, whatever the size of
+    the message. Code that needs equal bits checks this. `posts_early`: a receive may begin long
     before its message arrives, and does not delay later operations. `overlaps`: operations make
     progress while this rank computes, so that it is useful to begin them early.
     """
@@ -27,22 +28,24 @@ class WireTraits:
 
     @classmethod
     def open(cls, everyone: "MPI.Comm", device: torch.device) -> str:
-        """Prepare the wire, on all ranks of a world, before its groups are connected; the ranks
+        """Prepare the transport on all ranks of a world, before its groups are connected. The ranks
         compute on `device`. Return a remark for the log. Raises SharedInputError on every rank if
-        the wire cannot serve them."""
+        the transport cannot be used."""
         return ""
 
     def pending(self) -> str:
         """Return the collective that this rank's device is in, by its name in `busy`; "" if it is
-        in none, or still computes earlier work. It never waits; any thread may call it."""
+        in none, or still computes earlier work. The call never waits, and any thread may make
+        it."""
         return ""
 
     def failure(self) -> str:
-        """Return the error after which no operation that has begun can be trusted; "" if there is
-        none. It never waits; any thread may call it."""
+        """Return the error after which the results of operations that have begun are invalid; "" if
+        there is none. The call never waits, and any thread may make it."""
         return ""
 
     def abort(self) -> None:
-        """End what is under way on this rank, from any thread; no tensor can be sent any more. MPI
-        ends its own messages."""
+        """End the operations of this rank that have begun; no tensor can be sent any more. Any
+        thread may call this. The `mpi` transport does nothing here, because MPI ends its own
+        messages."""
         return

@@ -1,8 +1,9 @@
-"""User-Level Failure Mitigation: what MPI offers the survivors of a lost rank.
+"""User-Level Failure Mitigation (ULFM): what MPI offers to the ranks that survive the loss of a
+rank.
 
-ULFM (Bland et al. 2013, "Post-failure recovery of MPI communication capability"; MPI 5 proposal)
-is in Open MPI 5 when it is started with `--with-ft ulfm`. Which operation reports a failure, and by
-which error class, differs from rank to rank; only `agree` gives all survivors the same answer.
+Open MPI 5 has ULFM (Bland et al. 2013, "Post-failure recovery of MPI communication capability"; MPI
+5 proposal) when it is started with `--with-ft ulfm`. Ranks may see the failure in different
+operations, and with different error classes; only `agree` gives all survivors the same answer.
 """
 
 import contextlib
@@ -17,16 +18,17 @@ from mpi4py import MPI
 from ptdmpi.comm.world import Process, World
 from ptdmpi.config import InputError
 
-# A connection can break before the launcher reports who died: 41 ms (median) to 53 ms, measured.
+# A connection can break before the launcher reports which rank died: the delay was 41 ms (median),
+# at most 53 ms.
 PATIENCE_S = 5.0
 ALL_FLAGS = (1 << 31) - 1
 
 
 def require(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise InputError if a lost rank would end the job.
+    """Raise InputError if the launcher would end the job after the loss of a rank.
 
-    The calls alone prove nothing: Open MPI and MPICH accept them even under a launcher that ends
-    the job. `mpirun --with-ft ulfm` sets a variable for its ranks.
+    That the calls succeed proves nothing: Open MPI and MPICH accept them even under a launcher that
+    ends the job. `mpirun --with-ft ulfm` sets a variable for its ranks, which is checked here.
     """
     if environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() not in ("1", "true"):
         raise InputError(
@@ -37,16 +39,17 @@ def require(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def rank_lost(world: World, patience_s: float = PATIENCE_S) -> bool:
-    """Return True if an operation failed because a rank is lost. The communicators know this.
+    """Return True if an operation failed because a rank is lost, according to the communicators of
+    `world`.
 
-    The error class says little: a broken barrier can raise MPI_ERR_OTHER. False is returned only
-    after `patience_s` seconds, because the loss may not have been reported yet.
+    The error class is not reliable: a broken barrier can raise MPI_ERR_OTHER. False is returned
+    only after `patience_s` seconds, because the loss may not have been reported yet.
     """
     end = time.monotonic() + patience_s
     while not any(comm.Is_revoked() or comm.Get_failed().Get_size() for comm in world.made):
         if time.monotonic() > end:
             return False
-        # MPI learns of the loss only in a call that makes progress, which may raise
+        # MPI learns of the loss only in a call that makes progress, and that call may raise
         with contextlib.suppress(MPI.Exception):
             world.control.Iprobe()
         time.sleep(0.005)
@@ -54,25 +57,26 @@ def rank_lost(world: World, patience_s: float = PATIENCE_S) -> bool:
 
 
 def revoke(world: World) -> None:
-    """Wake every rank that waits in a communicator of this world, by an error.
+    """Wake every rank that waits in a communicator of this world: its call raises an error.
 
-    All communicators must be revoked. A rank may wait in an axis without a lost member, for a rank
-    that has left the axis because of the loss. Nothing else would wake it.
+    All communicators must be revoked. A rank may wait in an axis that has lost no rank, for a rank
+    that has left the axis because of the loss elsewhere. Nothing else would wake it.
     """
     for comm in world.made:
         comm.Revoke()
 
 
 def agree(world: World, flags: int, poll_s: float = 0.0) -> int:
-    """Return the bits of `flags` that all living ranks have set, the same number on all of them.
+    """Return the bits of `flags` that all living ranks have set. All living ranks get the same
+    number.
 
-    Every living rank must call it; it works on a revoked communicator too. With `poll_s` it sleeps
-    that many seconds between checks.
+    Every living rank must call this function; it also works on a revoked communicator. With
+    `poll_s` it sleeps that many seconds between checks.
     """
-    # a C int, as MPIX_Comm_agree has it; it is combined by bitwise AND
+    # a C int, as MPIX_Comm_agree requires; the flags are combined by bitwise AND
     bits = np.array([flags], dtype=np.intc)
     request = world.control.Iagree(bits)
-    # the error says that ranks are lost; the bits are valid all the same (ULFM, MPI_Comm_agree)
+    # the error reports that ranks are lost; the bits are valid nevertheless (ULFM, MPI_Comm_agree)
     with contextlib.suppress(MPI.Exception):
         while poll_s and not request.Test():
             time.sleep(poll_s)
@@ -81,8 +85,8 @@ def agree(world: World, flags: int, poll_s: float = 0.0) -> int:
 
 
 def shrink(world: World) -> tuple[World, list[Process]]:
-    """Return the living ranks of `world` in their old order, and the lost ones. All living ranks
-    call it."""
+    """Return the world of the living ranks, in their old order, and the lost ranks. All living
+    ranks call this."""
     control = world.control.Shrink()
     ranks = range(control.Get_size())
     living = MPI.Group.Translate_ranks(control.Get_group(), ranks, world.control.Get_group())
@@ -91,8 +95,8 @@ def shrink(world: World) -> tuple[World, list[Process]]:
 
 
 def leave(world: World, code: int) -> None:
-    """End this process without MPI_Finalize, which can hang after the loss of a rank. All others do
-    the same."""
+    """End this process without MPI_Finalize, which can hang after the loss of a rank. All other
+    living ranks call this, too."""
     with contextlib.suppress(MPI.Exception):  # the barrier fails if a rank is lost
         world.control.Barrier()
     sys.stdout.flush()

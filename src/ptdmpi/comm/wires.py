@@ -1,5 +1,5 @@
-"""The only place where wires are chosen: from the name of a wire to an object that makes
-communicators."""
+"""The choice of the transport: from a name (`comm.wire`) to an object that makes communicators. No
+other module chooses it."""
 
 import importlib
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Wire:
-    """A maker of the communicators of the data plane: one for each group of a grid.
+    """A transport between ranks: it makes one communicator of tensors for each group of a grid.
 
     `World.split` calls `connect` on all ranks of a group, for one group after the other, in the
-    same order on every rank. `control` is an MPI communicator of the ranks of the group, on which a
-    barrier has been completed. So a wire can send over it what its own connection needs, such as a
-    unique id or an error of rank 0.
+    same order on every rank. `control` is an MPI communicator of the ranks of the group, and a
+    barrier on it is complete. So a transport can use it for messages that it needs in order to
+    connect, such as a unique id or an error of rank 0.
     """
 
     kind: type[Communicator]
@@ -32,18 +32,18 @@ class Wire:
     remark: str = ""
 
     def open(self, everyone: MPI.Comm) -> str:
-        """Prepare the wire. All ranks of a world call it once, before its groups are connected.
-        Return a remark for the log."""
+        """Prepare the transport. All ranks of a world call this once, before the groups are
+        connected. Return a remark for the log."""
         return self.kind.open(everyone, self.device) or self.remark
 
     def connect(self, control: MPI.Comm, group: str) -> Communicator:
-        """Return this rank's end of `group`, such as "tensor" or "replicas"."""
+        """Return this rank's communicator of `group`, such as "tensor" or "replicas"."""
         return self.kind(control, self.clock, group)
 
 
 def wire_named(name: str = AUTO, device: torch.device = CPU, clock: Clock | None = None) -> Wire:
-    """Return the wire that `comm.wire` names, for ranks that compute on `device`. `clock` times its
-    work; by default it is the clock of the device.
+    """Return the transport that `comm.wire` names, for ranks that compute on `device`. `clock`
+    measures the time of its work; by default this is the clock of the device.
 
     Raises InputError for a name that is not in `ptdmpi.config.wires`.
     """
@@ -56,8 +56,8 @@ def wire_named(name: str = AUTO, device: torch.device = CPU, clock: Clock | None
 
 
 def preferred(device: torch.device) -> tuple[str, str]:
-    """Return the wire that "auto" chooses for ranks that compute on `device`, and a remark for the
-    log."""
+    """Return the transport that "auto" chooses for ranks that compute on `device`, and a remark for
+    the log."""
     if device.type == "xpu" or (device.type == "cuda" and torch.version.hip):
         return "torch", ""
     if device.type == "cuda" and installed():

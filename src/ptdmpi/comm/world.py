@@ -1,8 +1,8 @@
-"""The places of the ranks, the split into axes, and the common end. Only this module uses
-COMM_WORLD.
+"""The numbering of all ranks, their division into axes, and the end of all ranks after an error.
+Only this module uses COMM_WORLD.
 
-Import `ptdmpi.comm.launch` and call its `prepare` first. MPI is initialised on import here, before
-torch starts its threads.
+Import `ptdmpi.comm.launch` and call its `prepare` before importing this module. The import
+initialises MPI, before torch starts its threads.
 """
 
 import contextlib
@@ -34,50 +34,55 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Axes:
-    """This rank's place in the grid and its communicators: `axes["tensor"]`, `axes["replicas"]`.
+    """This rank's position in the grid, and its communicators: `axes["tensor"]`,
+    `axes["replicas"]`.
 
-    `groups` has one communicator for each group of the grid that this rank is in, in the grid's
-    order. Groups without this rank have no entry, such as "ends" in the middle of a pipeline.
+    `groups` has one communicator for each group of the grid that this rank belongs to, in the
+    grid's order. Other groups have no entry, such as "ends" on a rank in the middle of a pipeline.
     """
 
     grid: Grid
     coordinates: Coordinates
     groups: Mapping[str, Communicator]
-    clock: Clock  # measures the time of this rank's work; a wire has a clock for its own work
-    carried_by: str = ""  # what the log should say of the wire
+    clock: Clock  # measures the time of this rank's work; a transport has a clock for its own work
+    carried_by: str = ""  # a remark for the log about the transport
 
     def __getitem__(self, group: str) -> Communicator:
-        """Return the communicator of a group that this rank is in; raises KeyError for another."""
+        """Return the communicator of a group that this rank belongs to; raises KeyError for another
+        group."""
         return self.groups[group]
 
     @property
     def exact(self) -> bool:
-        """Return True if sums over every group have the same bits however they travel."""
+        """Return True if sums over every group have the same bits, whatever transport or algorithm
+        carries them."""
         return all(group.exact for group in self.groups.values() if group.size > 1)
 
     @property
     def world(self) -> Communicator:
-        """Return all ranks of the grid."""
+        """Return the communicator of all ranks of the grid."""
         return self.groups[WORLD]
 
     def settle(self) -> None:
-        """Wait for this rank's device. Raises WireError if a connection has failed, because tensors
-        that an aborted connection was to fill may have any values."""
+        """Wait for this rank's device. Raises WireError if a connection has failed, because the
+        tensors that it should have filled may then have any values."""
         self.clock.settle()
         if reason := self.failure():
             raise WireError(reason)
 
     def failure(self) -> str:
-        """Return which wire has failed, in words, or "" if none has. Any thread may call it."""
+        """Return which transport has failed, and how, or "" if none has. Any thread may call
+        this."""
         return next(filter(None, (group.failure() for group in self.groups.values())), "")
 
     def abort(self) -> None:
-        """End what is under way on this rank's device, in all groups and from any thread."""
+        """End all operations that have begun on this rank's device, in all groups. Any thread may
+        call this."""
         _abort(self.groups.values())
 
     def traffic(self) -> Traffic:
-        """Return a copy of this rank's tallies by group. Groups that share a communicator have one
-        tally, under the name of the axis. If an axis has all data ranks, its tally is under the
+        """Return a copy of this rank's tallies, by group. Groups that share a communicator have one
+        tally, under the name of the axis. If an axis contains all data ranks, its tally has the
         name of the group of data ranks."""
         own = [name for name in self.groups if self.grid.same_as(name) == name]
         return Traffic({self.grid.called(name): self.groups[name].tally.copy() for name in own})
@@ -85,23 +90,25 @@ class Axes:
 
 @dataclass(frozen=True)
 class Process:
-    """The properties of a rank that stay the same when ranks are numbered anew."""
+    """The properties of a rank that stay the same when the ranks are renumbered."""
 
-    number: int  # its rank in the first world, which is its name in logs and messages
-    node: int  # the lowest launch rank of its node
+    number: int  # its rank in the first world; logs and messages use this number
+    node: int  # the lowest launch rank on its node
     local_rank: int
     host: str
 
 
 class World:
-    """All ranks of the job, renumbered node by node whatever order the launcher placed them in.
+    """All ranks of the job. They are numbered node by node, whatever order the launcher has started
+    them in.
 
-    So ranks that are neighbours on the tensor axis share a node wherever t divides its ranks.
+    So ranks that are neighbours on the tensor axis are on one node if t divides the number of ranks
+    of each node.
 
-    `made` has every communicator that was split from this world, so that all can be revoked
-    together. A new communicator is used only after a barrier on the one that it was split from. So
-    a rank that waits in the new one knows that all its members have it, and that revoking it wakes
-    them.
+    `made` contains every communicator that was split from this world, so that all can be revoked
+    together. A new communicator is used only after a barrier on the communicator that it was split
+    from. So a rank that waits in the new one knows that all its members have it, and that revoking
+    it wakes them.
     """
 
     def __init__(
@@ -110,7 +117,7 @@ class World:
         processes: Sequence[Process] | None = None,
         made: list[MPI.Comm] | None = None,
     ) -> None:
-        """Number the ranks. With `processes`, `everyone` is numbered already, and nothing is
+        """Number the ranks. If `processes` is given, `everyone` is already numbered, and nothing is
         communicated."""
         check_singleton(MPI.COMM_WORLD.Get_size())
         self.made: list[MPI.Comm] = [] if made is None else made
@@ -124,12 +131,13 @@ class World:
         self.nodes: int = len({process.node for process in self.processes})
         self.host = self.process.host
         self.connected: list[Communicator] = []
-        # a failing rank calls it before it ends all ranks, for example to print their progress
+        # a failing rank calls this function before it ends all ranks, for example to print their
+        # progress
         self.last_words: Callable[[BaseException], None] = lambda error: None
 
     def device(self) -> torch.device:
-        """Return this rank's device: a GPU if its node has any, which becomes torch's current
-        one."""
+        """Return this rank's device: a GPU if its node has one, otherwise the CPU. The GPU becomes
+        torch's current device."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
         device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
@@ -139,7 +147,7 @@ class World:
     def _number_by_node(self) -> list[Process]:
         everyone = self.control
         node = self._make(everyone.Split_type(MPI.COMM_TYPE_SHARED))
-        # The lowest rank of a node is the node's number. Ranks are sorted by node, then by launch.
+        # A node's number is the lowest rank on it. Ranks are sorted by node, then by launch rank.
         leader = node.bcast(everyone.Get_rank(), root=0)
         placed = everyone.allgather((leader, node.Get_rank(), socket.gethostname()))
         order = sorted(range(len(placed)), key=lambda rank: (placed[rank][0], rank))
@@ -147,14 +155,14 @@ class World:
         return [Process(number, *placed[rank]) for number, rank in enumerate(order)]
 
     def _make(self, *parts: MPI.Comm) -> MPI.Comm:
-        """Keep communicators that were just split from `control`; returns the last one."""
+        """Record communicators that were just split from `control`, and return the last of them."""
         self.made += [part for part in parts if part != MPI.COMM_NULL]
         self.control.Barrier()
         return parts[-1]
 
     def part(self, ranks: Sequence[int]) -> "World | None":
-        """Return `ranks` as a world of their own, in this order; None on other ranks. All call
-        it."""
+        """Return `ranks` as a new world, in this order; None on other ranks. All ranks call
+        this."""
         inside = self.rank in ranks
         color, key = (0, ranks.index(self.rank)) if inside else (MPI.UNDEFINED, 0)
         control = self._make(self.control.Split(color, key))
@@ -166,33 +174,34 @@ class World:
         return part
 
     def first(self, ranks: int) -> "World | None":
-        """Return ranks 0 .. `ranks` - 1 as a world of their own; None on other ranks. All call
-        it."""
+        """Return ranks 0 .. `ranks` - 1 as a new world; None on other ranks. All ranks call
+        this."""
         return self.part(range(ranks))
 
     def split(self, grid: Grid, wire: Wire | None = None) -> Axes:
         """Return the communicators of the grid's groups; every rank of the world must call it.
 
-        `wire` connects each group except the world, which carries small messages of the host
-        through MPI; by default it is the wire that "auto" chooses. Raises InputError if the grid
-        has another number of ranks.
+        `wire` connects every group except the world, which carries small messages of the host
+        through MPI. By default it is the transport that "auto" chooses. Raises InputError if the
+        grid has another number of ranks.
         """
         if grid.size != self.size:
             raise InputError(f"a grid of {grid.size} ranks on a world of {self.size}")
         wire = wire or wire_named()
-        # MPI libraries have a limited number of communicators, so a group with the same ranks as
-        # an axis uses that axis' communicator
+        # MPI libraries support a limited number of communicators, so a group that has the same
+        # ranks as an axis uses the communicator of that axis
         own = [group for group in grid.groups if group != WORLD and grid.same_as(group) == group]
         made: dict[str, MPI.Comm] = {}
         for group in own:
             members = grid.members(self.rank, group)
-            # ranks in no such group take part in the call, too: MPI requires all. The lowest rank
-            # is the color of its group, so that exactly the members of a group pass the same
+            # MPI requires all ranks to call Split, also ranks that are in no such group. The color
+            # of a group is its lowest rank, so that exactly the members of a group pass the same
+            # color.
             color = members[0] if members else MPI.UNDEFINED
             made[group] = self.control.Split(color, key=self.rank)
         self._make(*made.values())
-        # All groups connect now, one after the other. A wire may send messages while it connects,
-        # so groups that connect when they are first used could deadlock.
+        # All groups connect now, one after the other. A transport may send messages while it
+        # connects, so groups that connected at their first use could deadlock.
         carried_by = wire.open(self.control)
         connected: dict[str, Communicator] = {WORLD: MpiCommunicator(self.control, group=WORLD)}
         for group, control in made.items():
@@ -215,13 +224,13 @@ class World:
         )
 
     def abort_wires(self) -> None:
-        """End all operations on this rank's device, from any thread, after a rank has failed.
-        Otherwise a thread that waits for the device would wait for a message that never comes.
-        After that, messages can be sent through MPI only; a new world connects again."""
+        """End all operations on this rank's device after a rank has failed. Any thread may call
+        this. Otherwise a thread that waits for the device would wait for a message that never
+        comes. Afterwards messages can be sent through MPI only; a new world connects again."""
         _abort(self.connected)
 
     def on_root(self, work: Callable[[], T]) -> T:
-        """Return the result of `work()` on rank 0, on every rank. If it raises InputError, or
+        """Run `work()` on rank 0 and return its result on every rank. If it raises InputError, or
         cannot find or read a path, every rank raises InputError."""
         result: tuple[bool, T | str] = (True, "")
         if self.rank == 0:
@@ -243,7 +252,7 @@ def _abort(communicators: Iterable[Communicator]) -> None:
 
 
 def end_together(world: World) -> None:
-    """From now on, an exception that this rank does not catch ends all ranks, as by
+    """From now on, end all ranks when this rank does not catch an exception, in the way of
     `fail_together`."""
     usual = sys.excepthook
 
@@ -260,11 +269,11 @@ def end_together(world: World) -> None:
 
 @contextlib.contextmanager
 def fail_together(world: World) -> Iterator[None]:
-    """End every rank when one fails: within seconds, with a non-zero exit code and the failing
-    rank's name.
+    """End every rank when one fails: within seconds, with a non-zero exit code and with the failing
+    rank's name in the output.
 
-    If all ranks know of bad input, they exit with code 2. All other errors end in MPI's abort, with
-    code 2 for bad input that only this rank has seen, 130 for Ctrl-C, and otherwise 1.
+    If all ranks have found the same bad input, they exit with code 2. All other errors end in MPI's
+    abort, with code 2 for bad input that only this rank has found, 130 for Ctrl-C, and otherwise 1.
     """
     try:
         yield
@@ -275,12 +284,13 @@ def fail_together(world: World) -> Iterator[None]:
             print(f"ptdmpi: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     except InputError as error:
-        # Ranks that read the same bytes fail alike: the first one prints, and ends the others.
+        # Ranks that read the same bytes fail in the same way: the first rank prints, and ends the
+        # others.
         time.sleep(min(6.0, 2.0 * world.rank))
         print(f"ptdmpi: error: {error}", file=sys.stderr, flush=True)
         if MPI.COMM_WORLD.Get_size() == 1:  # MPI's abort would print more
             raise SystemExit(2) from None
-        time.sleep(0.2)  # the launcher forwards the line before it hears of the abort
+        time.sleep(0.2)  # give the launcher time to forward the line before the abort
         world.control.Abort(2)
     except KeyboardInterrupt:
         if world.size == 1:

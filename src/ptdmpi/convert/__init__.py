@@ -1,1 +1,2 @@
-"""Conversion from and to Hugging Face models; needs no MPI, no GPU and no `transformers`."""
+"""Conversion of models from and to the format of Hugging Face. It needs no MPI, no GPU and no
+`transformers`."""

@@ -46,9 +46,9 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """The place of one adapter of a layer. The adapter belongs to output number `output` of a
-    linear, which has the rows `rows` of the linear's weight. If a linear is split `by_rows`, one
-    adapter serves its whole output."""
+    """The position of one adapter in a layer. The adapter belongs to output number `output` of the
+    linear `linear`, which has the rows `rows` of the linear's weight. If the linear is split
+    `by_rows`, one adapter serves all its outputs."""
 
     linear: str
     target: str
@@ -79,7 +79,7 @@ class AdapterPlace:
 
 
 def places(model: ModelConfig, adapt: AdaptConfig) -> Iterator[AdapterPlace]:
-    """Yield the places of all adapters of a model, layer by layer."""
+    """Yield the positions of all adapters of a model, layer by layer."""
     parts = parameters.layer(model)
     for layer in range(adapt.first_layer, model.layers):
         for target, (name, output) in targets_of(adapt, model.gates).items():
@@ -97,8 +97,8 @@ def places(model: ModelConfig, adapt: AdaptConfig) -> Iterator[AdapterPlace]:
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """Adapters in memory: [adapt] and their base (`adapted`), the shape of their model, and all
-    tensors by logical name. The tensors include those of a head for a task."""
+    """Adapters in memory: their configuration and base (`adapted`), the shape of their model, and
+    all their tensors by logical name, which include those of a head for a task."""
 
     adapted: Adapted
     model: ModelConfig
@@ -106,13 +106,14 @@ class LoadedAdapter:
 
     @property
     def places(self) -> list[AdapterPlace]:
-        """Return the places of all adapters."""
+        """Return the positions of all adapters."""
         return list(places(self.model, self.adapted.adapt))
 
 
 def load_adapter(path: Path, kind: str = WEIGHTS) -> LoadedAdapter:
-    """Load the adapters that `path` names. `kind` is the state to load as weights, such as their
-    average. Raise InputError if they are missing or damaged."""
+    """Load the adapters that `path` names. `kind` is the stored state to load as their weights, for
+    example the running average of the weights. Raise InputError if the adapters are missing or
+    damaged."""
     stored = open_adapter(path, kind)
     prefix = key(WEIGHTS, "")
     with Reader(stored.checkpoint, stored.manifest) as reader:
@@ -122,7 +123,7 @@ def load_adapter(path: Path, kind: str = WEIGHTS) -> LoadedAdapter:
 
 
 def write_adapter(target: Path, adapter: LoadedAdapter) -> int:
-    """Write a checkpoint of adapters at `target`, and return its bytes. Raise InputError if
+    """Write a checkpoint of adapters at `target`, and return its size in bytes. Raise InputError if
     `target` exists or cannot be written."""
     with new_directory(target) as folder:
         parts = [_float32_part(name, values) for name, values in adapter.tensors.items()]
@@ -131,18 +132,20 @@ def write_adapter(target: Path, adapter: LoadedAdapter) -> int:
 
 
 def _float32_part(name: str, values: Tensor) -> Outgoing:
-    """Return a whole weight, to be written as float32."""
+    """Return an unsharded weight in the form in which a checkpoint is written, as float32."""
     shape = tuple(values.shape)
     return Outgoing(key(WEIGHTS, name), shape, Box.whole(shape), "float32", partial(_numpy, values))
 
 
 def merge(base: Path, adapter: Path, target: Path, kind: str = WEIGHTS) -> tuple[int, str]:
-    """Merge `adapter` into the model at `base`, and write the whole model at `target`.
+    """Merge the adapters at `adapter` into the model at `base`, and write the merged model at
+    `target`.
 
-    The result is a directory for `train`, `evaluate`, `generate` and `convert`, with the chat
-    template of the adapter or else of the base. `kind` is the state of the adapter to merge as its
-    weights, such as their average. Return the bytes of the weights, and a note about files that are
-    missing. Raise InputError if an input is missing or damaged; then `target` is not written.
+    The result is a directory for `train`, `evaluate`, `generate` and `convert`. It has the chat
+    template of the adapter, or else of the base. `kind` is the state of the adapter to merge as its
+    weights, for example their running average. Return the bytes of the weights, and a note about
+    files that are missing. Raise InputError if an input is missing or damaged; then `target` is not
+    written.
     """
     stored = open_model(base)
     loaded = load_adapter(adapter, kind)
@@ -167,11 +170,11 @@ def merge(base: Path, adapter: Path, target: Path, kind: str = WEIGHTS) -> tuple
 def _merged(
     reader: Reader, adapter: LoadedAdapter, needed: Mapping[str, Declaration]
 ) -> Iterator[Outgoing]:
-    """Yield every weight of the merged model, in pieces of whole rows.
+    """Yield every weight of the merged model, in pieces that consist of complete rows.
 
-    The weights are those of the base, changed by the adapters, and those of a head for a task that
-    was trained with the adapters. If the base has more learned positions than the model, the first
-    ones are taken.
+    The weights are those of the base, changed by the adapters, and those of a task head that was
+    trained with the adapters. If the base has more learned positions than the model, only the first
+    ones are used.
     """
     changes: dict[str, list[AdapterPlace]] = {}
     for place in adapter.places:
@@ -193,8 +196,8 @@ def _merged(
 def _merged_slab(
     reader: Reader, name: str, adapter: LoadedAdapter, own: Sequence[AdapterPlace], *, box: Box
 ) -> Array:
-    """Return a slab of a weight or bias of the merged model, changed by the adapters `own`,
-    computed in float64."""
+    """Return some rows of a weight or bias of the merged model, as changed by the adapters `own`
+    and computed in float64."""
     values = _read(reader, name, box)
     if not own:
         return values
@@ -214,7 +217,7 @@ def _merged_slab(
 
 def _merged_rows(place: AdapterPlace, adapter: LoadedAdapter, rows: Tensor, there: slice) -> Tensor:
     """Return rows of a weight, or elements of a bias, after an adapter has changed them. `there`
-    are their numbers within the adapter's place."""
+    are their numbers within the rows that the adapter changes."""
     is_bias = rows.dim() == 1
     adapt = adapter.adapted.adapt
     if adapt.method == "lora":
@@ -229,18 +232,18 @@ def _merged_rows(place: AdapterPlace, adapter: LoadedAdapter, rows: Tensor, ther
 
 
 def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list[str]]:
-    """Write at `target` the LoRA adapter of rank `rank`, for all linears, that is nearest to the
-    difference of the models at `tuned` and `base`.
+    """Write the LoRA adapter of rank `rank`, for all linears, that is nearest to the difference of
+    the models at `tuned` and `base`. It is written at `target`.
 
-    The adapter has the greatest singular values of the difference of each linear; those of q, k and
-    v are separate (Eckart and Young 1936). It begins at the first layer that differs. If `tuned` is
-    a merged model whose adapter had at most this rank, the result is that adapter, up to its
-    factorization.
+    For each linear the adapter has the greatest singular values of the difference; q, k and v are
+    treated separately (Eckart and Young 1936). The adapter begins at the first layer that differs.
+    If `tuned` is a merged model whose adapter had at most this rank, the result is that adapter, up
+    to its factorization.
 
-    Return two values. The first is the largest norm of the part of a difference that the adapter
-    does not represent, relative to that difference. The second has the names of other parameters
-    that differ, which no adapter holds. Raise InputError for models of different shapes, and for
-    weights that are not finite.
+    Return two values. The first is the largest relative error: the norm of the part of a difference
+    that the adapter does not represent, divided by the norm of that difference. The second has the
+    names of other parameters that differ, which an adapter cannot represent. Raise InputError for
+    models of different shapes, and for weights that are not finite.
     """
     models = open_model(base), open_model(tuned)
     config = models[1].config()
@@ -281,8 +284,9 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
 
 
 def _factors(difference: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return A [rank, i] and B [o, rank], of equal norms, whose product B A is nearest to a
-    difference [o, i]. They are padded with zeros if the difference has a lower rank."""
+    """Return A [rank, i] and B [o, rank], of equal norms, for which the matrix product B A is
+    nearest to a difference [o, i]. They are padded with zeros if the difference has a lower
+    rank."""
     u, s, v = torch.linalg.svd(difference, full_matrices=False)
     held = min(rank, len(s))
     root = s[:held].sqrt()
@@ -294,8 +298,8 @@ def _factors(difference: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _require_same_shapes(before: Reader, after: Reader, names: Sequence[str]) -> None:
-    """Raise InputError unless the base model has all these weights of the tuned model, in the same
-    shapes. The base may have more learned positions."""
+    """Raise InputError unless the base model has the weights `names` of the tuned model, in the
+    same shapes. The base may have more learned positions."""
     for name in names:
         rows, *rest = after.manifest[key(WEIGHTS, name)].shape
         there = before.manifest.find(key(WEIGHTS, name))
@@ -313,7 +317,8 @@ def _different(before: Reader, after: Reader, names: Sequence[str]) -> Iterator[
 
 
 def _difference(before: Reader, after: Reader, name: str, rows: slice) -> Tensor:
-    """Return the rows of a weight after the training, minus the same rows before it, in float64."""
+    """Return some rows of a weight of the tuned model, minus the same rows of the base model, in
+    float64."""
     stored = key(WEIGHTS, name)
     box = Box.whole(after.manifest[stored].shape).rows(rows.start, rows.stop)
     old = torch.from_numpy(_read(before, stored, box)).double()
@@ -321,12 +326,12 @@ def _difference(before: Reader, after: Reader, name: str, rows: slice) -> Tensor
 
 
 def whole_tensor(reader: Reader, name: str) -> Tensor:
-    """Return a whole tensor of a checkpoint. Raise InputError if it is damaged."""
+    """Return a full tensor of a checkpoint. Raise InputError if it is damaged."""
     return torch.from_numpy(_read(reader, name, Box.whole(reader.manifest[name].shape)))
 
 
 def _read(reader: Reader, name: str, box: Box) -> Array:
-    """Return a box of a tensor of a checkpoint. Raise InputError if it is damaged."""
+    """Return a slice of a tensor of a checkpoint. Raise InputError if it is damaged."""
     values = np.empty(box.size, reader.manifest[name].dtype)
     try:
         reader.read(name, box, values)
@@ -358,9 +363,10 @@ def _write_config(path: Path, stored: StoredModel, config: Config) -> None:
 
 
 def _template(stored: StoredModel, adapter: StoredAdapter) -> tuple[Path | None, str]:
-    """Return the file with the merged model's chat template: that of the adapter's conversations,
-    else that of the base, else None. Also return a note if the adapter's template is not found."""
-    # h5py is imported here, since adapters of imported models have no shard
+    """Return the file with the chat template for the merged model: that of the adapter's
+    conversations, else that of the base, else None. Also return a note if the adapter's template is
+    not found."""
+    # import h5py only here: adapters of imported models have no shards
     from ptdmpi.inference.tokenizer import template_file
 
     note = ""
@@ -381,7 +387,7 @@ def _template(stored: StoredModel, adapter: StoredAdapter) -> tuple[Path | None,
 def _tokenizer_of(stored: StoredModel) -> str:
     """Return the name of the base model's tokenizer, for [task]. Return "" if the tokenizer is in
     the model's own folder or is not known."""
-    # h5py is imported here, since adapters of imported models have no shard
+    # import h5py only here: adapters of imported models have no shards
     from ptdmpi.generate.text import name_of
 
     if (stored.path / KEPT).is_dir():

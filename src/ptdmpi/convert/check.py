@@ -1,9 +1,10 @@
-"""The self-check of a conversion: original and result give the same logits on fixed prompts.
+"""The self-check of a conversion: the original and the converted model must give the same logits on
+fixed prompts.
 
-One side is the Hugging Face files, read by `reference.py`. The other side is our model with the
-weights of the checkpoint. The logits of every head are compared. Both sides compute in float64 on a
-CPU, so rounding errors are far below BAR, and any mistake is far above it. One layer, or the
-embedding, is in memory at a time."""
+The files of Hugging Face are evaluated by the forward passes in `reference.py`, and the weights of
+the checkpoint by ptdmpi's model. The logits of every head are compared. Both sides compute in
+float64 on a CPU, so rounding errors are far below the limit BAR, and any mistake is far above it.
+At any time only one layer, or the embedding, is in memory."""
 
 from collections.abc import Iterable
 
@@ -19,26 +20,28 @@ from ptdmpi.inference.stored import StoredModel, loaded_layer
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.buffer import ParameterBuffer
 
-# The allowed difference of two logits, relative to the greatest magnitude of all logits.
+# The largest allowed difference between two logits, relative to the greatest magnitude of all
+# logits.
 BAR = 1e-5
 PROMPTS = 3
 PROMPT_TOKENS = 32
 
 
 class CheckFailed(Exception):
-    """The error that the two sides differ, so the written model is not the one that was read."""
+    """The error that the logits of both sides differ, so that the converted model is not the
+    original one."""
 
 
 def prompts(vocab_size: int, seq_length: int) -> Tensor:
-    """Return fixed ids [b, s] from the whole vocabulary."""
+    """Return fixed token ids [b, s] that are spread over the vocabulary."""
     length = min(PROMPT_TOKENS, seq_length)
     numbers = torch.arange(PROMPTS * length).view(PROMPTS, length)
     return (numbers * 7919 + numbers**2 * 31) % vocab_size
 
 
 def segments(ids: Tensor, token_types: int) -> Tensor:
-    """Return the types [b, s] of the tokens: one segment per type, with segments of about equal
-    length."""
+    """Return the types [b, s] of the tokens. There is one segment of each type, and the segments
+    have about equal length."""
     length = ids.shape[1]
     return (torch.arange(length) * token_types // length).expand_as(ids)
 
@@ -51,10 +54,10 @@ def compare(
     files: WeightFiles | UnpackedFiles,
     plan: Plan,
 ) -> float:
-    """Return the greatest relative difference of the logits of any head. Raise CheckFailed if it is
-    above BAR, or if logits are not finite.
+    """Return the greatest relative difference of the logits over all heads. Raise CheckFailed if it
+    is above BAR, or if logits are not finite.
 
-    Our weights are first rounded to the types of the tensors in `files`.
+    The weights of ptdmpi's model are first rounded to the types of the tensors in `files`.
     """
     model = stored.config().model
     ids = prompts(stored.vocab_size, model.seq_length)
@@ -64,7 +67,7 @@ def compare(
     names |= {family.base(name): name for name in plan.by_name}
 
     def get(name: str) -> Tensor:
-        """Return a tensor of the files, by its name in the files."""
+        """Return a tensor of the files, by its name in Hugging Face's format."""
         return files.read(names[name]).double()
 
     with torch.no_grad():
@@ -88,7 +91,8 @@ def compare(
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """Return the greatest difference, relative to the greatest magnitude of `theirs`."""
+    """Return the greatest difference of two tensors, relative to the greatest magnitude of
+    `theirs`."""
     scale = theirs.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
     return float((ours - theirs).abs().max() / scale)
 
@@ -96,17 +100,18 @@ def _difference(ours: Tensor, theirs: Tensor) -> float:
 def _logits(
     stored: StoredModel, question: Question, dtypes: Iterable[tuple[Counterpart, str]]
 ) -> tuple[Tensor, ...]:
-    """Return the logits of each head of our model, with weights rounded to `dtypes`."""
+    """Return the logits of each head of ptdmpi's model, with its weights rounded to `dtypes`."""
     config = stored.config(precision="fp64")
     ids = question.ids
-    if config.model.positions == "rope":  # makes the table of angles as long as the prompts
+    # this makes the table of angles only as long as the prompts
+    if config.model.positions == "rope":
         config = config.replace("model", seq_length=ids.shape[1])
     by_parameter: dict[str, list[tuple[Counterpart, str]]] = {}
     for counterpart, dtype in dtypes:
         by_parameter.setdefault(counterpart.ours, []).append((counterpart, dtype))
     nothing = torch.zeros(ids.shape[0], dtype=torch.int64)
     types = None if question.types is None else question.types.t()
-    # the token that a head for a task reads: the first or the last one
+    # the position of the token that a head for a task reads: the first or the last one
     at = torch.full((1, len(ids)), 0 if config.model.masked else ids.shape[1] - 1)
     labels = ids.t()[:1] if question.classifies else ids.t()
     batch = Microbatch(ids.t(), labels, None, nothing, None, at, types=types)
@@ -127,7 +132,8 @@ def _logits(
 
 
 def _round(buffer: ParameterBuffer, types: dict[str, list[tuple[Counterpart, str]]]) -> None:
-    """Round each part of a parameter to the type of the tensor in the files that has this part."""
+    """Round each part of a parameter to the type of the tensor in the files that contains this
+    part."""
     for name, entry in buffer.entries.items():
         whole = entry.view(buffer.weights)
         for counterpart, dtype in types.get(name, []):

@@ -1,6 +1,8 @@
-"""LLaMA of Hugging Face and its descendants as data: LLaMA, Mistral, Qwen 2 and 3, Gemma 2.
+"""LLaMA and its descendants in Hugging Face's format, described as data: LLaMA, Mistral, Qwen 2 and
+3, Gemma 2.
 
-These families share nearly all names and most keys of config.json. A `Decoder` has the differences.
+These families share nearly all names of parameters, and most keys of config.json. A `Decoder`
+describes how one family differs.
 """
 
 import re
@@ -35,13 +37,12 @@ ROPE = {
 
 @dataclass(frozen=True)
 class Decoder:
-    """The differences of a family from the others.
+    """A description of how one family differs from the others.
 
     `defaults`: values of keys that config.json lacks, since `transformers` leaves out defaults.
-    `keys`: makes further keys of [model] from a config.json.
-    `config`: makes further keys of config.json from [model].
-    `required`: values that [model] must have in addition to those of all families; None removes a
-    requirement.
+    `keys`: a function that makes further keys of [model] from a config.json. `config`: a function
+    that makes further keys of config.json from [model]. `required`: values that [model] must have
+    in addition to those that all families require; None removes a requirement.
     """
 
     model_type: str
@@ -52,8 +53,7 @@ class Decoder:
     required: Mapping[str, Any]
 
     def family(self, **modules: tuple[str, ...]) -> Family:
-        """Return the family. `modules` are more modules of a layer, or other names for known
-        ones."""
+        """Return the family. `modules` adds modules of a layer, or renames known ones."""
         renamed = {
             f"layers.{{i}}.{ours.replace('__', '.')}": theirs for ours, theirs in modules.items()
         }
@@ -70,7 +70,7 @@ class Decoder:
 
 
 def _keys(decoder: Decoder, config: ConfigJson) -> dict[str, Any]:
-    """Make [model] from a config.json. Raise InputError for values that this trainer does not
+    """Make the section [model] from a config.json. Raise InputError for values that ptdmpi does not
     support."""
     config = ConfigJson({**decoder.defaults, **config.values}, config.name)
     hidden = config.need("hidden_size")
@@ -96,8 +96,8 @@ def _keys(decoder: Decoder, config: ConfigJson) -> dict[str, Any]:
 
 
 def _config(decoder: Decoder, model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Make a config.json from [model]. Raise InputError for values that the family does not
-    have."""
+    """Make a config.json from the section [model]. Raise InputError for values that the family does
+    not support."""
     needed = {
         **DECODER,
         **PLAIN,
@@ -128,8 +128,8 @@ def _config(decoder: Decoder, model: ModelConfig, vocab_size: int) -> dict[str, 
 
 
 def _rope_keys(config: ConfigJson) -> dict[str, Any]:
-    """Make the keys for rotary angles. Newer files have them in `rope_parameters`; older ones have
-    `rope_theta` at the top level, and `rope_scaling`. Raise InputError for other kinds of
+    """Make the keys of [model] for rotary angles. Newer files have them in `rope_parameters`; older
+    ones have `rope_theta` at the top level, and `rope_scaling`. Raise InputError for other kinds of
     angles."""
     scaling: dict[str, Any] = {}
     theta = config.get("rope_theta", 10000.0)
@@ -155,8 +155,8 @@ def _rope_keys(config: ConfigJson) -> dict[str, Any]:
 
 
 def _scaling(config: ConfigJson, key: str, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys for scaled angles. `rope` is the table in config.json and `key` its name.
-    Raise InputError for a value that is no number."""
+    """Return the keys of [model] for scaled rotary angles. `rope` is the table in config.json and
+    `key` its name. Raise InputError for a value that is not a number."""
     length = "original_max_position_embeddings"
     values = {length: config.get("max_position_embeddings"), **rope}
     scaling = {}
@@ -169,8 +169,8 @@ def _scaling(config: ConfigJson, key: str, rope: Mapping[str, Any]) -> dict[str,
 
 
 def _rope_config(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json for rotary angles, in the forms of older and of newer versions
-    of `transformers`."""
+    """Return the keys of config.json for rotary angles. Both older and newer versions of
+    `transformers` can read them."""
     scaling = None
     parameters: dict[str, Any] = {"rope_type": "default"}
     if model.rope_scaling == "llama3":
@@ -187,8 +187,9 @@ def _rope_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _window_keys(config: ConfigJson, sliding: list[bool]) -> dict[str, Any]:
-    """Return the keys of [model] for a window in the layers that `layer_types` names, or else in
-    those that `sliding` marks. Raise InputError for values that are not supported."""
+    """Return the keys of [model] for sliding windows. The layers with a window are those that
+    `layer_types` names, or else those that `sliding` marks. Raise InputError for values that are
+    not supported."""
     window = config.values.get("sliding_window")
     types = config.get("layer_types")
     if types is not None:
@@ -212,14 +213,15 @@ def _window_keys(config: ConfigJson, sliding: list[bool]) -> dict[str, Any]:
 
 
 def _require_whole(config: ConfigJson, key: str, value: Any) -> int:
-    """Return `value`; raise InputError if it is no integer."""
+    """Return `value`. Raise InputError if it is not an integer."""
     if type(value) is not int:
         raise InputError(f"{config.name}: {key} = {value!r} is no whole number")
     return value
 
 
 def _sliding(model: ModelConfig) -> list[bool]:
-    """Return which layers have the window of [model], even if it is longer than a sample."""
+    """Return for each layer whether it has the window of [model], even if the window is longer than
+    a sample."""
     layers = range(model.layers)
     named = {"all": [True] * model.layers, "even": [layer % 2 == 0 for layer in layers]}
     if isinstance(model.sliding_layers, str):
@@ -228,13 +230,14 @@ def _sliding(model: ModelConfig) -> list[bool]:
 
 
 def _layer_types(model: ModelConfig) -> list[str]:
-    """Return `layer_types` of config.json."""
+    """Return the value of `layer_types` in config.json."""
     kinds = {True: "sliding_attention", False: "full_attention"}
     return [kinds[slides and model.sliding_window > 0] for slides in _sliding(model)]
 
 
 def _count(config: ConfigJson) -> int:
-    """Return the number of layers; 0 if it is illegal, because another check reports that."""
+    """Return the number of layers; 0 if config.json has an illegal number, because another check
+    reports that."""
     layers = config.need("num_hidden_layers")
     return layers if type(layers) is int else 0
 
@@ -243,14 +246,14 @@ def _count(config: ConfigJson) -> int:
 
 
 def _biases(config: ConfigJson) -> dict[str, Any]:
-    """Return the key of [model] for biases."""
+    """Return the key of [model] that says which linears have biases."""
     attention = config.only("attention_bias", False, True)
     mlp = config.only("mlp_bias", False, True)
     return {"bias": BIASES.get((attention, mlp), False)}
 
 
 def _require_attention_bias(model: ModelConfig, family: str) -> None:
-    """Raise InputError unless the model has no biases, or only biases in the attention."""
+    """Raise InputError unless the model has no biases, or biases only in the attention."""
     if model.bias is not False:
         require(model, family, bias="attention")
 
@@ -271,7 +274,8 @@ def _llama_config(model: ModelConfig) -> dict[str, Any]:
 def _mistral_keys(config: ConfigJson) -> dict[str, Any]:
     config.only("hidden_act", "silu", "swish")
     window = _window_keys(config, [True] * _count(config))
-    if window.get("sliding_layers", "all") != "all":  # `transformers` would not read layer_types
+    # `transformers` ignores layer_types for this family
+    if window.get("sliding_layers", "all") != "all":
         raise InputError(f"{config.name}: layer_types of a mistral must be all of one kind")
     return {**window, "bias": False}
 
@@ -327,7 +331,7 @@ def _gemma2_keys(config: ConfigJson) -> dict[str, Any]:
         **_window_keys(config, [layer % 2 == 0 for layer in range(_count(config))]),
         "bias": "attention" if bias else False,
         "query_scalar": config.need("query_pre_attn_scalar"),
-        # null means no cap; a missing key has its value from `defaults`
+        # null means no cap; for a missing key `defaults` has the value
         "attention_softcap": config.values["attn_logit_softcapping"] or 0.0,
         "logit_softcap": config.values["final_logit_softcapping"] or 0.0,
     }
@@ -418,8 +422,9 @@ DECODERS = {
 
 
 def decoder_for(model: ModelConfig) -> Family:
-    """Return the family of a model with RMSNorm that was trained here, found by a property that
-    only one family has. If the model does not fit, the family's `config` raises InputError."""
+    """Return the family for a model with RMSNorm that ptdmpi has trained. Each family is recognized
+    by a property that no other family has. If the model does not fit, the family's `config` raises
+    InputError."""
     distinct = {
         "gemma2": model.block_norm == "sandwich",
         "qwen3": model.qk_norm,

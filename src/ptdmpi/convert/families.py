@@ -1,4 +1,4 @@
-"""GPT-2 and BERT of Hugging Face as data, and the table of all known families.
+"""GPT-2 and BERT in Hugging Face's format, described as data, and the table of all known families.
 
 A new family needs a `Family` in FAMILIES and a forward pass in `reference.py`.
 """
@@ -15,19 +15,19 @@ from ptdmpi.convert.family import DECODER, PLAIN, ConfigJson, Family, require
 # -- GPT-2 (Radford et al. 2019) -------------------------------------------------------------------
 
 
-# Names of activation functions: theirs -> ours, and ours -> theirs.
+# Names of activation functions: Hugging Face's -> ptdmpi's, and ptdmpi's -> Hugging Face's.
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
 THEIR_ACTIVATIONS = {"gelu": "gelu_new", "gelu_exact": "gelu"}
 
 
 def _gpt2_keys(config: ConfigJson) -> dict[str, Any]:
-    """Make [model] from the config.json of a GPT-2."""
+    """Make the section [model] from the config.json of a GPT-2."""
     activation = config.only("activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu")
     config.only("scale_attn_weights", True)
     config.only("scale_attn_by_inverse_layer_idx", False)
     config.only("add_cross_attention", False)
     hidden = config.need("n_embd")
-    # another check reports an illegal width, so any default is good for it
+    # another check reports an illegal width, so any value will do here
     ffn_hidden = 4 * hidden if type(hidden) is int and hidden > 0 else 1
     return {
         "kind": "gpt",
@@ -43,7 +43,8 @@ def _gpt2_keys(config: ConfigJson) -> dict[str, Any]:
 
 
 def _gpt2_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Make the config.json of a GPT-2. Raise InputError for a [model] of another kind."""
+    """Make the config.json of a GPT-2 from [model]. Raise InputError for a model of another
+    kind."""
     require(
         model,
         "gpt2",
@@ -78,7 +79,7 @@ def _gpt2_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def _bert_keys(config: ConfigJson, block_norm: str = "post") -> dict[str, Any]:
-    """Make [model] from the config.json of a BERT."""
+    """Make the section [model] from the config.json of a BERT."""
     activation = config.only("hidden_act", "gelu", "gelu_new", "gelu_pytorch_tanh")
     config.only("position_embedding_type", "absolute")
     config.only("is_decoder", False)
@@ -101,7 +102,7 @@ def _bert_keys(config: ConfigJson, block_norm: str = "post") -> dict[str, Any]:
 
 
 def _bert_config(model: ModelConfig, vocab_size: int, block_norm: str = "post") -> dict[str, Any]:
-    """Make the config.json of a BERT. Raise InputError for a [model] of another kind."""
+    """Make the config.json of a BERT from [model]. Raise InputError for a model of another kind."""
     name = "Bert" if block_norm == "post" else "MegatronBert"
     head = "PreTraining" if model.sentence_order else "MaskedLM"
     require(
@@ -140,14 +141,15 @@ def _bert_config(model: ModelConfig, vocab_size: int, block_norm: str = "post") 
 
 
 def _bert_tasks(name: str) -> dict[str, tuple[str, str]]:
-    """Return the `tasks` of a family whose models' names begin with `name`."""
+    """Return the field `tasks` for a family whose classes in `transformers` have names that begin
+    with `name`."""
     return {
         "classification": (f"{name}ForSequenceClassification", "classifier"),
         "choice": (f"{name}ForMultipleChoice", "classifier"),
     }
 
 
-# The first BERT files have TensorFlow's names of the parameters of norms.
+# The first BERT files name the parameters of norms as TensorFlow does.
 GREEK = {"gamma": "weight", "beta": "bias"}
 
 FAMILIES = {
@@ -196,7 +198,7 @@ FAMILIES = {
             "sentence.order": ("cls.seq_relationship",),
         },
         transposed=False,
-        # a pooler has no part in any loss unless a head follows it
+        # a pooler influences no loss unless a head follows it
         buffers=re.compile(r"embeddings\.(position|token_type)_ids|pooler\.dense\.(weight|bias)"),
         keys=_bert_keys,
         config=_bert_config,
@@ -206,7 +208,7 @@ FAMILIES = {
         tasks=_bert_tasks("Bert"),
     ),
 }
-# The same names, except for the norms.
+# The modules have the same names as in BERT, except the norms.
 FAMILIES["megatron-bert"] = replace(
     FAMILIES["bert"],
     model_type="megatron-bert",
@@ -227,8 +229,8 @@ FAMILIES["megatron-bert"] = replace(
 
 
 def family_of(config: ConfigJson) -> Family:
-    """Return the family of a config.json. Raise InputError for a model_type that is not in
-    FAMILIES, and for quantized weights."""
+    """Return the family of the model that a config.json describes. Raise InputError for a
+    model_type that is not in FAMILIES, and for quantized weights."""
     name = config.need("model_type")
     if config.get("quantization_config"):
         raise InputError(f"{config.name}: quantization_config: quantized weights are not supported")
@@ -240,8 +242,8 @@ def family_of(config: ConfigJson) -> Family:
 
 
 def family_for(model: ModelConfig) -> Family:
-    """Return the family of a model that was trained here. If the model does not fit the family, the
-    family's `config` raises InputError."""
+    """Return the family for a model that ptdmpi has trained. If the model does not fit the family,
+    the family's `config` raises InputError."""
     if model.masked:
         return FAMILIES["bert" if model.block_norm == "post" else "megatron-bert"]
     if model.norm == "rmsnorm":

@@ -1,6 +1,7 @@
-"""Families of Hugging Face models: the names of their parameters, and their config.json.
+"""Families of Hugging Face's models: the names of their parameters, and their config.json.
 
-In this folder "ours" is this trainer's form of a model, and "theirs" is that of `transformers`."""
+In the identifiers of this folder `ours` means ptdmpi's form of a model, and `theirs` means the form
+of `transformers`."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,21 +36,20 @@ PLAIN = {
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models of `transformers`.
+    """A family of models in `transformers`, such as GPT-2.
 
-    `modules`: our module -> their modules. There are several if they keep parts of our module
-    separately (such as q, k and v).
-    `prefix`: the beginning of the names of the base model. The names of heads do not have it, and
-    neither do the names in a file that has only the base model.
-    `transposed`: True if the weights of their linears are [inputs, outputs].
-    `buffers`: tensors that are no parameters here; they are kept for the conversion back.
-    `keys`: a function that makes the keys of [model] from a config.json.
-    `config`: a function that makes a config.json from [model] and the size of the vocabulary.
-    `again`: tensors that repeat another one in every model with a tied head. If the head is not
-    tied and the two tensors differ, the repetition is used and the other one is not.
-    `told_by`: keys of [model] that no config.json has -> the tensor that exists if they are true.
-    `renamed`: ends of names in old files -> ends in newer files.
-    `tasks`: kind of task -> their name of a model with a head for it, and the linear of that head.
+    `modules`: ptdmpi's module -> the modules of `transformers`. There are several of them if
+    `transformers` stores parts of ptdmpi's module separately (such as q, k and v). `prefix`: the
+    beginning of the names of the base model. The names of heads do not have it, and neither do the
+    names in a file that contains only the base model. `transposed`: True if the weights of the
+    linears of `transformers` are [inputs, outputs]. `buffers`: tensors that are no parameters in
+    ptdmpi; they are stored for the conversion back. `keys`: a function that makes the keys of
+    [model] from a config.json. `config`: a function that makes a config.json from [model] and the
+    size of the vocabulary. `again`: tensors that repeat another tensor in every model with a tied
+    head. If the head is not tied and the two tensors differ, the repetition is used, and the other
+    tensor is not. `told_by`: keys of [model] that no config.json has -> the tensor that exists if
+    they are true. `renamed`: ends of names in old files -> ends in newer files. `tasks`: kind of
+    task -> the name in `transformers` of a model with a head for it, and the linear of that head.
     """
 
     model_type: str
@@ -66,20 +66,24 @@ class Family:
 
     @property
     def output(self) -> str:
-        """Return the name of their linear that makes the logits, or the scores of a task."""
+        """Return the name in `transformers` of the linear that makes the logits, or the scores of a
+        task."""
         (head,) = self.modules.get("sentence.classes") or self.modules["head"]
         return head
 
     def of_head(self, base: str) -> bool:
-        """Return True if a name, without prefix, belongs to a head and not to the base model."""
+        """Return True if a parameter name, without prefix, belongs to a head and not to the base
+        model."""
         return base.partition(".")[0] == self.output.partition(".")[0]
 
     def full(self, base: str) -> str:
-        """Return a name with its prefix, as in the files of whole models."""
+        """Return a parameter name with its prefix, as in files that contain the base model and a
+        head."""
         return base if self.of_head(base) else self.prefix + base
 
     def base(self, name: str) -> str:
-        """Return a name in their files without prefix, and with its end as in newer files."""
+        """Return a name in the files of `transformers` without its prefix, and with its end as in
+        newer files."""
         name = name.removeprefix(self.prefix)
         for old, new in self.renamed.items():
             if name.endswith(old):
@@ -89,8 +93,9 @@ class Family:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """A tensor of theirs (`theirs`, without prefix). It holds the `box` of our logical tensor
-    `ours`, which has the shape `whole`; it may be transposed."""
+    """A tensor in the files of `transformers`, named `theirs` (without prefix), and the part of a
+    parameter of ptdmpi that it contains: the slice `box` of the logical tensor `ours`, whose full
+    shape is `whole`. The tensor may be transposed."""
 
     ours: str
     whole: tuple[int, ...]
@@ -100,16 +105,18 @@ class Counterpart:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of their tensor."""
+        """Return the shape of the tensor in the files of `transformers`."""
         return self.box.size[::-1] if self.transposed else self.box.size
 
     def ours_of(self, part: Box) -> Box:
-        """Return the box of our whole tensor that corresponds to a box of their tensor."""
+        """Return the slice of ptdmpi's logical tensor that corresponds to the slice `part` of the
+        tensor of `transformers`."""
         return (part.transposed() if self.transposed else part).within(self.box)
 
 
 class ConfigJson:
-    """A config.json, read key by key; messages call it `name`."""
+    """The content of a config.json, which is read key by key. Error messages call the file
+    `name`."""
 
     def __init__(self, values: Json, name: str) -> None:
         self.values = values
@@ -137,8 +144,8 @@ class ConfigJson:
 
 
 def counterparts(family: Family, needed: Mapping[str, Declaration]) -> Iterator[Counterpart]:
-    """Yield the counterparts of all parameters of our model. Raise InputError for a parameter that
-    the family does not have."""
+    """Yield the counterparts in `transformers` of all parameters of ptdmpi's model. Raise
+    InputError for a parameter that the family does not have."""
     for name, declaration in needed.items():
         module, _, kind = name.rpartition(".")
         layer = re.match(r"layers\.(\d+)\.", module)
@@ -163,7 +170,7 @@ def counterparts(family: Family, needed: Mapping[str, Declaration]) -> Iterator[
 
 
 def tied_to(family: Family, model: ModelConfig) -> dict[str, str]:
-    """Return (repetition -> repeated tensor), for files that have both; names are without
+    """Return (repetition -> repeated tensor) for files that contain both; names are without
     prefix."""
     tied = dict(family.again)
     if model.tie_embeddings:

@@ -1,8 +1,8 @@
-"""The directory that a conversion writes, as a whole or not at all.
+"""The directory that a conversion writes. After an error nothing of it remains.
 
 `from_hf` writes a directory with the layout of a run directory, so that `train`, `evaluate` and
-`generate` can use it. It has config.toml with [model], and a checkpoint with weights only. Its
-folder `hugging_face/` keeps all that only the conversion back needs: every other file of the
+`generate` can use it. It has a config.toml with [model], and a checkpoint with weights only. Its
+folder `hugging_face/` contains all that only the conversion back needs: every other file of the
 model's directory (config.json, tokenizer), the headers of the weight files, and the buffers of old
 files. From these `to_hf` writes the original files again, byte for byte if the weights are
 unchanged.
@@ -27,11 +27,11 @@ BUFFERS = "buffers.safetensors"
 
 @dataclass(frozen=True)
 class Converted:
-    """The result of a conversion.
+    """The result of a conversion, for the user.
 
-    `difference` is the greatest difference of the logits of both sides, relative to their
-    magnitude; `files` and `bytes` are the number and size of the weight files; `note` is a remark
-    for the user.
+    `difference` is the greatest difference between the logits of both models, relative to their
+    magnitude. `files` and `bytes` are the number and the total size of the weight files. `note` is
+    a remark for the user.
     """
 
     path: Path
@@ -46,9 +46,9 @@ class Converted:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Yield a directory to write into; it becomes `target` at the end of the block, or is removed
-    after an exception. Raise InputError if `target` exists (unless it is an empty directory), or
-    cannot be written."""
+    """Yield a directory to write into. At the end of the block it is renamed to `target`; after an
+    exception it is removed. Raise InputError if `target` exists (unless it is an empty directory),
+    or cannot be written."""
     try:
         if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
             raise InputError(f"{target} exists already: name another directory, or remove it")
@@ -65,7 +65,8 @@ def new_directory(target: Path) -> Iterator[Path]:
         sync(folder)
         folder.rename(target)
         sync(target.absolute().parent)
-    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
+    # safetensors reports a full disk by its own error class
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{target} was not written: {reason}") from None

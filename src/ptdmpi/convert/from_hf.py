@@ -1,4 +1,4 @@
-"""Converting a Hugging Face model directory to a checkpoint of ours."""
+"""Converting a Hugging Face model directory to a checkpoint of ptdmpi."""
 
 import json
 import math
@@ -33,13 +33,14 @@ from ptdmpi.terminal.progress import progress
 NO_CHOICES = (
     "config.json does not say how many candidates a question has: add task.choices to train further"
 )
-# Files with these endings have weights, in any form; all other files of a model are kept.
+# Files with these endings contain weights in some format. All other files of a model are copied.
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"}
 
 
 def from_hf(source: Path, target: Path) -> Converted:
     """Convert the model directory `source` to a directory `target`. Raise InputError if the model
-    is not supported or damaged, and CheckFailed as `compare` does; then `target` is not written."""
+    is not supported or damaged, and CheckFailed if the self-check (`compare`) fails. In both cases
+    `target` is not written."""
     config = ConfigJson(tensors.read_json(source / "config.json"), str(source / "config.json"))
     task = task_in(config)
     family = with_task(family_of(config), task)
@@ -48,7 +49,8 @@ def from_hf(source: Path, target: Path) -> Converted:
         raise InputError(f"{config.name}: vocab_size = {vocab_size!r}; legal: 1 or more")
     keys = family.keys(config)
     with WeightFiles(source) as theirs, new_directory(target) as folder:
-        # their tables may have more rows than the tokenizer has ids, so vocab_size is a key
+        # vocab_size is a key of its own, because the tables of `transformers` may have more rows
+        # than the tokenizer has ids
         ours = _config({**keys, "vocab_size": vocab_size}, family, theirs, config.name)
         model = ours.model
         needed = declarations(ours, vocab_size)
@@ -73,8 +75,9 @@ def from_hf(source: Path, target: Path) -> Converted:
 
 
 def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: str) -> Config:
-    """Return a configuration with the given `keys` of [model], and with those keys that depend on
-    whether a tensor exists. Raise InputError, with the `name` of config.json, for illegal keys."""
+    """Return a configuration with the given `keys` of [model], and with the keys whose values
+    depend on whether a tensor exists. Raise InputError, with the `name` of config.json, for illegal
+    keys."""
     bases = {family.base(tensor) for tensor in theirs.tensors}
     decided = {key: tensor in bases for key, tensor in family.told_by.items()}
     try:
@@ -82,14 +85,15 @@ def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: 
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     layers = config.model.layers
-    if layers > len(bases):  # a typing error, found before so many layers are declared
+    if layers > len(bases):  # a typing error, which is detected before so many layers are declared
         raise InputError(f"{name}: {layers} layers, but {len(bases)} tensors in all")
     return config
 
 
 def _settled(plan: Plan, model: ModelConfig, theirs: WeightFiles) -> Plan:
-    """Return the plan without repetitions that differ from the repeated tensor: those are tensors
-    of their own. Raise InputError if such tensors differ in a model whose embeddings are tied."""
+    """Return the plan without those repetitions that differ from the tensor that they should
+    repeat: they are parameters of their own. Raise InputError if such tensors differ in a model
+    whose embeddings are tied."""
     for head, word in plan.again.items():
         if _equal(theirs, head, word):
             continue
@@ -104,7 +108,7 @@ def _settled(plan: Plan, model: ModelConfig, theirs: WeightFiles) -> Plan:
 
 
 def _equal(theirs: WeightFiles, name: str, other: str) -> bool:
-    """Return True if two tensors have equal values."""
+    """Return True if two tensors of the model have equal values."""
     return all(
         torch.equal(theirs.read(name, slab), theirs.read(other, slab))
         for slab in slabs(theirs.tensors[name].shape, 8)
@@ -112,8 +116,8 @@ def _equal(theirs: WeightFiles, name: str, other: str) -> bool:
 
 
 def _outgoing(theirs: WeightFiles, plan: Plan) -> Iterator[Outgoing]:
-    """Yield every parameter of ours in pieces of whole rows, which are read only when they are
-    written."""
+    """Yield every parameter of ptdmpi's model in pieces of complete rows. The values are read only
+    when they are written."""
     chosen = {name: tensor for name, tensor in plan.by_name.items() if name not in plan.again}
     wide = {tensor.ours for n, tensor in chosen.items() if theirs.tensors[n].dtype == "F64"}
     for name, tensor in chosen.items():
@@ -132,7 +136,8 @@ def _outgoing(theirs: WeightFiles, plan: Plan) -> Iterator[Outgoing]:
 def _read(
     theirs: WeightFiles, name: str, transposed: bool, slab: Box, *, dtype: torch.dtype
 ) -> Array:
-    """Return the part of their tensor `name` for a slab of our box, in our layout and type."""
+    """Return the part of the tensor `name` of `transformers` that is the slice `slab` of ptdmpi's
+    parameter, in ptdmpi's layout and type."""
     values = theirs.read(name, slab.transposed() if transposed else slab)
     if transposed:
         values = values.t()
@@ -145,8 +150,8 @@ def write_checkpoint(
     model: Mapping[str, Any],
     lineage: Mapping[str, Any] | None = None,
 ) -> int:
-    """Write a checkpoint with weights only, before any step, in `directory`, and return its bytes.
-    `model` and `lineage` are those of `write_manifest`."""
+    """Write a checkpoint that contains only weights, at step 0, in `directory`, and return its size
+    in bytes. `model` and `lineage` are as in `write_manifest`."""
     temporary = directory / (files.name_of(0) + ".tmp")
     temporary.mkdir(parents=True)
     with progress("converting", sum(part.nbytes for part in parts), "B") as advance:
@@ -159,7 +164,7 @@ def write_checkpoint(
 
 
 def _advanced(part: Outgoing, advance: Callable[[float], object]) -> Array:
-    """Return the values of a part, and show the progress."""
+    """Return the values of a part, and advance the progress display."""
     advance(part.nbytes)
     return part.values()
 
@@ -183,7 +188,7 @@ def _write_config(
 
 
 def _keep(folder: Path, theirs: WeightFiles, plan: Plan) -> None:
-    """Keep the files, headers and buffers that `to_hf` needs besides the weights."""
+    """Copy the files, headers and buffers that `to_hf` needs in addition to the weights."""
     folder.mkdir()
     for path in sorted(theirs.directory.iterdir()):
         if path.is_file() and path.suffix not in WEIGHT_SUFFIXES and path.name != HEADERS:

@@ -1,8 +1,8 @@
 """Heads for tasks: the models of `transformers` that have them, and the classes in config.json.
 
-Their heads compute the same functions as ours: for BERT a pooler and a linear with bias on the
-first token, for decoders a linear without bias on the last token that is no padding. Only BERT has
-a head for questions with several candidates.
+The heads of `transformers` compute the same functions as ptdmpi's. For BERT this is a pooler and a
+linear with bias on the first token; for decoders it is a linear without bias on the last token that
+is not padding. Only BERT has a head for questions with several candidates.
 """
 
 from collections.abc import Mapping
@@ -14,13 +14,14 @@ from ptdmpi.convert.family import ConfigJson, Family
 from ptdmpi.lineage.adapted import NO_TASK
 from ptdmpi.plan.shape.parameters import task_head
 
-# Kind of task -> the end of their name of a model with a head for it.
+# Kind of task -> the end of the class name in `transformers` of a model with a head for it.
 ENDINGS = {"classification": "ForSequenceClassification", "choice": "ForMultipleChoice"}
 
 
 def task_in(config: ConfigJson) -> TaskConfig:
-    """Return the task of the model with this config.json. The number of candidates of a choice is
-    not in config.json. Raise InputError for classes that are not supported."""
+    """Return the task of the model that a config.json describes. The number of candidates of a
+    multiple-choice task is not in config.json. Raise InputError for classes that are not
+    supported."""
     named = config.get("architectures", [])
     name = ""
     if isinstance(named, list) and named:
@@ -69,8 +70,8 @@ def made_up(count: int) -> list[str]:
 
 
 def head_names(family: Family, model: ModelConfig) -> dict[str, str]:
-    """Return the weights of a model's head for a task: our name -> the full name in their files.
-    `family` must be a result of `with_task`."""
+    """Return the weights of a model's head for a task: ptdmpi's name -> the full name in the files
+    of `transformers`. `family` must be a result of `with_task`."""
     names = {}
     for name in task_head(model):
         module, _, kind = name.rpartition(".")
@@ -80,8 +81,8 @@ def head_names(family: Family, model: ModelConfig) -> dict[str, str]:
 
 
 def with_task(family: Family, task: TaskConfig) -> Family:
-    """Return the family's models with a head for this task, or the family itself if there is no
-    task. Raise InputError if the family has no such head."""
+    """Return the family for models with a head for this task, or the unchanged family if there is
+    no task. Raise InputError if the family has no such head."""
     if task.kind == "none":
         return family
     if task.kind not in family.tasks:
@@ -93,7 +94,7 @@ def with_task(family: Family, task: TaskConfig) -> Family:
     name, classifier = family.tasks[task.kind]
 
     def keys(config: ConfigJson) -> dict[str, Any]:
-        """Return [model], with the head for the task."""
+        """Return the section [model], with the head for the task."""
         head = {"output_head": "classes", "classes": task.classes}
         return {**family.keys(config), "tie_embeddings": False, "sentence_order": False, **head}
 
@@ -101,7 +102,7 @@ def with_task(family: Family, task: TaskConfig) -> Family:
         """Return the config.json, with the head for the task."""
         output = {"output_head": "mlm" if model.masked else "linear", "classes": 0}
         values = family.config(model.model_copy(update=output), vocab_size)
-        del values["tie_word_embeddings"]  # there is no other table to tie
+        del values["tie_word_embeddings"]  # a model with this head has no second table to tie
         return {**values, "architectures": [name], **_labels_config(task)}
 
     modules = {ours: theirs for ours, theirs in family.modules.items() if not _is_text_head(ours)}
@@ -116,7 +117,8 @@ def with_task(family: Family, task: TaskConfig) -> Family:
 
 
 def _is_text_head(name: str) -> bool:
-    """Return True if a module of ours predicts tokens, or the order of two segments."""
+    """Return True if a module of ptdmpi is a head that predicts tokens, or the order of two
+    segments."""
     return name in ("head", "sentence.order") or name.startswith("mlm.")
 
 
@@ -131,16 +133,17 @@ def _labels_config(task: TaskConfig) -> dict[str, Any]:
 
 
 def lost(task: TaskConfig) -> str:
-    """Return a note about the part of a task that their files cannot store; "" if there is none."""
+    """Return a note about the part of a task that the files of `transformers` cannot store; "" if
+    there is none."""
     if not task.choices:
         return ""
     return f"config.json has no place for task.choices = {task.choices}"
 
 
 def padding(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Return the key of config.json by which a decoder's head finds the last token of a text in a
-    padded batch. Its value is the end of a text. Return {} if config.json has the key already, or
-    for a BERT."""
+    """Return the key of config.json (`pad_token_id`) by which a decoder's head finds the last token
+    of a text in a padded batch. Its value is the id at the end of a text. Return {} for a BERT, or
+    if config.json already has the key."""
     end = config.get("eos_token_id")
     if isinstance(end, list) and end:
         end = end[0]

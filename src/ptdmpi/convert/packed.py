@@ -1,7 +1,8 @@
-"""Quantized weights in the format "pack-quantized" of `compressed-tensors`, for `transformers`.
+"""Quantized weights in the format "pack-quantized" of `compressed-tensors`, which `transformers`
+can read.
 
-Instead of NAME.weight a file has NAME.weight_packed (int32, with the same bytes as our codes),
-NAME.weight_scale and NAME.weight_shape.
+Instead of NAME.weight a file contains NAME.weight_packed (int32, with the same bytes as ptdmpi's
+codes), NAME.weight_scale and NAME.weight_shape.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,8 +32,8 @@ WORD_BYTES = 4
 
 @dataclass(frozen=True)
 class PackedModel:
-    """The tensors of a plan that are written packed, by their names. Each holds whole rows of one
-    of our weights. `form` is the format of their codes."""
+    """The tensors of a plan that are written in packed form, by name. Each contains complete rows
+    of one of ptdmpi's weights. `form` is the format of their codes."""
 
     form: LowBit
     tensors: Mapping[str, Counterpart]
@@ -40,7 +41,7 @@ class PackedModel:
     @classmethod
     def of(cls, family: Family, plan: Plan, reader: Reader) -> "PackedModel":
         """Find the quantized weights of a checkpoint. Raise InputError if no weight is quantized,
-        or the format cannot hold them."""
+        or if "pack-quantized" cannot represent them."""
         form = reader.manifest.form
         where = reader.directory
         if form is None:
@@ -70,7 +71,7 @@ class PackedModel:
         return cls(form, quantized)
 
     def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """Return the headers of the same files with packed tensors in place of the weights."""
+        """Return the headers of the same files, in which packed tensors replace the weights."""
         packed = {}
         for file, text in headers.items():
             written: list[tuple[str, Stored]] = []
@@ -80,7 +81,8 @@ class PackedModel:
         return packed
 
     def _entries(self, name: str, stored: Stored) -> Iterator[tuple[str, Stored]]:
-        """Yield the tensors that are written for one tensor."""
+        """Yield the tensors that are written in place of one tensor: three if it is packed,
+        otherwise the tensor itself."""
         if name not in self.tensors:
             yield name, stored
             return
@@ -110,8 +112,8 @@ class PackedModel:
         }
 
     def values(self, reader: Reader, name: str) -> Tensor | None:
-        """Return a packed tensor, by its name in the file; None if the name is that of another
-        tensor. Raise InputError if the checkpoint is damaged."""
+        """Return a packed tensor, by its name in the file; None if the tensor with this name is not
+        packed. Raise InputError if the checkpoint is damaged."""
         for suffix in (PACKED, SCALE, SHAPE):
             counterpart = self.tensors.get(name.removesuffix(suffix))
             if name.endswith(suffix) and counterpart is not None:
@@ -141,7 +143,7 @@ class PackedModel:
 
 
 class UnpackedFiles:
-    """Weight files whose packed tensors are read as plain float32 weights."""
+    """Weight files whose packed tensors are read as float32 weights."""
 
     def __init__(self, files: WeightFiles, packed: PackedModel) -> None:
         self.files = files
@@ -150,7 +152,7 @@ class UnpackedFiles:
         self.tensors: Mapping[str, Stored] = {**files.tensors, **plain}
 
     def read(self, name: str) -> Tensor:
-        """Return a whole tensor."""
+        """Return a full tensor; a packed one is dequantized."""
         if name not in self.packed.tensors:
             return self.files.read(name)
         codes = self.files.read(name + PACKED).view(torch.uint8)

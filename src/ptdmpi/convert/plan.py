@@ -1,4 +1,5 @@
-"""The assignment of a Hugging Face model's tensors to boxes of ours, checked before converting."""
+"""Which tensor of a Hugging Face model contains which part of which parameter of ptdmpi's model.
+This is checked before anything is converted."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,10 +12,10 @@ from ptdmpi.model.parameters import Declaration
 
 @dataclass(frozen=True)
 class Plan:
-    """The use of each tensor in their files, by its name in the files.
+    """The use of each tensor in the files of a Hugging Face model, by its name in the files.
 
-    `by_name` has the box of our parameter that each tensor holds. `again` has the tensors that
-    repeat another one (a tied head). `buffers` has the tensors that are no parameters.
+    `by_name` has the slice of ptdmpi's parameter that each tensor contains. `again` has the tensors
+    that repeat another one (a tied head). `buffers` has the tensors that are no parameters.
     """
 
     by_name: dict[str, Counterpart]
@@ -23,7 +24,7 @@ class Plan:
 
     def unused(self, name: str) -> "Plan":
         """Return the plan in which the tensor `name` is a buffer. The tensor that repeats it
-        becomes the parameter."""
+        becomes the parameter instead."""
         return replace(
             self,
             by_name={key: tensor for key, tensor in self.by_name.items() if key != name},
@@ -40,10 +41,10 @@ def make_plan(
     *,
     where: str,
 ) -> Plan:
-    """Assign the tensors of a model's files to the parameters `needed` by our model.
+    """Assign the tensors of a model's files to the parameters that ptdmpi's model needs (`needed`).
 
-    `where` names the files in messages. Raise InputError for a tensor that is missing, unexpected,
-    or of another shape or type.
+    `where` names the files in error messages. Raise InputError for a tensor that is missing,
+    unexpected, or of another shape or type.
     """
     full = {family.base(name): name for name in tensors}
     if len(full) < len(tensors):
@@ -79,7 +80,8 @@ def make_plan(
 
 
 def _require(where: str, name: str, stored: Stored, wanted: Counterpart) -> None:
-    """Raise InputError if a tensor does not have the wanted shape, or has an unknown type."""
+    """Raise InputError if a tensor does not have the shape of its counterpart, or has an unknown
+    type."""
     if stored.shape != wanted.shape:
         raise InputError(
             f"{where}: tensor {name} has shape {list(stored.shape)}, config.json makes it "

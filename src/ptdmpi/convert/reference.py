@@ -1,9 +1,9 @@
 """Independent forward passes of each family, for the self-check of a conversion.
 
-They follow Hugging Face's definition of each family: its names, its layouts, and the keys of its
-config.json. They share nothing with our model or with the tables of `families.py`, so they cannot
-repeat a mistake made there. One tensor is read at a time. The tests compare these passes with
-`transformers`.
+The passes follow Hugging Face's definition of each family: its names, its layouts, and the keys of
+its config.json. They share nothing with ptdmpi's model or with the tables of `families.py`, so they
+cannot repeat a mistake made there. One tensor is read at a time. The tests compare these passes
+with `transformers`.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Get = Callable[[str], Tensor]  # their name, without the base model's prefix -> tensor
+Get = Callable[[str], Tensor]  # name in `transformers`, without the base model's prefix -> tensor
 Json = Mapping[str, Any]
 
 
@@ -34,18 +34,19 @@ class Question:
 
 
 def gpt2(config: Json, get: Get, question: Question) -> tuple[Tensor]:
-    """Return the logits [b, s, V] of GPT-2 (Radford et al. 2019), or the scores of a task."""
+    """Return the logits [b, s, V] of GPT-2 (Radford et al. 2019), or the scores of a task's
+    head."""
     ids = question.ids
     eps = config.get("layer_norm_epsilon", 1e-5)
     heads = config["n_head"]
     width = config["n_embd"]
 
     def norm(name: str, x: Tensor) -> Tensor:
-        """Apply a norm."""
+        """Apply the LayerNorm `name`."""
         return _layer_norm(get, name, x, eps)
 
     def conv(name: str, x: Tensor) -> Tensor:
-        """Apply a linear, whose weight is [inputs, outputs]."""
+        """Apply the linear `name`, whose weight is [inputs, outputs]."""
         return x @ get(f"{name}.weight") + get(f"{name}.bias")
 
     x = get("wte.weight")[ids] + get("wpe.weight")[: ids.shape[1]]
@@ -70,7 +71,7 @@ def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor]:
     table = get("embed_tokens.weight")
 
     def norm(name: str, x: Tensor) -> Tensor:
-        """Apply an RMSNorm; Gemma stores its gain minus one."""
+        """Apply the RMSNorm `name`. Gemma stores its gain minus one."""
         gain = get(f"{name}.weight")
         if gemma:
             gain = gain + 1.0
@@ -83,7 +84,7 @@ def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor]:
         layer = f"layers.{i}"
         normed = norm(f"{layer}.input_layernorm", x)
         y = _self_attention(config, get, norm, layer=i, x=normed)
-        if gemma:  # norms before and after each block
+        if gemma:  # Gemma has norms before and after each block
             x = x + norm(f"{layer}.post_attention_layernorm", y)
             normed = norm(f"{layer}.pre_feedforward_layernorm", x)
             y = _gated_mlp(config, get, f"{layer}.mlp", normed)
@@ -104,7 +105,7 @@ def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor]:
 
 
 def _capped(x: Tensor, cap: float | None) -> Tensor:
-    """Cap values smoothly at `cap`; None: no cap."""
+    """Limit values smoothly to the range from -`cap` to `cap`; None means no limit."""
     if cap is None:
         return x
     return cap * torch.tanh(x / cap)
@@ -113,16 +114,18 @@ def _capped(x: Tensor, cap: float | None) -> Tensor:
 def _self_attention(
     config: Json, get: Get, norm: Callable[[str, Tensor], Tensor], *, layer: int, x: Tensor
 ) -> Tensor:
-    """Return the attention of layer `layer` of a `decoder` for its normed input `x` [b, s, h]."""
+    """Return the output of the attention in layer `layer` of a `decoder`, for its normalized input
+    `x` [b, s, h]."""
     kind = config["model_type"]
     name = f"layers.{layer}.self_attn"
     heads = config["num_attention_heads"]
-    grouped = {"mistral": 8, "qwen2": 32, "qwen3": 32, "gemma2": 4}  # the defaults of config.json
+    # the defaults in `transformers`
+    grouped = {"mistral": 8, "qwen2": 32, "qwen3": 32, "gemma2": 4}
     kv_heads = config.get("num_key_value_heads", grouped.get(kind)) or heads
     biased = kind == "qwen2" or config.get("attention_bias", False)
 
     def linear(part: str, x: Tensor, bias: bool) -> Tensor:
-        """Apply a linear of the attention."""
+        """Apply the linear `part` (q, k, v or o) of the attention."""
         return _linear(get, f"{name}.{part}_proj", x, bias)
 
     q = linear("q", x, biased)
@@ -144,7 +147,7 @@ def _self_attention(
 
 
 def _linear(get: Get, name: str, x: Tensor, bias: bool = True) -> Tensor:
-    """Apply a linear, whose weight is [outputs, inputs]."""
+    """Apply the linear `name`, whose weight is [outputs, inputs]."""
     y = x @ get(f"{name}.weight").t()
     if bias:
         y = y + get(f"{name}.bias")
@@ -152,8 +155,8 @@ def _linear(get: Get, name: str, x: Tensor, bias: bool = True) -> Tensor:
 
 
 def _window(config: Json, layer: int) -> int | None:
-    """Return the maximal number of keys that a query of this layer attends to; None: all keys
-    before it."""
+    """Return the maximum number of keys that a query of this layer attends to; None means all keys
+    up to its position."""
     kind = config["model_type"]
     types = config.get("layer_types")
     if kind == "llama":
@@ -173,7 +176,7 @@ def _window(config: Json, layer: int) -> int | None:
 
 
 def _gated_mlp(config: Json, get: Get, name: str, x: Tensor) -> Tensor:
-    """Return the MLP of a `decoder` for its normed input [b, s, h]."""
+    """Return the output of the MLP of a `decoder` for its normalized input [b, s, h]."""
     bias = bool(config.get("mlp_bias"))
     gate = _linear(get, f"{name}.gate_proj", x, bias)
     opened = _gelu(gate, "tanh") if config["model_type"] == "gemma2" else gate * gate.sigmoid()
@@ -182,9 +185,9 @@ def _gated_mlp(config: Json, get: Get, name: str, x: Tensor) -> Tensor:
 
 
 def bert(config: Json, get: Get, question: Question) -> tuple[Tensor, ...]:
-    """Return the logits [b, s, V], and those of a second head [b, 2] if there is one, or the scores
-    of a task. BERT has norms after the blocks (Devlin et al. 2019), Megatron's BERT before them
-    (Shoeybi et al. 2019)."""
+    """Return the logits [b, s, V] of BERT, and those of a second head [b, 2] if there is one, or
+    the scores of a task's head. BERT has norms after the blocks (Devlin et al. 2019), Megatron's
+    BERT before them (Shoeybi et al. 2019)."""
     x = _bert_body(config, get, question)
     if question.classifies:
         return (_pooled(get, "classifier", x),)
@@ -202,7 +205,7 @@ def bert(config: Json, get: Get, question: Question) -> tuple[Tensor, ...]:
 
 
 def _pooled(get: Get, name: str, x: Tensor) -> Tensor:
-    """Apply the pooler and a linear to the first token."""
+    """Apply the pooler, and then the linear `name`, to the first token."""
     return _linear(get, name, torch.tanh(_linear(get, "pooler.dense", x[:, 0])))
 
 
@@ -214,7 +217,7 @@ def _bert_body(config: Json, get: Get, question: Question) -> Tensor:
     activation = config.get("hidden_act", "gelu")
 
     def norm(name: str, x: Tensor) -> Tensor:
-        """Apply a norm."""
+        """Apply the LayerNorm `name`."""
         return _layer_norm(get, name, x, eps)
 
     def attention(name: str, x: Tensor) -> Tensor:
@@ -258,20 +261,20 @@ def _layer_norm(get: Get, name: str, x: Tensor, eps: float) -> Tensor:
 
 
 def _gelu(x: Tensor, form: str) -> Tensor:
-    """Apply GELU: the exact one for "gelu", else the approximation by tanh."""
+    """Apply GELU: the exact function for "gelu", otherwise its approximation by tanh."""
     if form == "gelu":
         return 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def _rotated(config: Json, x: Tensor, heads: int) -> Tensor:
-    """Apply RoPE to x [b, s, heads * head size], as rotations of complex numbers, whose real parts
-    are the first half of a head."""
+    """Apply RoPE to x [b, s, heads * head size], as rotations of complex numbers. Their real parts
+    are the first half of a head, their imaginary parts the second half."""
     rope = config.get("rope_parameters") or {}
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     real, imaginary = x.unflatten(-1, (heads, -1)).chunk(2, dim=-1)
     half = real.shape[-1]
-    # float32, as in `transformers` and in our model, which a more precise table would not match
+    # float32, as in `transformers` and in ptdmpi's model: a more precise table would not match them
     frequencies = 1.0 / theta ** (torch.arange(half) / half)
     scaling = config.get("rope_scaling") or rope
     if scaling.get("rope_type", scaling.get("type")) == "llama3":
@@ -282,8 +285,8 @@ def _rotated(config: Json, x: Tensor, heads: int) -> Tensor:
 
 
 def _slower(frequency: Tensor, scaling: Json, config: Json) -> Tensor:
-    """Return a frequency as Llama 3.1 scales it: long waves are longer by `factor`, short ones are
-    unchanged."""
+    """Return a frequency scaled as in Llama 3.1: long waves become longer by `factor`, short ones
+    stay unchanged."""
     whole = config.get("max_position_embeddings")
     length = scaling.get("original_max_position_embeddings", whole)
     low = scaling["low_freq_factor"]
@@ -299,11 +302,11 @@ def _slower(frequency: Tensor, scaling: Json, config: Json) -> Tensor:
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """The mask and the scores of an attention.
+    """The mask of an attention, and the scaling of its scores.
 
-    With `causal` a query attends to the keys up to its own position, with `window` to at most that
-    many of these keys. Scores are divided by the root of `scalar` (None: the size of a head) and
-    capped at `cap` (None: no cap).
+    With `causal` a query attends to the keys up to its own position, and with `window` to at most
+    that many of these keys. Scores are divided by the square root of `scalar` (None: the size of a
+    head) and limited by `cap` (None: no limit).
     """
 
     causal: bool = True
@@ -321,8 +324,8 @@ def _attention(
     kv_heads: int,
     form: AttentionForm = AttentionForm(),
 ) -> Tensor:
-    """Return the attention [b, s, heads * head size] for q of the same shape, and for k and v
-    [b, s, kv_heads * head size]; each key head serves heads / kv_heads query heads."""
+    """Return the output of an attention, [b, s, heads * head size], for q of the same shape, and
+    for k and v [b, s, kv_heads * head size]. Each key head serves heads / kv_heads query heads."""
     q = q.unflatten(-1, (heads, -1)).transpose(1, 2)
     k = k.unflatten(-1, (kv_heads, -1)).transpose(1, 2)
     v = v.unflatten(-1, (kv_heads, -1)).transpose(1, 2)

@@ -1,7 +1,7 @@
-"""The weight files of a Hugging Face model, read and written piece by piece.
+"""The weight files of a Hugging Face model, which are read and written piece by piece.
 
-They are `model.safetensors`, or several files and `model.safetensors.index.json`. Pickles are not
-read.
+A model has either `model.safetensors`, or several files and `model.safetensors.index.json`. Pickles
+are not read.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ TYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-# The size of the part of a tensor that is in memory at a time.
+# The number of bytes of a tensor that are in memory at a time.
 SLAB_BYTES = 1 << 26
-# The largest size of a file if a model has several, as in `transformers`.
+# The maximum size of a file if a model has several, as in `transformers`.
 FILE_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: safetensors' name of its type, its shape and its size in bytes."""
+    """A tensor in a file: its type (by safetensors' name), its shape, and its size in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -45,13 +45,14 @@ class Stored:
 
 
 class WeightFiles:
-    """All tensors of a model directory; a context manager, since it keeps files open.
+    """All tensors of a model directory. This is a context manager, since it keeps files open.
 
-    `headers` has the text of each file's header, from which the same file can be written again.
+    `headers` has the text of each file's header, from which an identical file can be written.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Read the headers. Raise InputError for files that are missing, damaged or pickles."""
+        """Read the headers of the files. Raise InputError for files that are missing or damaged, or
+        that are pickles."""
         self.directory = directory
         self.headers: dict[str, str] = {}
         self.tensors: dict[str, Stored] = {}
@@ -74,7 +75,7 @@ class WeightFiles:
             )
 
     def _index(self) -> dict[str, str]:
-        """Return the file of each tensor; empty if there is a single file."""
+        """Return the file of each tensor; empty if the model has a single file."""
         path = self.directory / INDEX
         if (self.directory / SINGLE).is_file():
             return {}
@@ -98,7 +99,7 @@ class WeightFiles:
         self._stack.close()
 
     def _file(self, name: str) -> Any:
-        """Return the opened file that has a tensor."""
+        """Return the open file that contains a tensor."""
         file = self._files[name]
         if file not in self._open:
             path = self.directory / file
@@ -109,7 +110,7 @@ class WeightFiles:
         return self._open[file]
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Return a tensor, or a box of it, in its own type."""
+        """Return a tensor, or a slice of it, in its own type."""
         if box is None:
             return self._file(name).get_tensor(name)
         return self._file(name).get_slice(name)[box.index]
@@ -134,7 +135,7 @@ def header_text(path: Path) -> str:
 
 
 def entries(header: str) -> Iterator[tuple[str, Stored]]:
-    """Yield the names and tensors of a header, in the order of their bytes."""
+    """Yield the names and tensors in a header, in the order of their bytes."""
     table = json.loads(header)
     table.pop("__metadata__", None)
     for name, entry in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
@@ -159,8 +160,8 @@ def make_header(tensors: Iterable[tuple[str, Stored]]) -> str:
 
 
 def new_headers(tensors: Mapping[str, Stored]) -> dict[str, str]:
-    """Return the headers of new files with these tensors, by file name; a file has at most
-    FILE_BYTES, or one tensor."""
+    """Return the headers of new files with these tensors, by file name. A file has at most
+    FILE_BYTES, or a single tensor."""
     groups: list[list[tuple[str, Stored]]] = [[]]
     filled = 0
     for name, stored in tensors.items():
@@ -178,7 +179,7 @@ def new_headers(tensors: Mapping[str, Stored]) -> dict[str, str]:
 
 
 def index_json(headers: Mapping[str, str]) -> dict[str, Any]:
-    """Return the content of model.safetensors.index.json for several files."""
+    """Return the content of model.safetensors.index.json for a model with several files."""
     total = 0
     files: dict[str, str] = {}
     for file, header in headers.items():
@@ -189,7 +190,8 @@ def index_json(headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def write_file(path: Path, header: str, values: Callable[[str, Stored], Iterator[Tensor]]) -> None:
-    """Write and sync one file; `values` yields a tensor's elements in order, in any pieces."""
+    """Write and sync one file. `values` yields the elements of a tensor in order, in pieces of any
+    size."""
     text = header.encode()
     size_bytes = sum(stored.nbytes for _, stored in entries(header))
     with open(path, "xb") as file, progress("converting", size_bytes, "B") as advance:
@@ -208,13 +210,14 @@ def write_file(path: Path, header: str, values: Callable[[str, Stored], Iterator
 
 
 def slabs(shape: Sequence[int], element_bytes: int) -> Iterator[Box]:
-    """Yield boxes of whole rows of a tensor, each of about SLAB_BYTES but at least one row."""
+    """Yield slices of a tensor that consist of complete rows, each of about SLAB_BYTES but at least
+    one row."""
     return Box.whole(shape).slabs(rows_of(shape, element_bytes, SLAB_BYTES))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise InputError if the file cannot be read, or has no
-    object."""
+    """Return the JSON object in a file. Raise InputError if the file cannot be read, or does not
+    contain an object."""
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:

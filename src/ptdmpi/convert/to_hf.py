@@ -1,4 +1,4 @@
-"""Converting a checkpoint of ours to a Hugging Face model directory."""
+"""Converting a checkpoint of ptdmpi to a Hugging Face model directory."""
 
 import json
 import math
@@ -39,7 +39,7 @@ from ptdmpi.inference.stored import (
 from ptdmpi.model.parameters import Declaration
 from ptdmpi.model.state import WEIGHTS, key
 
-# Name of a type in config.json -> its name in safetensors.
+# Name of a data type in config.json -> its name in safetensors.
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -73,15 +73,15 @@ def to_hf(
 ) -> Converted:
     """Convert the newest checkpoint that `source` names to a model directory `target`.
 
-    `like` is a directory that `from_hf` wrote; its files, names and types are used. By default it
-    is the directory that `source` is, or that its run began from. Without such a directory the
-    files are made from [model], in float32. `dtype` (a key of DTYPES) is another type for all
-    parameters. With `quantized`, the quantized weights of the checkpoint stay quantized
-    (`packed.py`); otherwise they are dequantized. `kind` is the state to convert as weights, such
-    as their average.
+    `like` is a directory that `from_hf` wrote; its files, names and types are used. By default this
+    is `source` itself, or the directory that its run began from. Without such a directory the files
+    are made from [model], in float32. `dtype` (a key of DTYPES) is another type for all parameters.
+    With `quantized`, the quantized weights of the checkpoint stay quantized (`packed.py`);
+    otherwise they are dequantized. `kind` is the state to convert as weights, for example their
+    running average.
 
-    Raise InputError if the checkpoint is damaged, or if the model has no form in `transformers`.
-    Raise CheckFailed as `compare` does. In both cases `target` is not written.
+    Raise InputError if the checkpoint is damaged, or if `transformers` has no such model. Raise
+    CheckFailed if the self-check (`compare`) fails. In both cases `target` is not written.
     """
     stored = open_model(source, kind)
     needed = declarations(stored.config(), stored.vocab_size)
@@ -123,8 +123,8 @@ def to_hf(
 
 
 def _plan(contents: Contents, stored: StoredModel, needed: Mapping[str, Declaration]) -> Plan:
-    """Return the plan of the contents' tensors; a tensor is a buffer if `from_hf` kept it as one.
-    Raise InputError as `make_plan` does."""
+    """Return the plan for the tensors of the contents. A tensor is a buffer if `from_hf` stored it
+    as a buffer. Raise the same errors as `make_plan`."""
     plan = make_plan(
         contents.family,
         stored.config().model,
@@ -140,13 +140,13 @@ def _plan(contents: Contents, stored: StoredModel, needed: Mapping[str, Declarat
 
 
 def _joined(*notes: str) -> str:
-    """Join the notes that are not empty."""
+    """Join those notes that are not empty."""
     return "; ".join(filter(None, notes))
 
 
 def _kept(stored: StoredModel, like: Path | None) -> Path | None:
-    """Return the directory in which `from_hf` kept files; None if there is no such directory.
-    Raise InputError if `like` is not a directory of `from_hf`."""
+    """Return the directory in which `from_hf` stored files for the conversion back; None if there
+    is none. Raise InputError if `like` is not a directory of `from_hf`."""
     if like is not None:
         if not (like / KEPT / HEADERS).is_file():
             raise InputError(f"{like} has no {KEPT}/{HEADERS}: convert from-hf writes one")
@@ -158,7 +158,8 @@ def _kept(stored: StoredModel, like: Path | None) -> Path | None:
 
 
 def _contents_of(kept: Path) -> Contents:
-    """Return the contents of the model that `from_hf` read. Raise InputError for damaged files."""
+    """Return the contents of the original model that `from_hf` read. Raise InputError for damaged
+    files."""
     config = tensors.read_json(kept / "config.json")
     theirs = ConfigJson(config, str(kept / "config.json"))
     family = with_task(family_of(theirs), task_in(theirs))
@@ -174,8 +175,8 @@ def _contents_of(kept: Path) -> Contents:
 
 
 def _kept_contents(kept: Path, stored: StoredModel, needed: Mapping[str, Declaration]) -> Contents:
-    """Return the contents of the model that `from_hf` read, with the heads and keys that the model
-    has now. Raise InputError if that model has another kind of head."""
+    """Return the contents of the original model that `from_hf` read, with the heads and keys that
+    the trained model has now. Raise InputError if the original model has another kind of head."""
     contents = _contents_of(kept)
     if "sentence.classes" in contents.family.modules and not stored.config().model.classifies:
         raise InputError(
@@ -187,9 +188,9 @@ def _kept_contents(kept: Path, stored: StoredModel, needed: Mapping[str, Declara
 
 
 def _with_keys(contents: Contents, family: Family, kept: Path, stored: StoredModel) -> Contents:
-    """Return the contents with those keys of config.json changed that the training changed in
-    [model], such as `rope_theta`, and those that a head for a task needs. `family` is the family of
-    the unchanged config.json."""
+    """Return the contents with a changed config.json. The changed keys are those that correspond to
+    changes of [model], such as `rope_theta`, and those that a head for a task needs. `family` is
+    the family of the unchanged config.json."""
     now = stored.config().model
     keys = family.keys(ConfigJson(contents.config, str(kept / "config.json")))
     before = config_of({**keys, **{key: getattr(now, key) for key in family.told_by}}).model
@@ -212,8 +213,7 @@ def _with_keys(contents: Contents, family: Family, kept: Path, stored: StoredMod
 def _without_heads(
     contents: Contents, stored: StoredModel, needed: Mapping[str, Declaration]
 ) -> Contents:
-    """Return the contents without the tensors of a head that the model was trained without, and so
-    no longer has."""
+    """Return the contents without the tensors of a head that the trained model no longer has."""
     family = contents.family
     config = stored.config()
     there = {family.base(name): name for name in contents.tensors}
@@ -241,15 +241,17 @@ def _without_heads(
 def _with_task_head(
     contents: Contents, stored: StoredModel, needed: Mapping[str, Declaration]
 ) -> Contents:
-    """Return the contents with the head for a task that the model was trained with. It replaces a
-    head that predicts tokens. There are as many learned positions as the model has now."""
+    """Return the contents with the head for the task that the model was trained on, in place of a
+    head that predicts tokens. The table of learned positions has as many rows as the trained
+    model."""
     text = contents.family
     family = with_task(family_of(ConfigJson(contents.config, "config.json")), stored.task)
     prefixed = any(name.startswith(family.prefix) for name in contents.tensors)
     wanted = {tensor.theirs: tensor.shape for tensor in counterparts(family, needed)}
     known = (tensor.dtype for name, tensor in contents.tensors.items() if text.base(name) in wanted)
     dtype = next(known, "F32")
-    new: dict[str, Stored] = {}  # tensors of the trained model that are in no file yet
+    # tensors of the trained model that no file of the original model contains
+    new: dict[str, Stored] = {}
     for base, shape in wanted.items():
         name = family.full(base) if prefixed else base
         new[name] = Stored(dtype, shape, math.prod(shape) * TYPES[dtype].itemsize)
@@ -274,7 +276,8 @@ def _with_task_head(
 
 
 def _buffers(kept: Path | None) -> set[str]:
-    """Return the names of the tensors that `from_hf` kept because they are no parameters."""
+    """Return the names of the tensors that `from_hf` stored as buffers, because they are no
+    parameters."""
     if kept is None or not (kept / BUFFERS).is_file():
         return set()
     with safe_open(kept / BUFFERS, framework="pt") as buffers:
@@ -282,8 +285,8 @@ def _buffers(kept: Path | None) -> set[str]:
 
 
 def _new_contents(stored: StoredModel, needed: Mapping[str, Declaration]) -> Contents:
-    """Return the contents of a model that was trained here from the beginning."""
-    # h5py is imported here, since imported models have no shard
+    """Return the contents for a model that did not come from Hugging Face."""
+    # import h5py only here: imported models have no shards
     from ptdmpi.convert.tokenizer import tokenizer_of
 
     model = stored.config().model
@@ -310,11 +313,11 @@ def _new_contents(stored: StoredModel, needed: Mapping[str, Declaration]) -> Con
 
 
 def _with_template(contents: Contents, stored: StoredModel) -> Contents:
-    """Return the contents with the chat template of the model's conversations, if it was trained on
-    any here."""
+    """Return the contents with the chat template of the conversations that the model was trained
+    on, if there were any."""
     if not (stored.datasets or (stored.path / TEMPLATE).is_file()):
         return contents
-    # h5py is imported here, since imported models have no shard
+    # import h5py only here: imported models have no shards
     from ptdmpi.convert.tokenizer import template_of
 
     template = template_of(stored, contents.kept)
@@ -326,7 +329,7 @@ def _with_template(contents: Contents, stored: StoredModel) -> Contents:
 
 
 def _in_type(contents: Contents, plan: Plan, dtype: str) -> Contents:
-    """Return the contents with all parameters in the type `dtype`; buffers keep their types."""
+    """Return the contents with all parameters in the type `dtype`. Buffers keep their types."""
     stored = DTYPES[dtype]
     width = TYPES[stored].itemsize
     headers = {}
@@ -341,13 +344,13 @@ def _in_type(contents: Contents, plan: Plan, dtype: str) -> Contents:
 
 
 def _with_packed(contents: Contents, packed: PackedModel) -> Contents:
-    """Return the contents with packed tensors for the quantized matrices."""
+    """Return the contents in which packed tensors replace the quantized matrices."""
     config = {**contents.config, "quantization_config": packed.config(contents.family)}
     return replace(contents, config=config, headers=packed.headers(contents.headers))
 
 
 def _write_others(contents: Contents, folder: Path) -> None:
-    """Write all files except the weights."""
+    """Write all files except the weight files."""
     if contents.kept is not None:
         for path in sorted(contents.kept.iterdir()):
             if path.name not in (HEADERS, BUFFERS):
@@ -368,7 +371,8 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Values:
-    """The elements of the tensors to write, from a checkpoint and the buffers in `kept`."""
+    """The elements of the tensors to write, which are read from a checkpoint and from the buffers
+    in `kept`."""
 
     reader: Reader
     plan: Plan
@@ -376,8 +380,8 @@ class _Values:
     packed: PackedModel | None
 
     def __call__(self, name: str, stored: Stored) -> Iterator[Tensor]:
-        """Yield the elements of the tensor `name` of theirs, in pieces. Raise InputError if the
-        checkpoint is damaged."""
+        """Yield the elements of the tensor `name` of the target format, in pieces. Raise InputError
+        if the checkpoint is damaged."""
         whole = None
         if self.packed is not None:
             whole = self.packed.values(self.reader, name)
@@ -393,8 +397,8 @@ class _Values:
             raise AssertionError(f"{name} is no parameter, and nothing was kept")
 
     def _parameter(self, counterpart: Counterpart, stored: Stored) -> Iterator[Tensor]:
-        """Yield the box of our parameter that a tensor of theirs holds, in the layout and type of
-        theirs."""
+        """Yield the slice of ptdmpi's parameter that a tensor of the target format contains, in the
+        layout and type of that format."""
         ours = key(WEIGHTS, counterpart.ours)
         dtype = self.reader.manifest[ours].dtype
         for slab in slabs(stored.shape, np.dtype(dtype).itemsize):

@@ -1,4 +1,5 @@
-"""The tokenizer and chat template of a model that was trained here, as files of `transformers`."""
+"""The tokenizer and the chat template of a model that ptdmpi has trained, as files for
+`transformers`."""
 
 import json
 from collections.abc import Mapping
@@ -13,14 +14,14 @@ from ptdmpi.data.words import BYTES, SPECIAL_NAMES, read_vocabulary, tokens_of
 from ptdmpi.inference.stored import StoredModel
 from ptdmpi.inference.tokenizer import TOKENIZER, find_tokenizer, shard_header, template_file
 
-# The names that transformers gives to the special tokens of a masked language model.
+# The names of the special tokens of a masked language model: ptdmpi's -> those in `transformers`.
 ROLES = {"begin": "cls_token", "separator": "sep_token", "mask": "mask_token"}
-END = "<|endoftext|>"  # an end of document that is no token of the tokenizer
+END = "<|endoftext|>"  # the name of an end of document that is not a token of the tokenizer
 
 
 @dataclass(frozen=True)
 class SpecialToken:
-    """A special token's id, and its name if the tokenizer does not know the id."""
+    """A special token's id, and the name to use if the tokenizer has no token with this id."""
 
     number: int
     name: str
@@ -32,7 +33,7 @@ SpecialTokens = Mapping[str, SpecialToken]
 
 @dataclass(frozen=True)
 class ExtraFiles:
-    """Files for a model's directory (name -> content), with a note about files that are missing or
+    """Files for a model's directory (name -> content), and a note about files that are missing or
     replaced. `eod_id` is the id at the end of a text, for a model that continues texts."""
 
     eod_id: int | None = None
@@ -41,8 +42,8 @@ class ExtraFiles:
 
 
 def tokenizer_of(stored: StoredModel) -> ExtraFiles:
-    """Return the files of the tokenizer of the shards that the model was trained on. There are no
-    files if the shards are not found."""
+    """Return the files of the tokenizer that made the shards on which the model was trained. If the
+    shards are not found, there are no files, and the note says so."""
     missing = f"no {TOKENIZER} is written"
     try:
         header = shard_header(stored)
@@ -72,7 +73,7 @@ def template_of(stored: StoredModel, kept: Path | None) -> ExtraFiles:
     """Return the file with the chat template of the conversations that the model was trained on.
 
     `transformers` prefers this file to the template in `kept`. The result has no file if the model
-    has no conversations, or if the template in `kept` is the same.
+    was not trained on conversations, or if the template in `kept` is the same.
     """
     try:
         file = template_file(stored)
@@ -103,7 +104,8 @@ def _tokenizer_files(
     missing = {token.number: token.name for token in special.values() if token.number not in known}
     note = ""
     if missing and sorted([*known, *missing]) != list(range(len(known) + len(missing))):
-        # transformers gives a new token the next id, even if tokenizer_config.json has another one
+        # `transformers` gives a new token the next free id, even if tokenizer_config.json says
+        # another id
         unnamed = " and ".join(f"{token} has id {number}" for number, token in missing.items())
         note = f"{unnamed} here, and no name in tokenizer_config.json"
         special = {role: token for role, token in special.items() if token.number in known}

@@ -1,4 +1,5 @@
-"""Microbatches of training and validation, and the thread that reads them ahead of the step."""
+"""Microbatches for training and validation, and the thread that reads them before a step needs
+them."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -12,43 +13,47 @@ from ptdmpi.config import InputError
 from ptdmpi.data.order import SampleOrder
 from ptdmpi.data.shards import Dataset, gather
 
-# Samples whose places are computed in one call, so that numpy's cost per call is spread.
+# The number of samples whose positions are computed in one call, which spreads numpy's cost per
+# call.
 _WINDOW_SAMPLES = 1 << 14
 # Small steps are read together, up to this number of samples.
 _BLOCK_SAMPLES = 64
 
 
 class MicrobatchRows(NamedTuple):
-    """A microbatch as it is read: b rows of s tokens, in arrays on the host.
+    """A microbatch as it is read from shards: b rows of s tokens, in arrays on the host.
 
-    `ptdmpi.inference.tensors` makes the `Microbatch` that a model computes with of it: tensors of
-    the same names. `inputs` and `labels` are two views of one int64 [b, s + 1] array. Neither is
-    contiguous, so use numpy's `reshape`, not `view`. The samples of a masked language model
-    (`ptdmpi.data.masked`) have k labels each, at the positions `masked`: `labels` and `weights` are
-    then [b, k].
+    `ptdmpi.inference.tensors` converts this to the `Microbatch` that a model uses, which has
+    tensors of the same names. `inputs` and `labels` are two views of one int64 [b, s + 1] array.
+    Neither is contiguous, so use numpy's `reshape`, not `view`. The samples of a masked language
+    model (`ptdmpi.data.masked`) have k labels each, at the positions `masked`: `labels` and
+    `weights` are then [b, k].
     """
 
     inputs: np.ndarray  # int64 [b, s]
-    labels: np.ndarray  # int64 [b, s]: the inputs one token further
-    weights: np.ndarray | None  # float32 [b, s], 0 where a token does not count; None: all count
+    labels: np.ndarray  # int64 [b, s]: the inputs shifted by one token
+    # float32 [b, s], 0 where a token does not count; None: all tokens count
+    weights: np.ndarray | None
     # int64 [b]: global sample numbers in training, samples of the dataset in validation
     samples: np.ndarray
-    documents: np.ndarray | None = None  # int64 [b, s]: document of each token; None: one per row
+    # int64 [b, s]: the document of each token; None: one document per row
+    documents: np.ndarray | None = None
     masked: np.ndarray | None = None  # int64 [b, k]: positions of the labels
     types: np.ndarray | None = None  # int64 [b, s]: segment 0 or 1
-    order: np.ndarray | None = None  # int64 [b]: 0 in order, 1 swapped, -1 one segment only
+    # int64 [b]: 0 if the segments are in order, 1 if swapped, -1 if there is one segment only
+    order: np.ndarray | None = None
 
 
 class _Window(NamedTuple):
-    """The places of the samples of consecutive steps."""
+    """The positions of the samples of several consecutive steps."""
 
     number: int
-    ids: np.ndarray  # int64 [n]: global samples
+    ids: np.ndarray  # int64 [n]: numbers of global samples
     places: list[list[int]]  # [3][n]: dataset, shard in the dataset, first token in the shard
 
 
 class _Block(NamedTuple):
-    """Consecutive steps that were read together."""
+    """Several consecutive steps that were read together."""
 
     steps: range
     microbatches: list[MicrobatchRows]
@@ -58,10 +63,10 @@ class TrainBatches:
     """The training microbatches of one data rank.
 
     With B = `global_size`, b = `micro_size`, d = `data_size` and m = B / (d b): step k (from 0)
-    trains on global samples k*B to (k+1)*B - 1. If the order has a later start, k and the
-    samples are counted from that start. Microbatch j of a step holds its samples j*b to
-    (j+1)*b - 1, and data rank r has the contiguous block j = r*m to (r+1)*m - 1. So neither the
-    samples of a step nor their order depend on d, t or p.
+    trains on global samples k*B to (k+1)*B - 1. If the order starts later in the run, k and the
+    samples are counted from that start. Microbatch j of a step contains its samples j*b to (j+1)*b
+    - 1, and data rank r has the contiguous block j = r*m to (r+1)*m - 1. So neither the samples of
+    a step nor their order depend on d, t or p.
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class TrainBatches:
         data_rank: int,
         data_size: int,
     ):
-        """Raise ValueError if `global_size` is no multiple of `micro_size` * `data_size`."""
+        """Raise ValueError if `global_size` is not a multiple of `micro_size` * `data_size`."""
         if global_size % (micro_size * data_size):
             raise ValueError(
                 f"global batch {global_size} is no multiple of {micro_size} * {data_size}"
@@ -86,14 +91,15 @@ class TrainBatches:
         self._global_size = global_size
         self._micro_size = micro_size
         self._rank_size = global_size // data_size
-        self._count = self._rank_size // micro_size  # microbatches of a step
+        self._count = self._rank_size // micro_size  # microbatches per step
         self._rank_start = data_rank * self._rank_size
         self._window_steps = max(1, _WINDOW_SAMPLES // self._rank_size)
         self._window: _Window | None = None
         self._block = _Block(range(0), [])
 
     def _locate(self, window: int) -> _Window:
-        """Return the places of the samples of window number `window`; the last one is cached."""
+        """Return the positions of the samples of window number `window`; the last window is
+        cached."""
         if self._window is None or self._window.number != window:
             steps = np.arange(window * self._window_steps, (window + 1) * self._window_steps)
             firsts = self._order.start.sample + steps[:, None] * self._global_size
@@ -115,7 +121,7 @@ class TrainBatches:
         part = slice(place * self._rank_size, (place + steps) * self._rank_size)
         places = zip(*(column[part] for column in window.places), strict=True)
         rows = gather(self._datasets, list(places), self._seq_length + 1)
-        # iterating over an array is the cheapest way to make many views
+        # iterating over an array is the fastest way to make many views
         ids = window.ids[part].reshape(-1, self._micro_size)
         rows = rows.reshape(*ids.shape, -1)  # [microbatches, b, s + 1]
         parts = map(MicrobatchRows, rows[..., :-1], rows[..., 1:], repeat(None), ids)
@@ -125,16 +131,16 @@ class TrainBatches:
         """Return this rank's m microbatches of step k. Raise InputError for a token id outside the
         vocabulary.
 
-        Small steps that are asked for in ascending order are read several at a time.
+        If steps are small and requested in ascending order, several of them are read at a time.
         """
         block = self._block
         if k not in block.steps:
             steps = 1
-            if k == block.steps.stop:  # steps are requested in order, so read the next ones too
+            if k == block.steps.stop:  # steps are requested in order, so read the next ones, too
                 steps = max(1, _BLOCK_SAMPLES // self._rank_size)
             try:
                 block = self._read(k, steps)
-            except InputError:  # the bad token may be in a later step, which reports it in its turn
+            except InputError:  # the bad token may be in a later step, which then reports it itself
                 block = self._read(k, 1)
             self._block = block
         first = (k - block.steps.start) * self._count
@@ -142,10 +148,11 @@ class TrainBatches:
 
 
 class ValidationBatches:
-    """The validation microbatches of one data rank: the first samples of a dataset, in their order.
+    """The validation microbatches of one data rank, which contain the first samples of a dataset,
+    in their order.
 
-    Microbatches are dealt to the data ranks in contiguous blocks, as in training. Every rank has
-    the same number of them (`count`): rows after the last sample repeat it, with weights of
+    Each data rank gets a contiguous block of microbatches, as in training. Every rank has the same
+    number of them (`count`): rows after the last sample repeat it, with weights of
     0. `samples` is the number of samples that count, over all data ranks.
     """
 
@@ -159,23 +166,24 @@ class ValidationBatches:
         data_size: int,
         max_samples: int | None = None,
     ):
-        """Take at most `max_samples` samples (None: all). Raise InputError if the dataset is
-        shorter than one sequence."""
+        """Use at most `max_samples` samples (None: all). Raise InputError if the dataset is shorter
+        than one sequence."""
         self.samples = dataset.samples(seq_length)
         if max_samples is not None:
             self.samples = min(self.samples, max_samples)
-        self.count = -(-self.samples // (micro_size * data_size))  # microbatches of each data rank
+        self.count = -(-self.samples // (micro_size * data_size))  # microbatches per data rank
         self._dataset = dataset
         self._seq_length = seq_length
         self._micro_size = micro_size
         self._first = data_rank * self.count
 
     def microbatches(self) -> Iterator[MicrobatchRows]:
-        """Yield this rank's microbatches, read one at a time. Only those with padded rows have
-        weights."""
+        """Yield this rank's microbatches, which are read one at a time. Only microbatches with
+        padded rows have weights."""
         for number in range(self._first, self._first + self.count):
             ids = np.arange(number * self._micro_size, (number + 1) * self._micro_size)
-            # all ranks need the same number of microbatches, or their collectives would not match
+            # all ranks need the same number of microbatches, otherwise their collectives would not
+            # match
             rows = self._dataset.read(np.minimum(ids, self.samples - 1), self._seq_length)
             weights = None
             if ids[-1] >= self.samples:
@@ -193,17 +201,19 @@ class Steps(Protocol):
 
 
 class Prefetcher:
-    """An iterator over the batches of steps first_step to last_step - 1, read ahead by a thread.
+    """An iterator over the microbatches of steps first_step to last_step - 1, which a thread reads
+    in advance.
 
-    It is a thread because forked and spawned processes do not work together with MPI. At most
-    `depth` steps are ready or being read. An exception in the thread is raised by next(), with its
-    traceback, in the turn of the step that it belongs to.
+    It uses a thread because forked and spawned processes do not work together with MPI. At most
+    `depth` steps are ready or being read. If reading a step fails, next() raises the exception for
+    that step, with its traceback.
     """
 
     def __init__(self, batches: Steps, first_step: int, last_step: int, depth: int = 2):
         self._batches = batches
         self._steps = iter(range(first_step, last_step))
-        # one worker: steps are then read in turn, and `TrainBatches` keeps the block it read last
+        # one worker: so steps are read in order, and `TrainBatches` keeps the block that it read
+        # last
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._ahead: deque[Future[list[MicrobatchRows]]] = deque()
         for _ in range(depth):
@@ -230,7 +240,7 @@ class Prefetcher:
         return microbatches
 
     def close(self) -> None:
-        """End the thread and the iteration. May be called more than once."""
+        """End the thread and the iteration. This may be called more than once."""
         self._steps = iter(())
         self._ahead.clear()
         self._thread.shutdown(cancel_futures=True)

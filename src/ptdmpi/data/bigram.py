@@ -1,4 +1,5 @@
-"""A bigram language model: a baseline that a trained model beats if it learned more than pairs."""
+"""A bigram language model, as a baseline: a trained model with a lower loss has learned more than
+pairs of tokens."""
 
 from collections.abc import Iterable
 
@@ -7,8 +8,8 @@ import numpy as np
 from ptdmpi.config import InputError
 from ptdmpi.data.shards import Dataset, map_tokens
 
-LARGEST_VOCABULARY = 8192  # V^2 counts of 8 bytes are then half a GiB
-CHUNK_TOKENS = 1 << 22  # tokens counted in one numpy call
+LARGEST_VOCABULARY = 8192  # then the V^2 counts of 8 bytes take half a GiB
+CHUNK_TOKENS = 1 << 22  # tokens that are counted in one numpy call
 
 
 class Bigram:
@@ -17,13 +18,13 @@ class Bigram:
 
         P(w | v) = max(c(v,w) - D, 0) / c(v) + D T(v) / c(v) P(w),   D = n1 / (n1 + 2 n2)
 
-    with T(v) the number of distinct followers of v, n1 and n2 the numbers of pairs seen once and
-    twice, and P(w) the unigram estimate with one added to each count.
+    Here T(v) is the number of distinct followers of v, n1 and n2 are the numbers of pairs seen once
+    and twice, and P(w) is the unigram estimate with one added to each count.
     """
 
     def __init__(self, datasets: Iterable[Dataset]) -> None:
-        """Count all shards of `datasets`, which share a vocabulary. Raise InputError if it has more
-        than LARGEST_VOCABULARY ids."""
+        """Count all shards of `datasets`, which share one vocabulary. Raise InputError if it has
+        more than LARGEST_VOCABULARY ids."""
         datasets = list(datasets)
         size = datasets[0].vocab_size
         if size > LARGEST_VOCABULARY:
@@ -39,16 +40,19 @@ class Bigram:
         self.pairs = pairs.reshape(size, size)
         once = int((pairs == 1).sum())
         twice = int((pairs == 2).sum())
-        self.discount = 0.5  # if no pair was seen once: 0 would leave nothing for unseen pairs
+        # used if no pair was seen once: a discount of 0 would leave nothing for unseen pairs
+        self.discount = 0.5
         if once:
             self.discount = once / (once + 2 * twice)
         self.total = self.pairs.sum(axis=1)
         self.followers = (self.pairs > 0).sum(axis=1)
-        # adding one keeps every probability above 0, for tokens that only the validation has
+        # adding one keeps every probability above 0, even for tokens that occur only in the
+        # validation data
         self.unigram = (single + 1) / (single.sum() + size)
 
     def loss(self, inputs: np.ndarray, labels: np.ndarray) -> float:
-        """Return the sum of -log P(label | input) in nats, over two integer arrays of one shape."""
+        """Return the sum of -log P(label | input) in nats, over two integer arrays of the same
+        shape."""
         total = np.maximum(self.total[inputs], 1)
         kept = np.maximum(self.pairs[inputs, labels] - self.discount, 0.0) / total
         spread = np.where(

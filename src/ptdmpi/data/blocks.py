@@ -1,7 +1,8 @@
-"""Checksums of a shard's tokens by blocks, so that training can verify what it reads.
+"""Checksums of a shard's tokens in blocks, by which training verifies what it reads.
 
-A shard has a dataset `token_blocks`: the CRC-32 of each block of BLOCK_TOKENS tokens, the last one
-perhaps shorter. Shards of older versions lack it, and are read without being verified.
+A shard has a dataset `token_blocks`: the CRC-32 of each block of BLOCK_TOKENS tokens; the last
+block may be shorter. Shards of older versions do not have this dataset, and are read without
+verification.
 """
 
 import zlib
@@ -15,24 +16,25 @@ from ptdmpi.config import InputError
 from ptdmpi.data.header import ShardHeader, format_checksum
 
 BLOCKS = "token_blocks"
-# 32 KiB of uint16: the checksum of a block takes about as long as a page fault on a cold file.
+# This is 32 KiB of uint16: the checksum of a block takes about as long as a page fault on a file
+# that is not cached.
 BLOCK_TOKENS = 1 << 14
 
 
 class Tokens(Protocol):
-    """The tokens of a shard, read by slices with a start and a stop."""
+    """The tokens of a shard, which are read as slices with a start and a stop."""
 
     def __getitem__(self, part: slice) -> np.ndarray:
         """Return the tokens of a slice."""
 
 
 class BlockSums:
-    """The checksums of the blocks of a stream of tokens, which comes in pieces of any size."""
+    """The checksums of the blocks of a stream of tokens, which arrives in pieces of any size."""
 
     def __init__(self) -> None:
         self._sums: list[int] = []
         self._last = 0  # the checksum of the block that is not full yet
-        self._filled = 0  # the number of its tokens
+        self._filled = 0  # the number of tokens in that block
 
     def add(self, piece: np.ndarray) -> None:
         """Add the next tokens of the stream, in the shard's type."""
@@ -56,8 +58,8 @@ class BlockSums:
 
 
 def block_sums(path: Path, tokens: int) -> np.ndarray | None:
-    """Return the checksums of the blocks of a shard, uint32 [blocks]; None if it has none. Raise
-    InputError if they are damaged."""
+    """Return the checksums of the blocks of a shard, uint32 [blocks]; None if the shard has none.
+    Raise InputError if they are damaged."""
     blocks = -(-tokens // BLOCK_TOKENS)
     try:
         with h5py.File(path, "r") as file:
@@ -72,17 +74,18 @@ def block_sums(path: Path, tokens: int) -> np.ndarray | None:
 
 
 class VerifiedTokens:
-    """The tokens of a shard, each block of which is verified when it is first read from."""
+    """The tokens of a shard. Each block is verified when a token of it is first read."""
 
     def __init__(self, tokens: Tokens, header: ShardHeader, sums: np.ndarray) -> None:
-        """`sums` are those of `block_sums`."""
+        """Store the tokens, the header, and the checksums `sums`, which are those of
+        `block_sums`."""
         self._tokens = tokens
         self._header = header
         self._sums = sums
         self._verified = bytearray(sums.size)
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Return the tokens of a slice. Raise InputError if one of its blocks is damaged."""
+        """Return the tokens of a slice. Raise InputError if a block of the slice is damaged."""
         first = part.start // BLOCK_TOKENS
         last = (part.stop - 1) // BLOCK_TOKENS
         verified = self._verified

@@ -1,7 +1,8 @@
-"""Conversations as text: a tokenizer's own chat template, and which parts of the text are answers.
+"""Converting conversations to text: a tokenizer's own chat template, and which parts of the text
+are answers.
 
-Templates are Jinja in a sandbox, with the functions that Hugging Face's templates use, but without
-a clock: the same conversation is the same text every day.
+Templates are rendered by Jinja in a sandbox, with the functions that Hugging Face provides for
+templates, except the clock: the same conversation gives the same text every day.
 """
 
 import json
@@ -13,18 +14,20 @@ from typing import Any, NamedTuple
 
 from ptdmpi.config import InputError
 
-# The file in a tokenizer's folder, and in the folder of shards that were made with it.
+# The name of the template's file in a tokenizer's folder, and in the folder of shards that were
+# made with it.
 TEMPLATE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 ANSWER = "assistant"  # the role whose turns are answers
-# For tokenizers without a template: "role: text" lines, and the end of document after each answer.
+# The template for tokenizers that have none: "role: text" lines, with an end of document after each
+# answer.
 PLAIN = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}"
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-# Three Unicode noncharacters, which no text contains. The first two enclose the text of each
-# {% generation %} block; the third takes the place of an answer.
+# Three Unicode noncharacters, which no text contains. The first two enclose the text of each {%
+# generation %} block; the third stands for the text of an answer.
 BEGIN = "\ufdd0"
 END = "\ufdd1"
 ASKED = "\ufdd2"
@@ -33,15 +36,15 @@ Message = Mapping[str, str]
 
 
 class Rendered(NamedTuple):
-    """A conversation as text, and its answers: [start, stop) in characters."""
+    """A conversation as text, and the positions of its answers: [start, stop) in characters."""
 
     text: str
     answers: list[tuple[int, int]]
 
 
 class _Surroundings(NamedTuple):
-    """The text that a template writes directly before an answer (after the prompt that asks for
-    it) and after an answer."""
+    """The text that a template writes directly before an answer (after the prompt for it) and
+    directly after it."""
 
     before: str
     after: str
@@ -49,10 +52,10 @@ class _Surroundings(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template.
+    """A chat template of a tokenizer.
 
-    `source` is its Jinja text, `said_of` says in messages where the template comes from, and
-    `special` has the texts of special tokens under the names that templates use (`eos_token`).
+    `source` is its Jinja text. `said_of` names its origin in error messages. `special` has the
+    texts of special tokens under the names that templates use (`eos_token`).
     """
 
     source: str
@@ -61,7 +64,7 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Callable[..., str]:
-        from ptdmpi.data.jinja import compiled  # it imports Jinja, which takes long
+        from ptdmpi.data.jinja import compiled  # this import loads Jinja, which takes long
 
         try:
             return compiled(self.source, lambda answer: f"{BEGIN}{answer}{END}")
@@ -69,10 +72,10 @@ class ChatTemplate:
             raise InputError(f"chat template of {self.said_of}: {error}") from None
 
     def render(self, messages: Sequence[Message], ask: bool = False) -> str:
-        """Return the text of a conversation; with `ask`, it ends in the prompt for an answer.
+        """Return the text of a conversation. With `ask`, it ends with the prompt for an answer.
 
         Raise InputError if the template cannot be compiled or refuses the conversation; the message
-        then has the template's own words.
+        then contains the text of the template's own error.
         """
         return self._marked(messages, ask).replace(BEGIN, "").replace(END, "")
 
@@ -95,21 +98,21 @@ class ChatTemplate:
 
     @property
     def asks(self) -> str:
-        """Return the text of a one-turn conversation that ends in the prompt for an answer. Raises
-        InputError as `render` does."""
+        """Return the text of a conversation of one user turn that ends with the prompt for an
+        answer. Raises the same errors as `render`."""
         return self.render([{"role": "user", "content": "a"}], ask=True)
 
     @property
     def lead(self) -> str:
-        """Return the spaces that the template writes before an answer, but not when it asks for
-        one. Raises InputError as `render` does."""
+        """Return the spaces that the template writes before an answer but not at the end of a
+        prompt for one. Raises the same errors as `render`."""
         lead = self._around.before
         return "" if lead.strip(" ") else lead
 
     def end_of_turn(self, special: Collection[str]) -> str | None:
         """Return the longest of the texts `special` (of special tokens) that the template writes
-        directly after an answer; None if it writes another text there. Raise InputError as
-        `render` does."""
+        directly after an answer; None if it writes another text there. Raises the same errors as
+        `render`."""
         after = self._around.after.lstrip()
         ends = (text for text in special if after.startswith(text))
         return max(ends, key=len, default=None)
@@ -118,12 +121,12 @@ class ChatTemplate:
         """Return the text of a conversation, and where its answers are in that text.
 
         Answers are the texts of the template's {% generation %} blocks. Without such blocks, the
-        answer of an assistant's turn is the text after the prompt that asks for it, without white
-        space after the end of the turn. The spaces before an answer belong to it, since tokenizers
-        put them into the token of the next word.
+        answer of an assistant's turn is the text after the prompt for it, without white space after
+        the end of the turn. The spaces before an answer belong to it, since tokenizers put them
+        into the token of the next word.
 
-        Raise InputError as `render` does, and if the text of a conversation does not begin with the
-        text of its first turns.
+        Raise the same errors as `render`. Also raise InputError if the text of a conversation does
+        not begin with the text of its first turns.
         """
         marked = self._marked(messages)
         if BEGIN in marked:
@@ -146,8 +149,8 @@ class ChatTemplate:
 
 
 def _answer_length(turn: str, content: str) -> int:
-    """Return the length of `turn` without the white space at its end, except for white space of
-    the answer `content` itself."""
+    """Return the length of `turn` without the white space at its end; white space that is part of
+    the answer `content` counts."""
     length = len(turn.rstrip())
     if content in turn:
         length = max(length, turn.find(content) + len(content))
@@ -155,7 +158,7 @@ def _answer_length(turn: str, content: str) -> int:
 
 
 def _of_marks(marked: str) -> Rendered:
-    """Remove the marks from a text. The answers are the parts between them."""
+    """Remove the marks BEGIN and END from a text. The answers are the parts between them."""
     parts: list[str] = []
     answers: list[tuple[int, int]] = []
     length = 0
@@ -172,7 +175,7 @@ def _of_marks(marked: str) -> Rendered:
 
 
 def _with_spaces(text: str, answers: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Extend each answer that is not empty by the spaces before it."""
+    """Extend each non-empty answer by the spaces before it."""
     extended = []
     for start, stop in answers:
         if start < stop:
@@ -182,12 +185,13 @@ def _with_spaces(text: str, answers: Sequence[tuple[int, int]]) -> list[tuple[in
 
 
 def find_template(tokenizer: Path | None, given: Path | None, eod: str) -> ChatTemplate:
-    """Return the chat template for the tokenizer in the file `tokenizer` (None: no file).
+    """Return the chat template for the tokenizer in the file `tokenizer` (None: the tokenizer has
+    no file).
 
-    The first of these that exists is taken: the file `given`; TEMPLATE in the tokenizer's folder;
+    The first of these that exists is used: the file `given`; TEMPLATE in the tokenizer's folder;
     `chat_template` in TOKENIZER_CONFIG there; `PLAIN`. `eod` is the text of the end of document,
-    used as `eos_token` if the folder does not name one. Raise InputError for a file that cannot be
-    read.
+    which is used as `eos_token` if the folder does not name one. Raise InputError for a file that
+    cannot be read.
     """
     settings: dict[str, Any] = {}
     folder = None if tokenizer is None else tokenizer.parent
@@ -208,8 +212,8 @@ def find_template(tokenizer: Path | None, given: Path | None, eod: str) -> ChatT
 
 
 def _special(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the special tokens in TOKENIZER_CONFIG; each entry is a text, or a table
-    with the text as its `content`."""
+    """Return the texts of the special tokens in TOKENIZER_CONFIG. Each entry there is a text, or a
+    table with the text as its `content`."""
     texts = {}
     for name, value in settings.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -226,7 +230,8 @@ def _read(path: Path) -> str:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise InputError if it cannot be read, or is no object."""
+    """Return the JSON object in a file. Raise InputError if the file cannot be read, or does not
+    contain an object."""
     try:
         value = json.loads(_read(path))
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Documents inside samples, weights of labels, and microbatches that respect them."""
+"""Documents within samples, weights of labels, and microbatches in which they are marked."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -9,25 +9,27 @@ from ptdmpi.config import InputError
 from ptdmpi.data.batches import MicrobatchRows, Steps
 from ptdmpi.data.shards import Dataset
 
-_OPEN_DOCUMENTS = 512  # shards whose document offsets are mapped at a time
-_OPEN_WEIGHTS = 512  # shards whose weights are mapped at a time
+_OPEN_DOCUMENTS = 512  # the number of shards whose document offsets are mapped at a time
+_OPEN_WEIGHTS = 512  # the number of shards whose weights are mapped at a time
 
-# global sample numbers [n] -> number of the dataset and sample within it, int64 [n] each
+# numbers of global samples [n] -> number of the dataset and sample within it, int64 [n] each
 Locate = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class Windows:
-    """The windows of `length` + 1 tokens that samples are: their documents, from the shards."""
+    """The windows of `length` + 1 tokens that the samples are, and the documents in each window, as
+    stored in the shards."""
 
     def __init__(self, datasets: Sequence[Dataset], locate: Locate, length: int) -> None:
         self._datasets = datasets
         self._locate = locate
         self._length = length
-        # The cache keeps maps by shard. It wraps a plain function, so it does not hold this object.
+        # The cache contains maps of shards. It wraps a plain function, so it has no reference to
+        # this object.
         self._offsets = lru_cache(_OPEN_DOCUMENTS)(partial(_document_offsets, tuple(datasets)))
 
     def documents(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the number of each token's document within its window, counted from 0.
+        """Return for each token the number of its document within the window, counted from 0.
 
         `sample_ids` is int [n]; the result is int64 [n, length + 1].
         """
@@ -38,7 +40,7 @@ class Windows:
         ):
             (shard,), (start,) = self._datasets[dataset].places(np.array([sample]), self._length)
             offsets = self._offsets(dataset, int(shard))
-            # search in the offsets' own type; numpy would convert all offsets to another
+            # search in the offsets' own type; otherwise numpy would convert all offsets
             ends = np.array([start, start + self._length], dtype=offsets.dtype)
             first, last = np.searchsorted(offsets, ends, side="right")
             numbers[row, offsets[first:last].astype(np.int64) - start] = 1
@@ -46,9 +48,9 @@ class Windows:
 
 
 class LabelWeights:
-    """The weights of labels, sample by sample, from shards with packed rows.
+    """The weights of the labels of samples, from shards with packed rows.
 
-    In datasets without rows every token has the weight 1.
+    In datasets without packed rows every token has the weight 1.
     """
 
     def __init__(self, datasets: Sequence[Dataset], locate: Locate, length: int) -> None:
@@ -58,7 +60,8 @@ class LabelWeights:
         self._weights = lru_cache(_OPEN_WEIGHTS)(partial(_shard_weights, tuple(datasets)))
 
     def of(self, sample_ids: np.ndarray) -> np.ndarray:
-        """Return the weight of each label, float32 [n, length], of samples `sample_ids` (int [n]).
+        """Return the weight of each label, float32 [n, length], for the samples `sample_ids` (int
+        [n]).
 
         A label is the token after an input. Raise InputError for a weight that is neither 0 nor 1.
         """
@@ -97,10 +100,11 @@ def _document_offsets(datasets: Sequence[Dataset], dataset: int, shard: int) -> 
 
 
 def with_documents(windows: Windows, microbatch: MicrobatchRows) -> MicrobatchRows:
-    """Return the microbatch with document numbers, so that attention and positions start again in
+    """Return the microbatch with document numbers, by which attention and positions start again in
     each document.
 
-    The last token of each document has the weight 0: the token after it begins a new text.
+    The label of each document's last token has the weight 0, because the next token begins another
+    text.
     """
     numbers = windows.documents(microbatch.samples)
     if not numbers.any():
@@ -115,7 +119,8 @@ def with_documents(windows: Windows, microbatch: MicrobatchRows) -> MicrobatchRo
 
 
 class FormedBatches:
-    """Training batches whose windows `form` makes into samples, in the thread that reads them."""
+    """Training batches in which the function `form` makes samples from windows. It runs in the
+    thread that reads them."""
 
     def __init__(self, batches: Steps, form: Callable[[MicrobatchRows], MicrobatchRows]) -> None:
         self._batches = batches

@@ -1,11 +1,12 @@
-"""The header of a shard: its sizes, offsets and attributes, without its tokens.
+"""The header of a shard: its sizes, offsets and attributes, but not its tokens.
 
-It is read from the shard itself, or from the list that `ptdmpi-data` writes next to the shards. A
-shard is one HDF5 file with a contiguous, uncompressed dataset `tokens` (uint16 or uint32,
-little-endian), a contiguous dataset `documents` (uint64 offsets into `tokens`: first 0, last the
-number of tokens) and attributes. A shard of format 2 also has a dataset `weights` (uint8, one per
-token: 1 if the token counts as a label, 0 if it is only an input) and an attribute with the length
-of the rows that its documents were packed in. `blocks.py` describes the dataset `token_blocks`.
+The header is read from the shard itself, or from the list that `ptdmpi-data` writes next to the
+shards. A shard is one HDF5 file with a contiguous, uncompressed dataset `tokens` (uint16 or uint32,
+little-endian), a contiguous dataset `documents` (uint64 offsets into `tokens`: the first is 0, the
+last is the number of tokens) and attributes. A shard of format 2 also has a dataset `weights`
+(uint8, one per token: 1 if the token counts as a label, 0 if it is only an input), and an attribute
+with the length of the rows into which its documents were packed. `blocks.py` describes the dataset
+`token_blocks`.
 """
 
 import hashlib
@@ -23,15 +24,16 @@ from ptdmpi.config import InputError
 from ptdmpi.config.section import MOST
 
 FORMAT_VERSION = 1
-WEIGHTED_VERSION = 2  # the version of shards with weights
-# The file that says which texts the shards in its folder were made of, and lists their headers.
+WEIGHTED_VERSION = 2  # the format version of shards with weights
+# The name of the file that says from which texts the shards in its folder were made, and lists
+# their headers.
 SUMMARY = "tokenize.json"
-# Bytes read in each place where HDF5 may keep the texts of attributes.
+# The number of bytes that are read at each position where HDF5 may store the texts of attributes.
 _HEAP_BYTES = 1 << 20
 
 
 class _Kind(NamedTuple):
-    """The type of an attribute: in HDF5, in h5py, and its name in messages."""
+    """The type of an attribute: in HDF5, in h5py, and its name in error messages."""
 
     stored: Any
     value: type[Any]
@@ -54,34 +56,35 @@ _WEIGHTED = {"row_length": _INTEGER, "weights_checksum": _TEXT}
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """The sizes, offsets and attributes of a shard, known without reading its tokens."""
+    """The sizes, offsets and attributes of a shard, which are known without reading its tokens."""
 
     path: Path
     tokens: int  # number of tokens
     dtype: np.dtype
-    byte_offset: int  # place of the first token in the file
+    byte_offset: int  # offset of the first token in the file
     documents: int  # number of documents
-    documents_byte_offset: int  # place of the documents + 1 offsets in the file
+    documents_byte_offset: int  # offset of the documents + 1 offsets in the file
     tokenizer: str
     tokenizer_sha256: str
     vocab_size: int
     eod_id: int
     checksum: str
-    weights_byte_offset: int = 0  # place of the first token's weight in the file; 0: all count
-    row_length: int = 0  # tokens of a row of packed documents; 0: no rows
+    # offset of the first token's weight in the file; 0: all tokens count
+    weights_byte_offset: int = 0
+    row_length: int = 0  # number of tokens in a row of packed documents; 0: no rows
     weights_checksum: str = ""
-    listed: bool = False  # taken from SUMMARY, not yet compared with the file (`confirmed`)
+    listed: bool = False  # taken from SUMMARY and not yet compared with the file (`confirmed`)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the type of the token ids of a vocabulary: uint16 if all ids fit, else uint32."""
+    """Return the type for the token ids of a vocabulary: uint16 if all ids fit, else uint32."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
 def _attributes(file: h5py.File) -> dict[str, Any]:
     """Return the attributes of a shard. Raise ValueError for one that is missing or illegal."""
     values: dict[str, Any] = {}
-    attributes = file.attrs  # h5py makes a new object at each access
+    attributes = file.attrs  # h5py makes a new object at each access of `attrs`
     weighted = "weights" in file
     kinds = _ATTRIBUTES
     if weighted:
@@ -90,7 +93,7 @@ def _attributes(file: h5py.File) -> dict[str, Any]:
         if name not in attributes:
             raise ValueError(f"has no attribute {name!r}")
         stored = attributes.get_id(name)
-        # checked before the value is read: HDF5 2.0 crashes on a text whose type is damaged
+        # check the type before reading the value: HDF5 2.0 crashes on a text whose type is damaged
         if stored.shape != () or not isinstance(stored.get_type(), kind.stored):
             raise ValueError(f"attribute {name!r} is no {kind.name}")
         value = attributes[name]
@@ -113,7 +116,7 @@ def _attributes(file: h5py.File) -> dict[str, Any]:
 
 
 class _Extent(NamedTuple):
-    """The place of a 1-D dataset in its file."""
+    """The position, length and type of a 1-D dataset in its file."""
 
     length: int
     dtype: np.dtype
@@ -121,13 +124,14 @@ class _Extent(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Return the byte offset of its end."""
+        """Return the byte offset of the end of the dataset."""
         return self.offset + self.length * self.dtype.itemsize
 
 
 def _extent(file: h5py.File, name: str, dtypes: tuple[str, ...]) -> _Extent:
-    """Return the place of a 1-D contiguous dataset. Raise TypeError or ValueError if there is none
-    of this name, or it has another type or layout, or is not wholly inside the file."""
+    """Return the extent of a 1-D contiguous dataset. Raise TypeError or ValueError if there is no
+    dataset of this name, or if it has another type or layout, or is not completely inside the
+    file."""
     data = file.get(name)
     if not isinstance(data, h5py.Dataset):
         raise TypeError(f"has no dataset {name!r}")
@@ -150,8 +154,9 @@ def _extent(file: h5py.File, name: str, dtypes: tuple[str, ...]) -> _Extent:
 
 
 def _check_heaps(path: Path, datasets: list[_Extent]) -> None:
-    """Raise ValueError for a heap of texts whose objects do not fit into it, which HDF5 2.0 would
-    read forever. Heaps are before, between or after the datasets of the file.
+    """Raise ValueError if a global heap contains an object that does not fit into it: HDF5 2.0
+    would read such a heap forever. HDF5 stores the texts of attributes in heaps, before, between or
+    after the datasets of the file.
 
     Source: HDF5 File Format Specification, III.E, "Disk Format: Level 1E - Global Heap".
     """
@@ -168,13 +173,14 @@ def _check_heaps(path: Path, datasets: list[_Extent]) -> None:
 
 
 def _check_heap(content: bytes, heap: int) -> None:
-    """Raise ValueError if an object of the heap at offset `heap` of `content` does not fit."""
+    """Raise ValueError if an object in the heap at offset `heap` of `content` does not fit into the
+    heap."""
     limit = heap + int.from_bytes(content[heap + 8 : heap + 16], "little")
     at = heap + 16
     while at + 16 <= min(limit, len(content)):
         size = int.from_bytes(content[at + 8 : at + 16], "little")
         free = content[at : at + 2] == b"\0\0"
-        if not free:  # `size` is that of the content alone, without header and padding
+        if not free:  # `size` is the size of the content alone, without header and padding
             size = 16 + -(-size // 8) * 8
         if not 16 <= size <= limit - at:
             raise ValueError("has damaged texts in its attributes")
@@ -185,9 +191,9 @@ def read_header(path: str | Path) -> ShardHeader:
     """Open a shard, validate its metadata and close it. The cost does not depend on the number of
     tokens.
 
-    Raise an InputError that names the file, the mistake and the legal values: no such file, not
-    HDF5, truncated, missing datasets or attributes, a wrong type, layout or version, impossible
-    offsets.
+    Raise an InputError that names the file, the mistake and the legal values. The mistakes are: the
+    file does not exist, is not HDF5, or is truncated; datasets or attributes are missing or have a
+    wrong type, layout or version; offsets are impossible.
     """
     path = Path(path)
     if not path.exists():
@@ -211,7 +217,7 @@ def read_header(path: str | Path) -> ShardHeader:
         with open(path, "rb") as stream:
             first = int.from_bytes(os.pread(stream.fileno(), 8, documents.offset), "little")
             last = int.from_bytes(os.pread(stream.fileno(), 8, documents.stop - 8), "little")
-    # h5py reports a damaged file by any of these, depending on its C library's message
+    # h5py raises any of these for a damaged file, depending on the message of its C library
     except (OSError, KeyError, TypeError, RuntimeError, ValueError, UnicodeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"shard {path}: {reason}; is it a shard of ptdmpi-data?") from error
@@ -239,16 +245,16 @@ def read_header(path: str | Path) -> ShardHeader:
 
 
 def format_checksum(crc32: int) -> str:
-    """Return the `checksum` attribute for zlib's CRC-32 over the bytes of a dataset, such as
-    "crc32:1c291ca3"."""
+    """Return the value of the attribute `checksum`, such as "crc32:1c291ca3", for zlib's CRC-32
+    over the bytes of a dataset."""
     return f"crc32:{crc32:08x}"
 
 
 def headers_sha256(headers: Iterable[ShardHeader]) -> str:
-    """Return a SHA-256 that identifies the tokens of a dataset, without reading them.
+    """Return a SHA-256 hash that identifies the tokens of a dataset, without reading them.
 
-    It is over the tokenizer, the sizes and the checksums of its shards in their order, but not over
-    paths and names.
+    The hash covers the tokenizer, the sizes and the checksums of its shards in their order, but not
+    their paths and names.
     """
     names = ("tokenizer_sha256", "vocab_size", "eod_id", "tokens", "documents", "checksum")
     digest = hashlib.sha256()
@@ -262,12 +268,13 @@ def headers_sha256(headers: Iterable[ShardHeader]) -> str:
 
 _DTYPES = {"<u2": np.dtype("<u2"), "<u4": np.dtype("<u4")}
 _OWN = tuple(field.name for field in fields(ShardHeader) if field.name not in ("path", "listed"))
-_OPTIONAL = ("weights_byte_offset", "row_length", "weights_checksum")  # of shards with weights
+# fields of shards with weights only
+_OPTIONAL = ("weights_byte_offset", "row_length", "weights_checksum")
 _FIELDS = frozenset(_OWN)
 
 
 def listing(headers: Iterable[ShardHeader]) -> dict[str, dict[str, int | str]]:
-    """Return the entries of shards in SUMMARY, by the names of their files."""
+    """Return the entries of shards in SUMMARY, by the names of the shards' files."""
     return {header.path.name: _entry(header) for header in headers}
 
 
@@ -281,7 +288,8 @@ def _entry(header: ShardHeader) -> dict[str, int | str]:
 
 
 def _listed(path: Path, entry: dict[str, Any]) -> ShardHeader:
-    """Return the header in an entry of SUMMARY. Raise ValueError or KeyError if it is damaged."""
+    """Return the header that an entry of SUMMARY describes. Raise ValueError or KeyError if the
+    entry is damaged."""
     if entry.keys() not in (_FIELDS, _FIELDS - {*_OPTIONAL}):
         raise ValueError("other fields than a header has")
     numbers = (entry["byte_offset"], entry["documents_byte_offset"], entry["eod_id"])
@@ -296,9 +304,9 @@ def listed_headers(directory: Path) -> dict[str, ShardHeader | None]:
     """Return the headers that SUMMARY lists, by the names of the shards' files; empty if there is
     no SUMMARY.
 
-    So a program starts by reading one file, however many shards there are, and opens a shard when
-    it is first needed (`confirmed`). The header is None for a shard that is listed by its name
-    alone, as older versions did. Raise InputError if SUMMARY cannot be read or is damaged.
+    So a program starts by reading one file, whatever the number of shards, and opens a shard when
+    it is first needed (`confirmed`). The header is None for a shard of which only the name is
+    listed, as older versions did. Raise InputError if SUMMARY cannot be read or is damaged.
     """
     path = directory / SUMMARY
     try:
@@ -318,10 +326,10 @@ def listed_headers(directory: Path) -> dict[str, ShardHeader | None]:
 
 
 def confirmed(header: ShardHeader) -> ShardHeader:
-    """Return the header from the shard's own file.
+    """Return the header that is read from the shard's own file.
 
-    Raise InputError if it differs from the listed one (the file was replaced), or as `read_header`
-    does.
+    Raise InputError if it differs from the listed header, because the file was replaced. Also raise
+    the same errors as `read_header`.
     """
     if not header.listed:
         return header

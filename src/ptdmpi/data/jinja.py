@@ -1,7 +1,8 @@
-"""Compiling chat templates: Jinja in a sandbox, with the functions that Hugging Face's offer.
+"""Compiling chat templates: Jinja in a sandbox, with the functions that Hugging Face provides for
+templates.
 
-Importing Jinja takes long, so `chat_template` imports this module with the first template that a
-program compiles, not with every training.
+Importing Jinja takes long. So `chat_template` imports this module only when a program compiles its
+first template.
 """
 
 import json
@@ -12,15 +13,16 @@ from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-LIMITED = "limited"  # the filter through which every loop takes its items
-MOST_TURNS = 1_000_000  # turns of loops and calls of functions in one rendering
-MOST_LENGTH = 10_000_000  # length of a text or list that is repeated
-MOST_BITS = 10_000  # bits of a power
+LIMITED = "limited"  # the name of the filter through which every loop gets its items
+MOST_TURNS = 1_000_000  # limit for loop iterations and function calls in one rendering
+MOST_LENGTH = 10_000_000  # limit for the length of a text or list that is made by repetition
+MOST_BITS = 10_000  # limit for the number of bits of a power
 
 
 class _LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a limit on work: on the turns of loops and calls of a rendering, on
-    repeated texts and lists, and on powers. A template comes with a model, so it may be anybody's.
+    """Jinja's sandbox with limits on the work of a rendering: on loop iterations and calls, on
+    repeated texts and lists, and on powers. A template comes with a model, so it may come from
+    anybody.
     """
 
     intercepted_binops = frozenset({"*", "**"})
@@ -37,7 +39,8 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return template
 
     def _counted(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield the items of a loop. Raise ValueError after too many turns of all loops."""
+        """Yield the items of a loop. Raise ValueError if all loops together have too many
+        iterations."""
         for item in items:
             self._count()
             yield item
@@ -48,12 +51,14 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             raise ValueError(f"more than {MOST_TURNS} turns of loops and calls")
 
     def call(self, *values: Any, **options: Any) -> Any:
-        """Call a function or a macro for a template. Raise ValueError after too many calls."""
+        """Call a function or a macro for a template. Raise ValueError if there are too many
+        calls."""
         self._count()
         return super().call(*values, **options)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute a product or a power. Raise ValueError if the result would be too large."""
+        """Compute a multiplication or a power for a template. Raise ValueError if the result would
+        be too large."""
         if operator == "**" and isinstance(left, int) and isinstance(right, int):
             if right > 0 and left.bit_length() * right > MOST_BITS:
                 raise ValueError(f"a power of more than {MOST_BITS} bits")
@@ -66,14 +71,15 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """The block {% generation %} ... {% endgeneration %}, which encloses what a model writes."""
+    """The block {% generation %} ... {% endgeneration %}, which encloses the text that a model
+    should write."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
         self.mark_answer: Callable[[str], str] = str
 
     def parse(self, parser: Any) -> Any:
-        """Turn the block into a call of `_marked` on its text."""
+        """Convert the block to a call of `_marked` with its text."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
@@ -86,9 +92,9 @@ _Generation.tags = {"generation"}
 
 
 def compiled(source: str, mark_answer: Callable[[str], str]) -> Callable[..., str]:
-    """Compile the Jinja text `source`, and return a function that renders it with the values that
-    it is given by name; it passes the text of each {% generation %} block through `mark_answer`.
-    Raise ValueError if `source` is no template."""
+    """Compile the Jinja text `source`. Return a function that renders it with keyword arguments,
+    and that passes the text of each {% generation %} block through `mark_answer`. Raise ValueError
+    if `source` is not a template."""
     environment = _LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -99,12 +105,12 @@ def compiled(source: str, mark_answer: Callable[[str], str]) -> Callable[..., st
     environment.globals["raise_exception"] = _refuse
     try:
         template = environment.from_string(source)
-    # deep nesting ends in Jinja's recursion, or in Python's own compiler
+    # deep nesting exceeds the recursion of Jinja, or of Python's own compiler
     except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(str(error) or type(error).__name__) from None
 
     def render(**values: Any) -> str:
-        """Return the text of the template for these values."""
+        """Return the text of the template for the given values."""
         environment.turns_left = MOST_TURNS
         return str(template.render(**values))
 

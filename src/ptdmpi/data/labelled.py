@@ -1,8 +1,9 @@
-"""Samples of tasks: a sequence and its class, or several candidates and the right one.
+"""Samples of tasks: a sequence with its class, or several candidates and the number of the right
+one.
 
-The candidates of one question (Devlin et al. 2019, section 4.4; RACE) are neighbours in a
-microbatch. Their order follows the same rule as that of shards: it is a pure function of (seed,
-global sample number).
+The candidates of one question (Devlin et al. 2019, section 4.4; RACE) are neighbouring rows of a
+microbatch. The order of samples follows the same rule as that of shards: it is a pure function of
+(seed, global sample number).
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,8 @@ from ptdmpi.data.order import SampleOrder
 
 @dataclass(frozen=True)
 class LabelledRow:
-    """One sequence: its token ids (int [n], no padding), and the position at which its second text
-    begins (n for a single text)."""
+    """One sequence of a sample: its token ids (int [n], no padding), and the position at which its
+    second text begins (n for a single text)."""
 
     ids: np.ndarray
     second: int
@@ -26,12 +27,12 @@ class LabelledRow:
 
 @dataclass(frozen=True)
 class LabelledFile:
-    """A file of samples as tokens.
+    """A file of samples, converted to tokens.
 
-    Each sample has `sequences` neighbouring rows of `rows` and one number in `labels` (int
-    [samples]). `sha256` is the digest of the file, `tokenizer_sha256` that of its tokenizer. `cut`
-    is the number of rows that were too long for a sequence, `lost` the number of tokens that they
-    have lost together.
+    Each sample has `sequences` neighbouring entries of `rows` and one number in `labels` (int
+    [samples]). `sha256` is the hash of the file, `tokenizer_sha256` that of its tokenizer. `cut` is
+    the number of rows that were too long for a sequence, `lost` the total number of tokens that
+    were cut off.
     """
 
     path: Path
@@ -51,11 +52,11 @@ class LabelledFile:
 
 @dataclass(frozen=True)
 class LabelledForm:
-    """The form in which a model takes samples: rows of `seq_length` ids, padded with `pad`.
+    """The form in which a model takes samples: rows of `seq_length` ids, padded with the id `pad`.
 
-    With `first` the model's head reads the first token, as a model with attention to both sides
-    does; else it reads the last token of each sequence, on which padding has no influence.
-    `last_type` is the token type of the second text.
+    With `first` the model's head reads the first token, as in a model with bidirectional attention;
+    else it reads the last token of each sequence, on which padding has no influence. `last_type` is
+    the token type of the second text.
     """
 
     seq_length: int
@@ -66,10 +67,10 @@ class LabelledForm:
     def microbatch(
         self, samples: Sequence[tuple[LabelledFile, int]], ids: np.ndarray, counts: np.ndarray
     ) -> MicrobatchRows:
-        """Return a microbatch of n samples, so of n * `sequences` rows.
+        """Return a microbatch of n samples, which are n * `sequences` rows.
 
-        `samples` names each by its file and its number in the file, `ids` (int [n]) has their
-        global numbers, and `counts` (float [n]) is 1 if a sample counts in the loss, else 0.
+        `samples` names each sample by its file and its number in the file. `ids` (int [n]) has
+        their global numbers. `counts` (float [n]) is 1 if a sample counts in the loss, else 0.
         """
         sequences = samples[0][0].sequences
         rows = [
@@ -87,7 +88,7 @@ class LabelledForm:
                 positions[number] = len(row.ids) - 1
         labels = np.array([[file.labels[sample]] for file, sample in samples], dtype=np.int64)
         return MicrobatchRows(
-            # each sequence has its own number, so that no two have the same dropout mask
+            # each sequence has its own number, so that no two sequences have the same dropout mask
             samples=(ids[:, None] * sequences + np.arange(sequences)).reshape(-1),
             inputs=inputs,
             labels=labels,
@@ -99,9 +100,10 @@ class LabelledForm:
 
 
 class LabelledBatches:
-    """The training microbatches of one data rank, with samples dealt to ranks as in `TrainBatches`.
+    """The training microbatches of one data rank for samples of tasks, with samples divided among
+    ranks as in `TrainBatches`.
 
-    A step has `samples` samples, a microbatch `micro`.
+    A step has `samples` samples, and a microbatch has `micro` samples.
     """
 
     def __init__(
@@ -145,10 +147,11 @@ def in_order(
     data_size: int,
     most: int | None = None,
 ) -> Iterator[MicrobatchRows]:
-    """Yield data rank `data_rank`'s microbatches of the first `most` samples of a file (None: all).
+    """Yield the microbatches of data rank `data_rank` for the first `most` samples of a file (None:
+    all).
 
-    A microbatch has `micro` samples. Microbatches are dealt to the ranks in contiguous blocks, and
-    each rank has equally many: samples after the last one repeat it and do not count.
+    A microbatch has `micro` samples. Each rank gets a contiguous block of microbatches, and all
+    ranks have the same number of them: samples after the last one repeat it and do not count.
     """
     samples = len(file.labels)
     if most is not None:

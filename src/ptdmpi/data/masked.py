@@ -1,9 +1,10 @@
-"""Samples of masked language models: masked whole words, and two segments in order or swapped.
+"""Samples for masked language models: masked words, and two segments that are in order or swapped.
 
-The objectives are those of BERT (Devlin et al. 2019, arXiv 1810.04805) as Megatron-LM trains it
-(Shoeybi et al. 2019, section 5.3). N-grams of whole words are masked. The model predicts the order
-of two segments, and not whether the second segment follows the first (Lan et al. 2020, arXiv
-1909.11942, sections 3.1, 4.1). Every choice is a pure function of (seed, global sample number).
+The objectives are those of BERT (Devlin et al. 2019, arXiv 1810.04805) in the form that Megatron-LM
+trains (Shoeybi et al. 2019, section 5.3): n-grams of complete words are masked, and the model
+predicts whether two segments are in order, not whether the second segment follows the first (Lan et
+al. 2020, arXiv 1909.11942, sections 3.1, 4.1). Every random choice is a pure function of (seed,
+global sample number).
 """
 
 from collections.abc import Sequence
@@ -17,15 +18,16 @@ from ptdmpi.data.documents import Windows
 from ptdmpi.data.shards import Dataset
 from ptdmpi.data.words import read_vocabulary
 
-LONGEST_WORD = 16  # in tokens; a longer word counts as several words
-# A number drawn from [0, 1) decides what replaces a masked token: below MASKED the mask token,
-# below DRAWN a random token, else the token stays.
+LONGEST_WORD = 16  # in tokens; a longer word is treated as several words
+# A random number in [0, 1) decides what replaces a masked token: below MASKED the mask token, below
+# DRAWN a random token, otherwise the token stays.
 MASKED = 0.8
 DRAWN = 0.9
 
 
 def predictions(fraction: float, tokens: int) -> int:
-    """Return how many of `tokens` tokens are masked: their fraction, rounded, and at least one."""
+    """Return how many of `tokens` tokens are masked: the given fraction of them, rounded, but at
+    least one."""
     if tokens == 0:
         return 0
     return max(1, round(fraction * tokens))
@@ -33,9 +35,9 @@ def predictions(fraction: float, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: `ids` and `types` of its tokens (no padding), the `masked` positions, and as
-    `labels` the tokens that were there. `order` is 0 for segments in order, 1 for swapped ones and
-    -1 for a single segment."""
+    """One sample of a masked language model: `ids` and `types` of its tokens (no padding), the
+    `masked` positions, and as `labels` the original tokens at these positions. `order` is 0 for
+    segments in order, 1 for swapped segments and -1 for a single segment."""
 
     ids: np.ndarray
     types: np.ndarray
@@ -48,23 +50,23 @@ class MaskedSamples:
     """A maker of masked samples from windows of tokens."""
 
     def __init__(self, model: ModelConfig, data: DataConfig, dataset: Dataset, seed: int) -> None:
-        """`dataset` is any of the datasets that the windows are from. Raise InputError if whole
-        words are masked and its tokenizer's file does not show where they begin."""
+        """Prepare the masking. `dataset` is any of the datasets of the windows. Raise InputError if
+        complete words should be masked and the tokenizer's file does not show where words begin."""
         self.vocabulary = read_vocabulary(dataset, data.whole_words)
         self.eod_id = dataset.eod_id
         self.seed = seed
         self.seq_length = model.seq_length
         self.sentence_order = model.sentence_order
-        # with a single token type both segments have it
+        # with a single token type both segments have type 0
         self.last_type = 0 if model.token_types == 1 else 1
         self.fraction = data.mask_fraction
         self.most = model.predictions(data.mask_fraction)
-        # n with probability in proportion to 1 / n (Lan et al. 2020, section 4.1)
+        # the probability of n is proportional to 1 / n (Lan et al. 2020, section 4.1)
         shares = 1.0 / np.arange(1, data.mask_ngram + 1)
         self.ngram_limits = np.cumsum(shares / shares.sum())
 
     def __call__(self, windows: Windows, microbatch: MicrobatchRows) -> MicrobatchRows:
-        """Return the masked samples of a microbatch of windows."""
+        """Return the masked samples made from a microbatch of windows."""
         documents = windows.documents(microbatch.samples)[:, :-1]
         rows = zip(microbatch.samples.tolist(), microbatch.inputs, documents, strict=True)
         samples = [self.sample(window, own, number) for number, window, own in rows]
@@ -82,7 +84,7 @@ class MaskedSamples:
             labels[row, : len(sample.masked)] = sample.labels
             weights[row, : len(sample.masked)] = 1.0
         orders = np.array([sample.order for sample in samples], dtype=np.int64)
-        if microbatch.weights is not None:  # some rows only pad a validation
+        if microbatch.weights is not None:  # some rows are only padding of a validation batch
             weights *= microbatch.weights[:, :1]
             orders[microbatch.weights[:, 0] == 0.0] = -1
         return microbatch._replace(
@@ -96,14 +98,14 @@ class MaskedSamples:
         )
 
     def sample(self, window: np.ndarray, documents: np.ndarray, number: int) -> Sample:
-        """Return global sample `number`, made from a window (token ids, int [n]) and the document
-        numbers of its tokens (int [n]).
+        """Return global sample `number`, made from a window: its token ids (int [n]) and the
+        document numbers of its tokens (int [n]).
 
-        Its text is the part of one document inside the window: the document of a token drawn at
-        random, so that in the long run every token is read.
+        The sample's text is the part of one document that is inside the window. It is the document
+        of a randomly chosen token, so that in the long run every token is read.
         """
-        # Equally many draws for each window of a length, used or not, so that no choice shifts
-        # the numbers of the others.
+        # The number of random numbers depends only on the window's length, whether they are used or
+        # not, so that no choice shifts the random numbers of other choices.
         draws = _uniforms(self.seed, number, 3 + 4 * len(window))
         text = self._text(window, documents, draws[0])
         starts = self._word_starts(text)
@@ -111,7 +113,7 @@ class MaskedSamples:
         special = self.vocabulary
         ids = [np.array([special.begin])]
         types = [0]  # the type of the special token at the beginning
-        words = []  # first token of each word, and end, of each segment
+        words = []  # for each segment: the first token of each word, and the end of the segment
         for place, (begin, end) in enumerate(segments):
             at = len(types)
             words.append((np.flatnonzero(starts[begin:end]) + at, at + end - begin))
@@ -135,8 +137,8 @@ class MaskedSamples:
         return text[: inside[-1] + 1]
 
     def _word_starts(self, text: np.ndarray) -> np.ndarray:
-        """Return which tokens begin a word, bool [n]. A word is cut into several if it is longer
-        than LONGEST_WORD or than the number of tokens that may be masked."""
+        """Return for each token whether it begins a word, bool [n]. A word is cut into several
+        words if it is longer than LONGEST_WORD or than the number of tokens that may be masked."""
         starts = self.vocabulary.word_starts(text)
         longest = min(LONGEST_WORD, max(1, predictions(self.fraction, len(text))))
         places = np.arange(len(text))
@@ -146,8 +148,8 @@ class MaskedSamples:
     def _segments(
         self, text: np.ndarray, starts: np.ndarray, draws: np.ndarray
     ) -> tuple[list[tuple[int, int]], int]:
-        """Return the segments' [begin, end) in the text, as ordered in the sample, and that order
-        (see `Sample`)."""
+        """Return [begin, end) of each segment in the text, in the order of the sample, and the
+        value of `Sample.order`."""
         cuts = np.flatnonzero(starts[1:]) + 1
         if not self.sentence_order or not cuts.size:
             return [(0, len(text))], -1
@@ -159,11 +161,12 @@ class MaskedSamples:
     def _choose(
         self, words: Sequence[tuple[np.ndarray, int]], budget: int, chances: np.ndarray
     ) -> np.ndarray:
-        """Return the positions of the masked tokens: `budget` of them, or a few less.
+        """Return the positions of the masked tokens. There are `budget` of them, or a few less.
 
-        They are n-grams of whole words in a random order. Each n-gram is as long as drawn, or as
-        long as fits. `words` has, for each segment, the positions of the first tokens of its words
-        and the end of the segment; `chances` is float [2, at least the number of words].
+        They are n-grams of complete words, chosen in random order. Each n-gram has its random
+        length, or the greatest length that fits. `words` has, for each segment, the positions of
+        the first tokens of its words and the end of the segment; `chances` is float [2, at least
+        the number of words].
         """
         first = np.concatenate([own for own, _ in words])
         last = np.concatenate([np.append(own[1:], end)[: len(own)] for own, end in words])
@@ -184,18 +187,19 @@ class MaskedSamples:
         return np.concatenate([np.zeros(0, dtype=np.int64), *spans])
 
     def _hide(self, labels: np.ndarray, chances: np.ndarray) -> np.ndarray:
-        """Return the inputs in place of masked tokens `labels`: the mask token for 80 % of them, a
-        random token for 10 %, the token itself for 10 % (Devlin et al. 2019, section 3.1)."""
+        """Return the inputs that replace the masked tokens `labels`: the mask token for 80 % of
+        them, a random token for 10 %, the unchanged token for 10 % (Devlin et al. 2019, section
+        3.1)."""
         drawn = (chances[1] * self.vocabulary.drawn).astype(np.int64)
         shown = np.where(chances[0] < DRAWN, drawn, labels)
         return np.where(chances[0] < MASKED, self.vocabulary.mask, shown)
 
 
 def _uniforms(seed: int, number: int, count: int) -> np.ndarray:
-    """Return `count` random numbers in [0, 1) of one sample, the same on every machine.
+    """Return `count` random numbers in [0, 1) for one sample, which are the same on every machine.
 
     Philox is a counter-based generator without state (Salmon et al. 2011).
     """
-    # the seed and the sample are the key, so no two samples share a stream
+    # seed and sample number are the key, so no two samples share a stream of random numbers
     key = np.array([seed & (2**64 - 1), number], dtype=np.uint64)
     return (np.random.Philox(key=key).random_raw(count) >> np.uint64(11)) * 2.0**-53

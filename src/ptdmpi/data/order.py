@@ -1,8 +1,8 @@
 """The training order: a pure function (seed, global sample index) -> (dataset, sample within it).
 
 Only one period of the mixture is stored. A keyed permutation replaces the shuffled index files of
-other trainers. So start-up and memory do not depend on the size of the corpus, and resuming needs
-one integer: the number of samples consumed.
+other trainers. So start-up time and memory do not depend on the size of the corpus, and resuming
+needs one integer: the number of consumed samples.
 """
 
 import heapq
@@ -16,11 +16,12 @@ import numpy as np
 
 from ptdmpi.config import InputError
 
-MAX_PERIOD = 10**6  # the longest period of a mixture that is tabulated, in samples
-# Four rounds of random functions are enough (Luby and Rackoff 1988). A hash is weaker than a random
-# function, so there are more rounds.
+MAX_PERIOD = 10**6  # the longest period of a mixture for which a table is made, in samples
+# Four rounds of random functions would be enough (Luby and Rackoff 1988). A hash is weaker than a
+# random function, so there are more rounds.
 _ROUNDS = 8
-_SMALL_ROUNDS = 32  # below _SMALL_BITS a round function has too few output bits to mix in 8 rounds
+# below _SMALL_BITS a round function has too few output bits to mix within 8 rounds
+_SMALL_ROUNDS = 32
 _SMALL_BITS = 14
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the increment of splitmix64
@@ -30,7 +31,7 @@ _M2 = np.uint64(0x94D049BB133111EB)
 
 
 def _mix(words: np.ndarray) -> np.ndarray:
-    """Map 64-bit words bijectively to words whose bits each depend on all input bits.
+    """Map 64-bit words bijectively to words in which each bit depends on all input bits.
 
     Source: the finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014; variant 13 of D.
     Stafford).
@@ -41,16 +42,16 @@ def _mix(words: np.ndarray) -> np.ndarray:
 
 
 def _word(value: int) -> np.ndarray:
-    """Return an integer modulo 2^64 as an array of one word."""
+    """Return an integer modulo 2^64 as an array with one word."""
     return np.array([value & _WORD], dtype=np.uint64)
 
 
 def _encrypt(words: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
     """Encrypt `bits`-bit words by a Feistel network: a bijection of [0, 2^bits) for every key.
 
-    The low half has bits//2 bits and the high half the rest. Rounds change the halves in turn (an
-    alternating, unbalanced network), so an odd number of bits needs no padding and the domain is
-    less than twice the size.
+    The low half has bits//2 bits and the high half the rest. Rounds change the two halves
+    alternately (an alternating, unbalanced network), so an odd number of bits needs no padding and
+    the domain is less than twice the size.
     """
     low_bits = np.uint64(bits // 2)
     widths = (np.uint64(bits - bits // 2), low_bits)
@@ -60,7 +61,8 @@ def _encrypt(words: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
         changed = number % 2
         if widths[changed] == 0:
             continue
-        # each round has a different function: equal ones would leave patterns of the halves
+        # each round has a different function: with equal functions, patterns of the halves would
+        # remain
         output = (halves[1 - changed] ^ (key + _word(_GOLDEN * (number + 1)))) * _M1
         output ^= output >> np.uint64(32)
         output *= _M2
@@ -72,12 +74,12 @@ def _encrypt(words: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
 def permute(index: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
     """Return the images of `index` under the permutation of [0, size) that `key` selects.
 
-    `index` is int [n], each in [0, size); `key` is an integer, or an uint64 array [n] with one key
-    per index; the result is int64 [n]. Raise IndexError for an index outside [0, size).
+    `index` is int [n], each in [0, size). `key` is an integer, or an uint64 array [n] with one key
+    per index. The result is int64 [n]. Raise IndexError for an index outside [0, size).
 
-    A Feistel network permutes the next power of two. An image outside [0, size) is encrypted again
-    until it is inside (cycle walking), which leaves a bijection of [0, size) and takes less than
-    two passes on average.
+    A Feistel network permutes the range up to the next power of two. An image outside [0, size) is
+    encrypted again until it is inside (cycle walking). The result is a bijection of [0, size), and
+    this takes less than two passes on average.
 
     Source: Luby and Rackoff, SIAM J. Comput. 17 (1988); Black and Rogaway, "Ciphers with arbitrary
     finite domains", CT-RSA 2002 (cycle walking).
@@ -100,12 +102,12 @@ def permute(index: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Part:
-    """One dataset of a mixture: its number of training samples, its weight, and its limit of
-    epochs.
+    """One dataset of a mixture: its number of training samples, its weight, and its maximum number
+    of epochs.
 
-    `key` selects its permutations (None: its place in the mixture). `drawn` is the number of its
-    samples that were drawn before the order begins. Both differ from their defaults only in a
-    mixture that was changed during a run.
+    `key` selects its permutations (None: its number in the mixture). `drawn` is the number of its
+    samples that the run has used before this order begins. Both differ from their defaults only in
+    a mixture that was changed during a run.
     """
 
     samples: int
@@ -117,17 +119,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Start:
-    """The beginning of an order: step `step` (from 0) begins with global sample `sample`."""
+    """The start of an order: step `step` (from 0) begins with global sample `sample`."""
 
     step: int = 0
     sample: int = 0
 
 
 def _weights(parts: Sequence[Part]) -> list[int]:
-    """Return the weights of `parts` as integers with the same exact ratios; their sum is the
+    """Return the weights of `parts` as integers with exactly the same ratios. Their sum is the
     period.
 
-    Raise InputError for a weight that is no decimal above 0, and for a period above MAX_PERIOD.
+    Raise InputError for a weight that is not a decimal above 0, and for a period above MAX_PERIOD.
     """
     exact = []
     for number, part in enumerate(parts):
@@ -152,19 +154,19 @@ def _weights(parts: Sequence[Part]) -> list[int]:
 
 
 def _apportion(weights: list[int]) -> np.ndarray:
-    """Return the dataset of each sample of one period: int32 [sum of weights].
+    """Return the dataset of each sample in one period: int32 [sum of weights].
 
-    Among the first n samples, for every n, dataset i has given floor(w_i n) or ceil(w_i n)
-    (w_i = weights[i] / period), which is strictly less than one away from w_i n.
+    For every n, the first n samples contain floor(w_i n) or ceil(w_i n) samples of dataset i (w_i =
+    weights[i] / period), so the difference from w_i n is strictly less than one.
 
-    Proof: this is a unit-job scheduling problem. Job k of dataset i may run from slot floor(k /
-    w_i) and must have run by slot ceil((k + 1) / w_i). The two bounds hold exactly if every job
-    runs in its window. A fractional schedule exists: giving every slot to all datasets at once in
-    fractions w_i fills each slot exactly and does job k within [k / w_i, (k+1) / w_i], inside its
-    window. Bipartite flows with integer bounds are integral, so a whole schedule exists. For unit
-    jobs on one machine, earliest deadline first finds it (Horn, Naval Res. Logist. 21 (1974)). The
-    windows are those of proportionate fairness (Baruah, Cohen, Plaxton, Varvel, Algorithmica 15
-    (1996)) and of Steiner and Yeomans (1993)."""
+    Proof: this is a scheduling problem with jobs of unit length. Job k of dataset i may run from
+    slot floor(k / w_i) and must have run by slot ceil((k + 1) / w_i). The two bounds hold exactly
+    if every job runs in its window. A fractional schedule exists: giving every slot to all datasets
+    at once in fractions w_i fills each slot exactly and does job k within [k / w_i, (k+1) / w_i],
+    inside its window. Bipartite flows with integer bounds are integral, so an integral schedule
+    exists. For jobs of unit length on one machine, earliest deadline first finds it (Horn, Naval
+    Res. Logist. 21 (1974)). The windows are those of proportionate fairness (Baruah, Cohen,
+    Plaxton, Varvel, Algorithmica 15 (1996)) and of Steiner and Yeomans (1993)."""
     period = sum(weights)
     table = np.empty(period, dtype=np.int32)
     given = [0] * len(weights)
@@ -186,15 +188,16 @@ def _apportion(weights: list[int]) -> np.ndarray:
 class SampleOrder:
     """The order of all training samples of a run: a pure function of (seed, global sample index).
 
-    The mixture's table assigns global sample n to a dataset. If n is the k-th draw from that
-    dataset (k counts from 0), it is sample permute(k mod samples) of epoch k // samples, under a
-    key made of seed, dataset and epoch. So every epoch of a dataset has each of its samples exactly
-    once, in a new order. With a later `start`, the table begins there, and the draws of each part
-    continue after the first `drawn` ones."""
+    A table for the mixture assigns global sample n to a dataset. If n is the k-th sample of that
+    dataset (k counts from 0), it is sample permute(k mod samples) of epoch k // samples, with a key
+    made from seed, dataset and epoch. So every epoch of a dataset has each of its samples exactly
+    once, in a new order. With a later `start`, the table begins there, and each dataset continues
+    after the `drawn` samples that were already used."""
 
     def __init__(self, parts: Sequence[Part], seed: int, start: Start = Start()):
         """Raise InputError if there are no parts, for a part without samples, for weights that are
-        no decimals above 0 or need a period above MAX_PERIOD, and for epochs not above 0."""
+        not decimals above 0 or need a period above MAX_PERIOD, and for epochs that are not above
+        0."""
         if not parts:
             raise InputError("no training dataset: at least one is needed")
         for number, part in enumerate(parts):
@@ -212,19 +215,19 @@ class SampleOrder:
         self._weights = _weights(self.parts)
         self._period = sum(self._weights)
         self._table = _apportion(self._weights)
-        # [period]: the number of earlier samples of the same dataset in the period
+        # [period]: the number of earlier samples of the same dataset within the period
         self._rank = np.empty(self._period, dtype=np.int64)
         for number, weight in enumerate(self._weights):
             self._rank[self._table == number] = np.arange(weight)
 
     def _keys(self, dataset: int, epochs: np.ndarray) -> np.ndarray:
-        """Return one permutation key per epoch (int [n]) of a dataset: uint64 [n]."""
+        """Return the permutation key of each epoch (int [n]) of a dataset: uint64 [n]."""
         key = _mix(_mix(_word(self.seed)) + _word(_GOLDEN * (dataset + 1)))
         return _mix(key + epochs.astype(np.uint64) * np.uint64(_GOLDEN))
 
     def locate(self, global_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the dataset (int64 [n]) and the sample within it (int64 [n]) of global samples
-        (int [n], at or after the start)."""
+        """Return the dataset (int64 [n]), and the sample within it (int64 [n]), of each of the
+        given global samples (int [n], at or after the start)."""
         indices = np.asarray(global_indices, dtype=np.int64) - self.start.sample
         periods, slots = np.divmod(indices, self._period)
         datasets = self._table[slots].astype(np.int64)
@@ -241,7 +244,7 @@ class SampleOrder:
 
     def counts(self, total_samples: int) -> list[int]:
         """Return how many of the first `total_samples` samples come from each dataset, including
-        those drawn before the start."""
+        those used before the start."""
         periods, rest = divmod(total_samples - self.start.sample, self._period)
         begun = np.bincount(self._table[:rest], minlength=len(self.parts))
         return [

@@ -1,10 +1,11 @@
-"""Writing token shards as a stream: bounded memory, every token written once, whole files or none.
+"""Writing token shards as a stream: with bounded memory, writing every token once, and leaving no
+incomplete shard.
 
-HDF5 needs the length of a contiguous dataset before its data, but a stream knows it only at the
-end. So the tokens are appended to the file by plain writes, after the still empty HDF5 structures,
-at the offset where HDF5 will place the first dataset. At the end HDF5 makes a dataset of the right
-length there, without filling it. HDF5 itself reports the offset beforehand, and the offset is
-checked when the dataset is made.
+HDF5 needs the length of a contiguous dataset before its data, but a stream knows the length only at
+its end. So the tokens are appended to the file by plain writes, after the HDF5 structures of an
+empty file, at the offset where HDF5 will place the first dataset. At the end HDF5 makes a dataset
+of the right length there, without filling it. HDF5 itself reports the offset beforehand, and the
+offset is checked when the dataset is made.
 """
 
 import io
@@ -29,52 +30,56 @@ from ptdmpi.data.header import (
     token_dtype,
 )
 
-# Tokens start on a page, after the structures of an empty file (under 1 KiB).
+# Tokens start at a page boundary, after the structures of an empty file (under 1 KiB).
 _ALIGNMENT_BYTES = 4096
-# Tokens that are checked, summed and written together, while they are in the processor's cache.
+# The number of tokens that are checked, summed and written together, while they are in the
+# processor's cache.
 _PIECE_TOKENS = 1 << 17
-# Tokens of a wider type that are checked and converted together.
+# The number of tokens of a wider type that are checked and converted together.
 _STEP_TOKENS = 1 << 15
 _FEW_ENDS = 16  # below this number, plain integers are faster than numpy
-_OUT_BYTES = 1 << 23  # after this number of bytes the kernel is asked to write to the disk
+# each time this many bytes are written, the kernel is asked to write them to the disk
+_OUT_BYTES = 1 << 23
 
 
 def _open_hdf5(path: Path | str, **options: object) -> h5py.File:
-    """Open a file so that each new object starts on a page, which makes the offset of `tokens`
-    certain."""
+    """Open an HDF5 file in which each new object starts at a page boundary, so that the offset of
+    `tokens` is known in advance."""
     return h5py.File(path, alignment_threshold=1, alignment_interval=_ALIGNMENT_BYTES, **options)
 
 
 def _create_tokens(file: h5py.File, tokens: int, dtype: np.dtype) -> int:
-    """Make the dataset `tokens` without touching its bytes; return its byte offset in the file."""
+    """Make the dataset `tokens` without writing its bytes; return its byte offset in the file."""
     plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plan.set_layout(h5py.h5d.CONTIGUOUS)
-    # allocate early: HDF5 would otherwise choose the place at its first write, and never writes
+    # allocate now: otherwise HDF5 would choose the position at its first write, which never happens
     plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    plan.set_obj_track_times(False)  # the same tokens give the same bytes
+    # no times are stored, so that the same tokens give the same bytes
+    plan.set_obj_track_times(False)
     kind = h5py.h5t.py_create(dtype)
     space = h5py.h5s.create_simple((tokens,))
     return h5py.h5d.create(file.id, b"tokens", kind, space, plan).get_offset()
 
 
 def _tokens_offset() -> int:
-    """Return the offset at which HDF5 places `tokens` in a file that `ShardWriter` began, found by
-    making such a file in memory."""
+    """Return the offset at which HDF5 places `tokens` in a file that `ShardWriter` has begun. To
+    find it, such a file is made in memory."""
     with _open_hdf5("probe", mode="w", driver="core", backing_store=False) as file:
         return _create_tokens(file, 1, np.dtype("<u2"))
 
 
 class ShardWriter:
-    """A context manager that writes one shard as a stream: `PATH.tmp` first, then renamed to PATH.
+    """A context manager that writes one shard as a stream: first to `PATH.tmp`, which is renamed to
+    PATH at the end.
 
-    Only a whole, synced shard ever has the name PATH. If the block ends by an exception, or a write
-    fails, the temporary file is removed. It needs memory for one buffer, 8 bytes per document, and
-    one byte per token of a shard with rows.
+    Only a complete, synced shard ever has the name PATH. If the block ends with an exception, or a
+    write fails, the temporary file is removed. The writer needs memory for one buffer, for 8 bytes
+    per document, and for one byte per token of a shard with rows.
 
-    Its methods raise InputError if the file cannot be written (a full disk, say), for a token id
-    outside the vocabulary (short blocks are gathered, so a later call may report it), and for a
-    shard that would be empty or whose last document has no end.
+    Its methods raise InputError if the file cannot be written (on a full disk, for example), for a
+    token id outside the vocabulary (perhaps in a later call, because short blocks are collected
+    first), and for a shard that would be empty or whose last document has no end.
     """
 
     def __init__(
@@ -87,10 +92,10 @@ class ShardWriter:
         eod_id: int,
         row_length: int = 0,
     ):
-        """Begin the file. With `row_length` above 0, documents are packed in rows of that length,
+        """Begin the file. With `row_length` above 0, documents are packed into rows of that length,
         and tokens have weights (`write_row`)."""
         self.path = Path(path)
-        self.tokens = 0  # written so far
+        self.tokens = 0  # number of tokens written so far
         self._temporary = self.path.with_name(self.path.name + ".tmp")
         self._attributes = {
             "format_version": FORMAT_VERSION,
@@ -106,13 +111,13 @@ class ShardWriter:
         self._dtype = token_dtype(vocab_size)
         self._ends = array("Q", [0])
         self._gathered = np.empty(_PIECE_TOKENS, self._dtype)
-        self._filled = 0  # tokens in `_gathered` that wait to be written
+        self._filled = 0  # number of tokens in `_gathered` that are not yet written
         self._crc32 = 0
         self._blocks = BlockSums()
         self._offset = self._out = _tokens_offset()
         try:
             _open_hdf5(self._temporary, mode="w").close()
-            # pieces are larger than this stream's buffer, so it passes them on without a copy
+            # pieces are larger than the buffer of this stream, so it passes them on without a copy
             self._stream = io.BufferedWriter(io.FileIO(self._temporary, "r+"))
             self._stream.seek(self._offset)
         except OSError as error:
@@ -131,16 +136,16 @@ class ShardWriter:
             self.discard()
 
     def write_row(self, tokens: np.ndarray, document_ends: np.ndarray, weights: np.ndarray) -> None:
-        """Append tokens to a shard with rows, as `write` does, with their weights as labels
+        """Append tokens to a shard with rows, as `write` does, together with their label weights
         (bool [n])."""
         self._weights += weights.astype(np.uint8).tobytes()
         self.write(tokens, document_ends)
 
     def write(self, tokens: np.ndarray, document_ends: np.ndarray) -> None:
-        """Append tokens (int [n]).
+        """Append the tokens `tokens` (int [n]) to the shard.
 
-        `document_ends` (int [k], rising, in 1..n) counts from this block's first token. A document
-        without an end in this block continues in the next one.
+        `document_ends` (int [k], ascending, in 1..n) counts from the first token of this block. A
+        document that has no end in this block continues in the next one.
         """
         if tokens.size == 0:
             return
@@ -160,10 +165,10 @@ class ShardWriter:
                 self._gather(tokens[start : start + _STEP_TOKENS])
 
     def _gather(self, tokens: np.ndarray) -> None:
-        """Convert at most _STEP_TOKENS to the shard's type and add them to those that wait to be
-        written."""
+        """Convert at most _STEP_TOKENS tokens to the shard's type, and add them to those that are
+        not yet written."""
         if tokens.dtype != self._dtype:
-            self._check_ids(tokens)  # check before the conversion cuts bits off
+            self._check_ids(tokens)  # check before the conversion cuts off bits
         if self._filled + tokens.size > _PIECE_TOKENS:
             self._write_gathered()
         stop = self._filled + tokens.size
@@ -176,8 +181,8 @@ class ShardWriter:
             self._filled = 0
 
     def _check_ids(self, tokens: np.ndarray) -> None:
-        """Raise InputError, without the temporary file, for an id outside the vocabulary."""
-        # read as unsigned, negative ids are larger than all others
+        """Raise InputError for an id outside the vocabulary, after removing the temporary file."""
+        # interpreted as unsigned, negative ids are larger than all others
         unsigned = tokens.view(f"{tokens.dtype.byteorder}u{tokens.itemsize}")
         if unsigned.item(unsigned.argmax()) >= self._vocab_size:
             wrong = int(tokens.min())
@@ -190,7 +195,7 @@ class ShardWriter:
             )
 
     def _write_piece(self, piece: np.ndarray) -> None:
-        """Check and write tokens of the shard's type."""
+        """Check and write tokens that have the shard's type."""
         self._check_ids(piece)
         self._crc32 = zlib.crc32(piece.data, self._crc32)
         self._blocks.add(piece)
@@ -225,13 +230,13 @@ class ShardWriter:
             if offset != self._offset:
                 raise AssertionError(f"HDF5 placed the tokens at {offset}, not at {self._offset}")
             put_in_place(self._temporary, self.path)
-        except (OSError, RuntimeError) as error:  # HDF5 reports a failed write by either of these
+        except (OSError, RuntimeError) as error:  # HDF5 raises either of these for a failed write
             self.discard()
             raise self._failure(error) from error
 
     def discard(self) -> None:
         """Close and remove the temporary file."""
-        with suppress(OSError):  # closing flushes, which may fail again, as on a full disk
+        with suppress(OSError):  # closing flushes, which may fail again, for example on a full disk
             self._stream.close()
         self._discard()
 
@@ -239,8 +244,9 @@ class ShardWriter:
         self._temporary.unlink(missing_ok=True)
 
     def _failure(self, error: Exception) -> InputError:
-        """Return an error with the system's message, or else with the first line of HDF5's."""
-        text = str(error)  # HDF5 reports the whole chain of calls down to the one that failed
+        """Return an InputError with the system's message, or else with the first line of HDF5's
+        message."""
+        text = str(error)  # HDF5 reports the full chain of calls down to the one that failed
         reason = text.partition("\n")[0]
         if match := re.search(r"error message = '([^']+)'", text):
             reason = match[1]

@@ -1,7 +1,7 @@
-"""Datasets of token shards: finding, mapping, reading and verifying them.
+"""Datasets of token shards: finding, mapping, reading and verifying the shards.
 
 `header.py` describes the file format, `shard_writer.py` writes it. h5py opens a shard once, for the
-metadata and the byte offset of `tokens` in the file. After that the tokens are read through
+metadata and the byte offset of `tokens` in the file. Afterwards the tokens are read through
 `np.memmap`, without HDF5.
 """
 
@@ -32,15 +32,17 @@ from ptdmpi.data.header import (
     read_header,
 )
 
-UNFINISHED = ".unfinished"  # a folder in a directory of shards that are being written
-_OPEN_SHARDS = 8192  # most maps at a time in one dataset; the kernel allows 65530 per process
-_OPEN_SHARE = 8  # a dataset takes at most one in eight of the allowed file descriptors
-_READ_ROWS = 64  # samples copied and checked at a time
-_VERIFY_TOKENS = 1 << 22  # tokens that `verify` reads in one piece
+# the name of a folder that marks a directory whose shards are still being written
+UNFINISHED = ".unfinished"
+# maximum number of maps at a time in one dataset; the kernel allows 65530 per process
+_OPEN_SHARDS = 8192
+_OPEN_SHARE = 8  # a dataset uses at most an eighth of the allowed file descriptors
+_READ_ROWS = 64  # number of samples that are copied and checked at a time
+_VERIFY_TOKENS = 1 << 22  # number of tokens that `verify` reads in one piece
 
 
 def find_shards(directory: str | Path) -> list[Path]:
-    """Return the shards of a dataset, sorted by name. Raise InputError if none is found, or
+    """Return the shards of a dataset, sorted by name. Raise InputError if there are none, or if
     they are unfinished."""
     directory = Path(directory)
     try:
@@ -65,9 +67,9 @@ def find_shards(directory: str | Path) -> list[Path]:
 def find_headers(directory: str | Path) -> list[ShardHeader]:
     """Return the headers of a dataset's shards, sorted by name.
 
-    They come from SUMMARY if it lists them, and only the first one is compared with its file. Raise
-    InputError as `find_shards` and `read_header` do, for a damaged SUMMARY, and for a listed shard
-    that is missing.
+    The headers come from SUMMARY if it lists them; then only the first one is compared with its
+    file. Raise InputError for a damaged SUMMARY, and for a listed shard that is missing. Also raise
+    the same errors as `find_shards` and `read_header`.
     """
     paths = find_shards(directory)
     listed = listed_headers(Path(directory))
@@ -82,20 +84,23 @@ def find_headers(directory: str | Path) -> list[ShardHeader]:
 
 
 def map_tokens(header: ShardHeader) -> np.ndarray:
-    """Return all tokens of a shard, read-only; the operating system pages them in when needed.
+    """Return all tokens of a shard, read-only. They are mapped, so that the operating system reads
+    pages when they are needed.
 
-    Raise InputError as `confirmed` does, and if the file cannot be mapped.
+    Raise InputError if the file cannot be mapped. Also raise the same errors as `confirmed`.
     """
     header = confirmed(header)
     try:
         mapped = np.memmap(header.path, header.dtype, "r", header.byte_offset, (header.tokens,))
-    except (OSError, ValueError) as error:  # replaced or truncated since its header was read
+    # the file was replaced or truncated since its header was read
+    except (OSError, ValueError) as error:
         raise InputError(f"shard {header.path}: cannot be mapped: {error}") from error
-    return mapped.view(np.ndarray)  # slicing the subclass takes three times as long
+    return mapped.view(np.ndarray)  # slicing the memmap subclass takes three times as long
 
 
 def map_documents(header: ShardHeader) -> np.ndarray:
-    """Return the document offsets of a shard, uint64 [documents + 1], mapped like the tokens."""
+    """Return the document offsets of a shard, uint64 [documents + 1], which are mapped like the
+    tokens."""
     header = confirmed(header)
     shape = (header.documents + 1,)
     mapped = np.memmap(header.path, "<u8", "r", header.documents_byte_offset, shape)
@@ -103,7 +108,7 @@ def map_documents(header: ShardHeader) -> np.ndarray:
 
 
 def _open_limit(shards: int) -> int:
-    """Return how many shards of a dataset may be open at a time; each takes a file descriptor.
+    """Return how many shards of a dataset may be open at a time. Each takes a file descriptor.
 
     The soft limit of descriptors, often 1024, is raised to the hard limit if that is needed:
     opening a shard for each sample costs ten times as much as reading the sample.
@@ -116,19 +121,20 @@ def _open_limit(shards: int) -> int:
 
 
 class _MappedTokens:
-    """The mapped tokens of a shard.
+    """The tokens of a shard, read through a memory map.
 
-    Reading a file that was truncated while it is mapped would end the process by a bus error,
-    without a message. So each read checks the size of the file first, which takes 1 us.
+    If a file is truncated while it is mapped, reading it ends the process by a bus error, without a
+    message. So each read checks the size of the file first, which takes 1 us.
     """
 
     def __init__(self, header: ShardHeader):
         self._path = header.path
         self._tokens = map_tokens(header)
-        mapped: Any = self._tokens.base  # numpy's annotations allow arrays only
+        # numpy's annotation says that this is an array, which is too narrow
+        mapped: Any = self._tokens.base
         while not isinstance(mapped, mmap.mmap):
             mapped = mapped.base
-        self._size = mapped.size  # a method: the present size of the file
+        self._size = mapped.size  # a method that returns the present size of the file
         self._end = header.byte_offset + self._tokens.nbytes
 
     def __getitem__(self, part: slice) -> np.ndarray:
@@ -141,14 +147,14 @@ class _MappedTokens:
 
 
 def map_weights(header: ShardHeader) -> np.ndarray:
-    """Return the weights of a weighted shard, uint8 [tokens], mapped like the tokens."""
+    """Return the weights of a weighted shard, uint8 [tokens], which are mapped like the tokens."""
     header = confirmed(header)
     offset = header.weights_byte_offset
     return np.memmap(header.path, "u1", "r", offset, (header.tokens,)).view(np.ndarray)
 
 
 class _PreadTokens:
-    """The tokens of a shard; each slice is read by pread."""
+    """The tokens of a shard, read by pread, one slice at a time."""
 
     def __init__(self, header: ShardHeader):
         self._header = header = confirmed(header)
@@ -166,21 +172,22 @@ class _PreadTokens:
 
 
 def _open_tokens(header: ShardHeader, use_mmap: bool, verified: bool) -> Tokens:
-    """Open the tokens of a shard; `verified`: verify each block when it is first read from, if the
-    shard has checksums of blocks."""
+    """Open the tokens of a shard. With `verified`, each block is verified when a token of it is
+    first read, if the shard has checksums of blocks."""
     tokens: Tokens = _MappedTokens(header) if use_mmap else _PreadTokens(header)
     sums = block_sums(header.path, header.tokens) if verified else None
     return tokens if sums is None else VerifiedTokens(tokens, header, sums)
 
 
 def _confirm(headers: list[ShardHeader], shard: int) -> ShardHeader:
-    """Return header number `shard`, and replace it in the list by the confirmed one."""
+    """Return header number `shard`, after replacing it in the list by the confirmed one."""
     headers[shard] = confirmed(headers[shard])
     return headers[shard]
 
 
 def _first_samples(headers: Sequence[ShardHeader], seq_length: int) -> list[int]:
-    """Return the first sample of each shard, and the number of all samples."""
+    """Return the number of the first sample of each shard, and at the end the number of all
+    samples."""
     return [0, *accumulate((header.tokens - 1) // seq_length for header in headers)]
 
 
@@ -188,20 +195,20 @@ Address = tuple[int, int, int]  # number of a dataset, shard in the dataset, tok
 
 
 class Dataset:
-    """A directory of shards with one tokenizer, seen as a sequence of training samples.
+    """A directory of shards made with one tokenizer, seen as a sequence of training samples.
 
-    A sample is seq_length + 1 consecutive tokens of one shard (the inputs and, one to the right,
-    the labels); sample j of a shard starts at token j * seq_length. The files of shards that
-    SUMMARY lists are opened when they are first read, except for the first shard.
+    A sample is seq_length + 1 consecutive tokens of one shard: the inputs, and, shifted by one
+    token, the labels. Sample j of a shard starts at token j * seq_length. If SUMMARY lists the
+    shards, their files are opened when they are first read, except for the first shard.
     """
 
     def __init__(self, directory: str | Path, use_mmap: bool = True, *, verified: bool = False):
-        """Find the shards and compare their headers.
+        """Find the shards of a directory, and check that their headers agree.
 
-        `use_mmap=False` reads by pread, for file systems where mapping is slow. `verified`: reading
-        raises InputError for tokens of a damaged block (see `blocks`). Raise InputError as
-        `find_headers` does, and if shards differ in tokenizer, vocabulary size, eod_id or length of
-        rows.
+        `use_mmap=False` reads by pread, for file systems on which mapping is slow. `verified`:
+        reading raises InputError for tokens of a damaged block (see `blocks`). Raise InputError if
+        shards differ in tokenizer, vocabulary size, eod_id or length of rows. Also raise the same
+        errors as `find_headers`.
         """
         self.directory = Path(directory)
         self.headers = find_headers(directory)
@@ -217,12 +224,13 @@ class Dataset:
         self.tokenizer_sha256 = first.tokenizer_sha256
         self.vocab_size = first.vocab_size
         self.eod_id = first.eod_id
-        # tokens of the rows that documents are packed in, with weights; 0: neither
+        # length of the rows, with weights, into which documents are packed; 0: no rows and no
+        # weights
         self.row_length = first.row_length
         self.token_count = sum(header.tokens for header in self.headers)
         self.dtype = max((header.dtype for header in self.headers), key=lambda kind: kind.itemsize)
-        # The caches do not refer to this object, so files close with it, not at a later garbage
-        # collection.
+        # The caches do not refer to this object, so that files are closed with it, and not at a
+        # later garbage collection.
         headers = self.headers
         self.shard_tokens: Callable[[int], Tokens] = lru_cache(_open_limit(len(headers)))(
             lambda shard: _open_tokens(_confirm(headers, shard), use_mmap, verified)
@@ -231,7 +239,7 @@ class Dataset:
 
     @property
     def sha256(self) -> str:
-        """Return the SHA-256 over the headers of its shards, which have the checksums."""
+        """Return a SHA-256 hash of the headers of the shards, which contain the checksums."""
         return headers_sha256(self.headers)
 
     def samples(self, seq_length: int) -> int:
@@ -246,7 +254,7 @@ class Dataset:
         return count
 
     def places(self, sample_indices: np.ndarray, seq_length: int) -> np.ndarray:
-        """Return the shard, and the first token within it, of samples (int [n]): int64 [2, n].
+        """Return the shard of each sample (int [n]), and the first token within it: int64 [2, n].
         Raise IndexError for a sample that does not exist."""
         firsts = np.array(self._first_samples(seq_length))
         indices = np.asarray(sample_indices, dtype=np.int64)
@@ -259,11 +267,12 @@ class Dataset:
         return IndexError(f"sample outside [0, {count}) of dataset {self.directory}")
 
     def read(self, sample_indices: np.ndarray, seq_length: int) -> np.ndarray:
-        """Return the tokens of samples (int [n]) as int64 [n, seq_length + 1]. Raise what `places`
-        and `gather` do."""
+        """Return the tokens of samples (int [n]) as int64 [n, seq_length + 1]. Raise the same
+        errors as `places` and `gather`."""
         firsts = self._first_samples(seq_length)
         places = []
-        # as `places`, but with plain integers: numpy takes longer than reading a few samples
+        # like `places`, but with plain integers: for a few samples numpy takes longer than reading
+        # them
         for sample in sample_indices.tolist():
             if not 0 <= sample < firsts[-1]:
                 raise self._no_sample(firsts[-1])
@@ -272,26 +281,26 @@ class Dataset:
         return gather([self], places, seq_length + 1)
 
     def weights(self, shard: int) -> np.ndarray:
-        """Return the weights as labels of one shard's tokens, uint8 [tokens], for a dataset with
+        """Return the label weights of one shard's tokens, uint8 [tokens], for a dataset with
         rows."""
         return map_weights(_confirm(self.headers, shard))
 
     def documents(self, shard: int) -> np.ndarray:
-        """Return the document offsets o of one shard, uint64 [documents + 1]: document i is tokens
-        [o[i], o[i+1])."""
+        """Return the document offsets o of one shard, uint64 [documents + 1]: document i has the
+        tokens [o[i], o[i+1])."""
         return map_documents(_confirm(self.headers, shard))
 
 
 def gather(datasets: Sequence[Dataset], places: Sequence[Address], width: int) -> np.ndarray:
-    """Return tokens [start, start + width) of each (dataset's number, shard, start) in `places`,
-    int64 [n, width].
+    """Return the tokens [start, start + width) for each (number of the dataset, shard, start) in
+    `places`, as int64 [n, width].
 
     Raise an InputError with shard, position and id for a token id outside the vocabulary of the
     first dataset. Rows are copied and checked in the shards' narrow type, a few at a time, while
     they are in the processor's cache.
     """
     rows = np.empty((len(places), width), dtype=np.int64)
-    if len(places) == 1:  # no narrow copy, which costs half as much as the read
+    if len(places) == 1:  # no narrow copy, which would cost half as much as the read
         number, shard, start = places[0]
         tokens = rows[0] = datasets[number].shard_tokens(shard)[start : start + width]
         _check_ids(datasets, places, tokens)
@@ -305,17 +314,17 @@ def gather(datasets: Sequence[Dataset], places: Sequence[Address], width: int) -
         for row, (number, shard, start) in enumerate(part):
             narrow[row] = datasets[number].shard_tokens(shard)[start : start + width]
         ready = narrow[: len(part)]
-        # check before they are widened: this reads only a quarter or half of the bytes
+        # check them before they are widened, which reads only a quarter or half of the bytes
         _check_ids(datasets, part, ready)
         rows[begin : begin + _READ_ROWS] = ready
     return rows
 
 
 def _check_ids(datasets: Sequence[Dataset], places: Sequence[Address], tokens: np.ndarray) -> None:
-    """Raise InputError if a token id is outside the vocabulary. `tokens` has a row for each of
-    `places`, or is the only row."""
+    """Raise InputError if a token id is outside the vocabulary. `tokens` has one row for each of
+    `places`, or is itself the only row."""
     size = datasets[0].vocab_size
-    # argmax is the quickest way to read all ids
+    # argmax is the fastest way to read all ids
     if tokens.item(tokens.argmax()) >= size:
         ids = tokens.reshape(len(places), -1)
         row, column = np.argwhere(ids >= size)[0].tolist()
@@ -354,10 +363,10 @@ def _offset_problems(header: ShardHeader) -> list[str]:
 
 
 def verify(path: str | Path) -> list[str]:
-    """Read a whole shard in bounded memory and return its problems, one line each.
+    """Read a shard completely, in bounded memory, and return its problems, one line each.
 
-    It checks the header, the checksums of tokens and weights, that ids are inside the vocabulary,
-    that weights are 0 or 1, and that document offsets rise.
+    The checks are: the header, the checksums of tokens and weights, that ids are inside the
+    vocabulary, that weights are 0 or 1, and that document offsets ascend.
     """
     try:
         header = read_header(path)

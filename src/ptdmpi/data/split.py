@@ -1,4 +1,4 @@
-"""The training order in which each data rank draws from its own datasets (`data.split`)."""
+"""The training order if each data rank reads only its own datasets (`data.split`)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,13 +10,14 @@ from ptdmpi.data.order import Part, SampleOrder, Start
 
 
 class SplitOrder(SampleOrder):
-    """The order of all training samples of a run whose datasets are dealt to `ranks` data ranks.
+    """The order of all training samples of a run whose datasets are divided among `ranks` data
+    ranks.
 
-    Each rank gets a contiguous block of equally many datasets and draws from that block alone. In
-    step k data rank r trains on the r-th of `ranks` blocks of the B = `global_size` samples, as
-    without a split. These are samples k B / ranks and following of the rank's own order: a
-    `SampleOrder` of its datasets, with their weights. So global sample n is still a pure function
-    of seed and n, independent of t and p.
+    Each rank gets a contiguous block of datasets, all blocks having the same number of them, and
+    reads that block alone. In step k data rank r trains on the r-th of `ranks` blocks of the B =
+    `global_size` samples, as without a split. These are samples k B / ranks and following of the
+    rank's own order: a `SampleOrder` of its datasets, with their weights. So global sample n is
+    still a pure function of seed and n, independent of t and p.
     """
 
     def __init__(
@@ -28,16 +29,16 @@ class SplitOrder(SampleOrder):
         global_size: int,
         start: Start,
     ) -> None:
-        """Raise ValueError if datasets or samples cannot be dealt equally, and InputError as
-        `SampleOrder` does."""
+        """Raise ValueError if datasets or samples cannot be divided equally. Also raise the same
+        errors as `SampleOrder`."""
         if len(parts) % ranks or global_size % ranks:
             raise ValueError(f"{ranks} ranks share {len(parts)} datasets and {global_size} samples")
-        # check all datasets together, so that an error has a dataset's number among all
+        # check all datasets together, so that an error names a dataset by its number among all
         super().__init__(parts, seed, start)
         self.ranks = ranks
         self.global_size = global_size
-        self.block = len(parts) // ranks  # datasets of a rank
-        # A dataset's key is its place among all datasets. So two ranks with equal datasets still
+        self.block = len(parts) // ranks  # number of datasets per rank
+        # A dataset's key is its number among all datasets. So two ranks with equal datasets still
         # have different orders.
         keyed = []
         for number, part in enumerate(parts):
@@ -46,8 +47,8 @@ class SplitOrder(SampleOrder):
         self._orders = [SampleOrder(keyed[a:b], seed) for a, b in pairwise(share)]
 
     def locate(self, global_indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the dataset (int64 [n]) and the sample within it (int64 [n]) of global samples
-        (int [n], at or after the start)."""
+        """Return the dataset (int64 [n]), and the sample within it (int64 [n]), of each of the
+        given global samples (int [n], at or after the start)."""
         indices = np.asarray(global_indices, dtype=np.int64) - self.start.sample
         mine = self.global_size // self.ranks
         steps, places = np.divmod(indices, self.global_size)
@@ -63,7 +64,7 @@ class SplitOrder(SampleOrder):
 
     def counts(self, total_samples: int) -> list[int]:
         """Return how many of the first `total_samples` samples come from each dataset, including
-        those drawn before the start."""
+        those used before the start."""
         mine = self.global_size // self.ranks
         steps, rest = divmod(total_samples - self.start.sample, self.global_size)
         counts = []

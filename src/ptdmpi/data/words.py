@@ -1,9 +1,10 @@
 """The vocabulary as masking needs it: which tokens begin words, and the ids of special tokens.
 
-A word is a run of letters, digits, underscores and characters beyond ASCII, whatever its tokens. If
-the vocabulary itself marks tokens that continue a word (WordPiece, Devlin et al. 2019) or end one,
-these marks decide. If it does not show blanks at all, each token is a word. The rule is derived at
-each start from the `tokenizer.json` in the folder of the shards; the byte tokenizer needs no file.
+A word is a run of letters, digits, underscores and characters beyond ASCII, however it is divided
+into tokens. If the vocabulary itself marks tokens that continue a word (WordPiece, Devlin et al.
+2019) or end one, these marks decide. If the vocabulary does not represent blanks at all, each token
+is a word. The rule is derived at each start from the `tokenizer.json` in the folder of the shards;
+the byte tokenizer needs no file.
 """
 
 import json
@@ -20,8 +21,8 @@ from ptdmpi.data.shards import Dataset
 
 BYTES = "bytes"
 TOKENIZER = "tokenizer.json"
-BLANK = "\u2581"  # SentencePiece writes it for a blank
-# The names that tokenizers give to special tokens, by their role here.
+BLANK = "\u2581"  # SentencePiece writes this character for a blank
+# The names that tokenizers give to special tokens, by their role in masking.
 SPECIAL_NAMES = {
     "begin": ("[CLS]", "<cls>", "<s>"),
     "separator": ("[SEP]", "<sep>", "</s>"),
@@ -31,12 +32,12 @@ SPECIAL_NAMES = {
 
 @dataclass(frozen=True)
 class MaskingVocabulary:
-    """The ids and the words of a vocabulary.
+    """The special ids of a vocabulary, and which of its tokens begin words.
 
-    `size` is that of the model's vocabulary: the shards' ids, and the special tokens that these
-    lack. A random token in place of a masked one has an id below `drawn`. `begin`, `separator` and
-    `mask` are ids. A token continues the word of the token before it if it is `inner` and the other
-    one is `open` (bool [size] each).
+    `size` is the size of the model's vocabulary: the shards' ids, and the special tokens that these
+    lack. A random token that replaces a masked one has an id below `drawn`. `begin`, `separator`
+    and `mask` are ids. A token continues the word of the previous token if it is `inner` and the
+    previous token is `open` (bool [size] each).
     """
 
     size: int
@@ -48,7 +49,7 @@ class MaskingVocabulary:
     open: np.ndarray
 
     def word_starts(self, tokens: np.ndarray) -> np.ndarray:
-        """Return which of the tokens (int [n]) begin a word, bool [n]."""
+        """Return for each of the tokens (int [n]) whether it begins a word, bool [n]."""
         starts = np.ones(len(tokens), dtype=bool)
         starts[1:] = ~(self.inner[tokens[1:]] & self.open[tokens[:-1]])
         return starts
@@ -57,8 +58,8 @@ class MaskingVocabulary:
 def read_vocabulary(dataset: Dataset, whole_words: bool) -> MaskingVocabulary:
     """Return the vocabulary of the tokenizer that made the shards of `dataset`.
 
-    Raise InputError if `whole_words` is asked for and the shards' folder has no `tokenizer.json`,
-    or one of an unknown kind.
+    Raise InputError if `whole_words` is set and the shards' folder has no `tokenizer.json`, or one
+    of an unknown kind.
     """
     tree, ids = _tokenizer(dataset, whole_words)
     special = special_ids(ids, dataset.vocab_size)
@@ -76,15 +77,16 @@ def read_vocabulary(dataset: Dataset, whole_words: bool) -> MaskingVocabulary:
 
 
 class SpecialTokens(NamedTuple):
-    """The id of each special token by its role, and the size of the vocabulary that has them."""
+    """The id of each special token by its role, and the size of the vocabulary including these
+    tokens."""
 
     ids: dict[str, int]
     size: int
 
 
 def special_ids(ids: Mapping[str, int], size: int) -> SpecialTokens:
-    """Return the special tokens of a vocabulary of `size` tokens with the ids `ids`; those that it
-    lacks get new ids, from `size` on."""
+    """Return the special tokens of a vocabulary of `size` tokens with the ids `ids`. Special tokens
+    that it lacks get new ids, from `size` on."""
     special = {}
     for role, names in SPECIAL_NAMES.items():
         special[role] = next((ids[name] for name in names if name in ids), size)
@@ -94,7 +96,7 @@ def special_ids(ids: Mapping[str, int], size: int) -> SpecialTokens:
 
 
 def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the tree of the `tokenizer.json`, and the id of each token; both are empty if there is
+    """Return the content of `tokenizer.json`, and the id of each token. Both are empty if there is
     no such file and it is not `needed`. Raise InputError if it is needed and cannot be used."""
     if dataset.tokenizer == BYTES:
         return {}, {chr(byte): byte for byte in range(256)}
@@ -116,9 +118,10 @@ def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str
 
 
 def tokens_of(tree: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield each token of a `tokenizer.json` and its id. Raise KeyError if it has no vocabulary.
+    """Yield each token of a `tokenizer.json` with its id. Raise KeyError if the file has no
+    vocabulary.
 
-    The vocabulary is a table from token to id; for Unigram models a list of (token, score).
+    The vocabulary is a table from token to id, or, for Unigram models, a list of (token, score).
     """
     vocabulary = tree["model"]["vocab"]
     if isinstance(vocabulary, list):
@@ -127,12 +130,13 @@ def tokens_of(tree: dict[str, Any]) -> Iterator[tuple[str, int]]:
     yield from ((token["content"], token["id"]) for token in tree.get("added_tokens", []))
 
 
-# token -> whether it can continue the word before it, and whether its word can continue after it
+# token -> (whether it can continue the previous word, whether the next token can continue its word)
 Ends = Callable[[str], tuple[bool, bool]]
 
 
 def _ends_of(tree: dict[str, Any], ids: dict[str, int]) -> Ends:
-    """Return the rule for the ends of tokens, from the marks that the tokenizer uses."""
+    """Return the rule for the ends of tokens, which depends on the marks that the tokenizer
+    uses."""
     model = tree["model"]
     if prefix := model.get("continuing_subword_prefix"):
         return lambda token: (token.startswith(prefix), True)
@@ -155,8 +159,9 @@ def _byte_characters() -> list[str]:
 
 
 def _byte_ends(token: str) -> tuple[bool, bool]:
-    """Return whether the first and the last byte of a token, whose characters are bytes, are parts
-    of words. Bytes beyond ASCII are, because they are parts of letters."""
+    """Return whether the first and the last byte of a token are parts of words. The characters of
+    the token are bytes. Bytes beyond ASCII are parts of words, because they are parts of
+    letters."""
     return _byte_in_word(token[0]), _byte_in_word(token[-1])
 
 
@@ -165,8 +170,8 @@ def _byte_in_word(character: str) -> bool:
 
 
 def _text_ends(token: str) -> tuple[bool, bool]:
-    """Return the ends of a token that is plain text, with BLANK for a blank and <0x..> for a
-    byte."""
+    """Return whether the first and the last character of a token are parts of words, for a token in
+    plain text, with BLANK for a blank and <0x..> for a byte."""
     if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token):
         return _byte_ends(chr(int(token[3:-1], 16)))
     return _in_word(token[0]), _in_word(token[-1])

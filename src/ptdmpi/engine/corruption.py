@@ -1,11 +1,12 @@
-"""Silent corruption: state that changes while nobody writes to it, found by comparing hashes.
+"""Detection of silent corruption, which is state that changes although no code writes to it, by
+comparing hashes of the state.
 
-Memory and arithmetic units fail without notice now and then (Dixit et al. 2021, arXiv 2102.11245).
-Ranks that hold the same values compare hashes of them before every N-th update. If two replicas
-differ, nothing shows which one is right. Among three or more, the majority counts as right. Each
-rank also compares its values with those that the previous update left. This needs no replica, and
-shows which rank is wrong. Both comparisons take place after the step has used the values and before
-the update replaces them.
+Memory and arithmetic units occasionally fail without notice (Dixit et al. 2021, arXiv 2102.11245).
+Before every N-th update, ranks that should have the same values compare hashes of them. If two
+replicas differ, it is unknown which one is right. Among three or more, the majority counts as
+right. Each rank also compares its values with the hashes that it computed after the previous
+update. This needs no replica, and shows which rank is wrong. Both comparisons take place after the
+step has used the values and before the update replaces them.
 """
 
 import hashlib
@@ -20,20 +21,20 @@ from torch import Tensor
 from ptdmpi.comm.world import Axes
 from ptdmpi.model.state import Resident, State
 
-COLUMNS = 512  # words of 8 bytes: 4 KiB, a page
-# Both factors are odd, so that no bit of a word is lost in a product. STRIDE is the golden ratio in
-# 64 bits (Knuth, The Art of Computer Programming, volume 3, section 6.4). MIX is the multiplier of
-# SplitMix (Steele et al. 2014).
+COLUMNS = 512  # words of 8 bytes: 4 KiB, the size of a page
+# Both factors are odd, so that multiplying by them loses no bit of a word. STRIDE is the golden
+# ratio in 64 bits (Knuth, The Art of Computer Programming, volume 3, section 6.4). MIX is the
+# multiplier of SplitMix (Steele et al. 2014).
 STRIDE, MIX = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
 
-Members = tuple[int, ...]  # ranks that hold the same values, ascending
+Members = tuple[int, ...]  # ranks that should have the same values, in ascending order
 
 
 @dataclass(frozen=True)
 class Fault:
     """A tensor of the state with wrong values: its `kind` and `name`, and the `ranks` that may be
-    wrong. `others` are the majority of ranks, whose values agree; it is empty if there is no
-    majority. `changed` is True if a rank's own values changed after its last update."""
+    wrong. `others` are the ranks of the majority, whose values agree; it is empty if there is no
+    majority. `changed` is True if a rank's own values have changed since its last update."""
 
     kind: str
     name: str
@@ -42,7 +43,7 @@ class Fault:
     changed: bool = False
 
     def text(self, name: Callable[[int], str]) -> str:
-        """Return the fault in words; `name(rank)` is a rank's name for people."""
+        """Return a description of the fault; `name(rank)` is the name of a rank in messages."""
         ranks = ", ".join(map(name, self.ranks))
         what = f"{self.kind} of {self.name}"
         if self.changed:
@@ -62,7 +63,8 @@ class CorruptState(RuntimeError):
 
 
 class Hashed(NamedTuple):
-    """A tensor of the state, the ranks that hold the same values, and the hash on one of them."""
+    """The hash of a tensor of the state on one rank, and the ranks that should have the same
+    values."""
 
     kind: str
     name: str
@@ -71,34 +73,36 @@ class Hashed(NamedTuple):
 
 
 class Verification:
-    """The comparison of the state's hashes before every `every`-th update, or never if that is 0.
+    """The comparison of the state's hashes before every `every`-th update. If `every` is 0, nothing
+    is compared.
 
-    Every rank calls every method. If the data-parallel method lets replicas differ, they are not
-    compared with each other, but ranks along the other axes are.
+    Every rank calls every method. If the data-parallel method lets replicas differ, replicas are
+    not compared with each other, but ranks along the other axes are.
     """
 
     def __init__(self, every: int, state: State, axes: Axes) -> None:
         self.every = every
         self.state = state
         self.axes = axes
-        self._known: list[int] | None = None  # the hashes that the last update left
+        self._known: list[int] | None = None  # the hashes that were computed after the last update
 
     def before_update(self, step: int) -> None:
-        """Verify before the update of step `step` (from 0), if it is due. Raise CorruptState on
-        every rank if something is wrong."""
+        """Compare the hashes before the update of step `step` (from 0), if this step is one of
+        every `every`-th. Raise CorruptState on every rank if something is wrong."""
         if self.every and (step + 1) % self.every == 0:
             self.verify()
 
     def after_update(self, step: int) -> None:
-        """Keep the hashes that the update of step `step` left, if the next step verifies."""
+        """Compute and store the hashes after the update of step `step`, if the next step compares
+        them."""
         self._known = None
         if self.every and (step + 2) % self.every == 0:
             self._known = hashes(self._residents())
             self.state.let_go()
 
     def before_save(self) -> None:
-        """Verify before a save, if the run verifies at all. Raise CorruptState on every rank if
-        something is wrong."""
+        """Compare the hashes before a checkpoint is saved, if `every` is not 0. Raise CorruptState
+        on every rank if something is wrong."""
         if self.every:
             self.verify()
 
@@ -138,14 +142,15 @@ class Verification:
         return list(self.state.residents())
 
     def _members(self, held: Resident) -> Members:
-        """Return the ranks that hold the same values, this one included."""
+        """Return the ranks, including this one, that should have the same values."""
         grid = self.axes.grid
         alike = (axis for axis in grid.axes if axis not in held.cut_by)
         return grid.group(self.axes.world.rank, *alike)
 
 
 def hashes(held: Iterable[Resident]) -> list[int]:
-    """Return a hash of the values of each tensor, with one copy from the device to the host."""
+    """Return a hash of the values of each tensor. All hashes are copied from the device to the host
+    at once."""
     values = [hash_of(resident.values) for resident in held]
     if not values:
         return []
@@ -154,18 +159,19 @@ def hashes(held: Iterable[Resident]) -> list[int]:
 
 
 def hash_of(values: Tensor) -> Tensor:
-    """Return a hash of a flat tensor's bytes: one int64 on its device, in one pass over memory.
+    """Return a hash of the bytes of a flat tensor: one int64 on its device, computed in one pass
+    over the memory.
 
     Words of 8 bytes are added up in COLUMNS sums modulo 2^64, which are then mixed. One flipped bit
-    changes one sum, and so always the hash. Several changes go unnoticed if they cancel in one sum,
-    for example if two words of one column are exchanged.
+    changes one sum, and so always changes the hash. Several changes are not detected if they cancel
+    in one sum, for example if two words of one column are exchanged.
     """
     data = values.view(torch.uint8) if values.nbytes % 8 else values.view(torch.int64)
     whole = data.numel() // COLUMNS * COLUMNS
     sums = data[:whole].view(-1, COLUMNS).sum(0, dtype=torch.int64)
     rest = data[whole:]
     sums[: rest.numel()] += rest
-    # each column has a factor of its own; shifts let high bits reach low ones
+    # each column has its own factor; the shifts let high bits influence low ones
     columns = torch.arange(1, 2 * COLUMNS, 2, device=values.device) * STRIDE
     mixed = sums * columns
     mixed = (mixed ^ (mixed >> 29)) * MIX
@@ -173,7 +179,8 @@ def hash_of(values: Tensor) -> Tensor:
 
 
 def _by_members(members: Sequence[Members], values: Sequence[int]) -> dict[Members, bytes]:
-    """Return one hash for each group of at least two ranks, of all values that the group shares."""
+    """Return one combined hash for each group of at least two ranks, over all values that the group
+    should share."""
     sums = {ranks: hashlib.blake2b(digest_size=16) for ranks in members if len(ranks) > 1}
     for ranks, value in zip(members, values, strict=True):
         if ranks in sums:
@@ -184,8 +191,8 @@ def _by_members(members: Sequence[Members], values: Sequence[int]) -> dict[Membe
 def _agree(
     sums: dict[Members, bytes], rank: int, every: Sequence[tuple[dict[Members, bytes], object]]
 ) -> bool:
-    """Return True if the hashes of `rank`, `sums`, equal those of all later ranks that should hold
-    the same values. `every` has the hashes of each rank."""
+    """Return True if the hashes `sums` of rank `rank` equal those of all later ranks that should
+    have the same values. `every` has the hashes of each rank."""
     return all(
         every[other][0].get(ranks) == value
         for ranks, value in sums.items()
@@ -197,8 +204,8 @@ def _agree(
 def _differences(
     every: Iterable[Sequence[Hashed]],
 ) -> Iterator[Fault]:
-    """Yield a fault for each tensor that differs among the ranks that should hold the same values;
-    `every` has the tensors of each rank."""
+    """Yield a fault for each tensor that differs among the ranks that should have the same values.
+    `every` has the hashed tensors of each rank."""
     values: dict[tuple[str, str, Members], dict[int, int]] = {}
     for rank, of_rank in enumerate(every):
         for kind, name, ranks, value in of_rank:

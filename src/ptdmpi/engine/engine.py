@@ -1,4 +1,4 @@
-"""The model of one rank, ready to train: stages, parameters, schedule, gradients, optimizer."""
+"""The model of one rank, ready for training: stages, parameters, schedule, gradients, optimizer."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ from ptdmpi.plan.schedule.program import Program, post_early, programs
 from ptdmpi.plan.schedule.simulate import Span
 from ptdmpi.watch.stopwatch import Place, Stopwatch
 
-TOTAL = "total"  # the weighted sum of all losses, which is minimized
+TOTAL = "total"  # the name of the weighted sum of all losses, which is minimized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +58,14 @@ class StepResult:
     batch. `losses` has each loss by name. `grad_norm` is the norm before clipping. `skipped` is
     True if the loss or the gradient is not finite, so that nothing was updated. `overflow` is True
     if fp16 is the likely cause, and a smaller loss scale may help. `watch` has this rank's
-    timeline. `compute_s` are the seconds of this rank's own ops without the collectives inside
-    them, which `inside_s` has by group. `traffic` counts the messages that this rank has sent.
+    timeline. `compute_s` is the time of this rank's ops in seconds, without the collectives inside
+    them; `inside_s` has the time of these collectives by group. `traffic` counts the messages that
+    this rank has sent.
 
     `consensus` and `noise` are None except in steps that measure them. `consensus` is the distance
     between replicas that differ, before they were averaged (`Replicas.consensus`). `noise` is the
     noise of the data ranks' gradients. If values are compressed, `bits_per_element` is the size of
-    this rank's compressed values, in bits for each of them; otherwise it is None.
+    this rank's compressed values, in bits per value; otherwise it is None.
     """
 
     loss: float
@@ -84,14 +85,14 @@ class StepResult:
 
     @property
     def spans(self) -> list[Span]:
-        """Return this rank's timeline; call it once the device has finished the step."""
+        """Return this rank's timeline. Call this after the device has finished the step."""
         if self.watch is None:
             return []
         return self.watch.spans
 
 
 class Engine:
-    """All objects of a rank that a training step uses, except data, logs and checkpoints."""
+    """All objects that one rank needs for a training step, except data, logs and checkpoints."""
 
     def __init__(
         self,
@@ -102,9 +103,9 @@ class Engine:
         *,
         place: Place | None = None,
     ) -> None:
-        """Build the model of this rank. `place` has this rank's progress, for observers. Raise
-        SharedInputError, on all ranks, if this layout or machine cannot do what the configuration
-        asks for."""
+        """Build the model of this rank. `place` records this rank's progress, for observers. Raise
+        SharedInputError, on all ranks, if this layout or machine does not support the
+        configuration."""
         self.config = config
         self.axes = axes
         self.vocab_size = vocab_size
@@ -117,7 +118,7 @@ class Engine:
         )
         self.context = ContextAxis(axes["context"])
         self.stages = _stages(config, axes, vocab_size, self.schedule, context=self.context)
-        self.losses = kinds_of(config.model)  # by name
+        self.losses = kinds_of(config.model)  # the losses by name
         tensor = axes["tensor"]
         portion = Portion(tensor.rank, tensor.size, config.parallel.zero, axes["shard"])
         overlaps = _sums_early(config, axes)
@@ -147,12 +148,13 @@ class Engine:
         self.optimizer = Optimizer(config.optimizer, self.state, tensor)
         self.loss_scale = LossScale(config.precision, self.state.counters)
         self.verification = Verification(config.run.verify_every, self.state, axes)
-        # the number of steps that the state has had; None while it is being changed
+        # the number of steps that the state contains; None while the state is being changed
         self.steps_done: int | None = 0
         self.compute_by(None)
 
     def compute_by(self, choice: HostChoice | None) -> None:
-        """Compute with the kernels of `choice`; with the default kernels if it is None."""
+        """Use the kernels of `choice` for all computations; use the default kernels if it is
+        None."""
         self.kernels = Kernels(choice, PRECISIONS[self.config.precision.compute])
         for stage in self.stages.values():
             hand(stage, self.kernels)
@@ -160,7 +162,7 @@ class Engine:
 
     @property
     def policy(self) -> DataParallel:
-        """Return the data-parallel method, a step of the reduction."""
+        """Return the data-parallel method, which is a part of the reduction of gradients."""
         return self.reduction.policy
 
     @property
@@ -180,7 +182,7 @@ class Engine:
             own = self.reduction.reduce(step)
         rate = learning_rate(self.config.optimizer, step, self.config.run.steps)
         with watch.span("optimizer"):
-            # the norm, and so clipping, is of the gradients without fp16's loss scale
+            # the norm, and so clipping, uses the gradients without fp16's loss scale
             self.optimizer.expect(scale)
             arriving = self._arriving(passes, *own, self.reduction.global_norm())
             # The host waits for the device only here (and if gradients are compressed): it decides
@@ -193,12 +195,12 @@ class Engine:
             sums = self._summed(values)
             loss = sums.pop(TOTAL) / valid
             agreed_norm = self.policy.agreed(norm)
-            # every rank sees the same loss and norm, so every rank skips the same steps
+            # every rank sees the same loss and norm, so all ranks skip the same steps
             skipped = not (math.isfinite(loss) and math.isfinite(agreed_norm))
             overflow = skipped and self.loss_scale.can_fall
             self.verification.before_update(step)
-            # from here on equal replicas send nothing: a rank updates completely or not at all,
-            # so no state that survives the loss of a rank has had half a step
+            # from here on equal replicas send nothing: a rank updates completely or not at all, so
+            # no state that survives the loss of a rank contains half an update
             self.steps_done = None
             if not skipped:
                 self.optimizer.step(rate, norm)
@@ -206,7 +208,7 @@ class Engine:
             self.policy.after_update(step, skipped)
             self.loss_scale.update(skipped)
             self.steps_done = step + 1
-            # after `steps_done`: a survivor that continues can make the weights from the masters
+            # after `steps_done`: a survivor that continues can make weights from the master weights
             self.state.changed(self.optimizer.writes_weights and not self.policy.differs)
             self.verification.after_update(step)
         noise = None
@@ -236,15 +238,15 @@ class Engine:
     def accumulate(
         self, step: int, batches: Sequence[Microbatch], watch: Stopwatch
     ) -> tuple[dict[str, float], list[MicrobatchPass]]:
-        """Run forward and backward of all microbatches, and leave the sums of their gradients on
-        this rank in the buffer.
+        """Run forward and backward of all microbatches, and leave the sums of their gradients, over
+        the microbatches of this rank, in the buffer.
 
-        Return the number of terms of each loss in the global batch, by name, and the microbatches,
-        which have their losses if this rank has the last stage.
+        Return two values: the number of terms of each loss in the global batch, by name, and the
+        microbatches. These contain their losses if this rank has the last stage.
         """
-        # Count before anything runs: gradients are weighted by 1 / valid as they are computed, so
-        # that microbatches with unequal numbers of tokens need no weights of their own in any sum.
-        # (The loss of a batch without valid tokens is 0, not 0 / 0.)
+        # Count the terms before anything runs: gradients are weighted by 1 / valid as they are
+        # computed, so microbatches with unequal numbers of tokens need no further weights in any
+        # sum. (The loss of a batch without valid tokens is 0, not 0 / 0.)
         counts = self._counts(batches)
         scale = self.loss_scale.value / (counts[TASK] or 1.0)
         by_name = weights(counts)
@@ -258,9 +260,9 @@ class Engine:
         return counts, passes
 
     def evaluate(self, batches: Sequence[Microbatch]) -> dict[str, SummedLoss]:
-        """Return the losses of all data ranks' `batches` by name, without training; equal on all
-        ranks. The task's loss is over tokens alone, so that the exponential of its mean is a
-        perplexity."""
+        """Return the losses, by name, of the `batches` of all data ranks, without training. They
+        are equal on all ranks. The loss of the task counts only tokens, so that the exponential of
+        its mean is a perplexity."""
         schedule = schedules.forwards(self.schedule, len(batches))
         program = _program(self.axes["pipeline"], schedule)
         passes = [MicrobatchPass(number, batch) for number, batch in enumerate(batches)]
@@ -284,8 +286,8 @@ class Engine:
         return {name: sum(counts[name] for counts in every) for name in self.losses}
 
     def _arriving(self, passes: Sequence[MicrobatchPass], *more: Tensor) -> Tensor:
-        """Begin to copy the losses of this rank's microbatches, and `more`, to the host, in one
-        copy. Return the tensor on the host: the total losses in the order of microbatches, then the
+        """Begin to copy the losses of this rank's microbatches, and the tensors `more`, to the host
+        in one copy. Return the host tensor: the total losses in the order of microbatches, then the
         losses by name, then `more`."""
         values = [*self._values(passes), *more]
         if not values:
@@ -303,8 +305,8 @@ class Engine:
                 yield microbatch.losses[name]
 
     def _summed(self, values: Sequence[float]) -> dict[str, float]:
-        """Return the total loss and those by name, each summed in the order of the global batch's
-        microbatches; `values` are numbers in the order of `_values`."""
+        """Return the total loss and the losses by name, each summed in the order of the global
+        batch's microbatches. `values` are numbers in the order of `_values`."""
         last_stage = self.schedule.stages - 1
         sums: dict[str, float] = {}
         if last_stage in self.stages:
@@ -313,12 +315,12 @@ class Engine:
             mine = {name: values[n * each : (n + 1) * each] for n, name in enumerate(names)}
             every = self.axes[LOSSES].all_gather_object(mine)
             sums = {name: _added(every, name) for name in names}
-        # only the rank with the last stage has seen losses
+        # only the rank with the last stage knows losses
         return self.axes["pipeline"].broadcast_object(sums, self.schedule.rank_of(last_stage))
 
 
 def _named(sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, SummedLoss]:
-    """Return the losses by name, without those that have no terms; the task's is always there."""
+    """Return the losses by name. Losses without terms are left out, except the loss of the task."""
     return {
         name: SummedLoss(sums[name], count)
         for name, count in counts.items()
@@ -327,7 +329,8 @@ def _named(sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, 
 
 
 def _require_exact(config: Config, axes: Axes) -> None:
-    """Raise SharedInputError if a run is to be reproducible and its wire does not sum by rank."""
+    """Raise SharedInputError if a run should be reproducible but its transport does not sum in rank
+    order."""
     if config.run.reproducible and not axes.exact:
         raise SharedInputError(
             "run.reproducible = true needs sums in ascending rank order, which "
@@ -356,16 +359,16 @@ def _stages(
 
 
 def _sums_early(config: Config, axes: Axes) -> bool:
-    """Return True if sums of gradients begin place by place. Only `all_reduce` does so; the other
-    methods have their state in one piece."""
+    """Return True if the all-reduces of gradients begin during the last backward, one module at a
+    time. Only the method `all_reduce` does so; the other methods keep the state in one piece."""
     if config.data_parallel.method != "all_reduce" or not axes[LOSSES].overlaps:
         return False
-    # a single rank may be the last survivor of several, whose state it takes over as it is
+    # a single rank may be the last survivor of several ranks, and takes over their state unchanged
     return axes[LOSSES].size > 1 or config.run.on_failure == "shrink"
 
 
 def _borrowed(stages: Mapping[int, Stage]) -> list[str]:
-    """Return the names of this rank's parameters that another rank counts: a tied table on two
+    """Return the names of this rank's parameters that another rank counts. A tied table on two
     ranks is one parameter, and the first stage counts it."""
     tied = any(stage.tied for stage in stages.values())
     first = any(stage.first for stage in stages.values())
@@ -390,7 +393,7 @@ def _method(replica: Replica) -> DataParallel:
 
 
 def _program(pipeline: Communicator, schedule: schedules.Schedule) -> Program:
-    """Return this rank's part of a schedule, with its messages."""
+    """Return this rank's part of a schedule, with its messages inserted."""
     program = programs(schedule)[pipeline.rank]
     if pipeline.posts_early:
         return post_early(program)
@@ -405,17 +408,18 @@ def _buffer(
     *,
     overlaps: bool,
 ) -> ParameterBuffer:
-    """Return the buffer of the parameters of a rank's stages, and set the stages' walks if
-    gradients are sharded. With `overlaps` sums over the data axis begin place by place. Raise
-    OSError if a file has no room."""
-    # first stages first: a tied table's use as embedding comes before its use as head
+    """Return the buffer for the parameters of a rank's stages. If gradients are sharded, also give
+    the stages the objects that gather and reduce during a pass. With `overlaps`, all-reduces over
+    the data axis begin one module at a time. Raise OSError if the disk has no space for a file."""
+    # first stages first: the embedding use of a tied table comes before its use in the head
     named = [weight for stage in stages.values() for weight in stage.named_logical_parameters()]
     tied = any(stage.tied for stage in stages.values())
 
     def unit_of(name: str) -> str:
-        """Return the name of the unit that a parameter is in."""
+        """Return the name of the shard unit that a parameter belongs to."""
         if tied and name == TIED_NAME and portion.shards_state:
-            return name  # a unit of its own: both uses, perhaps on two ranks, are then cut alike
+            # a separate shard unit, so that both uses, perhaps on two ranks, are sharded equally
+            return name
         if portion.shards_gradients or config.data_parallel.overlap or overlaps:
             return place_of(name)
         return ALL
@@ -438,8 +442,8 @@ def _buffer(
 def _compile(
     config: Config, stages: Mapping[int, Stage], world: Communicator, device: torch.device
 ) -> None:
-    """Have layers compiled at their first use if `run.compile` is set. Raise SharedInputError on
-    all ranks if one of them cannot compile."""
+    """Make layers compile at their first use if `run.compile` is set. Raise SharedInputError on all
+    ranks if one of them has no compiler."""
     if not config.run.compile:
         return
     for rank, wanted in enumerate(world.all_gather_object(compiler.missing(device.type))):
@@ -455,8 +459,8 @@ def _compile(
 def _state(
     config: Config, buffer: ParameterBuffer, borrowed: Sequence[str], policy: DataParallel
 ) -> State:
-    """Return the state of a rank: its weights, and the kinds of state that optimizer and method
-    keep of them. Raise OSError if a file has no room for it."""
+    """Return the state of a rank: its weights, and the kinds of state that the optimizer and the
+    data-parallel method keep for them. Raise OSError if the disk has no space for a file."""
     names = names_of_kinds(config.optimizer, buffer)
     moments = {
         name: Kept(policy.differs, needed=True, names=names.get(name))
@@ -472,8 +476,8 @@ def _state(
 
 
 def _added(every: Iterable[Mapping[str, Sequence[float]]], name: str) -> float:
-    """Return the sum of all ranks' losses of one name, one after the other, in the same order in
-    every layout."""
+    """Return the sum of all ranks' losses named `name`, added one after the other, in the same
+    order in every layout."""
     total = 0.0
     for of_rank in every:
         for loss in of_rank[name]:

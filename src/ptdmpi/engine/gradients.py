@@ -1,9 +1,10 @@
-"""The reduction of each rank's sums of gradients to the gradients for the update, and their norm.
+"""The reduction of gradients: from the sums of each rank to the gradients that the update uses, and
+their norm.
 
 The reduction is a list of steps, each over one group of ranks. The data-parallel method reduces
-over the data axis. If each tensor rank has only a part of a gradient, the parts are summed over the
-tensor axis, or over some neighbours there. The gradients of the two uses of a tied table are summed
-over the ends of the pipeline.
+over the data axis. If each tensor rank has only a part of the sum for a gradient, the parts are
+added over the tensor axis, or over some neighbours there. The gradients of the two uses of a tied
+table are added over the two ends of the pipeline.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,14 +25,15 @@ from ptdmpi.plan.layout.grid import ENDS, PARAMETERS
 
 
 class GradientStep(Protocol):
-    """A step between the last backward op and the optimizer; every rank of its group runs it."""
+    """A step between the last backward op and the optimizer. Every rank of its group runs it."""
 
     def reduce(self) -> None:
         """Change the gradients in the buffer."""
 
 
 class PartialSum:
-    """The sum, over a group, of gradients of which each rank of the group has one part."""
+    """An all-reduce over a group, for gradients to which each rank of the group has contributed a
+    part."""
 
     def __init__(
         self, group: Communicator, buffer: ParameterBuffer, entries: Sequence[Entry]
@@ -40,16 +42,17 @@ class PartialSum:
         self.views = _own_views(buffer, entries)
 
     def reduce(self) -> None:
-        """Sum the gradients in one message: they are many and small (norms and biases)."""
+        """All-reduce the gradients in one message, because they are many and small (norms and
+        biases)."""
         _sum_packed(self.group, self.views)
 
 
 class CopiedShares:
-    """The sum of the gradients of parameters that neighbours on the tensor axis hold copies of,
-    such as a key head that serves the queries of several ranks. Each of these ranks has the part of
-    the gradient that comes from its own queries.
+    """The sum of gradients over neighbours on the tensor axis that have copies of the same
+    parameter, such as a key head that serves the queries of several ranks. Each of these ranks has
+    the part of the gradient that comes from its own queries.
 
-    `copied` has the pieces of each such parameter on this rank.
+    `copied` has the pieces, on this rank, of each parameter that other ranks also have.
     """
 
     def __init__(
@@ -63,18 +66,20 @@ class CopiedShares:
         self.copied = copied
 
     def reduce(self) -> None:
-        """Sum the copies by one all-reduce over the tensor axis.
+        """Sum the gradients of all copies by one all-reduce over the tensor axis.
 
-        If c of the t tensor ranks hold copies of the same share, there are t / c different shares.
-        The message has room for all of them, and each rank sends zeros for those that it does not
-        hold. The message is t / c times as long as one within each c ranks would be, but it is sent
-        only once in a step and needs no further communicators.
+        If c of the t tensor ranks have copies of the same share, there are t / c different shares.
+        The message has room for all of them, and each rank sends zeros for the shares that it does
+        not have. The message is t / c times as long as an all-reduce among c ranks would need, but
+        it is sent only once in a step and needs no further communicators.
         """
         tensor = self.tensor
         for held in self.buffer.own_parts(self.copied):
             for share in self.copied[held.entry.name]:
                 views = [view for view in _parts_of(self.buffer, held, share) if share.copies > 1]
-                if not views:  # no rank of the tensor axis has any then: all cut units alike
+                # then no rank of the tensor axis has any, because all ranks shard their units
+                # equally
+                if not views:
                     continue
                 local = torch.cat([view.flatten() for view in views])
                 every = local.new_zeros((tensor.size // share.copies, local.numel()))
@@ -85,11 +90,11 @@ class CopiedShares:
 
 
 class TiedTable:
-    """The sum of the gradients of a table's two uses, as embedding and as head.
+    """The sum of the gradients of the two uses of a tied table, as embedding and as head.
 
-    `ends` are the ranks that hold one use each; None if both are on this rank. The gradients are
-    accumulated separately and added in this order in every layout, so that the sum has the same
-    bits in all layouts.
+    `ends` are the two ranks that have one use each; None if both uses are on this rank. The
+    gradients are accumulated separately and added in this order in every layout, so that the sum
+    has the same bits in all layouts.
     """
 
     def __init__(self, buffer: ParameterBuffer, ends: Communicator | None) -> None:
@@ -97,15 +102,15 @@ class TiedTable:
         self.ends = ends
 
     def reduce(self) -> None:
-        """Add the two gradients. Afterwards both ends have the sum; if both uses are on this rank,
-        the first one has it."""
+        """Add the two gradients. Afterwards both ends have the sum. If both uses are on this rank,
+        the first use has it."""
         buffer = self.buffer
         first = _own_views(buffer, [buffer.entries[TIED_NAME]])
         if self.ends is not None:
             for view in first:
                 self.ends.all_reduce(view)
             return
-        # where units are cut, the table is one unit, so that both uses are cut alike
+        # if units are sharded, the table is one shard unit, so that both uses are sharded equally
         for view, more in zip(first, _own_views(buffer, [buffer.second[TIED_NAME]]), strict=True):
             view.add_(more)
 
@@ -114,7 +119,7 @@ class GradientReduction:
     """All work between the last backward op of a step and the optimizer.
 
     `steps` run in their order. `counted` are the names of the parameters whose norm this rank
-    counts: all of its own except a second copy of a tied table, which the first stage counts.
+    counts: all of its own except the second copy of a tied table, which the first stage counts.
     """
 
     def __init__(
@@ -142,14 +147,14 @@ class GradientReduction:
             self.steps.append(TiedTable(buffer, axes[ENDS]))
         self._own_norm_every = policy.replica.config.log.gradient_noise_every_steps
         # A method that only sums may be the first step. A method that does more is the last step,
-        # because it needs the sums of the other ones. The norm of this replica's own gradient also
-        # needs them.
+        # because it needs the results of the other steps. The norm of this replica's own gradient
+        # also needs them.
         self.steps.insert(
             0 if policy.linear and not self._own_norm_every else len(self.steps), policy
         )
-        # sorted: a rank sends its norms without names, so their order identifies them
+        # sorted, because a rank sends its norms without names, so that their order identifies them
         self.counted = sorted(name for name in buffer.entries if name not in borrowed)
-        # True for parameters that every tensor rank has whole; copied to the device only once
+        # True for parameters that every tensor rank has unsharded; copied to the device only once
         cuts = [buffer.entries[name].declaration.cut_by for name in self.counted]
         whole = ["tensor" not in axes for axes in cuts]
         self._whole = torch.tensor(whole, device=buffer.device)
@@ -157,7 +162,7 @@ class GradientReduction:
 
     def reduce(self, step: int | None = None) -> list[Tensor]:
         """Run all steps; afterwards the buffer has the gradients for the update. Return the norm of
-        this data rank's own gradient, if it is measured in training step `step` (from 0), else [].
+        this data rank's own gradient, if training step `step` (from 0) measures it, else [].
         """
         *others, last = self.steps
         for gradient_step in others:
@@ -169,14 +174,14 @@ class GradientReduction:
         return own_norm
 
     def global_norm(self) -> Tensor:
-        """Return the 2-norm of the whole model's gradient, the same bits on every rank.
+        """Return the 2-norm of the full model's gradient. All ranks get the same bits.
 
-        It is the norm of the vector of per-parameter norms in alphabetical order of names, as in
-        torch.nn.utils.clip_grad_norm_, and each of these is the norm of its rows' norms. Replicas
-        and the tied table count once.
+        First the norm of each parameter is computed, from the norms of its rows. The result is the
+        norm of these norms in alphabetical order of the parameters, as in
+        torch.nn.utils.clip_grad_norm_. Replicas and the tied table count once.
         """
         norms = self._counted_norms()
-        # ranks hold unequal numbers of norms: pad them for one gather of equal parts
+        # ranks have unequal numbers of norms: pad them for one all-gather of equal parts
         longest = max(len(names) for names in self.all_names)
         padded = norms.new_zeros(longest)
         padded[: len(norms)] = norms
@@ -189,24 +194,24 @@ class GradientReduction:
         return torch.linalg.vector_norm(torch.stack([by_name[name] for name in sorted(by_name)]))
 
     def _counted_norms(self) -> Tensor:
-        """Return the norm of each counted parameter of this rank, over its whole logical tensor."""
+        """Return the norm of each parameter that this rank counts, over the full logical tensor."""
         rows = self._row_norms()
-        if not self.counted:  # nothing trains on this rank, or on any of its tensor group
+        if not self.counted:  # nothing trains on this rank, nor on any rank of its tensor group
             return self.buffer.gradients.new_zeros(0)
         entries = [self.buffer.entries[name] for name in self.counted]
         parts = [rows[e.start // ALIGNMENT :][: -(-e.elements // ALIGNMENT)] for e in entries]
         norms = torch.stack(torch._foreach_norm(parts))
         if self.axes["tensor"].size == 1:
             return norms
-        # If each rank has a part of a parameter, the squares are added; if each has the whole, its
-        # own norm is used. All squares are sent, also unused ones, so that the message has the same
-        # length on all ranks.
+        # If each rank has a part of a parameter, the squares are added; if each rank has the full
+        # parameter, its own norm is used. All squares are sent, including unused ones, so that the
+        # message has the same length on all ranks.
         squares = self.axes["tensor"].all_reduce(norms.square())
         return torch.where(self._whole, norms, squares.sqrt())
 
     def _row_norms(self) -> Tensor:
-        """Return the norm of each row of ALIGNMENT elements of the flat order. Every parameter
-        begins a new row, so no sum depends on a rank's other parameters, or on which rank holds a
+        """Return the norm of each row of ALIGNMENT elements of the flat buffer. Every parameter
+        begins a new row, so no sum depends on a rank's other parameters, or on which rank has a
         row."""
         buffer = self.buffer
         parts = [
@@ -214,7 +219,7 @@ class GradientReduction:
             for part in buffer.reduced[: len(buffer.units)]
         ]
         for held in buffer.own_parts(self.copied):
-            # copies count on the first rank that holds them
+            # copies count only on the first rank that has them
             rows = slice(held.offset // ALIGNMENT, -(-(held.offset + held.length) // ALIGNMENT))
             flat = held.view(buffer.reduced)
             padded = flat.new_zeros((rows.stop - rows.start) * ALIGNMENT)
@@ -228,25 +233,26 @@ class GradientReduction:
             parts[held.unit][rows] = norms
         if not buffer.portion.shards_state or not parts:
             return torch.cat(parts) if parts else buffer.gradients.new_zeros(0)
-        # [this rank's rows] -> [shards, rows]; each unit's rows, shard after shard
+        # [this rank's rows] -> [shards, rows]: the rows of each unit, shard after shard
         every = buffer.portion.group.all_gather(torch.cat(parts)).view(buffer.portion.shards, -1)
         return torch.cat([u.flatten() for u in every.split([len(part) for part in parts], dim=1)])
 
 
 def _own_views(buffer: ParameterBuffer, entries: Sequence[Entry]) -> list[Tensor]:
-    """Return the gradients of some entries, flat, but only the parts that this rank updates."""
+    """Return the gradients of some entries as flat tensors, limited to the parts that this rank
+    updates."""
     held = [buffer.own_part(entry) for entry in entries]
     return [part.view(buffer.reduced) for part in held if part is not None]
 
 
 def _parts_of(buffer: ParameterBuffer, held: OwnPart, share: HeldShare) -> list[Tensor]:
-    """Return the gradient of a share, but only the parts that this rank updates."""
+    """Return the gradient of a share, limited to the parts that this rank updates."""
     return _views_of(held.view(buffer.reduced), held, share)
 
 
 def _views_of(flat: Tensor, held: OwnPart, share: HeldShare) -> list[Tensor]:
-    """Return the views of those elements in `flat`, the elements of `held`, that belong to a
-    share."""
+    """Return views of those elements of `flat` that belong to a share. `flat` has the elements of
+    `held`."""
     views = []
     for box, view in held.boxes(flat):
         common = box.overlap(share.local)
@@ -256,7 +262,7 @@ def _views_of(flat: Tensor, held: OwnPart, share: HeldShare) -> list[Tensor]:
 
 
 def _sum_packed(group: Communicator, views: Sequence[Tensor]) -> None:
-    """Sum views over a group in one message."""
+    """All-reduce several views over a group in one message."""
     if views:
         packed = torch.cat([view.flatten() for view in views])
         group.all_reduce(packed)
@@ -271,8 +277,9 @@ def _unpack(packed: Tensor, views: Sequence[Tensor]) -> None:
 def _partial_sums(
     axes: Axes, buffer: ParameterBuffer, stages: Mapping[int, Stage]
 ) -> list[PartialSum]:
-    """Return the steps for whole parameters of which each tensor rank has only the gradient of its
-    heads or, under sequence parallelism, of its positions (Korthikanti et al. 2022, section 4.2).
+    """Return an all-reduce over the tensor axis for parameters that are not sharded, but of whose
+    gradient each tensor rank has only a part: the part of its heads or, under sequence parallelism,
+    of its positions (Korthikanti et al. 2022, section 4.2).
     """
     divided = any(stage.axis.divides_sequence for stage in stages.values())
     shared = [
@@ -280,13 +287,13 @@ def _partial_sums(
         for entry in buffer.entries.values()
         if "tensor" in entry.declaration.partial_over(divided)
     ]
-    # a single rank has the whole gradient
+    # a single rank already has the full gradient
     alone = axes["tensor"].size == 1
     return [] if alone or not shared else [PartialSum(axes["tensor"], buffer, shared)]
 
 
 def _copied(tensor: Communicator, buffer: ParameterBuffer) -> dict[str, list[HeldShare]]:
-    """Return the pieces of the parameters of which several ranks of the tensor axis hold the same
+    """Return the pieces of those parameters of which several ranks of the tensor axis have the same
     part."""
     if tensor.size == 1:
         return {}

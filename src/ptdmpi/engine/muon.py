@@ -1,14 +1,15 @@
-"""Muon: it updates the layers' matrices by their momentum, made orthogonal (Jordan et al. 2024,
-kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982); AdamW updates the rest.
+"""Muon: an optimizer that updates the layers' matrices by their orthogonalized momentum (Jordan et
+al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982). AdamW updates the
+other parameters.
 
-A matrix is made orthogonal as a whole, so its slices are gathered from the tensor axis first. If
-data ranks share the state, one of the ranks that hold parts of a slice first gets the parts of the
-others, and sends them their parts of the update.
+A matrix must be complete to be orthogonalized, so its slices are first gathered over the tensor
+axis. If data ranks share the state, one of the ranks that have parts of a slice first receives the
+parts of the others, and later sends them their parts of the update.
 
-A parameter of one product contains several matrices if the model's equation has several: query, key
-and value, or a gate and the values that it multiplies. Each is made orthogonal by itself, as in
-files that have them as separate tensors, and its update does not depend on the assignment of heads
-to ranks.
+A parameter for one matrix multiplication contains several matrices if the model's equation has
+several: query, key and value, or a gate and the values that it multiplies. Each matrix is
+orthogonalized separately, as if they were separate parameters, and its update does not depend on
+the assignment of heads to ranks.
 """
 
 import math
@@ -29,20 +30,19 @@ from ptdmpi.model.kernels import USUAL, Kernels
 from ptdmpi.model.parameters import Declaration, Entry
 from ptdmpi.plan.shape.matrices import STEPS, effort
 
-# Newton-Schulz iteration: x <- a x + b (x x^T) x + c (x x^T)^2 x. The coefficients make it
+# Coefficients of the Newton-Schulz iteration: x <- a x + b (x x^T) x + c (x x^T)^2 x. They make it
 # steepest at 0: singular values are between 0.7 and 1.2 after 5 steps (Jordan et al. 2024).
 A = 3.4445
 B = -4.7750
 C = 2.0315
-LEAST_NORM = 1e-7  # the least number by which a matrix is divided
+LEAST_NORM = 1e-7  # the smallest number by which a matrix is divided
 RMS = 0.2  # typical root mean square of AdamW's updates (Liu et al. 2025, section 2.2)
 
 
 class Matrix(NamedTuple):
-    """A parameter that is updated as a whole, and the elements of it that this rank holds: `own`.
-    The tensors have these elements, flat. `moments` are the momentum, and the weights' moving
-    average if there is one. `decay` is the weight decay, `share` the factor of the learning
-    rate."""
+    """A parameter that Muon updates, and the elements of it that this rank has: `own`. All tensors
+    are flat and have these elements. `moments` are the momentum, and the weights' moving average if
+    there is one. `decay` is the weight decay, `share` the factor of the learning rate."""
 
     own: OwnPart
     master: Tensor
@@ -58,8 +58,8 @@ class Matrix(NamedTuple):
 
 
 def is_matrix(config: OptimizerConfig, entry: Entry) -> bool:
-    """Return True if a parameter is updated as a whole: the matrices of the layers are, tables and
-    the head are not (Jordan et al. 2024)."""
+    """Return True if Muon updates a parameter: it updates the matrices of the layers, but not the
+    embedding tables and the head (Jordan et al. 2024)."""
     return (
         config.has_matrices
         and entry.name.startswith("layers.")
@@ -68,8 +68,8 @@ def is_matrix(config: OptimizerConfig, entry: Entry) -> bool:
 
 
 def names_of_kinds(config: OptimizerConfig, buffer: ParameterBuffer) -> dict[str, frozenset[str]]:
-    """Return the kinds of state that only some of a rank's parameters have, each with the names of
-    these parameters."""
+    """Return the kinds of state that only some of a rank's parameters have, with the names of these
+    parameters."""
     if not config.has_matrices:
         return {}
     matrices = frozenset(n for n, entry in buffer.entries.items() if is_matrix(config, entry))
@@ -78,8 +78,8 @@ def names_of_kinds(config: OptimizerConfig, buffer: ParameterBuffer) -> dict[str
 
 
 class Muon:
-    """The update of matrices whose slices are on the ranks of `tensor`, and the parts of slices on
-    the ranks of the buffer's shard group. All of these ranks call it."""
+    """The update of all matrices whose slices are on the ranks of `tensor`, and whose slices' parts
+    are on the ranks of the buffer's shard group. All of these ranks call it."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Muon:
         buffer: ParameterBuffer,
         tensor: Communicator,
     ) -> None:
-        """Prepare the exchanges; `matrices` are those of which this rank holds a part."""
+        """Prepare the exchanges. `matrices` are the matrices of which this rank has a part."""
         self.config = config
         self.matrices = matrices
         self.tensor = tensor
@@ -100,9 +100,9 @@ class Muon:
         self.parcels = Parcels(buffer, costs)
 
     def step(self, rate: float) -> None:
-        """Change masters and moments; `rate` is the learning rate of the step. The arithmetic is
-        that of torch.optim.Muon, bit by bit, but float64 matrices are iterated in float64, not in
-        bfloat16."""
+        """Update the master weights and the moments; `rate` is the learning rate of the step. The
+        arithmetic is the same as in torch.optim.Muon, bit by bit, except that float64 matrices are
+        iterated in float64, not in bfloat16."""
         config = self.config
         parcels = self.parcels
         with torch.no_grad():
@@ -116,7 +116,7 @@ class Muon:
             for matrix in self.matrices:
                 if matrix.name not in parcels.away:
                     self._move(matrix, arriving, rate * matrix.share)
-            # updates overwrite the momentum from which they were computed
+            # the updates overwrite the momentum from which they were computed
             parcels.travel(arriving, leaving)
             for matrix in self.matrices:
                 if matrix.name in parcels.away:
@@ -127,8 +127,8 @@ class Muon:
                     average.lerp_(matrix.master, 1 - config.ema_decay)
 
     def _move(self, matrix: Matrix, arrived: Sequence[Tensor], rate: float) -> None:
-        """Apply the orthogonal update to this rank's part, and write the parts of other ranks over
-        the momentum in `arrived`."""
+        """Apply the orthogonal update to this rank's part. Write the parts of other ranks over the
+        momentum in `arrived`."""
         declaration = matrix.own.entry.declaration
         whole = gathered(self._slice(matrix, arrived), declaration, self.tensor)
         for box in matrices_of(declaration):
@@ -137,17 +137,18 @@ class Muon:
             for place, own in self._in(box, matrix.own, matrix.master):
                 own.add_(update[place.index], alpha=-length)
             self._deal(matrix, box, update, arrived)
-            del update  # it must take no memory while the next matrix is iterated
+            del update  # free its memory before the next matrix is iterated
 
     def _deal(self, matrix: Matrix, box: Box, update: Tensor, arrived: Sequence[Tensor]) -> None:
-        """Write the other ranks' parts of the update of the matrix at `box` to their places in
-        `arrived`."""
+        """Copy the other ranks' parts of the update of one matrix (the slice `box` of the
+        parameter) into the messages `arrived` that go back to them."""
         for part in self.parcels.coming.get(matrix.name, ()):
             for place, theirs in self._in(box, part, part.view(arrived)):
                 theirs.copy_(update[place.index])
 
     def _follow(self, matrix: Matrix, update: Tensor, rate: float) -> None:
-        """Apply the update of this rank's part, which the owner of the matrix has sent."""
+        """Apply the update of this rank's part, which was sent by the rank that orthogonalizes the
+        matrix."""
         for box in matrices_of(matrix.own.entry.declaration):
             length = rate * scale(self.config, *box.size)
             parts = (self._in(box, matrix.own, flat) for flat in (matrix.master, update))
@@ -155,15 +156,16 @@ class Muon:
                 own.add_(change, alpha=-length)
 
     def _in(self, box: Box, part: OwnPart, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """Yield the pieces of the matrix at `box` that `part` has: the place in the matrix, and its
-        view in `flat`."""
+        """Yield the pieces of one matrix (the slice `box` of the parameter) that `part` contains:
+        the slice of the matrix, and its view in `flat`."""
         for at, view, _ in part.logical(flat, self.tensor.rank, self.tensor.size):
             common = at.overlap(box)
             if common is not None:
                 yield common.relative(box), view[common.relative(at).index]
 
     def _slice(self, matrix: Matrix, arrived: Sequence[Tensor]) -> Tensor:
-        """Return this tensor rank's slice of the matrix to be made orthogonal, [rows, columns]."""
+        """Return this tensor rank's slice [rows, columns] of the matrix that will be
+        orthogonalized."""
         own = matrix.own
         entry = matrix.own.entry
         if own.length == entry.elements:
@@ -175,8 +177,8 @@ class Muon:
         return slice_.view(entry.shape)
 
     def _wanted(self, matrix: Matrix) -> Tensor:
-        """Return this rank's part of the matrix to be made orthogonal, flat, in the type of the
-        iteration."""
+        """Return this rank's part, flat, of the matrix that will be orthogonalized, in the type of
+        the iteration."""
         momentum = matrix.moments[0]
         if self.config.nesterov:
             momentum = matrix.gradient.lerp(momentum, self.config.momentum)
@@ -184,17 +186,17 @@ class Muon:
 
 
 def scale(config: OptimizerConfig, rows: int, columns: int) -> float:
-    """Return the factor of the learning rate for an orthogonal update. Either the update becomes as
-    large as AdamW's, so that AdamW's learning rate and weight decay can be used (Liu et al. 2025,
-    equation 4), or the factor is that of Jordan et al. 2024."""
+    """Return the factor of the learning rate for an orthogonal update. By default the update
+    becomes as large as AdamW's, so that AdamW's learning rate and weight decay can be used (Liu et
+    al. 2025, equation 4). With `muon_scale = "original"` it is the factor of Jordan et al. 2024."""
     if config.muon_scale == "original":
         return math.sqrt(max(1, rows / columns))
     return RMS * math.sqrt(max(rows, columns))
 
 
 def matrices_of(declaration: Declaration) -> Iterator[Box]:
-    """Yield the matrices of a parameter, as boxes of it: each part that the tensor axis divides
-    separately is one."""
+    """Yield the matrices that a parameter consists of, as slices of it: one for each part that the
+    tensor axis divides separately."""
     whole = Box.whole(declaration.shape)
     split = declaration.split
     begin = 0
@@ -207,7 +209,7 @@ def matrices_of(declaration: Declaration) -> Iterator[Box]:
 
 
 def gathered(slice_: Tensor, declaration: Declaration, tensor: Communicator) -> Tensor:
-    """Return a logical tensor, without its padding, from the slices of all ranks of the tensor
+    """Return a full logical tensor, without padding, from the slices of all ranks of the tensor
     axis."""
     if tensor.size == 1 or declaration.split is None:
         return slice_
@@ -221,21 +223,22 @@ def gathered(slice_: Tensor, declaration: Declaration, tensor: Communicator) -> 
 
 
 def orthogonal(matrix: Tensor, kernels: Kernels = USUAL) -> Tensor:
-    """Return about U V^T of a matrix U S V^T, [rows, columns], in its own type; zero stays zero."""
+    """Return approximately U V^T for a matrix U S V^T, [rows, columns], in the type of the matrix.
+    A zero matrix stays zero."""
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=LEAST_NORM)
     for _ in range(STEPS):
-        squares = kernels.product(x, x.mT)  # a matrix of the shorter side's length
+        squares = kernels.product(x, x.mT)  # a square matrix with the length of the shorter side
         squares = _sum(squares, squares, B, C, kernels=kernels)
         x = _sum(squares, x, A, 1.0, kernels=kernels)
     return x.mT if matrix.shape[0] > matrix.shape[1] else x
 
 
 def _sum(a: Tensor, b: Tensor, beta: float, alpha: float, *, kernels: Kernels) -> Tensor:
-    """Return beta b + alpha a b, rounded once to the type of both."""
+    """Return beta b + alpha a b, rounded once to the type of a and b."""
     if not kernels.widens(b.device.type, b.dtype):
         return torch.addmm(b, a, b, beta=beta, alpha=alpha)
     wide = b.float()
     total = torch.addmm(wide, wide if a is b else a.float(), wide, beta=beta, alpha=alpha)
-    del wide  # free it: only the result in its two types takes memory
+    del wide  # free it: only the result in both types should take memory
     return total.to(b.dtype)

@@ -1,10 +1,11 @@
-"""The optimizer's state off the device: in the host's memory, or in a file of the rank.
+"""Offloading of the optimizer's state from the device to the host's memory, or to a file of the
+rank.
 
-The host does the update, chunk by chunk: gradients are copied to it, and weights back (Ren et al.
-2021, arXiv 2101.06840, section 4), by copies that need no wait except the step's own. The length of
-a chunk is a multiple of ALIGNMENT, so that no bit depends on it. With a file, the next chunk is
-read and the previous one written while the host updates a chunk (Rajbhandari et al. 2021, arXiv
-2104.07857, section 5.2.2).
+The host does the update, chunk by chunk: gradients are copied to the host, and weights back to the
+device (Ren et al. 2021, arXiv 2101.06840, section 4). The copies need no wait in addition to the
+step's own. The length of a chunk is a multiple of ALIGNMENT, so that no bit depends on it. With a
+file, the next chunk is read and the previous one written while the host updates a chunk
+(Rajbhandari et al. 2021, arXiv 2104.07857, section 5.2.2).
 """
 
 import mmap
@@ -30,9 +31,10 @@ HOST = torch.device("cpu")
 
 
 class Alike(NamedTuple):
-    """Flat tensors whose elements are updated alike: the masters, the weights that are updated from
-    them (none if masters are the weights), their gradients, and the optimizer's moments; `decay` is
-    the weight decay, and `share` the factor of the learning rate."""
+    """Flat tensors whose elements are all updated by the same rule: the master weights, the weights
+    that are updated from them (none if the master weights are the weights), their gradients, and
+    the optimizer's moments. `decay` is the weight decay, and `share` the factor of the learning
+    rate."""
 
     masters: list[Tensor]
     weights: list[Tensor]
@@ -42,9 +44,9 @@ class Alike(NamedTuple):
     share: float = 1.0
 
     def chunks(self) -> Iterator["Alike"]:
-        """Yield the same tensors, in order, in chunks of one tensor each."""
+        """Yield the same elements in order, in chunks that have one tensor of each kind."""
         for number, masters in enumerate(self.masters):
-            # bytes of state: one number of each kind for every element
+            # bytes of state per element: one number of each kind
             each_bytes = masters.element_size() * (1 + len(self.moments))
             length = max(1, CHUNK_BYTES // each_bytes // ALIGNMENT) * ALIGNMENT
             for start in range(0, len(masters), length):
@@ -60,13 +62,14 @@ class Alike(NamedTuple):
 
 
 class HostUpdate:
-    """The parts of an update whose state is in a `storage` apart from the device.
+    """The parts of an update for which the host does the arithmetic, because the state is in a
+    `storage` that is not on the device.
 
-    If gradients are on a device, the host has locked memory for every gradient of this rank's part,
-    and for every master that is a weight on the device. So the copies of a step begin before the
-    host waits for loss and norm, and no other wait is needed. The host rounds new weights of a half
-    type before it sends them, because they then take half the bytes on the link. They are sent from
-    the memory of their gradients.
+    If gradients are on a device, the host has page-locked memory for every gradient of this rank's
+    part, and for every master weight that is itself the weight on the device. So the copies of a
+    step begin before the host waits for loss and norm, and no other wait is needed. If weights are
+    fp16 or bf16, the host rounds the new weights before it sends them, which halves the bytes on
+    the link. They are sent from the memory of their gradients.
     """
 
     def __init__(self, storage: Storage, groups: Sequence[Alike]) -> None:
@@ -76,23 +79,25 @@ class HostUpdate:
             [*(chunk.masters if chunk.weights else ()), *(kind[0] for kind in chunk.moments)]
             for chunk in self.chunks
         ]
-        # locked memory of each chunk, for its gradient and for masters that are on the device
+        # page-locked memory for each chunk: for its gradient, and for master weights that are on
+        # the device
         self._rooms = [
             (room_for(chunk.gradients[0]), None if chunk.weights else room_for(chunk.masters[0]))
             for chunk in self.chunks
         ]
 
     def expect(self) -> None:
-        """Begin to copy the update's inputs from the device. The copies are complete after the
-        device's clock has settled."""
+        """Begin to copy the inputs of the update from the device. The copies are complete after the
+        device's clock has settled (`Clock.settle`)."""
         for chunk, rooms in zip(self.chunks, self._rooms, strict=True):
             for kept, room in zip((*chunk.gradients, *chunk.masters), rooms, strict=True):
                 if room is not None:
                     room.copy_(kept, non_blocking=True)
 
     def parts(self, factor: float) -> Iterator[Alike]:
-        """Yield each chunk as tensors on the host, its gradient times `factor`. The caller updates
-        it before it takes the next one; then its weights are sent, and its changed state is stored.
+        """Yield each chunk as tensors on the host, with its gradient multiplied by `factor`. The
+        caller updates a chunk before it takes the next one; then its weights are sent to the
+        device, and its changed state is stored.
         """
         for number, row in enumerate(self.storage.ahead(self._rows)):
             chunk = self.chunks[number]
@@ -110,7 +115,7 @@ class HostUpdate:
                 if arrived is None:
                     weights.copy_(master)
                 else:
-                    # the next gradient arrives in the same memory only after these two copies
+                    # the next gradient reuses this memory only after these two copies
                     leaving = arrived.view(weights.dtype)[: len(weights)].copy_(master)
                     weights.copy_(leaving, non_blocking=True)
             if room is not None:
@@ -118,15 +123,16 @@ class HostUpdate:
 
 
 def room_for(tensor: Tensor) -> Tensor | None:
-    """Return locked memory of the host for a tensor of a device, or None for a tensor on the host.
-    Raise MemoryError if the system does not grant it."""
+    """Return page-locked host memory for a copy of a tensor on a device; None for a tensor on the
+    host. Raise MemoryError if the system refuses."""
     if tensor.device.type == "cpu":
         return None
     return queues.locked(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
 
 class _Mapping(NamedTuple):
-    """A part of the file in memory: its address, its place in the file, and the mapping."""
+    """A part of the file that is mapped into memory: its address, its offset in the file, and the
+    mapping."""
 
     address: int
     place: int
@@ -134,13 +140,12 @@ class _Mapping(NamedTuple):
 
 
 class FileStorage(Storage):
-    """Storage in one file without a name in `directory`. The file's room on the disk is allocated
-    when tensors are made.
+    """A storage in one unnamed file in `directory`. Disk space is allocated when tensors are made.
 
-    The tensors are mappings of the file. Code that reads the state piece by piece (checkpoints,
-    survivors) reads them like other tensors, and `let_go` frees the memory that this takes. The
-    update reads and writes the file itself, so that an error of the disk is an exception, not a
-    signal.
+    The tensors are memory mappings of the file. Code that reads the state piece by piece
+    (checkpoints, survivors of a loss) reads them like other tensors, and `let_go` frees the memory
+    that this takes. The update reads and writes the file itself, so that a disk error raises an
+    exception and not a signal.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -148,7 +153,7 @@ class FileStorage(Storage):
         super().__init__(HOST, apart=True)
         directory.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=directory)
-        # a killed run leaves no file, and no other process finds it
+        # so a killed run leaves no file, and no other process finds it
         os.unlink(name)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
         self._mappings: list[_Mapping] = []
@@ -157,14 +162,14 @@ class FileStorage(Storage):
         self._thread = ThreadPoolExecutor(1, "offload")
 
     def zeros(self, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Return zeros of these lengths, and make the file longer by them. Raise OSError if that
+        """Return zeros of these lengths, for which the file is extended. Raise OSError if that
         fails."""
         size = sum(lengths) * dtype.itemsize
         if size == 0:
             return super().zeros(lengths, dtype)
         descriptor = self._file.fileno()
         place = os.fstat(self._file.fileno()).st_size
-        # allocate at once: if the disk is full, the error comes before the run begins
+        # allocate immediately: if the disk is full, the error comes before the run begins
         os.posix_fallocate(descriptor, place, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
         mapping = mmap.mmap(descriptor, size, offset=place)
         flat = torch.frombuffer(mapping, dtype=dtype)
@@ -172,19 +177,21 @@ class FileStorage(Storage):
         return list(flat.split(list(lengths)))
 
     def let_go(self) -> None:
-        """Free the memory of the mappings; a mapping that is shared with a file loses no change by
-        this."""
+        """Free the memory of the mappings. No change is lost, because the mappings are shared with
+        the file."""
         for mapping in self._mappings:
             mapping.memory.madvise(mmap.MADV_DONTNEED)
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
-        """Yield each row's tensors in memory, read ahead, and write them to the file afterwards.
-        Raise OSError if the disk fails; the contents of the file are then undefined."""
+        """Yield the tensors of each row in memory, and write them to the file afterwards. The next
+        row is read in advance. Raise OSError if the disk fails; the contents of the file are then
+        undefined."""
         self.let_go()
         stored: list[Future[None]] = []
         coming = [self._coming(rows, 0)] if rows else []
         for number, row in enumerate(rows):
-            if number + 1 < len(rows):  # read after the previous chunk in its memory is written
+            # this read begins after the chunk that used the same memory has been written
+            if number + 1 < len(rows):
                 coming.append(self._coming(rows, number + 1))
             here = coming.pop(0).result()
             yield here
@@ -214,7 +221,7 @@ class FileStorage(Storage):
     def _pass(
         self, call: Callable[[int, list[memoryview], int], int], kept: Tensor, memory: Tensor
     ) -> None:
-        """Read or write all bytes of `kept`, whose place in the file follows from its address."""
+        """Read or write all bytes of `kept`. The offset in the file follows from its address."""
         address = kept.data_ptr()
         before = (mapping for mapping in self._mappings if mapping.address <= address)
         mapping = max(before, key=lambda mapping: mapping.address)
@@ -229,7 +236,7 @@ class FileStorage(Storage):
 
 
 def storage_of(config: Config, device: torch.device) -> Storage:
-    """Return the storage of the optimizer's state that `parallel.offload` names. Raise OSError if
+    """Return the storage for the optimizer's state that `parallel.offload` names. Raise OSError if
     its file cannot be made."""
     if config.parallel.offload == "disk":
         return FileStorage(Path(config.run.dir))
@@ -238,8 +245,8 @@ def storage_of(config: Config, device: torch.device) -> Storage:
 
 
 def with_room(world: Communicator, config: Config, work: Callable[[], T]) -> T:
-    """Return `work()`, on every rank; if a file of one rank has no room, raise SharedInputError on
-    all."""
+    """Return `work()` on every rank. If the disk has no space for a file of one rank, raise
+    SharedInputError on all ranks."""
     if config.parallel.offload != "disk":
         return work()
     made: list[T] = []

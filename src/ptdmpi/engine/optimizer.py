@@ -26,13 +26,13 @@ from ptdmpi.plan.layer.parts import aligned
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
-    """Return the rate of step `step` (0-based) of `steps`: linear warm-up, then decay to the
-    minimum.
+    """Return the learning rate of step `step` (0-based) of `steps`: linear warm-up, then decay to
+    the minimum.
 
-    Step w - 1 of a warm-up of w steps is the first at the full rate. The cosine is the closed form
-    of PyTorch's CosineAnnealingLR, so that the two agree bit by bit. "wsd" (warm-up, stable, decay:
-    Hu et al. 2024, arXiv 2404.06395, section 4.1) stays at the peak until its last steps and then
-    falls linearly (Haegele et al. 2024, arXiv 2405.18392).
+    Step w - 1 of a warm-up of w steps is the first step at the full rate. The cosine is the closed
+    form of PyTorch's CosineAnnealingLR, so that the two agree bit by bit. "wsd" (warm-up, stable,
+    decay: Hu et al. 2024, arXiv 2404.06395, section 4.1) stays at the peak until its last steps and
+    then falls linearly (Haegele et al. 2024, arXiv 2405.18392).
     """
     peak = optimizer.learning_rate
     low = optimizer.min_learning_rate
@@ -52,9 +52,9 @@ def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
 
 
 class LossScale:
-    """fp16's dynamic loss scale (Micikevicius et al. 2018): halved when a gradient overflows,
-    doubled after `window` steps without overflow. It is 1 and constant for other types. Its counts
-    are in the state's `counters`."""
+    """The dynamic loss scale of fp16 (Micikevicius et al. 2018): it is halved when a gradient
+    overflows, and doubled after `window` steps without overflow. For other types it is always 1.
+    The state's `counters` store it."""
 
     def __init__(self, precision: PrecisionConfig, counters: Counters) -> None:
         self.dynamic = precision.scales_loss
@@ -64,12 +64,12 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """Return the factor of the loss."""
+        """Return the factor by which the loss is multiplied."""
         return self.counters.loss_scale
 
     @property
     def can_fall(self) -> bool:
-        """Return True if a smaller factor is possible."""
+        """Return True if the factor can become smaller."""
         return self.dynamic and self.value > 1.0
 
     def update(self, overflow: bool) -> None:
@@ -87,11 +87,12 @@ class LossScale:
 
 
 class Optimizer:
-    """The update that the configuration names, on flat tensors: this rank's part of each unit of
-    the buffer, in groups with the same weight decay and the same share of the learning rate.
+    """The optimizer that the configuration names. It works on flat tensors, which are this rank's
+    part of each shard unit, in groups with the same weight decay and the same factor of the
+    learning rate.
 
-    The masters, the moments and the count of updates are those of `state`. If these are not on the
-    device, the host does the update, and `writes_weights` is True.
+    The master weights, the moments and the count of updates belong to `state`. If they are not on
+    the device, the host does the update, and `writes_weights` is True.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Optimizer:
         self.state = state
         buffer = state.buffer
         self.gradients = buffer.reduced[: len(buffer.units)]
-        # Adam's own count
+        # the step count that Adam uses
         self._updates = torch.zeros((), dtype=torch.float32, device=buffer.storage.device)
         self._groups = _alike(config, state)
         apart = buffer.storage.apart
@@ -115,12 +116,13 @@ class Optimizer:
 
     @property
     def writes_weights(self) -> bool:
-        """Return True if the update itself also writes the weights of this rank's part."""
+        """Return True if `step` also writes the weights of this rank's part, not only the master
+        weights."""
         return self._host is not None
 
     def expect(self, scale: float) -> None:
-        """Divide the gradients by fp16's loss scale, and begin to copy the inputs of an update on
-        the host from the device, before the step's one wait."""
+        """Divide the gradients by fp16's loss scale. If the host does the update, begin to copy its
+        inputs from the device, before the one wait of the step."""
         if scale != 1.0:
             for gradient in self.gradients:
                 gradient.mul_(1.0 / scale)
@@ -128,9 +130,9 @@ class Optimizer:
             self._host.expect()
 
     def step(self, rate: float, norm: float) -> None:
-        """Clip by `norm`, the global norm of the gradients, and update the masters. The weights
-        follow later, in `State.changed`; if `writes_weights`, only those of other ranks do. Raise
-        OSError if the disk with the state fails.
+        """Clip by `norm`, the global norm of the gradients, and update the master weights. The
+        weights are updated later, by `State.changed`; if `writes_weights` is True, only those of
+        other ranks are. Raise OSError if the disk with the state fails.
 
         The arithmetic of clipping is that of torch.nn.utils.clip_grad_norm_.
         """
@@ -143,8 +145,8 @@ class Optimizer:
                 torch._foreach_mul_(self.gradients, factor)
         counters = self.state.counters
         self.state.read.computing_waits()
-        # Adam corrects its moments by its count of updates. Ours omits skipped steps and is in
-        # checkpoints, so use ours.
+        # Adam corrects its moments by its count of updates. The count in `counters` omits skipped
+        # steps and is stored in checkpoints, so use this one.
         self._updates.fill_(counters.updates)
         for group in self._groups if self._host is None else self._host.parts(factor):
             update(self.config, group, rate, self._updates)
@@ -153,8 +155,8 @@ class Optimizer:
 
 
 def _alike(config: OptimizerConfig, state: State) -> list[Alike]:
-    """Return this rank's part of the state in groups that are updated alike, without the matrices
-    that are each updated as a whole."""
+    """Return this rank's part of the state in groups of elements that are updated by the same rule,
+    without the matrices that Muon updates."""
     buffer = state.buffer
     by_rates = dict[tuple[float, float], list[_Range]]()
     for alike, some in _ranges(config, buffer):
@@ -181,15 +183,15 @@ def _alike(config: OptimizerConfig, state: State) -> list[Alike]:
 
 
 class _Range(NamedTuple):
-    """Elements of this rank's part of unit number `unit`; `name` is that of their first
-    parameter."""
+    """A range of elements of this rank's part of shard unit number `unit`; `name` is the first
+    parameter in it."""
 
     unit: int
     some: slice
     name: str
 
     def of(self, kind: Kind) -> Tensor:
-        """Return these elements in a kind of state, whichever parameters it has."""
+        """Return these elements of a kind of state, even if only some parameters have this kind."""
         begin = self.some.start
         if kind.kept.names is not None:
             begin = kind.held[self.name].offset
@@ -199,12 +201,14 @@ class _Range(NamedTuple):
 def _ranges(
     config: OptimizerConfig, buffer: ParameterBuffer
 ) -> Iterator[tuple[tuple[float, float], _Range]]:
-    """Yield this rank's part of the units in ranges that are updated alike: (weight decay, share of
-    the learning rate) and the range. Neighbouring parameters are in one range, with their padding.
+    """Yield ranges of this rank's part of the shard units that are updated by the same rule, each
+    after its (weight decay, factor of the learning rate). Neighbouring parameters with the same
+    rule are in one range, with their padding.
     """
 
     def alike(own: OwnPart) -> tuple[int, tuple[float, float] | None]:
-        """Return the unit and the rates of a part; None instead of rates for a matrix of Muon."""
+        """Return the shard unit and the rates of a parameter's part; None instead of rates for a
+        matrix of Muon."""
         if is_matrix(config, own.entry):
             return own.unit, None
         return own.unit, _rates(config, own.entry)
@@ -219,14 +223,14 @@ def _ranges(
 
 
 def _rates(config: OptimizerConfig, entry: Entry) -> tuple[float, float]:
-    """Return the weight decay of a parameter, and its share of the learning rate."""
+    """Return the weight decay of a parameter, and its factor of the learning rate."""
     group = group_of(config, entry.name)
     decay = config.weight_decay * group.weight_decay_factor * entry.declaration.decay
     return decay, group.learning_rate_factor
 
 
 def _matrices(config: OptimizerConfig, state: State) -> list[Matrix]:
-    """Return the parameters of this rank that are each updated as a whole, in their order."""
+    """Return this rank's parts of the matrices that Muon updates, in their order."""
     buffer = state.buffer
     matrices = list[Matrix]()
     for own in buffer.own_parts():
@@ -242,7 +246,8 @@ def _matrices(config: OptimizerConfig, state: State) -> list[Matrix]:
 def require_groups(
     config: OptimizerConfig, pipeline: Communicator, buffer: ParameterBuffer
 ) -> None:
-    """Raise SharedInputError, on every rank, if a glob matches no parameter that trains."""
+    """Raise SharedInputError, on every rank, if a name pattern of `optimizer.groups` matches no
+    parameter that trains."""
     globs = sorted({glob for group in config.groups for glob in group.names})
     if not globs:
         return
@@ -257,7 +262,7 @@ def require_groups(
 
 
 def group_of(config: OptimizerConfig, name: str) -> RateGroup:
-    """Return the first group of the configuration to which a logical name belongs, or a group that
+    """Return the first group of `optimizer.groups` to which a logical name belongs, or a group that
     changes nothing."""
     for group in config.groups:
         if any(fnmatchcase(name, glob) for glob in group.names):
@@ -266,5 +271,5 @@ def group_of(config: OptimizerConfig, name: str) -> RateGroup:
 
 
 def _cut(ranges: Sequence[_Range], parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the elements of `ranges`; `parts` has one tensor for each unit."""
+    """Return the elements of `ranges`; `parts` has one tensor for each shard unit."""
     return [parts[piece.unit][piece.some] for piece in ranges]

@@ -1,5 +1,5 @@
-"""Parts of matrices on their way between the ranks of a shard group: to the rank that makes the
-matrix orthogonal (`ptdmpi.plan.shape.dealt`), and its update back."""
+"""The exchange of parts of matrices between the ranks of a shard group: parts go to the rank that
+orthogonalizes the matrix (`ptdmpi.plan.shape.dealt`), and parts of the update come back."""
 
 from collections.abc import Mapping
 
@@ -13,17 +13,18 @@ from ptdmpi.plan.shape.dealt import owners
 
 
 class Parcels:
-    """The places of parts of matrices in the messages between the ranks of a shard group, one
-    message each way. If nothing is sharded, each rank owns its matrices, and nothing is sent.
+    """The positions of parts of matrices in the messages between the ranks of a shard group. There
+    is one message in each direction. If nothing is sharded, each rank owns its matrices, and
+    nothing is sent.
 
     `away`: this rank's parts of matrices that another rank owns, by name, in the message to the
-    owner. `coming`: other ranks' parts of this rank's matrices, by name, in the messages from
-    there. The `unit` of either is the other rank's number.
+    owner. `coming`: other ranks' parts of this rank's matrices, by name, in the messages from these
+    ranks. In both, `unit` is the number of the other rank.
     """
 
     def __init__(self, buffer: ParameterBuffer, costs: Mapping[str, int]) -> None:
-        """Compute the places. `costs`: the cost of making each matrix of the flat order orthogonal,
-        for the matrices of all ranks."""
+        """Compute the positions. `costs` has the cost of orthogonalizing each matrix in the flat
+        buffer, for the matrices of all ranks."""
         portion = buffer.portion
         self.group = portion.group
         here = portion.group.rank if portion.shards > 1 else 0
@@ -53,7 +54,7 @@ class Parcels:
         return list(given.split(self._given)), list(taken.split(self._taken))
 
     def travel(self, leaving: list[Tensor], arriving: list[Tensor]) -> None:
-        """Send each rank its tensor of `leaving`, and receive into `arriving`; all ranks of the
-        group call it."""
+        """Send `leaving[k]` to each rank k, and receive `arriving[k]` from it. All ranks of the
+        group call this."""
         if any(self._given) or any(self._taken):
             exchange(self.group, leaving, arriving)

@@ -1,4 +1,5 @@
-"""Replicas that differ: their mean, which is validated, and the distance between them."""
+"""Replicas of the model that may differ: their mean, which is used for validation, and their
+distance from it."""
 
 import contextlib
 import math
@@ -11,8 +12,8 @@ from ptdmpi.model.state import WEIGHTS, State
 
 
 class Replicas:
-    """The replicas of a model on the data axis, as one of them sees them. If the data-parallel
-    method keeps them equal, all methods do nothing and send nothing."""
+    """The replicas of a model on the data axis, as seen by one of them. If the data-parallel method
+    keeps them equal, all methods do nothing and send nothing."""
 
     def __init__(
         self, config: Config, data: Communicator, state: State, reduction: GradientReduction
@@ -25,8 +26,8 @@ class Replicas:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Set the weights to the mean over replicas that differ, within the context: for validation
-        and queries. Every rank calls it, between two steps; gradients are lost."""
+        """Set the weights to the mean over all replicas within the context, for validation and
+        queries. Every rank calls this, between two steps. Gradients are lost."""
         if not self.differ:
             yield
             return
@@ -38,8 +39,8 @@ class Replicas:
             self.state.changed()
 
     def measured(self, step: int) -> float | None:
-        """Return the consensus distance if it is measured after the update of step `step` (from 0),
-        else None; gradients are lost."""
+        """Return the consensus distance after the update of step `step` (from 0), if this step
+        measures it, else None. Gradients are lost."""
         every = self.config.data_parallel.consensus_every
         done = step + 1
         asked = every > 0 and (done % every == 0 or done == self.config.run.steps)
@@ -47,8 +48,9 @@ class Replicas:
 
     def consensus(self) -> float:
         """Return the consensus distance, equal on all ranks: the root mean square, over replicas,
-        of the distance of their weights from the mean of all, sqrt(sum_i |x_i - mean|^2 / d). It
-        sums all weights over the data axis, in the memory of the gradients, which are lost."""
+        of the distance of a replica's weights from the mean of all replicas, sqrt(sum_i |x_i -
+        mean|^2 / d). All weights are all-reduced over the data axis, in the memory of the
+        gradients, which are lost."""
         self.state.deviate()
         norm = float(self.reduction.global_norm())
         every = self.data.all_gather_object(norm)

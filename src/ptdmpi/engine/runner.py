@@ -1,7 +1,8 @@
-"""Execution of a program: one action for each of its steps.
+"""The execution of a program, action by action.
 
-The runner knows neither ranks' roles nor the schedule's phases. It gets the stages of this rank and
-a program, in which every message is already at a place where it cannot deadlock.
+The runner knows neither the roles of ranks nor the phases of a schedule. Its inputs are the stages
+of this rank and a program, in which every message is already at a position where it cannot
+deadlock.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from ptdmpi.watch.stopwatch import Spanned, Stopwatch
 
 
 class Transfer(NamedTuple):
-    """A message under way: its handle, its memory, and the rank at its other end."""
+    """A message that is not complete: its handle, its memory, and the rank at its other end."""
 
     handle: Handle
     buffer: Tensor
@@ -30,23 +31,23 @@ class Transfer(NamedTuple):
 
 
 class OpHook:
-    """An observer of the beginnings and ends of ops on this rank; this base class does nothing."""
+    """An observer that is called before and after each op on this rank. This base class does
+    nothing."""
 
     def begin(self, op: Op) -> None:
-        """Act before `op` is computed; its input has arrived."""
+        """Act before `op` is computed, when its input has arrived."""
 
     def end(self, op: Op) -> None:
-        """Act after `op` was computed, outside its span, so that the time of this call is not the
-        op's.
+        """Act after `op` was computed. The time of this call does not count as time of the op.
 
-        If `op` adds to gradients, they are in the buffer now.
+        If `op` adds to gradients, the buffer already contains them.
         """
 
 
 class Runner:
-    """The stages of one rank and the pipeline axis on which their activations are sent.
+    """The executor of the stages of one rank. It sends activations over the pipeline axis.
 
-    `hooks` are called in their order at each op.
+    For each op, `hooks` are called in their order.
     """
 
     def __init__(
@@ -63,12 +64,12 @@ class Runner:
         self.boundary = next(iter(stages.values())).boundary
         self.hooks: list[OpHook] = []
         self.most_in_flight = 0
-        # the groups whose collectives are part of ops, by name
+        # the groups, by name, whose collectives are part of ops
         self.inside: dict[str, Communicator] = {"tensor": self.boundary.axis.comm}
         self._inside: dict[str, Total] = {}
         self._counted: list[tuple[Communicator, Total]] = []
         self._watch: Stopwatch | None = None
-        self.microbatches: Sequence[MicrobatchPass] = ()  # of the last `run`
+        self.microbatches: Sequence[MicrobatchPass] = ()  # the microbatches of the last `run`
         self._ready: dict[Op, Tensor] = {}
         self._arriving: dict[Op, Transfer] = {}
         self._leaving: list[Transfer] = []
@@ -80,17 +81,17 @@ class Runner:
         microbatches: Sequence[MicrobatchPass],
         watch: Stopwatch,
     ) -> None:
-        """Execute `program`, this rank's part of `schedule`. An op's microbatch is its number in
-        `microbatches`, which have the losses afterwards. `watch` records the spans.
+        """Execute `program`, this rank's part of `schedule`. The microbatch of an op is an index
+        into `microbatches`, which contain their losses afterwards. `watch` records the spans.
 
-        An exception is raised again with a note that shows the place in the schedule.
+        If an exception is raised, a note is added that shows its position in the schedule.
         """
         self._watch = watch
         self.microbatches = microbatches
         for stage in self.stages.values():
             stage.begin_step()
         self._inside = {group: Total() for group in self.inside}
-        # a group of one exchanges nothing
+        # a group of one rank sends nothing
         self._counted = [(c, self._inside[group]) for group, c in self.inside.items() if c.size > 1]
         self.most_in_flight = 0
         for place, action in enumerate(program):
@@ -107,14 +108,14 @@ class Runner:
 
     @property
     def inside_s(self) -> dict[str, float]:
-        """Return the seconds in the ops of the last program that were spent in collectives, by
-        group, and so not in work of this rank. Call it when the device has finished the program."""
+        """Return the seconds that the ops of the last program spent in collectives, by group, and
+        so not in this rank's own computation. Call this when the device has finished the
+        program."""
         return {group: total.seconds for group, total in self._inside.items()}
 
     @contextlib.contextmanager
     def hooked(self, hook: OpHook) -> Iterator[None]:
-        """Put `hook` first among the hooks within the context, and remove it in any case
-        afterwards."""
+        """Put `hook` before the other hooks within the context, and always remove it afterwards."""
         self.hooks.insert(0, hook)
         try:
             yield
@@ -122,13 +123,13 @@ class Runner:
             self.hooks.remove(hook)
 
     def under_way(self) -> list[Transfer]:
-        """Return the messages that are not completely sent or received."""
+        """Return the messages that are not yet completely sent or received."""
         return [*self._arriving.values(), *self._leaving]
 
     def _act(self, schedule: Schedule, action: Action) -> None:
         match action:
             case Receive(op, peer):
-                # do not wait here: the op that needs the message does, and earlier ops run
+                # do not wait here: the op that needs the message waits for it, and earlier ops run
                 # meanwhile
                 buffer = torch.empty(
                     self.boundary.wire_elements, dtype=self.dtype, device=self.device
@@ -136,14 +137,14 @@ class Runner:
                 self._arriving[op] = Transfer(self.axis.irecv(buffer, peer), buffer, peer)
             case Send(op, peer):
                 message = self.boundary.pack(self._ready.pop(op))
-                # a buffer stays alive as long as its message is under way
+                # keep the buffer alive until its message is sent
                 self._leaving = [kept for kept in self._leaving if not kept.handle.done()]
                 self._leaving.append(Transfer(self.axis.isend(message, peer), message, peer))
             case Compute(op):
                 self._compute(op, self._input(schedule.source(op)))
 
     def _input(self, source: Op | None) -> Tensor | None:
-        """Return the output of `source`, from this rank or received; None if there is no
+        """Return the output of `source`, computed on this rank or received; None if there is no
         `source`."""
         if source is None:
             return None
@@ -152,7 +153,7 @@ class Runner:
         handle, buffer, peer = self._arriving.pop(source)
         with self._span("receive", str(source), peer):
             handle.wait()
-        # a message that is not scattered is not gathered: there is no time to record
+        # a message that is not scattered needs no gather, so no time is recorded
         if not self.boundary.scattered:
             return self.boundary.unpack(buffer)
         with self._span("gather", str(source)):
@@ -173,7 +174,7 @@ class Runner:
             for comm, _ in self._counted:
                 comm.count(None)
         if result is not None:
-            # kept until the next op on this rank or a Send takes it
+            # stored until the next op on this rank or a Send takes it
             self._ready[op] = result
         held = sum(stage.in_flight for stage in self.stages.values())
         self.most_in_flight = max(self.most_in_flight, held)
@@ -186,7 +187,8 @@ class Runner:
 
 
 def _here(program: Sequence[Action], place: int) -> str:
-    """Return the actions before and after `place`, one a line, with `place` marked."""
+    """Return the actions before and after position `place`, one in each line, with a mark at
+    `place`."""
     lines = [f"in op {program[place]} of this rank's schedule:"]
     for i in range(max(0, place - 3), min(len(program), place + 4)):
         lines.append(f"  {program[i]}{'   <-- here' if i == place else ''}")

@@ -1,9 +1,9 @@
-"""The arithmetic of an update, element by element, on flat tensors that are updated alike: AdamW
-and SGD by PyTorch's own functions, Lion, and the weights' moving average after each of them. `muon`
-has the updates matrix by matrix.
+"""The arithmetic of element-wise updates on flat tensors: AdamW and SGD by PyTorch's own functions,
+Lion, and the moving average of the weights after each of them. `muon` has the updates of matrices.
 
-AdamW and SGD use the functions that torch.optim's classes call. Making such a class loads torch's
-compiler: 800 modules, 70 MB and a second of every rank's start.
+AdamW and SGD call the same functions as the classes of torch.optim. The classes themselves are not
+used, because creating one loads torch's compiler: 800 modules, 70 MB, and a second at the start of
+every rank.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,13 +16,14 @@ from torch.optim.sgd import sgd
 from ptdmpi.config import OptimizerConfig
 from ptdmpi.engine.offload import Alike
 
-# Elements of a temporary tensor. They are so few that plans need not count an update's memory.
+# The number of elements of a temporary tensor, which is so small that memory plans need not count
+# it.
 PIECE = 1 << 20
 
 
 def update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) -> None:
-    """Change masters and moments of a group; `rate` is the learning rate of the step and `updates`
-    (float32, no dim) the number of updates before."""
+    """Update the master weights and the moments of a group. `rate` is the learning rate of the
+    step, and `updates` (float32, no dim) the number of earlier updates."""
     moments = group.moments[:-1] if config.ema_decay else group.moments
     with torch.no_grad():
         UPDATES[config.kind](config, group._replace(moments=moments), rate * group.share, updates)
@@ -33,7 +34,7 @@ def update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) 
 
 
 def adamw_update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) -> None:
-    """Do AdamW: Loshchilov and Hutter 2019 (arXiv 1711.05101), algorithm 2."""
+    """Do the update of AdamW: Loshchilov and Hutter 2019 (arXiv 1711.05101), algorithm 2."""
     first, second = group.moments
     adamw(
         group.masters,
@@ -41,9 +42,10 @@ def adamw_update(config: OptimizerConfig, group: Alike, rate: float, updates: Te
         first,
         second,
         [],
-        # the function needs a count for each tensor
+        # the function needs a separate count for each tensor
         [updates.clone() for _ in group.masters],
-        # one kernel; it rounds the end of a tensor differently (`ALIGNMENT`, plan/shape)
+        # a single kernel; it rounds the last elements of a tensor differently (`ALIGNMENT`,
+        # plan/shape)
         fused=True,
         amsgrad=False,
         beta1=config.beta1,
@@ -57,7 +59,8 @@ def adamw_update(config: OptimizerConfig, group: Alike, rate: float, updates: Te
 
 def sgd_update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) -> None:
     """Do the update of torch.optim.SGD, without dampening."""
-    # torch has no buffer before the first step; from zero the first sum is the gradient as well
+    # torch has no momentum buffer before the first step; starting from zero, the first sum is also
+    # the gradient
     buffers: list[Tensor | None] = [None] * len(group.masters)
     if group.moments:
         buffers = list(group.moments[0])
@@ -75,8 +78,9 @@ def sgd_update(config: OptimizerConfig, group: Alike, rate: float, updates: Tens
 
 
 def lion_update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) -> None:
-    """Do Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2), in the order of its authors'
-    program: decay, then rate times the sign of a mean of momentum and gradient."""
+    """Do the update of Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2), in the order of its
+    authors' program: first the weight decay, then rate times the sign of a weighted mean of
+    momentum and gradient."""
     (moments,) = group.moments
     for masters, gradients, momentum in zip(group.masters, group.gradients, moments, strict=True):
         pieces = (flat.split(PIECE) for flat in (masters, gradients, momentum))

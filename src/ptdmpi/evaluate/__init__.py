@@ -1,1 +1,2 @@
-"""Quality of a trained model: perplexity, multiple choice, generated answers."""
+"""Evaluation of a trained model: perplexity, multiple choice, generated answers, classification and
+program tests."""

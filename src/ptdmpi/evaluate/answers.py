@@ -1,4 +1,4 @@
-"""Scores of generated answers: exact match, with majority votes over samples."""
+"""Scores for generated answers: exact match, and majority votes over several samples."""
 
 import re
 import string
@@ -17,11 +17,11 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalise(answer: str) -> str:
-    """Return an answer without case, articles, punctuation and repeated spaces.
+    """Return an answer in lower case, without articles, punctuation and repeated spaces.
 
-    TriviaQA's script and LLaMA (arXiv 2302.13971, appendix A) compare answers so. A number keeps
-    its sign and point, since -1.5 is not 15. If nothing would be left, only case and spaces are
-    normalised.
+    TriviaQA's script and LLaMA (arXiv 2302.13971, appendix A) compare answers in this form. A
+    number keeps its sign and its decimal point, since -1.5 is not 15. If nothing would be left,
+    only case and spaces are normalized.
     """
     if NUMBER.fullmatch(answer.strip()):
         return answer.strip().rstrip(".").lstrip("+").replace(",", "")
@@ -30,7 +30,7 @@ def normalise(answer: str) -> str:
 
 
 def compiled(pattern: str | None) -> re.Pattern[str] | None:
-    """Return the regular expression `pattern` compiled; None of None. Raises InputError."""
+    """Compile the regular expression `pattern`; None stays None. Raises InputError."""
     if pattern is None:
         return None
     try:
@@ -42,8 +42,8 @@ def compiled(pattern: str | None) -> re.Pattern[str] | None:
 def extract(generated: str, until: Sequence[str], pattern: re.Pattern[str] | None) -> str:
     """Return the answer in a generated text.
 
-    It is the text before the first of `until`. With a pattern it is the last match of the pattern
-    in that text (its first group, if it has one), or "" without a match.
+    The answer is the text before the first of `until`. With a pattern it is the last match of the
+    pattern in that text (its first group, if it has one), or "" if there is no match.
     """
     text = cut(generated, until)
     if pattern is None:
@@ -56,28 +56,28 @@ def extract(generated: str, until: Sequence[str], pattern: re.Pattern[str] | Non
 
 
 def cut(text: str, until: Sequence[str]) -> str:
-    """Return the text before the first of `until`."""
+    """Return the text before the first occurrence of any of `until`."""
     ends = [text.find(end) for end in until]
     return text[: min([end for end in ends if end >= 0], default=len(text))]
 
 
 class Stop:
-    """A test whether new ids, as text, have one of the strings `until`."""
+    """A test whether the text of new ids contains one of the strings `until`."""
 
     def __init__(self, text: Text, until: Sequence[str]) -> None:
         self.text = text
         self.until = until
 
     def __call__(self, ids: list[int]) -> bool:
-        """Return True if generation is to stop after `ids`."""
+        """Return True if generation should stop after `ids`."""
         written = self.text.decode(ids)
         return any(end in written for end in self.until)
 
 
 def majority(answers: Sequence[str]) -> str:
-    """Return the most frequent answer that is not empty, the first of equally frequent ones.
+    """Return the most frequent non-empty answer; of equally frequent ones, the first.
 
-    `answers` are normalised. Returns "" if all are empty.
+    `answers` are in the form that `normalise` returns. Returns "" if all are empty.
     """
     given = [answer for answer in answers if answer]
     if not given:
@@ -86,11 +86,11 @@ def majority(answers: Sequence[str]) -> str:
 
 
 def matches(items: Sequence[TaskItem], answers: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return the fraction of items that were answered right, and further scores.
+    """Return the fraction of items that were answered correctly, and further scores.
 
-    `answers` has the samples of each item. `exact_match` judges the majority of an item's samples
-    (self-consistency; Wang et al. 2022, arXiv 2203.11171), `exact_match_single` each of the
-    samples.
+    `answers` has the samples of each item. `exact_match` judges the majority vote of an item's
+    samples (self-consistency; Wang et al. 2022, arXiv 2203.11171), `exact_match_single` judges each
+    sample separately.
     """
     voted = 0
     single = 0

@@ -1,4 +1,4 @@
-"""Accuracies of multiple choice by log-likelihood, as in LLaMA's tables."""
+"""Accuracy in multiple choice, where the model chooses by log-likelihood, as in LLaMA's tables."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,9 +12,9 @@ from ptdmpi.generate.text import Text
 def continuation(text: Text, context: str, rest: str, place: str = "") -> Request:
     """Return the request for the probability of `rest` after `context`.
 
-    Both texts are tokenized together, because a token may span the end of the context. Spaces at
-    this place belong to `rest`, as tokenizers put them before words. Every text that is not empty
-    has at least one token to score. `place` is the beginning of error messages.
+    Both texts are tokenized together, because a token may span the end of the context. Spaces
+    between the two belong to `rest`, as tokenizers put them before words. Every non-empty text has
+    at least one token to score. `place` is the beginning of error messages.
     """
     end = len(context.rstrip(" "))
     rest = context[end:] + rest
@@ -34,7 +34,8 @@ def requests(
     separator: str,
     neutral: str,
 ) -> list[Request]:
-    """Return two requests for each choice of each item: after its context, and after `neutral`."""
+    """Return two requests for each choice of each item: one after the item's context, and one after
+    the text `neutral`."""
     return [
         continuation(text, before, separator + choice, item.place)
         for item, context in zip(items, contexts, strict=True)
@@ -44,7 +45,8 @@ def requests(
 
 
 class ChoiceScores(NamedTuple):
-    """The scores of one choice: after the context of its item, and after the neutral context."""
+    """The two scores of one choice: after the context of its item, and after the neutral
+    context."""
 
     choice: str
     here: Score
@@ -62,13 +64,14 @@ MEASURES: dict[str, Callable[[ChoiceScores], float]] = {
 
 
 def accuracies(items: Sequence[TaskItem], scores: Sequence[Score]) -> dict[str, Any]:
-    """Return the fraction of items whose right choice is the most probable one, by each measure.
+    """Return, for each measure, the fraction of items for which the right choice has the greatest
+    value.
 
     `scores` are those of `requests`, in their order. There are four measures: the log-likelihood
     itself; the log-likelihood per character (LLaMA, arXiv 2302.13971, section 3, after Gao et al.
-    2021); the log-likelihood per token; and its difference to that after the neutral context (LLaMA
-    for OpenBookQA and BoolQ, after Brown et al. 2020). Among equally probable choices the first
-    counts as chosen.
+    2021); the log-likelihood per token; and the difference between the log-likelihoods after the
+    item's context and after the neutral context (LLaMA for OpenBookQA and BoolQ, after Brown et al.
+    2020). Among equal values, the first choice counts as chosen.
     """
     right = dict.fromkeys(MEASURES, 0)
     rest = iter(scores)

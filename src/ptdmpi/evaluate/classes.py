@@ -1,4 +1,4 @@
-"""Accuracies of models with a head for a task, in any layout."""
+"""Accuracy of models with a head for a task, in any layout."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,10 +21,11 @@ from ptdmpi.terminal.progress import progress
 def files_of(
     stored: StoredModel, config: Config, tokenizer: str | None, paths: Sequence[Path]
 ) -> tuple[LabelledForm, list[LabelledFile]]:
-    """Return the task files `paths` as sequences of tokens, and the form of a model's inputs.
+    """Return the form of the model's inputs, and the task files `paths` converted to sequences of
+    tokens.
 
-    The tokens are those of `stored`, or of `tokenizer`, the sequences those of `config`. Raises
-    InputError.
+    The tokens are those of the tokenizer of `stored`, or of `tokenizer`. The sequences have the
+    length that `config` says. Raises InputError.
     """
     text = find_text(stored, tokenizer)
     frame = framing(text, tokenizer or name_of(stored), config.model)
@@ -32,7 +33,7 @@ def files_of(
 
 
 def predictions(model: InferenceModel, file: LabelledFile, form: LabelledForm) -> np.ndarray:
-    """Return the class or candidate of the highest score for each sample, on every rank.
+    """Return for each sample the class or candidate with the highest score, on every rank.
 
     The result is an array of integers [samples]; every rank calls it.
     """
@@ -56,9 +57,9 @@ def predictions(model: InferenceModel, file: LabelledFile, form: LabelledForm) -
 
 
 def accuracy(file: LabelledFile, predicted: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
-    """Return the fraction of samples that were classified right, and further scores.
+    """Return the fraction of samples that were classified correctly, and further scores.
 
-    `by_class` has the same fraction for each class, by `names` (None: the class has no samples).
+    `by_class` has the same fraction for each class in `names` (None: the class has no samples).
     `most_frequent` is the accuracy of always choosing the most frequent class.
     """
     right = predicted == file.labels

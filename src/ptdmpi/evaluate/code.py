@@ -1,4 +1,4 @@
-"""Tests of programs that a model writes: pass@k (Chen et al. 2021, arXiv 2107.03374).
+"""Tests of programs that a model has written: pass@k (Chen et al. 2021, arXiv 2107.03374).
 
 A file has one JSON object per line, in the form of HumanEval: `prompt` is the beginning of a
 program, `test` defines `check(candidate)`, and `entry_point` names the function to be checked.
@@ -24,7 +24,7 @@ from ptdmpi.generate.sampling import Sampling
 from ptdmpi.generate.text import Text
 from ptdmpi.inference.lines import numbered_lines
 
-if TYPE_CHECKING:  # its import starts MPI; files are also read without MPI
+if TYPE_CHECKING:  # this import starts MPI, but files are also read without MPI
     from ptdmpi.inference.model import InferenceModel
 
 # texts that end a function (Chen et al. 2021)
@@ -34,8 +34,8 @@ ENDS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """Return the unbiased estimate of the probability that at least one of k samples is right.
 
-    It is 1 - C(n - c, k) / C(n, k), where c = `right` of n = `samples` are right (Chen et al. 2021,
-    equation 1). Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
+    The estimate is 1 - C(n - c, k) / C(n, k), where c = `right` of n = `samples` are right (Chen et
+    al. 2021, equation 1). Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
     """
     if not (1 <= k <= samples and 0 <= right <= samples):
         raise ValueError(f"pass@{k} of {samples} samples, {right} of them right")
@@ -44,7 +44,8 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 @dataclass(frozen=True)
 class CodeTask:
-    """The beginning of a program, and its test. `place`: file and line, for messages."""
+    """A task: the beginning of a program, and its test. `place` is the file and the line, for error
+    messages."""
 
     prompt: str
     test: str
@@ -52,12 +53,12 @@ class CodeTask:
     place: str
 
     def program(self, written: str) -> str:
-        """Return the whole program; it passes its test if it reaches its end."""
+        """Return the complete program. It has passed its test if it runs to its end."""
         return f"{self.prompt}{written}\n{self.test}\ncheck({self.entry_point})\n"
 
 
 def read(path: Path) -> list[CodeTask]:
-    """Return the tasks of a file. Raises InputError that names the line."""
+    """Return the tasks in a file. Raises InputError that names the line."""
     tasks = []
     for place, line in numbered_lines(path, "task"):
         values = values_of(line, place, "prompt")
@@ -72,7 +73,7 @@ def read(path: Path) -> list[CodeTask]:
 
 @dataclass(frozen=True)
 class CodeAsking:
-    """The options of code tasks: how programs are written, and the `ks` for which pass@k is
+    """The options for code tasks: how programs are generated, and the `ks` for which pass@k is
     computed."""
 
     samples: int
@@ -82,7 +83,7 @@ class CodeAsking:
     sandbox: Sandbox
 
     def ask(self, model: "InferenceModel", text: Text, tasks: Sequence[CodeTask]) -> dict[str, Any]:
-        """Return pass@k of the tasks; every rank calls it, and rank 0 runs the programs.
+        """Return pass@k for the tasks. Every rank calls this, and rank 0 runs the programs.
 
         Raises InputError on every rank.
         """
@@ -113,7 +114,8 @@ class CodeAsking:
         return {"truncated": truncated, **self.result(world.broadcast_object(outcomes))}
 
     def result(self, outcomes: Sequence[str]) -> dict[str, Any]:
-        """Return pass@k and counts of failures from the outcomes of all samples, task by task."""
+        """Return pass@k and the counts of failures, given the outcomes of all samples, task by
+        task."""
         n = self.samples
         right = [outcomes[i : i + n].count(PASSED) for i in range(0, len(outcomes), n)]
         shares = {f"pass@{k}": sum(pass_at_k(n, c, k) for c in right) / len(right) for k in self.ks}
@@ -123,6 +125,7 @@ class CodeAsking:
 
 
 def judged(programs: Sequence[str], sandbox: Sandbox) -> list[str]:
-    """Return the outcome of each program (see `Sandbox.run`), several run at a time."""
+    """Return the outcome of each program (see `Sandbox.run`). Several programs run at the same
+    time."""
     with ThreadPoolExecutor(max(1, (cpu_count() or 1) // 2)) as several:
         return list(several.map(sandbox.run, programs))

@@ -1,6 +1,7 @@
-"""Adapter for lm-evaluation-harness (Gao et al. 2021): its three questions, in any layout.
+"""An adapter for lm-evaluation-harness (Gao et al. 2021), which answers its three kinds of requests
+in any layout.
 
-Rank 0 runs the harness and asks the questions. The other ranks take part in each answer until rank
+Rank 0 runs the harness and makes the requests. The other ranks take part in each answer until rank
 0 is done. Only `simple_evaluate` needs the package `lm_eval` (extra `eval`).
 """
 
@@ -17,11 +18,11 @@ from ptdmpi.generate.sampling import Sampling
 from ptdmpi.generate.text import Text
 from ptdmpi.inference.model import InferenceModel
 
-MAX_NEW_TOKENS = 256  # the default of the harness
+MAX_NEW_TOKENS = 256  # the default of lm-evaluation-harness
 
 
 class Writing(NamedTuple):
-    """A prompt of the harness, and how it is continued: up to the first of `until`."""
+    """A prompt of the harness, and how it is continued, at most up to the first of `until`."""
 
     ids: list[int]
     max_new_tokens: int
@@ -30,7 +31,8 @@ class Writing(NamedTuple):
 
 
 class Harness:
-    """The questions of `lm_eval.api.model.LM`; rank 0 asks, the others `serve`."""
+    """The requests of `lm_eval.api.model.LM`. Rank 0 makes them, and the other ranks call
+    `serve`."""
 
     def __init__(self, model: InferenceModel, text: Text) -> None:
         self.model = model
@@ -38,18 +40,18 @@ class Harness:
         self.world = model.axes.world
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Return (log-likelihood in nats, True if greedy) of each pair (context, continuation).
+        """Return (log-likelihood in nats, greedy or not) of each pair (context, continuation).
 
-        "Greedy" means that greedy decoding gives this continuation.
+        The second value is True if greedy decoding gives this continuation.
         """
         wanted = [continuation(self.text, context, rest) for context, rest in pairs]
         scores = self._ask("score", wanted)
         return [(answer.log_likelihood, answer.greedy) for answer in scores]
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
-        """Return the log-likelihood of each whole text in nats.
+        """Return the log-likelihood of each complete text in nats.
 
-        The first token follows an end of document. Longer texts are scored in windows of
+        The first token is predicted after an end of document. Longer texts are scored in windows of
         `seq_length`; neighbouring windows share one token.
         """
         parts: list[list[Request]] = []
@@ -74,7 +76,7 @@ class Harness:
         return self._ask("write", wanted)
 
     def close(self) -> None:
-        """End `serve` on the other ranks."""
+        """End the loop of `serve` on the other ranks."""
         self._ask("close", None)
 
     def serve(self) -> None:
@@ -100,11 +102,11 @@ class Harness:
         return Writing(ids, length, list(until), sampling)
 
     def _ask(self, kind: str, wanted: Any) -> Any:
-        """Answer a question on all ranks; called on rank 0."""
+        """Answer a request on all ranks; only rank 0 calls this."""
         return self._answer(*self.world.broadcast_object((kind, wanted)))
 
     def _answer(self, kind: str, wanted: Any) -> Any:
-        """Answer a question of `kind` "score" or "write" on every rank; None for "close"."""
+        """Answer a request of `kind` "score" or "write" on every rank; return None for "close"."""
         match kind:
             case "score":
                 return score(self.model, wanted)
@@ -113,7 +115,7 @@ class Harness:
         return None
 
     def _written(self, wanted: Sequence[Writing]) -> list[str]:
-        """Return the continuations; prompts with the same sampling are continued together."""
+        """Return the continuations. Prompts with the same sampling are continued together."""
         written: dict[int, str] = {}
         for sampling in dict.fromkeys(prompt.sampling for prompt in wanted):
             prompts = [
@@ -129,9 +131,10 @@ class Harness:
 
 
 def simple_evaluate(harness: Harness, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results of the harness for its tasks `options["lm_eval"]` on rank 0, else {}.
+    """Return the results of the harness for the tasks `options["lm_eval"]`, on rank 0; {} on other
+    ranks.
 
-    `options["lm_eval_path"]` is a folder of further task files. Raises InputError.
+    `options["lm_eval_path"]` is a folder with further task files. Raises InputError.
     """
     world = harness.world
     try:
@@ -145,7 +148,7 @@ def simple_evaluate(harness: Harness, options: Mapping[str, Any]) -> dict[str, A
         return {}
 
     class Adapter(LM):
-        """The harness' model; it passes each request on."""
+        """The model as the harness calls it. It passes each request on."""
 
         def loglikelihood(
             self, requests: list[Any], disable_tqdm: bool = False
@@ -156,7 +159,7 @@ def simple_evaluate(harness: Harness, options: Mapping[str, Any]) -> dict[str, A
         def loglikelihood_rolling(
             self, requests: list[Any], disable_tqdm: bool = False
         ) -> list[float]:
-            """Return the log-likelihoods of whole texts."""
+            """Return the log-likelihoods of complete texts."""
             return harness.loglikelihood_rolling([request.args[0] for request in requests])
 
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:

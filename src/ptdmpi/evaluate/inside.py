@@ -1,8 +1,8 @@
-"""The sandbox's own process: it sets limits, then runs an unknown program.
+"""The process inside the sandbox: it sets limits, then runs an untrusted program.
 
-It is started by its path, without the project: `python -I -S inside.py TOKEN_FD VERDICT_FD BYTES
-SECONDS`, with the program on stdin. It writes the token to VERDICT_FD if the program reaches its
-end, else the kind of exception.
+The process is started by the path of this file, without importing the project: `python -I -S
+inside.py TOKEN_FD VERDICT_FD BYTES SECONDS`, with the program on stdin. It writes the token to
+VERDICT_FD if the program runs to its end, else the name of the exception.
 """
 
 import ctypes
@@ -13,18 +13,19 @@ import sys
 FILE_BYTES = 1 << 24
 OPEN_FILES = 64
 NOBODY = 65534
-# <linux/prctl.h>, <linux/capability.h>
+# numbers from <linux/prctl.h>, <linux/capability.h>
 DUMPABLE = 4
 DROP_BOUND = 24
 NO_NEW_PRIVILEGES = 38
 AMBIENT = 47
-CLEAR_ALL = 4  # of AMBIENT
+CLEAR_ALL = 4  # a sub-command of AMBIENT
 CAPABILITY_VERSION = 0x20080522
 CAPABILITIES = 64
 
 
 def confine(memory_bytes: int, cpu_s: int) -> None:
-    """Limit this process for good: no child processes, and no right to raise a limit again."""
+    """Limit this process permanently: it can start no child processes, and cannot raise a limit
+    again."""
     limits = {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_CPU: cpu_s,
@@ -35,14 +36,16 @@ def confine(memory_bytes: int, cpu_s: int) -> None:
     for kind, most in limits.items():
         resource.setrlimit(kind, (most, most))
     libc = ctypes.CDLL(None, use_errno=True)
-    if os.geteuid() == 0:  # root is exempt from the limit on processes
+    if os.geteuid() == 0:  # the limit on processes does not apply to root
         keep_library()
-        for capability in range(CAPABILITIES):  # those that the kernel does not have say EINVAL
+        # the call returns EINVAL for capabilities that the kernel does not have
+        for capability in range(CAPABILITIES):
             libc.prctl(DROP_BOUND, capability, 0, 0, 0)
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        libc.prctl(DUMPABLE, 1, 0, 0, 0)  # else /proc/self, which the library needs, is root's
+        # otherwise /proc/self, which the library needs, belongs to root
+        libc.prctl(DUMPABLE, 1, 0, 0, 0)
     libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     libc.prctl(AMBIENT, CLEAR_ALL, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
@@ -51,18 +54,18 @@ def confine(memory_bytes: int, cpu_s: int) -> None:
 
 
 def keep_library() -> None:
-    """Let modules be imported through open directories: the interpreter's library may lie below a
+    """Make modules importable through open directories: the interpreter's library may be below a
     directory, such as root's home, that the user without rights may not enter."""
     opened = {}
     for path in sys.path:
         try:
             directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:  # python311.zip, which need not exist
+        except OSError:  # python311.zip need not exist
             continue
         opened[path] = f"/proc/self/fd/{directory}"
     sys.path[:] = opened.values()
     sys.path_importer_cache.clear()
-    for module in list(sys.modules.values()):  # packages that are loaded, such as encodings
+    for module in list(sys.modules.values()):  # packages that are already loaded, such as encodings
         for number, folder in enumerate(getattr(module, "__path__", ())):
             parent, name = os.path.split(folder)
             if parent in opened:
@@ -73,7 +76,7 @@ def main() -> None:
     """Run the program on stdin within the limits of the command line."""
     token, verdict, memory_bytes, cpu_s = map(int, sys.argv[1:5])
     program = sys.stdin.buffer.read()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the program finds its stdin empty
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the program gets an empty stdin
     sys.argv = ["program"]
     confine(memory_bytes, cpu_s)
     try:

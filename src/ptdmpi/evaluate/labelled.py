@@ -1,7 +1,8 @@
-"""Task files for heads as sequences: JSON lines of texts with a label, or of questions.
+"""Task files for models with a head, converted to sequences. They have JSON lines of texts with a
+label, or of questions.
 
-If a text is too long for a sequence, the first part (the passage) loses its end, and then the
-question loses its end. The candidate loses nothing. The number of cuts is counted.
+If a text is too long for a sequence, the first part (the passage) is cut at its end, and then the
+question at its end. The candidate is never cut. The number of cut sequences is counted.
 """
 
 import hashlib
@@ -20,17 +21,17 @@ from ptdmpi.evaluate.tasks import TaskItem, item_of, values_of
 from ptdmpi.generate.text import Text, token_ids
 from ptdmpi.inference.lines import numbered_lines
 
-# separates passage, question and answer for a model that reads them as one text
+# this separates passage, question and answer for a model that reads them as one text
 BETWEEN = "\n"
 
 
 @dataclass(frozen=True)
 class LabelledItem:
-    """One sample as text.
+    """One sample of a task file, as text.
 
-    Each of its sequences has the text `first` and one of `seconds` ("": none). If there are
-    candidates, `question` is put before each second text. `place` is the file and the line, for
-    messages.
+    Each sequence of the sample has the text `first` and one of `seconds` ("": no second text). If
+    there are candidates, `question` is put before each second text. `place` is the file and the
+    line, for error messages.
     """
 
     first: str
@@ -41,7 +42,7 @@ class LabelledItem:
 
     @property
     def joined(self) -> list[str]:
-        """Return the second texts of its sequences, with the question before each candidate."""
+        """Return the second texts of the sequences, each candidate after the question."""
         if not self.question:
             return list(self.seconds)
         return [f"{self.question}{BETWEEN}{second}" for second in self.seconds]
@@ -49,10 +50,10 @@ class LabelledItem:
 
 @dataclass(frozen=True)
 class Framing:
-    """The form of a model's sequences, made of one or two texts.
+    """The form of a model's sequences, which consist of one or two texts.
 
-    A masked model has `begin` before the texts and `separator` after each; its vocabulary needs
-    `needed` rows for these. Other models have `text.prefix` before the texts.
+    A masked model has the token `begin` before the texts and `separator` after each; its vocabulary
+    needs `needed` rows for these. Other models have `text.prefix` before the texts.
     """
 
     text: Text
@@ -63,23 +64,23 @@ class Framing:
 
     @property
     def form(self) -> LabelledForm:
-        """Return the form of the sequences as arrays."""
+        """Return the form of the sequences when they are converted to arrays."""
         last_type = 0 if self.model.token_types == 1 else 1
-        # an id of the model; the tokenizer may have another end of document
+        # an id that the model has; the tokenizer may have another end of document
         pad = self.text.eod
         return LabelledForm(self.model.seq_length, pad, self.model.masked, last_type)
 
     def room(self, texts: int) -> int:
-        """Return how many tokens of text fit into a sequence of `texts` texts."""
+        """Return how many tokens of text fit into a sequence that consists of `texts` texts."""
         frame = len(self.text.prefix)
         if self.model.masked:
             frame = 1 + texts
         return max(0, self.model.seq_length - frame)
 
     def row(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[LabelledRow, int]:
-        """Return the sequence of one text or two, and the number of tokens that it leaves out.
+        """Return the sequence of one or two texts, and the number of tokens that do not fit.
 
-        `second` None: one text.
+        If `second` is None, there is one text.
         """
         rest = list(second or ())
         head = list(self.text.prefix)
@@ -99,10 +100,10 @@ class Framing:
 
 
 def framing(text: Text, name: str, model: ModelConfig) -> Framing:
-    """Return the form of the sequences of `model` by the tokenizer of `text`.
+    """Return the form of the sequences of `model` with the tokenizer of `text`.
 
-    `name` is the argument of `load_tokenizer` for it. Raises InputError if a sequence has no room
-    for two texts.
+    `name` is the argument of `load_tokenizer` for this tokenizer. Raises InputError if a sequence
+    has no room for two texts.
     """
     size = text.tokenizer.vocab_size
     begin = text.eod
@@ -121,8 +122,8 @@ def framing(text: Text, name: str, model: ModelConfig) -> Framing:
 def items(path: Path, task: TaskConfig) -> list[LabelledItem]:
     """Return the samples of a file as texts.
 
-    If the task does not say how many candidates a question has, all have as many as the first.
-    Raises InputError that names the line.
+    If the task does not say how many candidates a question has, all questions must have as many as
+    the first. Raises InputError that names the line.
     """
     samples: list[LabelledItem] = []
     for place, line in numbered_lines(path, "sample"):
@@ -137,7 +138,8 @@ def items(path: Path, task: TaskConfig) -> list[LabelledItem]:
 
 
 def _question(item: TaskItem, line: str, choices: int, place: str) -> LabelledItem:
-    """Return the sample of a question with that many candidates (0: any number above one)."""
+    """Return the sample for a question that must have `choices` candidates (0: any number above
+    one)."""
     legal = choices or max(2, len(item.choices))
     if len(item.choices) != legal:
         raise InputError(
@@ -148,7 +150,7 @@ def _question(item: TaskItem, line: str, choices: int, place: str) -> LabelledIt
 
 
 def _labelled(values: dict[str, Any], task: TaskConfig, place: str) -> LabelledItem:
-    """Return the sample of one or two texts with a label. Raises InputError."""
+    """Return the sample for one or two texts with a label. Raises InputError."""
     label = values.get("label")
     name = label
     if isinstance(label, int) and not isinstance(label, bool):
@@ -160,7 +162,7 @@ def _labelled(values: dict[str, Any], task: TaskConfig, place: str) -> LabelledI
 
 
 def _text(values: dict[str, Any], key: str, place: str) -> str:
-    """Return the text in the field `key`, or "" without it. Raises InputError."""
+    """Return the text in the field `key`, or "" if there is no such field. Raises InputError."""
     text = values.get(key, "")
     if not isinstance(text, str):
         raise InputError(f"{place}: {key!r} = {text!r} is not a text")
@@ -168,10 +170,10 @@ def _text(values: dict[str, Any], key: str, place: str) -> str:
 
 
 def read(path: Path, task: TaskConfig, frame: Framing) -> LabelledFile:
-    """Return the samples of a file as sequences of tokens.
+    """Return the samples in a file as sequences of tokens.
 
-    Raises InputError as `items` does, and if the file cannot be read, or a sequence has no room for
-    a candidate.
+    Raises InputError if the file cannot be read, or if a sequence has no room for a candidate. Also
+    raises the same errors as `items`.
     """
     samples = items(path, task)
     tokenizer = frame.text.tokenizer
@@ -207,10 +209,10 @@ def read(path: Path, task: TaskConfig, frame: Framing) -> LabelledFile:
 
 
 def _with_candidate(item: LabelledItem, number: int, frame: Framing) -> tuple[list[int], int]:
-    """Return the tokens of a question and candidate `number`, cut to the room of a sequence.
+    """Return the tokens of a question and its candidate `number`, cut so that they fit into a
+    sequence, and the number of tokens cut off.
 
-    The question loses its end; the second value is the number of tokens that it loses. Raises
-    InputError if the candidate alone is too long.
+    The question is cut at its end. Raises InputError if the candidate alone is too long.
     """
     between = "" if frame.model.masked else BETWEEN
     front = ""

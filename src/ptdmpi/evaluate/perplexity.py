@@ -1,4 +1,4 @@
-"""Perplexity of token shards, by a window that slides over each shard."""
+"""Perplexity on token shards, computed by a window that slides over each shard."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,8 +19,8 @@ from ptdmpi.inference.model import InferenceModel
 class Window(NamedTuple):
     """A part of a shard that is scored in one forward pass.
 
-    Its inputs begin with token `first` and its labels end before token `end`. Labels from token
-    `scored` on are scored.
+    Its inputs begin with token `first`, and its labels end before token `end`. Only labels from
+    token `scored` on are scored.
     """
 
     shard: int
@@ -30,10 +30,11 @@ class Window(NamedTuple):
 
 
 def windows(tokens: int, shard: int, seq_length: int, stride: int) -> Iterator[Window]:
-    """Yield the windows of a shard of `tokens` tokens, which score all but the first token once.
+    """Yield the windows of a shard of `tokens` tokens. Together they score each token except the
+    first once.
 
     The first window scores all of its labels. Each later window scores its last `stride` labels
-    (fewer at the end of the shard), which have at least seq_length - stride tokens before them.
+    (fewer at the end of the shard). These have at least seq_length - stride tokens of context.
     """
     scored = 1
     while scored < tokens:
@@ -48,13 +49,14 @@ def windows(tokens: int, shard: int, seq_length: int, stride: int) -> Iterator[W
 def perplexity(
     model: InferenceModel, dataset: Dataset, stride: int | None = None, words: int | None = None
 ) -> dict[str, Any]:
-    """Return exp(mean negative log-likelihood) over all tokens of the shards, on every rank.
+    """Return exp(mean negative log-likelihood) over all tokens of the shards, on every rank, with
+    further numbers.
 
-    `words` is the number of words in the original text. With it the sum over tokens is also divided
-    by that number, which allows comparing tokenizers (Shoeybi et al. 2019, arXiv 1909.08053,
-    section 5.3 and appendix E.1). `stride` is the number of tokens that a window scores, 32 in that
-    paper; None: `seq_length`, for the shortest time (then only the last window overlaps). Every
-    rank calls it. Raises InputError.
+    `words` is the number of words in the original text. If it is given, the sum over tokens is also
+    divided by that number, which allows comparing tokenizers (Shoeybi et al. 2019, arXiv
+    1909.08053, section 5.3 and appendix E.1). `stride` is the number of tokens that a window
+    scores, 32 in that paper. None means `seq_length`, which takes the shortest time (then only the
+    last window overlaps). Every rank calls this. Raises InputError.
     """
     if stride is None:
         stride = model.seq_length
@@ -87,7 +89,8 @@ def _exp(nats: float) -> float:
 
 
 def _sums(model: InferenceModel, dataset: Dataset, stride: int) -> tuple[float, int]:
-    """Return the negative log-likelihood in nats and the number of scored tokens, of all ranks."""
+    """Return two sums over all ranks: the negative log-likelihood in nats, and the number of scored
+    tokens."""
     data = model.axes["data"]
     shard_windows = (
         window
@@ -120,7 +123,8 @@ def _groups(all_windows: Iterator[Window], rows: int) -> Iterator[list[Window]]:
 def _batch(
     dataset: Dataset, group: Sequence[Window], model: InferenceModel
 ) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels [s, b] of the windows. Raises InputError for other tokens."""
+    """Return inputs and labels [s, b] of the windows. Raises InputError for a token outside the
+    vocabulary."""
     width = max(window.end - window.first for window in group)
     ids = np.zeros((width, len(group)), dtype=np.int64)
     for column, window in enumerate(group):

@@ -1,4 +1,4 @@
-"""All evaluations of one `ptdmpi evaluate`, on a model that is loaded once."""
+"""All evaluations of one `ptdmpi evaluate` command, on a model that is loaded once."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -23,14 +23,14 @@ from ptdmpi.inference.stored import StoredModel, kind_of, open_adapter, open_mod
 from ptdmpi.inference.tokenizer import tokenizer_sha256
 
 Options = Mapping[str, Any]
-Work = dict[str, tuple[list[TaskItem], list[str]]]  # by file: items, and a context for each
+Work = dict[str, tuple[list[TaskItem], list[str]]]  # file -> its items, and the context of each
 
 
 def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
-    """Return the results of `ptdmpi evaluate` on every rank, each of which calls it.
+    """Return the results of `ptdmpi evaluate` on every rank. Every rank calls this.
 
-    `options` are those of the command. Raises InputError on every rank, before anything is computed
-    if possible.
+    `options` are those of the command. Raises InputError on every rank, if possible before anything
+    is computed.
     """
     classifies = world.on_root(lambda: _has_task_head(run, options))
     work: Work = {}
@@ -63,7 +63,7 @@ def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
         )
     if not (work or options["lm_eval"] or options["code"]):
         return results
-    # on rank 0 first: its InputError is raised on every rank
+    # on rank 0 first, so that its InputError is raised on every rank
     world.on_root(lambda: find_text(stored, options["tokenizer"]) and None)
     text = find_text(stored, options["tokenizer"])
     results["tasks"] = _scores(model, world, text, work=work, options=options)
@@ -77,7 +77,7 @@ def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
 def _scores(
     model: InferenceModel, world: World, text: Text, *, work: Work, options: Options
 ) -> list[dict[str, Any]]:
-    """Return the scores of each task file."""
+    """Return the scores on each task file."""
     asking = _asking(options)
     limits = Limits(model.seq_length, model.vocab_size)
     results = []
@@ -92,7 +92,7 @@ def _scores(
 def _has_task_head(run: Path, options: Options) -> bool:
     """Return True if the model or its adapter has a head for a task.
 
-    Raises InputError if `options` ask such a model for anything except tasks.
+    Raises InputError if `options` ask such a model for anything except `--tasks`.
     """
     stored = open_model(run)
     adapter = options["adapter"]
@@ -114,7 +114,7 @@ def _has_task_head(run: Path, options: Options) -> bool:
 def _accuracies(
     model: InferenceModel, world: World, stored: StoredModel, options: Options
 ) -> list[dict[str, Any]]:
-    """Return the accuracies of a model with a head for a task, on each file."""
+    """Return the accuracies of a model with a head for a task, one entry for each file."""
     task = model.config.task
     tokenizer = options["tokenizer"] or task.tokenizer or None
     form, files = world.on_root(lambda: files_of(stored, model.config, tokenizer, options["tasks"]))
@@ -127,9 +127,9 @@ def _accuracies(
 
 
 def _read(options: Options) -> Work:
-    """Return the items of each task file, with their contexts and solved examples before these.
+    """Return the items of each task file, and their contexts, which begin with solved examples.
 
-    Raises InputError for options that do not go together, and for files that cannot be used.
+    Raises InputError for options that contradict each other, and for files that cannot be used.
     """
     if not any(options[key] for key in ("data", "tasks", "code", "lm_eval")):
         raise InputError("nothing to evaluate: give --data, --tasks, --code or --lm-eval")
@@ -176,7 +176,7 @@ def _check_code(options: Options) -> None:
 def _programs(
     model: InferenceModel, world: World, text: Text, options: Options
 ) -> list[dict[str, Any]]:
-    """Return pass@k on each file of programs."""
+    """Return pass@k for each file of programming tasks."""
     asking = code.CodeAsking(
         samples=options["samples"],
         sampling=_sampling(options),

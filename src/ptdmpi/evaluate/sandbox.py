@@ -1,11 +1,11 @@
-"""A sandbox for programs that a model wrote: a process of its own that inherits nothing.
+"""A sandbox for programs that a model has written: a separate process that inherits nothing.
 
-It limits time, memory, files and processes. A program gets a directory of its own, no network and
-no capability. The sandbox stops accidents and simple tricks, but not a program that was written to
-break out. The program keeps these rights. If root starts it, it is the user `nobody`: it may read
-the files that all users may read, and the readable files next to the interpreter's library that
-`..` leads to. If another user starts it, it may read that user's files. The kernel's system calls
-are open. Run programs that are not trusted at all in a container.
+It limits time, memory, files and processes. A program gets its own directory, no network and no
+capabilities. The sandbox stops accidents and simple tricks, but not a program that was written to
+break out. A program can still do the following. If root starts it, it runs as the user `nobody`: it
+may read the files that all users may read, and the readable files next to the interpreter's library
+that `..` leads to. If another user starts it, it may read that user's files. It may make any system
+call. Run programs that are not trusted at all in a container.
 """
 
 import os
@@ -29,7 +29,7 @@ KILLED = "ended"
 
 @cache
 def without_network() -> tuple[str, ...]:
-    """Return the words of a command that starts another command without network.
+    """Return the beginning of a command line that runs another command without network.
 
     Raises InputError if the system does not allow that.
     """
@@ -54,7 +54,7 @@ def without_network() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """The limits of one program: seconds, bytes of memory, and whether it may use the network."""
+    """The limits for one program: seconds, bytes of memory, and whether it may use the network."""
 
     time_s: float = 5.0
     memory_bytes: int = 1 << 29
@@ -63,13 +63,16 @@ class Sandbox:
     def run(self, program: str) -> str:
         """Run a Python program and return its outcome.
 
-        PASSED: it reached its end. TIMEOUT: it took too long. KILLED: it ended without a verdict.
-        Otherwise the kind of exception that ended it. Raises InputError as `without_network` does.
+        PASSED: it ran to its end. TIMEOUT: it took too long. KILLED: it ended without a verdict.
+        Otherwise the name of the exception that ended it. Raises the same errors as
+        `without_network`.
         """
         prefix = () if self.network else without_network()
-        word = secrets.token_hex(16)  # a program can print it only if it has read it
+        # a random word, which a program can write only if it has read it
+        word = secrets.token_hex(16)
         with tempfile.TemporaryDirectory(prefix="ptdmpi-", ignore_cleanup_errors=True) as folder:
-            os.chmod(folder, 0o777)  # root's programs run as a user without rights
+            # so that programs of root can use it, which run as a user without rights
+            os.chmod(folder, 0o777)
             verdict = self._verdict(prefix, folder, program.encode(errors="replace"), word.encode())
         if verdict is None:
             return TIMEOUT

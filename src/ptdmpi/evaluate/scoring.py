@@ -1,4 +1,4 @@
-"""Log-likelihoods of given tokens, in any layout."""
+"""Log-likelihoods of given tokens, computed in any layout."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,19 +13,21 @@ from ptdmpi.config import SharedInputError
 from ptdmpi.generate.sampling import NOT_FINITE
 from ptdmpi.terminal.progress import progress
 
-if TYPE_CHECKING:  # its import starts MPI; questions are also prepared without MPI
+if TYPE_CHECKING:  # this import starts MPI, but questions are also prepared without MPI
     from ptdmpi.inference.model import InferenceModel
 
-# Limits of a batch: enough tokens for efficient products, and a bound on the memory of logits.
+# Limits for a batch: enough tokens for efficient matrix multiplications, and a bound on the memory
+# of the logits.
 BATCH_TOKENS = 4096
 LOGITS_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
 class Request:
-    """A question for the probability of ids[first:], each token given all before it.
+    """A request for the probability of ids[first:], where each token is predicted from all tokens
+    before it.
 
-    `first` is at least 1. `place` begins error messages.
+    `first` is at least 1. `place` is the beginning of error messages.
     """
 
     ids: Sequence[int]
@@ -35,10 +37,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Score:
-    """The answer to a request.
+    """The score of one request.
 
-    `log_likelihood` is the sum over its `tokens`, in nats. `greedy`: each token is the most
-    probable one at its place.
+    `log_likelihood` is the sum over its `tokens`, in nats. `greedy` is True if each token is the
+    most probable one at its position.
     """
 
     log_likelihood: float
@@ -47,11 +49,11 @@ class Score:
 
 
 def score(model: "InferenceModel", requests: Sequence[Request]) -> list[Score]:
-    """Return the score of each request, on every rank; all ranks call it with the same requests.
+    """Return the score of each request, on every rank. All ranks call this with the same requests.
 
-    A request that is longer than `seq_length` loses its first tokens. Raises InputError if it would
-    lose scored tokens, if an id is outside the vocabulary, or if a score is NaN, which cannot be
-    compared.
+    A request that is longer than `seq_length` is cut at its beginning. Raises InputError if scored
+    tokens would be cut off, if an id is outside the vocabulary, or if a score is NaN, which cannot
+    be compared.
     """
     inside = [fitted(request, model.seq_length, model.vocab_size) for request in requests]
     order = sorted(range(len(inside)), key=lambda i: (-len(inside[i].ids), i))
@@ -80,7 +82,7 @@ def score(model: "InferenceModel", requests: Sequence[Request]) -> list[Score]:
 
 
 def fitted(request: Request, seq_length: int, vocab_size: int) -> Request:
-    """Return the request without the first tokens that a sequence has no room for.
+    """Return the request without those first tokens that do not fit into a sequence.
 
     Raises InputError if the removed tokens include scored ones, or if an id is outside the
     vocabulary.
@@ -106,7 +108,8 @@ def fitted(request: Request, seq_length: int, vocab_size: int) -> Request:
 
 
 def _groups(lengths: Sequence[int], model: "InferenceModel") -> Iterator[list[int]]:
-    """Yield groups of numbers of requests that are scored together; `lengths` decrease."""
+    """Yield groups of the numbers of requests that are scored together. `lengths` are in descending
+    order."""
     start = 0
     while start < len(lengths):
         rows = rows_of(lengths[start], model)
@@ -115,7 +118,7 @@ def _groups(lengths: Sequence[int], model: "InferenceModel") -> Iterator[list[in
 
 
 def rows_of(length: int, model: "InferenceModel") -> int:
-    """Return how many sequences of `length` tokens make a batch."""
+    """Return how many sequences of `length` tokens form a batch."""
     logits_bytes = 4 * length * math.ceil(model.vocab_size / model.axis.size)
     return max(1, min(BATCH_TOKENS // length, LOGITS_BYTES // logits_bytes))
 

@@ -1,5 +1,5 @@
-"""Task files of JSON lines. A line has a context with choices and the number of the right one, or
-with answers."""
+"""Task files of JSON lines. A line has a context, and either choices with the number of the right
+one, or answers."""
 
 import json
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ BETWEEN_SHOTS = "\n\n"
 
 @dataclass(frozen=True)
 class TaskItem:
-    """One question.
+    """One item (question) of a task file.
 
-    An item of multiple choice has `choices`, of which number `answer` is right. Otherwise any of
-    `answers` is right. `place` is the file and the line, for messages.
+    A multiple-choice item has `choices`, and choice number `answer` is right. For other items any
+    of `answers` is right. `place` is the file and the line, for error messages.
     """
 
     context: str
@@ -29,14 +29,15 @@ class TaskItem:
 
     @property
     def right(self) -> str:
-        """Return the answer that a solved example shows."""
+        """Return the answer that is shown if this item is a solved example."""
         if self.choices:
             return self.choices[self.answer]
         return self.answers[0]
 
 
 def read(path: Path) -> list[TaskItem]:
-    """Return the items of a .jsonl file, all of one kind. Raises InputError that names the line."""
+    """Return the items in a .jsonl file, which must all be of one kind. Raises InputError that
+    names the line."""
     items = [item_of(line, place) for place, line in numbered_lines(path, "item")]
     if len({bool(item.choices) for item in items}) > 1:
         raise InputError(f"{path} mixes multiple choice with answers; legal: one kind in a file")
@@ -44,9 +45,9 @@ def read(path: Path) -> list[TaskItem]:
 
 
 def values_of(line: str, place: str, key: str) -> dict[str, Any]:
-    """Return the JSON object of a line, which must have a text in the field `key`.
+    """Return the JSON object in a line, which must have a text in the field `key`.
 
-    Raises InputError that begins with `place`.
+    Raises InputError whose message begins with `place`.
     """
     try:
         values = json.loads(line)
@@ -62,7 +63,7 @@ def values_of(line: str, place: str, key: str) -> dict[str, Any]:
 
 
 def item_of(line: str, place: str) -> TaskItem:
-    """Return the item of a line. Raises InputError that begins with `place`."""
+    """Return the item in a line. Raises InputError whose message begins with `place`."""
     values = values_of(line, place, "context")
     if "choices" in values and "answers" in values:
         raise InputError(f"{place}: both 'choices' and 'answers'; legal: one of them")
@@ -81,7 +82,7 @@ def item_of(line: str, place: str) -> TaskItem:
 
 
 def _texts(values: Any, key: str, place: str) -> tuple[str, ...]:
-    """Return the texts of a field. Raises InputError unless they are a list of non-empty texts."""
+    """Return the texts in a field. Raises InputError unless they are a list of non-empty texts."""
     if not isinstance(values, list) or not all(isinstance(v, str) and v.strip() for v in values):
         raise InputError(f"{place}: {key!r} must be a list of texts that are not empty")
     if not values:
@@ -92,9 +93,9 @@ def _texts(values: Any, key: str, place: str) -> tuple[str, ...]:
 def with_shots(
     items: Sequence[TaskItem], examples: Sequence[TaskItem], shots: int, separator: str
 ) -> list[str]:
-    """Return the context of each item with the first `shots` solved examples before it.
+    """Return the context of each item, after the first `shots` solved examples.
 
-    An example that is the item itself is left out.
+    An example that equals the item is left out.
     """
     contexts = []
     for item in items:

@@ -1,1 +1,2 @@
-"""Text from a trained model: sampling, stopping, and the tokenizer that belongs to it."""
+"""Generation of text by a trained model: sampling, stopping, and the tokenizer that belongs to the
+model."""

@@ -1,4 +1,4 @@
-"""Conversations with a model on the terminal, line by line."""
+"""Conversations with a model on the terminal, one line after the other."""
 
 import sys
 from collections.abc import Callable
@@ -14,19 +14,20 @@ from ptdmpi.terminal.say import note
 
 SIGN = "> "
 QUIT = "/quit"
-TORN = "\ufffd"  # the text of a character whose last tokens are still missing
+TORN = "\ufffd"  # the decoded text of a character whose last tokens are still missing
 
 
 class Chat:
-    """A conversation: the lines and answers so far. Every rank has the same one.
+    """A conversation: the user's lines and the model's answers so far. Every rank has the same one.
 
-    The model reads all lines and answers, in the form of its chat template, or else each ended by a
-    newline. If they leave no room for an answer, the oldest ones are dropped. A line that is too
-    long by itself loses its beginning.
+    The model reads all lines and answers, in the form of its chat template, or else with a newline
+    after each. If this leaves no room for an answer, the oldest line and answer are dropped. A line
+    that is too long by itself is cut at its beginning.
     """
 
     def __init__(self, writer: Writer, out: TextIO | None = None) -> None:
-        """Begin without lines. Answers are written to `out` token by token; None: stdout.
+        """Begin an empty conversation. Answers are written to `out` token by token; None means
+        stdout.
 
         Raises InputError on every rank.
         """
@@ -35,7 +36,7 @@ class Chat:
         self.said: list[str] = []
         self.answers = 0
         self._shown = ""
-        # on rank 0 first: its InputError is raised on every rank
+        # on rank 0 first, so that its InputError is raised on every rank
         writer.world.on_root(lambda: _dialogue(writer) and None)
         self.dialogue = _dialogue(writer)
         most = writer.model.seq_length - self.dialogue.around - 1
@@ -46,7 +47,8 @@ class Chat:
             )
 
     def talk(self, read: Callable[[], str | None]) -> str:
-        """Answer every line that `read` returns on rank 0 (None: no more); return why it ended.
+        """Answer every line that `read` returns on rank 0 (None: there are no more). Return why the
+        conversation ended.
 
         On one rank Ctrl-C ends the conversation at any time. On several ranks it does so only while
         rank 0 waits for a line.
@@ -59,7 +61,7 @@ class Chat:
                     return str(why)
                 try:
                     self._require(line)
-                except InputError as error:  # the same on all ranks
+                except InputError as error:  # the error is the same on all ranks
                     note(f"ptdmpi generate: {error}")
                     continue
                 self.answer(line)
@@ -75,7 +77,7 @@ class Chat:
         self._shown = ""
 
         def show(new: list[int]) -> bool:
-            """Print the new ids; never end the answer."""
+            """Print the new ids, and return False, so that the answer continues."""
             self._show(self.dialogue.answer(ids, new))
             return False
 
@@ -90,7 +92,7 @@ class Chat:
 
     @property
     def _room(self) -> int:
-        """Return the maximal number of tokens of an answer: as requested, or by default half of
+        """Return the maximum number of tokens of an answer: as requested, or by default half of
         `seq_length`."""
         asked: int | None = self.writer.options["max_new_tokens"]
         if asked is not None:
@@ -98,7 +100,8 @@ class Chat:
         return min(MAX_NEW_TOKENS, max(1, self.writer.model.seq_length // 2))
 
     def _require(self, line: str) -> None:
-        """Raise InputError for a line that is not UTF-8, or has a special token's name."""
+        """Raise InputError for a line that is not UTF-8, or that contains the name of a special
+        token."""
         text = self.writer.text
         text.encode(line)
         if self.dialogue.template is None:
@@ -111,7 +114,8 @@ class Chat:
             )
 
     def _within(self, line: str) -> list[int]:
-        """Return the ids of the conversation with `line`, shortened to leave room for an answer."""
+        """Return the ids of the conversation including `line`, shortened so that there is room for
+        an answer."""
         text = self.writer.text
         most = self.writer.model.seq_length - self._room
         while len(ids := self.dialogue.prompt([*self.said, line])) > most:
@@ -135,7 +139,7 @@ class Chat:
 
 
 def _dialogue(writer: Writer) -> Dialogue:
-    """Return the dialogue of the writer's model with its adapters. Raises InputError."""
+    """Return the dialogue for the writer's model and its adapters. Raises InputError."""
     path: Path | None = writer.options["adapter"]
     adapter = None
     if path is not None:
@@ -144,10 +148,10 @@ def _dialogue(writer: Writer) -> Dialogue:
 
 
 def _asked(read: Callable[[], str | None]) -> tuple[str | None, str]:
-    """Return rank 0's next line; at the end, None and the reason."""
+    """Return rank 0's next line; at the end of the conversation, None and the reason."""
     try:
         line = read()
-        # Open MPI's mpirun does not report the end of input, so a command ends the conversation
+        # Open MPI's mpirun does not report the end of input, so a command can end the conversation
         # instead
         if line == QUIT:
             return None, QUIT
@@ -157,7 +161,8 @@ def _asked(read: Callable[[], str | None]) -> tuple[str | None, str]:
 
 
 def read_line() -> str | None:
-    """Return a line of standard input, after a prompt sign on a terminal; None at its end."""
+    """Return a line of standard input, or None at its end. On a terminal, print a prompt sign
+    first."""
     if sys.stdin.isatty():
         sys.stdout.write(SIGN)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Conversations as tokens of a model: its chat template, and the ends of its answers."""
+"""Conversations as tokens: the chat template of a model, and the ids that end its answers."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from ptdmpi.inference.stored import StoredAdapter, StoredModel
 
 @dataclass(frozen=True)
 class Dialogue:
-    """The form in which a model is asked for the next answer of a conversation.
+    """The form in which a model gets a conversation and continues it with the next answer.
 
-    `template` is the model's chat template; None: plain lines. `ends` are the ids that end an
+    `template` is the model's chat template; None means plain lines. `ends` are the ids that end an
     answer.
     """
 
@@ -25,7 +25,7 @@ class Dialogue:
 
     @classmethod
     def of(cls, stored: StoredModel, text: Text, adapter: StoredAdapter | None) -> Self:
-        """Return the dialogue of a model, by its chat template or that of an adapter.
+        """Return the dialogue for a model, with its own chat template or that of an adapter.
 
         Answers end with the ids that end texts. With a template they also end with the special
         token that the template writes after an answer, and with the ids in the config.json of a
@@ -41,7 +41,8 @@ class Dialogue:
         return cls(text, template, ends)
 
     def prompt(self, lines: Sequence[str]) -> list[int]:
-        """Return the ids of a user's lines and the answers in turn, up to the next answer."""
+        """Return the ids of a conversation up to the next answer. `lines` are the user's lines and
+        the answers, alternating."""
         if self.template is None:
             return self.text.prompt("".join(line.removesuffix("\n") + "\n" for line in lines))
         turns = zip(itertools.cycle(("user", ANSWER)), lines, strict=False)
@@ -49,7 +50,7 @@ class Dialogue:
         return self._without_spaces(self.template.render(messages, ask=True), self._left)
 
     def answer(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        """Return the answer `ids` to a prompt as text.
+        """Return the text of the answer `ids` to a prompt.
 
         The leading spaces that the template writes itself are removed.
         """
@@ -61,9 +62,9 @@ class Dialogue:
 
     @cached_property
     def _left(self) -> int:
-        """Return the number of spaces at the end of a prompt that the prompt must leave out.
+        """Return the number of spaces at the end of a prompt that must be left out.
 
-        Before an answer these spaces are not tokens of their own. They become part of the answer's
+        Before an answer these spaces are not separate tokens. They become part of the answer's
         first token, such as " word".
         """
         if self.template is None:
@@ -74,7 +75,7 @@ class Dialogue:
             ids = self._without_spaces(asks, left)
             if whole[: len(ids)] == ids:
                 return left
-        return 0  # other tokens change too, so nothing is left out
+        return 0  # other tokens would change too, so nothing is left out
 
     def _without_spaces(self, asks: str, left: int) -> list[int]:
         """Return the ids of a template's text without its last `left` characters."""
@@ -82,7 +83,7 @@ class Dialogue:
 
     @property
     def around(self) -> int:
-        """Return the number of ids that a prompt has in addition to those of its line."""
+        """Return the number of ids that a prompt contains in addition to those of its line."""
         if self.template is None:
             return len(self.text.prefix)
         return len(self.prompt([""]))

@@ -1,4 +1,4 @@
-"""Continues prompts, several at a time, with a key-value cache, in any layout."""
+"""Continuation of prompts, several at a time, with a key-value cache, in any layout."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
@@ -12,18 +12,18 @@ from ptdmpi.config import SharedInputError
 from ptdmpi.generate.sampling import Sampling, choose
 from ptdmpi.terminal.progress import progress
 
-if TYPE_CHECKING:  # its import starts MPI; questions are also prepared without MPI
+if TYPE_CHECKING:  # this import starts MPI, but questions are also prepared without MPI
     from ptdmpi.inference.model import InferenceModel
 
-ROWS = 16  # prompts that are continued together
+ROWS = 16  # number of prompts that are continued together
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to be continued, as ids.
+    """A text to be continued, given as ids.
 
-    `number` makes the random draws of samples differ. `finished(new ids)` returns True to end the
-    continuation early.
+    Samples with a different `number` get different random numbers. `finished(new ids)` returns True
+    to end the continuation early.
     """
 
     ids: Sequence[int]
@@ -36,7 +36,7 @@ class Prompt:
 class Continuation:
     """The new ids of a prompt, without an end of document.
 
-    `reason` is why the continuation ended: "eod", "length" or "finished". It is empty until then.
+    `reason` says why the continuation ended: "eod", "length" or "finished". Until then it is empty.
     """
 
     ids: list[int]
@@ -44,7 +44,7 @@ class Continuation:
 
 
 def check(prompt: Prompt, model: "InferenceModel") -> None:
-    """Raise InputError unless the model can continue a prompt by `max_new_tokens`.
+    """Raise InputError unless the model can continue a prompt by `max_new_tokens` tokens.
 
     The prompt must not be empty, all its ids must be in the vocabulary, and it must fit into
     `seq_length` with its continuation.
@@ -81,8 +81,8 @@ def generate(
 ) -> list[Continuation]:
     """Return the continuation of each prompt, on every rank.
 
-    Every rank calls it with the same prompts. `ends` are the ids that end a text. Groups of `rows`
-    prompts are distributed over the data ranks. Raises InputError.
+    Every rank calls this with the same prompts. `ends` are the ids that end a text. Groups of
+    `rows` prompts are distributed over the data ranks. Raises InputError.
     """
     for prompt in prompts:
         check(prompt, model)
@@ -92,7 +92,7 @@ def generate(
     groups = [order[start : start + rows] for start in range(0, len(order), rows)]
     done: dict[int, Continuation] = {}
     mine = groups[data.rank :: data.size]
-    # callers that ask for one group at a time show their own progress
+    # callers that pass one group at a time show their own progress
     shown = progress("generating", len(mine), "batch")
     with shown if len(mine) > 1 else nullcontext(lambda more: None) as advance:
         for group in mine:
@@ -136,7 +136,7 @@ def _continue(
         new, going = model.share((new, going))
         if not going:
             return model.share(texts)
-        # a text that has ended is computed further at its last place, and the result is dropped
+        # a text that has ended is computed further at its last position, and the result is ignored
         ids = torch.tensor([new])
         positions = positions[last, torch.arange(len(prompts))] + 1
         positions = positions.clamp(max=capacity - 1)[None]
@@ -151,7 +151,7 @@ def _longer(
     sampling: Sampling,
     ends: Collection[int],
 ) -> Continuation:
-    """Return a continuation with one more token, drawn from logits [V], unless it has ended."""
+    """Return a continuation with one more token, sampled from logits [V], unless it has ended."""
     if text.reason:
         return text
     token = choose(logits, sampling, prompt.number, len(prompt.ids) + len(text.ids))

@@ -1,4 +1,4 @@
-"""A trained model that a program can ask for texts and probabilities."""
+"""A trained model from which a program can get texts and probabilities."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ class LoadedModel:
         self.checkpoint: Path = writer.stored.checkpoint
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without a begin or an end."""
+        """Return the token ids of a text, without special ids at its begin or end."""
         return list(self._writer.text.encode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -37,7 +37,7 @@ class LoadedModel:
     def generate(self, prompt: str | Sequence[str], **options: Any) -> list[str]:
         """Return the continuation of each prompt.
 
-        `options` are those of `ptdmpi generate`: max_new_tokens, samples (of each prompt),
+        `options` are those of `ptdmpi generate`: max_new_tokens, samples (for each prompt),
         temperature, top_k, top_p and seed. The texts do not depend on the layout. Raises InputError
         for a prompt that the model cannot continue, and TypeError for another option.
         """
@@ -75,13 +75,14 @@ def load(
     tokenizer: str | None = None,
     ema: bool = False,
 ) -> LoadedModel:
-    """Return the newest checkpoint of `run`: a run directory, a checkpoint, or a converted model.
+    """Load the newest checkpoint of `run`, which is a run directory, a checkpoint, or a converted
+    model.
 
-    `layout` is text such as "t=2,p=2", the ranks of each model; None: the layout of the run, if
-    there are enough ranks. `precision` None: the precision of the run. `adapter` names adapters on
-    top of the model. `ema`: the weights' average is loaded. Every rank calls it. Raises InputError,
-    on all ranks, if the model cannot be loaded. If one rank does not catch an exception, all ranks
-    end.
+    `layout` is text such as "t=2,p=2", the axis sizes for each model. None means the layout of the
+    training run, if there are enough ranks. `precision` None means the precision of the training
+    run. `adapter` names adapters on top of the model. `ema`: load the moving average of the
+    weights. Every rank calls this. Raises InputError, on all ranks, if the model cannot be loaded.
+    From then on, an exception that one rank does not catch ends all ranks.
     """
     world = World()
     end_together(world)

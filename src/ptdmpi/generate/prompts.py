@@ -1,4 +1,4 @@
-"""Prompts from a file of lines or of JSON objects."""
+"""Reading prompts from a file of lines or of JSON objects."""
 
 import json
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ PROMPT = "prompt"
 
 @dataclass(frozen=True)
 class Given:
-    """A prompt from a user.
+    """A prompt that a user has given.
 
-    `fields` are the other fields of its JSON object. `place` is the file and the line, for
+    `fields` are the other fields of its JSON object. `place` is the file and the line, for error
     messages.
     """
 
@@ -27,7 +27,7 @@ class Given:
 
 
 def read_prompts(path: Path) -> list[Given]:
-    """Return the prompts of a file: its lines that are not blank.
+    """Return the prompts in a file, which are its non-blank lines.
 
     In a file whose name ends in .jsonl, each line is a JSON object with the field "prompt". Raises
     InputError that names the line.
@@ -39,7 +39,7 @@ def read_prompts(path: Path) -> list[Given]:
 
 
 def _of_json(line: str, place: str) -> Given:
-    """Return the prompt of one JSON line. Raises InputError."""
+    """Return the prompt in one JSON line. Raises InputError."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:

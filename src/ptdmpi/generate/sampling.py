@@ -1,6 +1,6 @@
 """Sampling of the next token from float32 logits: temperature, top-k, top-p.
 
-The draw is a pure function of (seed, number of the sample, position). It depends neither on the
+The choice is a pure function of (seed, number of the sample, position). It depends neither on the
 layout nor on the rest of the batch.
 """
 
@@ -15,11 +15,11 @@ NOT_FINITE = "logits are not finite: weights that are inf or NaN, or too large f
 
 @dataclass(frozen=True)
 class Sampling:
-    """Parameters of sampling. Raises InputError for values out of range.
+    """The parameters of sampling. Raises InputError for values out of range.
 
     `temperature` 0 takes the most probable token. `top_k` is the number of most probable tokens to
-    draw from; None: all tokens. `top_p` draws from the fewest tokens whose probabilities add up to
-    it (nucleus sampling; Holtzman et al. 2020, arXiv 1904.09751).
+    sample from; None means all tokens. `top_p` restricts sampling to the fewest tokens whose
+    probabilities add up to it (nucleus sampling; Holtzman et al. 2020, arXiv 1904.09751).
     """
 
     temperature: float = 1.0
@@ -42,16 +42,16 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """Return (ids, log weights) of the tokens that may be drawn, the most probable first.
+    """Return (ids, log weights) of the tokens that can be sampled, the most probable first.
 
-    `logits` is float32 [V]. Equal tokens are ordered by their ids. Temperature is applied first,
-    then top-k, then top-p.
+    `logits` is float32 [V]. Tokens with equal logits are ordered by their ids. Temperature is
+    applied first, then top-k, then top-p.
     """
     order = np.argsort(-logits, kind="stable")
     if sampling.temperature == 0.0:
         return order[:1], np.zeros(1)
     order = order[: sampling.top_k]
-    # subtract before dividing: an overflow can then only make tokens impossible
+    # subtract before dividing, so that an overflow can only make tokens impossible
     with np.errstate(over="ignore"):
         values = (logits[order].astype(np.float64) - float(logits[order[0]])) / sampling.temperature
     if sampling.top_p < 1.0:
@@ -64,7 +64,8 @@ def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.n
 
 
 def choose(logits: np.ndarray, sampling: Sampling, sample: int, position: int) -> int:
-    """Return the token at `position` of sample number `sample`, drawn from logits float32 [V].
+    """Return the token at position `position` of sample number `sample`, sampled from logits
+    float32 [V].
 
     Raises InputError if logits are NaN or infinite.
     """
@@ -74,6 +75,6 @@ def choose(logits: np.ndarray, sampling: Sampling, sample: int, position: int) -
     if len(ids) == 1:
         return int(ids[0])
     bits = np.random.Philox(key=[sampling.seed, sample], counter=[0, 0, 0, position])
-    # the maximum of value + Gumbel noise is a draw from softmax(value) (Gumbel 1954)
+    # the index of the greatest value + Gumbel noise is a sample from softmax(value) (Gumbel 1954)
     noise = np.random.Generator(bits).gumbel(size=len(ids))
     return int(ids[np.argmax(values + noise)])

@@ -1,4 +1,4 @@
-"""Conversion between texts and ids, by the tokenizer that a model was trained with."""
+"""Conversion between texts and ids by the tokenizer with which a model was trained."""
 
 import json
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ from ptdmpi.inference.tokenizer import (
 
 @dataclass(frozen=True)
 class Text:
-    """A model's tokenizer, with its special ids.
+    """A model's tokenizer and its special ids.
 
-    `prefix` has the ids before every text (LLaMA's <s>). `ends` are the ids that end a text. `eod`
-    is the id with which a text begins if nothing is before it.
+    `prefix` has the ids that come before every text (LLaMA's <s>). `ends` are the ids that end a
+    text. `eod` is the id with which an empty text begins.
     """
 
     tokenizer: Tokenizer
@@ -39,8 +39,8 @@ class Text:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without the prefix.
 
-        Raises InputError if the text has no UTF-8 form. Examples are half of a UTF-16 pair, and a
-        byte of a command line that is not UTF-8.
+        Raises InputError if the text cannot be encoded as UTF-8. Examples are half of a UTF-16
+        pair, and a byte of a command line that is not UTF-8.
         """
         try:
             text.encode()
@@ -49,25 +49,25 @@ class Text:
         return self.tokenizer.encode([text])[0].tolist()
 
     def prompt(self, text: str) -> list[int]:
-        """Return the ids of a text from its beginning, with the prefix; never empty."""
+        """Return the ids of a prompt, beginning with the prefix; the result is never empty."""
         return [*self.prefix, *self.encode(text)] or [self.eod]
 
     @property
     def special(self) -> frozenset[str]:
-        """Return the names of special tokens in a chat template's text."""
+        """Return the names that special tokens have in the text of a chat template."""
         names: frozenset[str] = getattr(self.tokenizer, "special", frozenset())
         return names
 
     def marked(self, text: str) -> list[int]:
-        """Return the ids of a chat template's text, in which special tokens are written by their
+        """Return the ids of a chat template's text, in which special tokens are written as their
         names."""
         tokenizer = cast(MarkedTokenizer, self.tokenizer)
         return tokenizer.encode_marked([text])[0][0].tolist()
 
     def behind(self, before: Sequence[int], ids: Sequence[int]) -> str:
-        """Return the text of `ids` after the ids `before`.
+        """Return the text of `ids` when they follow the ids `before`.
 
-        If the ids were decoded alone, some tokenizers would leave out a first space.
+        If `ids` were decoded alone, some tokenizers would leave out a space at the beginning.
         """
         head = self.decode(before)
         whole = self.decode([*before, *ids])
@@ -84,10 +84,10 @@ MENDED = "give --tokenizer bytes or --tokenizer FILE, a tokenizer.json"
 
 
 def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDED) -> Text:
-    """Return the tokenizer of the model; `given`: "bytes", or the path of a tokenizer.json.
+    """Return the tokenizer of the model. `given` is "bytes", or the path of a tokenizer.json.
 
-    Raises InputError, with the advice `mended`, if no tokenizer is known. Also raises it if the
-    tokenizer is not the model's.
+    Raises InputError, with the advice `mended`, if no tokenizer is known. Also raises InputError if
+    the tokenizer is not the model's.
     """
     try:
         name = given or name_of(stored)
@@ -105,7 +105,7 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
         )
     prefix: tuple[int, ...] = ()
     ends = {_end_of(stored, tokenizer)}
-    if kept_files(stored) is not None and not stored.datasets:  # another program trained it
+    if kept_files(stored) is not None and not stored.datasets:  # another program trained the model
         ends = ends_of(stored) or ends
         prefix = _prefix(name)
     beyond = sorted(token for token in {*prefix, *ends} if token >= stored.vocab_size)
@@ -118,10 +118,10 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
 
 
 def _end_of(stored: StoredModel, tokenizer: Tokenizer) -> int:
-    """Return the end of document that the model was trained with.
+    """Return the id of the end of document with which the model was trained.
 
-    The shards have the id. The tokenizer's own id is used only if there are no shards, because the
-    files that define it may have changed since the shards were made.
+    The shards record the id. The tokenizer's own id is used only if there are no shards, because
+    the files that define it may have changed since the shards were made.
     """
     try:
         header = shard_header(stored)
@@ -133,11 +133,12 @@ def _end_of(stored: StoredModel, tokenizer: Tokenizer) -> int:
 def find_chat(
     stored: StoredModel, text: Text, adapter: StoredAdapter | None = None
 ) -> ChatTemplate | None:
-    """Return the chat template that the model was trained with; None if it was trained without one.
+    """Return the chat template with which the model was trained; None if it was trained without
+    one.
 
-    It is the template of the conversations that ptdmpi trained the `adapter` on. If there is none,
-    it is that of the model's own conversations, and else the template of a model from Hugging Face.
-    Raises InputError.
+    This is the template of the conversations on which ptdmpi trained the `adapter`. If there is
+    none, it is the template of the model's own conversations, or else the template of a model from
+    Hugging Face. Raises InputError.
     """
     if not hasattr(text.tokenizer, "encode_marked"):
         return None
@@ -147,7 +148,7 @@ def find_chat(
     given = given or template_file(stored)
     kept = kept_files(stored)
     if given is None and (kept is None or stored.datasets):
-        return None  # trained on plain text
+        return None  # the model was trained on plain text
     own = None if kept is None else kept / TOKENIZER
     template = find_template(own, given, text.decode([text.eod]))
     if given is None and template.source == PLAIN:
@@ -156,15 +157,15 @@ def find_chat(
 
 
 def name_of(stored: StoredModel) -> str:
-    """Return the model's own tokenizer as an argument of `load_tokenizer`.
+    """Return the model's own tokenizer, as an argument of `load_tokenizer`.
 
-    A model with a head for a task has the tokenizer that the task names, or that of the model that
-    it began from. Raises InputError if it is not known.
+    A model with a head for a task has the tokenizer that the task names, or that of the model from
+    which it began. Raises InputError if the tokenizer is not known.
     """
     task = stored.tree.get("task", {})
     if task.get("tokenizer"):
         return str(task["tokenizer"])
-    # a converted model has its own tokenizer; runs from its config.toml begin with its weights
+    # a converted model has its own tokenizer; runs with its config.toml begin with its weights
     converted = (stored.path / KEPT).is_dir()
     if task.get("kind", "none") != "none" and stored.began is not None and not converted:
         return name_of(open_model(stored.began))
@@ -194,10 +195,10 @@ def token_ids(name: str) -> dict[str, int]:
 
 
 def ends_of(stored: StoredModel) -> set[int]:
-    """Return the ids that end a text, from the files of a model from Hugging Face.
+    """Return the ids that end a text, as the files of a model from Hugging Face say.
 
-    The files are its config.json and generation_config.json, or those of the model that it began
-    from. Raises InputError if such a file is not JSON.
+    The files are config.json and generation_config.json of the model, or of the model from which it
+    began. Raises InputError if such a file is not JSON.
     """
     kept = kept_files(stored)
     if kept is None:

@@ -1,4 +1,4 @@
-"""Continuations of prompts, as texts."""
+"""Continuing prompts and returning the results as texts."""
 
 import copy
 import json
@@ -19,14 +19,15 @@ from ptdmpi.inference.stored import StoredModel, kind_of
 from ptdmpi.terminal.progress import progress
 
 MAX_NEW_TOKENS = 100
-# the options that can change without loading the model again
+# the options that can be changed without loading the model again
 CHANGEABLE = {"batch", "max_new_tokens", "samples", "seed", "temperature", "top_k", "top_p"}
 
 
 def write(run: Path, world: World, **options: Any) -> list[dict[str, Any]]:
-    """Return `samples` continuations of each prompt on rank 0, nothing on other ranks.
+    """Return `samples` continuations of each prompt on rank 0, and an empty list on other ranks.
 
-    Every rank calls it. `options` are those of `ptdmpi generate`. Raises InputError on every rank.
+    Every rank calls this. `options` are those of `ptdmpi generate`. Raises InputError on every
+    rank.
     """
     writer = Writer(run, world, options)
     given = [Given(text) for text in options["prompts"] or ("",)]
@@ -37,9 +38,9 @@ def write(run: Path, world: World, **options: Any) -> list[dict[str, Any]]:
 def write_file(run: Path, world: World, **options: Any) -> Iterator[str]:
     """Yield the continuations of the prompts in `options["from_file"]`, as lines of JSON.
 
-    Rank 0 yields each line as soon as it is complete, in the order of the file; every rank iterates
-    over it. All prompts are checked before the first one is continued. Raises InputError on every
-    rank.
+    Rank 0 yields each line as soon as it is complete, in the order of the file; every rank must
+    iterate over it. All prompts are checked before the first one is continued. Raises InputError on
+    every rank.
     """
     given = world.on_root(lambda: read_prompts(options["from_file"]))
     writer = Writer(run, world, options)
@@ -58,11 +59,11 @@ def write_file(run: Path, world: World, **options: Any) -> Iterator[str]:
 
 
 def _silent(more: float) -> None:
-    """Show no progress."""
+    """Do nothing, in place of showing progress."""
 
 
 class Writer:
-    """A model with its tokenizer, which continues texts.
+    """A model and its tokenizer, by which texts are continued.
 
     Every rank has a writer, and calls all methods except `prepare`, which only rank 0 calls. All
     methods raise InputError on every rank.
@@ -85,7 +86,7 @@ class Writer:
             adapter=options["adapter"],
             kind=kind_of(options["ema"]),
         )
-        # on rank 0 first: its InputError is raised on every rank
+        # on rank 0 first, so that its InputError is raised on every rank
         world.on_root(lambda: find_text(self.stored, options["tokenizer"]) and None)
         self.text = find_text(self.stored, options["tokenizer"])
 
@@ -94,8 +95,8 @@ class Writer:
         return Sampling(**{name: self.options[name] for name in names})
 
     def changed(self, **options: Any) -> "Writer":
-        """Return a writer of the same model with other options of its continuations. Raises
-        InputError, and TypeError for another option."""
+        """Return a writer for the same model with other options for its continuations. Raises
+        InputError, and TypeError for an option that cannot be changed."""
         unknown = sorted(options.keys() - CHANGEABLE)
         if unknown:
             raise TypeError(
@@ -107,7 +108,7 @@ class Writer:
         return writer
 
     def prepare(self, given: Sequence[Given]) -> list[Prompt]:
-        """Return the prompts of `samples` continuations of each text. Raises InputError."""
+        """Return the prompts for `samples` continuations of each text. Raises InputError."""
         prompts: list[Prompt] = []
         for text in given:
             try:
@@ -131,7 +132,7 @@ class Writer:
     def continuations(
         self, given: Sequence[Given], prompts: Sequence[Prompt]
     ) -> list[dict[str, Any]]:
-        """Return a record of each continuation on rank 0, nothing on other ranks.
+        """Return a record of each continuation on rank 0, and an empty list on other ranks.
 
         `prompts` are the result of `prepare` for `given`.
         """

@@ -1,4 +1,4 @@
-"""Lines of a file of questions to a model: prompts, or items of a task."""
+"""Reading the lines of a file that has prompts, or items of a task, for a model."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from ptdmpi.config import InputError
 def numbered_lines(path: Path, what: str) -> list[tuple[str, str]]:
     """Return ("FILE:number", line) for each line of a UTF-8 file that is not blank.
 
-    `what` is the content of a line in words. Raises InputError if the file cannot be read, is not
-    UTF-8, or has only blank lines.
+    `what` names the content of a line in error messages. Raises InputError if the file cannot be
+    read, is not UTF-8, or has only blank lines.
     """
     try:
         # only \n ends a line: other separators (U+2028) may be part of a text

@@ -1,8 +1,9 @@
-"""A trained model for inference: forward passes on a tensor and a pipeline axis.
+"""A trained model for inference: forward passes over the tensor axis and the pipeline axis.
 
-Every data rank has a whole model, over its tensor and pipeline ranks, and computes different
-batches. The model has no gradients, optimizer or schedule: each stage sends its activations to the
-next one, and takes its next batch. The weights are those of a checkpoint or of a run.
+Every data rank has a complete model, divided over its tensor and pipeline ranks, and computes
+different batches. The model has no gradients, optimizer or schedule: each stage sends its
+activations to the next stage, and then computes its next batch. The weights are those of a
+checkpoint or of a run.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,9 +46,9 @@ from ptdmpi.plan.shape.parameters import task_head
 
 
 class InferenceModel:
-    """This rank's part of a model. All ranks of a data rank call its methods together.
+    """This rank's part of a model. All ranks with the same data rank call its methods together.
 
-    `device` and `dtype` are those of its weights, `axis` is its tensor axis.
+    `device` and `dtype` are those of the weights, `axis` is the model's tensor axis.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class InferenceModel:
         stages: Mapping[int, Stage],
         placement: Placement,
     ) -> None:
-        """Store this rank's `stages`, with weights; `placement` and `new_stages` say which these
-        are."""
+        """Store this rank's `stages`, which have weights. `placement` and `new_stages` determine
+        which stages these are."""
         self.config = config
         self.axes = axes
         self.vocab_size = vocab_size
@@ -78,17 +79,17 @@ class InferenceModel:
 
     @property
     def seq_length(self) -> int:
-        """Return the longest sequence that the model takes, in tokens."""
+        """Return the maximum length of a sequence, in tokens."""
         return self.config.model.seq_length
 
     @property
     def decides(self) -> bool:
-        """Return True on the one rank of a data rank that has the logits and decides for the
+        """Return True on one rank of each data rank: it has the logits and decides for the
         others."""
         return self._head is not None and self.axis.rank == 0
 
     def share(self, value: Any) -> Any:
-        """Return the deciding rank's `value` on all ranks of this data rank."""
+        """Return the `value` of the deciding rank on all ranks of this data rank."""
         if self._head is not None:
             value = self.axes["tensor"].broadcast_object(value)
         last = self.placement.rank_of(self.placement.stages - 1)
@@ -103,21 +104,23 @@ class InferenceModel:
         return KeyValueCache(layers, shape, self.dtype, self.device)
 
     def hidden(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor | None:
-        """Return the activations [s, b, h] of ids [s, b] on the last stage; None on others.
+        """Return the activations [s, b, h] for the ids [s, b], on the last stage; None on other
+        stages.
 
-        With a cache, the ids are at the cache's positions and attend to its content. Without a
-        cache, each column is a sequence from its beginning.
+        With a cache, the ids are at the cache's present positions and attend to its content.
+        Without a cache, each column is a sequence from its beginning.
         """
 
         def advance(stage: Stage, x: Tensor | None) -> Tensor:
-            """Compute one stage."""
+            """Compute the output of one stage."""
             context = Context(rotary=_rotary(stage, ids, cache), cache=cache)
             return stage.advance(ids, x, context)
 
         return self._through(ids, advance)
 
     def scores(self, batch: Microbatch) -> Tensor | None:
-        """Return scores [samples, n] of classes or candidates on the last stage; None on others.
+        """Return scores [samples, n] of classes or candidates, on the last stage; None on other
+        stages.
 
         The model needs a head for a task. Call `finish` after the last call.
         """
@@ -130,7 +133,7 @@ class InferenceModel:
     def _through(
         self, ids: Tensor, advance: Callable[[Stage, Tensor | None], Tensor]
     ) -> Tensor | None:
-        """Pass ids [s, b] through all stages, each computed by `advance`.
+        """Pass ids [s, b] through all stages; `advance` computes the output of a stage.
 
         Return the output of the last stage; None on other ranks.
         """
@@ -151,7 +154,8 @@ class InferenceModel:
         return x
 
     def _send(self, x: Tensor, following: int) -> None:
-        """Send activations without waiting: the next stage may still compute earlier ones."""
+        """Send activations without waiting, because the next stage may still compute earlier
+        ones."""
         while self._leaving and (len(self._leaving) > 2 or self._leaving[0][0].done()):
             self._leaving.pop(0)[0].wait()
         self._leaving.append((self.axes["pipeline"].isend(x, following), x))
@@ -163,9 +167,11 @@ class InferenceModel:
         self._leaving = []
 
     def next_logits(self, ids: Tensor, cache: KeyValueCache, last: Tensor) -> Tensor | None:
-        """Return the logits of the next token, float32 [b, V], on the last stage; None on others.
+        """Return the logits of the next token, float32 [b, V], on the last stage; None on other
+        stages.
 
-        It follows the token at place `last` [b] of the ids [s, b]. All ids enter the cache.
+        The next token follows the token at index `last` [b] of the ids [s, b]. All ids are added to
+        the cache.
         """
         x = self.hidden(ids, cache)
         if x is None or self._head is None:
@@ -176,7 +182,7 @@ class InferenceModel:
             return self.axes["tensor"].all_gather(columns)[: self.vocab_size].t()
 
     def log_probabilities(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the log probabilities of labels on the last stage; None on others.
+        """Return the log probabilities of labels, on the last stage; None on other stages.
 
         ids and labels are [s, b]. The result is (log probabilities in nats [s, b]; True [s, b]
         where no token is more probable than the label). Call `finish` after the last call.
@@ -205,8 +211,8 @@ def new_stages(
 ) -> dict[int, Stage]:
     """Return this rank's stages by number, without weights.
 
-    Every rank has whole sequences, even if the run cuts them, because generation has one new token
-    at a time.
+    Every rank has complete sequences, even if the training run divides them, because generation has
+    one new token at a time.
     """
     layers = split_model(config.model, vocab_size, placement)
     axis = TensorAxis(axes["tensor"])
@@ -226,15 +232,15 @@ def open_inference(
     adapter: Path | None = None,
     kind: str = WEIGHTS,
 ) -> tuple[InferenceModel, StoredModel]:
-    """Load the model at `path` on all ranks of `world`, each of which calls it.
+    """Load the model at `path` on all ranks of `world`. Every rank calls this.
 
-    `layout` is text such as "t=2,p=2"; None: the layout of the run if it fits these ranks, else one
-    rank for each model. `precision` None: the precision of the training. `classifies`: the model
-    has a head for a task; otherwise it gives tokens. `adapter` names adapters that are loaded on
-    top of the model. `kind` is the state that is loaded as the weights (of the adapters, if given),
-    such as their moving average.
+    `layout` is text such as "t=2,p=2". None means the layout of the training run if it fits these
+    ranks, else one rank for each model. `precision` None means the precision of the training.
+    `classifies`: the model has a head for a task; otherwise it predicts tokens. `adapter` names
+    adapters that are loaded on top of the model. `kind` is the state that is loaded as the weights
+    (of the adapters, if given), for example their moving average.
 
-    Returns the model, and its description on the disk. Raises InputError on every rank.
+    Returns the model, and the description of its files. Raises InputError on every rank.
     """
     opened = world.on_root(
         lambda: _opened(
@@ -257,7 +263,7 @@ def open_inference(
     compute = data_types(config.precision.compute).compute
     buffer = ParameterBuffer(
         [named for stage in stages.values() for named in stage.named_logical_parameters()],
-        DataTypes(compute, compute),  # without updates no master weights are needed
+        DataTypes(compute, compute),  # there are no updates, so no master weights are needed
         device,
         Portion(axes["tensor"].rank, axes["tensor"].size),
         trains=False,
@@ -274,7 +280,7 @@ def open_inference(
 
 
 class _Opened(NamedTuple):
-    """A model on the disk, the adapters on top of it, and the configuration of both."""
+    """A model on the disk, the adapters on top of it, and a configuration for both."""
 
     stored: StoredModel
     adapter: StoredAdapter | None
@@ -291,7 +297,7 @@ def _opened(
     adapter: Path | None,
     kind: str,
 ) -> _Opened:
-    """Read what `open_inference` loads, without the weights. Raises InputError."""
+    """Read everything that `open_inference` needs, except the weights. Raises InputError."""
     stored = open_model(path, kind if adapter is None else WEIGHTS)
     trained = stored.tree.get("precision", {}).get("compute", "fp32")
     sizes = _sizes(stored, ranks, layout)
@@ -315,13 +321,15 @@ def _opened(
 
 
 def _require(loaded: Manifest | str) -> None:
-    """Raise InputError on every rank if loading returned an error instead of a manifest."""
+    """Raise InputError on every rank if loading has returned an error message instead of a
+    manifest."""
     if isinstance(loaded, str):
         raise SharedInputError(loaded)
 
 
 def _sizes(stored: StoredModel, ranks: int, layout: str | None) -> dict[str, int]:
-    """Return the sizes of the axes that `layout` names, or those of the run if they fit `ranks`."""
+    """Return the axis sizes that `layout` names, or else those of the training run if they fit
+    `ranks`."""
     if layout is not None:
         sizes = layouts.parse(layout)
         extra = sizes.keys() - {"tensor", "pipeline", "data"}

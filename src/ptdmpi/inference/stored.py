@@ -1,4 +1,5 @@
-"""Models on the disk, of a run, a conversion or a checkpoint: shape and weights, without MPI."""
+"""Models on the disk, which are from a run, a conversion or a checkpoint: their shape and weights,
+without MPI."""
 
 import tomllib
 from collections.abc import Mapping
@@ -34,16 +35,16 @@ from ptdmpi.model.state import WEIGHTS, key
 from ptdmpi.model.tensor_parallel import TensorAxis
 
 CONFIG = "config.toml"
-# The folder of config.json, tokenizer and other files that came with a model from Hugging Face.
+# The folder for config.json, tokenizer and other files that came with a model from Hugging Face.
 KEPT = "hugging_face"
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A whole model on the disk.
+    """A complete model on the disk.
 
-    `path`: the directory of its config.toml. `tree`: the content of that file, with the section
-    [model] of the checkpoint.
+    `path` is the directory of its config.toml. `tree` is the content of that file, but with the
+    section [model] of the checkpoint.
     """
 
     path: Path
@@ -53,23 +54,24 @@ class StoredModel:
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of rows of the vocabulary's tables."""
+        """Return the number of rows of the embedding table."""
         return self.manifest[key(WEIGHTS, TIED_NAME)].shape[0]
 
     @property
     def trained_on(self) -> TrainedOn | None:
-        """Return the data that the weights were trained on, or None.
+        """Return the data that the weights were trained on, or None if it is unknown.
 
-        None: an older version or another program wrote them. Raises InputError for a damaged
-        manifest.
+        The data is unknown if an older version or another program wrote the weights. Raises
+        InputError for a damaged manifest.
         """
         return Before.of(self.checkpoint, self.manifest.said).trained_on
 
     @property
     def datasets(self) -> list[str]:
-        """Return the paths of the shards that the model was trained on last.
+        """Return the paths of the shards that the model was last trained on.
 
-        The list is empty if another program trained it, or if it was trained on a task's files.
+        The list is empty if another program trained the model, or if it was trained on the files of
+        a task.
         """
         if self.tree.get("task", {}).get("kind", "none") != "none":
             return []
@@ -79,8 +81,8 @@ class StoredModel:
 
     @property
     def task(self) -> TaskConfig:
-        """Return the task of its head; `kind` "none" without one. Raises InputError if they
-        disagree."""
+        """Return the task of the model's head; its `kind` is "none" if there is no such head.
+        Raises InputError if [task] and the head contradict each other."""
         try:
             task = TaskConfig.model_validate(self.tree.get("task", {}))
         except ValueError as error:
@@ -94,10 +96,10 @@ class StoredModel:
 
     @property
     def began(self) -> Path | None:
-        """Return the model from which its run began: the frozen model of adapters, or the initial
+        """Return the model from which the training run began: the base of adapters, or the initial
         model.
 
-        None if it began from random weights.
+        The result is None if the run began from random weights.
         """
         adapt = self.tree.get("adapt", {})
         model = None
@@ -112,11 +114,11 @@ class StoredModel:
         return self.manifest.progress.step
 
     def config(self, ranks: int = 1, precision: str = "fp32", **sizes: int) -> Config:
-        """Return a configuration of this model without training (see `config_of`)."""
+        """Return a configuration of this model for use without training (see `config_of`)."""
         return config_of(self.tree["model"], ranks, precision, **sizes)
 
     def reader(self) -> Reader:
-        """Return a reader of the checkpoint's tensors."""
+        """Return a reader for the checkpoint's tensors."""
         return Reader(self.checkpoint, self.manifest)
 
 
@@ -127,7 +129,7 @@ def kind_of(average: bool) -> str:
 
 
 def manifest_of(checkpoint: Path, kind: str = WEIGHTS) -> Manifest:
-    """Return the manifest of a checkpoint, with the state of `kind` in place of the weights.
+    """Return the manifest of a checkpoint, in which the state of `kind` replaces the weights.
 
     Raises InputError if the manifest is damaged, or the checkpoint has no such state.
     """
@@ -143,8 +145,8 @@ def manifest_of(checkpoint: Path, kind: str = WEIGHTS) -> Manifest:
 def open_model(path: Path, kind: str = WEIGHTS) -> StoredModel:
     """Return the newest complete checkpoint of `path`, with its config.toml.
 
-    `path` is a run directory, a converted model or a checkpoint; state of `kind` is taken as the
-    weights. Raises InputError.
+    `path` is a run directory, a converted model or a checkpoint. State of kind `kind` is used as
+    the weights. Raises InputError.
     """
     checkpoint = examine.newest(path)
     manifest = manifest_of(checkpoint, kind)
@@ -164,7 +166,7 @@ def open_model(path: Path, kind: str = WEIGHTS) -> StoredModel:
         raise InputError(f"{folder / CONFIG}: {error}") from None
     if not isinstance(tree.get("model"), dict):
         raise InputError(f"{folder / CONFIG} has no section [model]")
-    # the file has the model of the last start, the checkpoint the model that was trained
+    # the file has the [model] of the last start, the checkpoint the one that was trained
     model = manifest.said["model"] or tree["model"]
     return StoredModel(folder, checkpoint, {**tree, "model": model}, manifest)
 
@@ -178,10 +180,10 @@ class StoredAdapter:
     manifest: Manifest
 
     def over(self, stored: StoredModel, config: Config) -> Config:
-        """Return `config`, that of the frozen model `stored`, extended by the adapters.
+        """Return `config`, the configuration of the base model `stored`, extended by the adapters.
 
-        Their head for a task is added too, with the sequence length that it was trained with.
-        Raises InputError if they were trained on top of another model.
+        If they have a head for a task, it is added too, with the sequence length with which it was
+        trained. Raises InputError if the adapters were trained on another base model.
         """
         self.adapted.require(
             self.checkpoint, Base(str(stored.checkpoint), fingerprint(stored.manifest))
@@ -193,7 +195,7 @@ class StoredAdapter:
 
     @property
     def trained_on(self) -> TrainedOn | None:
-        """Return the data that they were trained on; None if another program wrote them.
+        """Return the data that the adapters were trained on; None if another program wrote them.
 
         Raises InputError for a damaged manifest.
         """
@@ -201,8 +203,8 @@ class StoredAdapter:
 
     @property
     def datasets(self) -> list[str]:
-        """Return the paths of the shards that they were trained on last; empty with a head for a
-        task."""
+        """Return the paths of the shards that the adapters were last trained on; empty if they have
+        a head for a task."""
         if self.adapted.has_head:
             return []
         known = self.trained_on
@@ -212,14 +214,15 @@ class StoredAdapter:
 
     @property
     def model(self) -> ModelConfig:
-        """Return the shape of the frozen model as in their training, with their head."""
+        """Return the shape of the base model as it was when the adapters were trained, with their
+        head."""
         return ModelConfig.model_validate(self.manifest.said["model"])
 
 
 def open_adapter(path: Path, kind: str = WEIGHTS) -> StoredAdapter:
     """Return the adapters in the newest complete checkpoint of `path`.
 
-    State of `kind` is taken as their weights. Raises InputError.
+    State of kind `kind` is used as their weights. Raises InputError.
     """
     checkpoint = examine.newest(path)
     manifest = manifest_of(checkpoint, kind)
@@ -238,9 +241,9 @@ def config_of(
     pipeline: int = 1,
     data: int | None = None,
 ) -> Config:
-    """Return a configuration without training of the model with the given keys of [model].
+    """Return a configuration without training for a model with the given keys of [model].
 
-    `data` None: the size that uses all `ranks`. Raises InputError.
+    `data` None means the size that uses all `ranks`. Raises InputError.
     """
     if data is None:
         data = max(1, ranks // (tensor * pipeline))
@@ -249,7 +252,7 @@ def config_of(
 
 
 def declarations(config: Config, vocab_size: int) -> dict[str, Declaration]:
-    """Return the declaration of every parameter by its logical name; nothing is allocated."""
+    """Return the declaration of every parameter by its logical name, without allocating memory."""
     stage = Stage(config, vocab_size, range(config.model.layers), TensorAxis(OneRank()))
     return {name: weight.declaration for name, weight in stage.named_logical_parameters()}
 
@@ -257,10 +260,10 @@ def declarations(config: Config, vocab_size: int) -> dict[str, Declaration]:
 def loaded_layer(
     config: Config, vocab_size: int, layer: int, reader: Reader
 ) -> tuple[Stage, ParameterBuffer]:
-    """Return one layer of a model on the host, with the buffer that holds its weights.
+    """Return one layer of a model on the host, and the buffer that contains its weights.
 
-    The first layer comes with the embedding, the last one with the head. `config` has the precision
-    fp32 or fp64. Raises Damaged if the checkpoint is.
+    The first layer comes with the embedding, the last one with the head. `config` must have the
+    precision fp32 or fp64. Raises Damaged if the checkpoint is damaged.
     """
     stage = Stage(config, vocab_size, range(layer, layer + 1), TensorAxis(OneRank()))
     host = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The conversion of a microbatch from the arrays that are read to the tensors of a model."""
+"""The conversion of a microbatch from the arrays that are read to the tensors that a model uses."""
 
 import numpy as np
 import torch
@@ -10,10 +10,10 @@ from ptdmpi.model.documents import Documents
 
 
 def as_tensors(rows: MicrobatchRows) -> Microbatch:
-    """Return a microbatch of arrays [b, s] as tensors [s, b] on the host, all positions of it."""
+    """Return a microbatch of arrays [b, s] as tensors [s, b] on the host, with all positions."""
 
     def perhaps(array: np.ndarray | None) -> Tensor | None:
-        """Return `_sequence_first(array)`, or None of None."""
+        """Return `_sequence_first(array)`; None stays None."""
         return None if array is None else _sequence_first(array)
 
     documents = None
@@ -32,5 +32,6 @@ def as_tensors(rows: MicrobatchRows) -> Microbatch:
 
 
 def _sequence_first(array: np.ndarray) -> Tensor:
-    """Return [s, b] of [b, s], contiguous: a rank's positions are then one piece of memory."""
+    """Return an array [b, s] as a contiguous tensor [s, b], so that the positions of a rank are one
+    piece of memory."""
     return torch.from_numpy(array).t().contiguous()

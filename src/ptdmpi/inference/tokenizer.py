@@ -1,4 +1,4 @@
-"""The tokenizer of a stored model: found by its shards, or by its conversion."""
+"""The tokenizer of a stored model, which is found through the model's shards or its conversion."""
 
 import hashlib
 from collections.abc import Iterator
@@ -14,9 +14,10 @@ TOKENIZER = "tokenizer.json"
 
 
 def kept_files(stored: StoredModel) -> Path | None:
-    """Return the folder of files that came with the weights from Hugging Face; None without.
+    """Return the folder of files that came with the weights from Hugging Face; None if there is
+    none.
 
-    It is this model's, or that of the model it began from.
+    It is this model's folder, or that of the model from which its training began.
     """
     paths = (stored.path, stored.began)
     folders = (path / KEPT for path in paths if path is not None)
@@ -26,8 +27,8 @@ def kept_files(stored: StoredModel) -> Path | None:
 def shard_header(stored: StoredModel | StoredAdapter) -> ShardHeader | None:
     """Return the header of the first shard that the model or the adapters were trained on.
 
-    Returns None if ptdmpi did not train them on shards. Raises InputError if the shards are gone,
-    or were made again with another tokenizer.
+    Returns None if ptdmpi did not train them on shards. Raises InputError if the shards are
+    missing, or were made again with another tokenizer.
     """
     if not stored.datasets:
         return None
@@ -43,11 +44,12 @@ def shard_header(stored: StoredModel | StoredAdapter) -> ShardHeader | None:
 
 
 def template_file(stored: StoredModel | StoredAdapter) -> Path | None:
-    """Return the chat template of the conversations that the model or adapters were trained on.
+    """Return the file of the chat template for the conversations that the model or adapters were
+    trained on.
 
-    It is in the folder of a merged model's config.toml, else in that of the shards. Returns None if
-    the shards are plain text, or ptdmpi did not train them. Raises InputError as `shard_header`
-    does.
+    The file is in the folder of a merged model's config.toml, or else in the folder of the shards.
+    Returns None if the shards are plain text, or if ptdmpi did not train the model. Raises the same
+    errors as `shard_header`.
     """
     if isinstance(stored, StoredModel) and (stored.path / TEMPLATE).is_file():
         return stored.path / TEMPLATE
@@ -75,13 +77,14 @@ def find_tokenizer(header: ShardHeader, stored: StoredModel) -> Path:
 
 
 def _candidates(header: ShardHeader, stored: StoredModel) -> Iterator[Path]:
-    """Yield the places where the tokenizer may be."""
+    """Yield the paths at which the tokenizer may be."""
     folders = [stored.path]
     kept = kept_files(stored)
     if kept is not None:
         folders.append(kept)
     folders += list(header.path.absolute().parents)[:3]
-    copy = Path(TOKENIZER).with_suffix(Path(header.tokenizer).suffix)  # ptdmpi-data's name for it
+    # ptdmpi-data's name for the copy
+    copy = Path(TOKENIZER).with_suffix(Path(header.tokenizer).suffix)
     for folder in folders:
         yield from (folder / header.tokenizer, folder / copy)
 
@@ -90,7 +93,7 @@ def known_tokenizer(path: Path) -> str | None:
     """Return the SHA-256 of the tokenizer of the model at `path`; None if it is not known."""
     try:
         return tokenizer_sha256(open_model(path))
-    except InputError:  # it has no config.toml, for example
+    except InputError:  # for example because there is no config.toml
         return None
 
 
@@ -101,7 +104,7 @@ def tokenizer_sha256(stored: StoredModel) -> str | None:
         return trained_on.tokenizer_sha256
     try:
         header = shard_header(stored)
-    except InputError:  # its shards have been moved
+    except InputError:  # the shards have been moved
         return None
     if header is not None:
         return header.tokenizer_sha256

@@ -1,4 +1,4 @@
-"""Token shards as a data set of torch."""
+"""Token shards as a data set for torch."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ from ptdmpi.data.shards import Dataset
 
 
 class TokenWindows(TorchDataset[dict[str, Tensor]]):
-    """The samples of a directory of token shards, in the order of the shards.
+    """The samples in a directory of token shards, in the order of the shards.
 
-    Sample i has "input_ids" and "labels", int64 [seq_length] each. The label at a place is the next
-    token. A run draws the same samples, in its own order.
+    Sample i has "input_ids" and "labels", int64 [seq_length] each. The label at a position is the
+    next token. A training run reads the same samples, in an order of its own.
     """
 
     def __init__(self, shards: Dataset, seq_length: int) -> None:
@@ -26,7 +26,7 @@ class TokenWindows(TorchDataset[dict[str, Tensor]]):
         return self._samples
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        """Return sample `number`; raise IndexError if there is none."""
+        """Return sample `number`. Raise IndexError if it does not exist."""
         if not -len(self) <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
         (row,) = self.shards.read(np.array([number % len(self)]), self.seq_length)
@@ -38,6 +38,6 @@ def open_shards(directory: str | Path, seq_length: int) -> TokenWindows:
     """Return the samples of `seq_length` tokens in a directory of shards.
 
     Tokens are verified when they are first read. Raises InputError if the directory has no shards,
-    if they do not fit together, or if no shard has a whole sample.
+    if they do not belong together, or if no shard has a complete sample.
     """
     return TokenWindows(Dataset(directory, verified=True), seq_length)

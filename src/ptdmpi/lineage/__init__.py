@@ -1,2 +1,2 @@
-"""Lineage of a run: the data it was trained on, whether it may resume with its present data and
-configuration, and its attempts."""
+"""The lineage of a run: the data on which it was trained, whether it may resume with its present
+data and configuration, and its attempts."""

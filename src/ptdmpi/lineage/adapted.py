@@ -1,5 +1,5 @@
-"""Adapters and their frozen base model: their entries in a checkpoint, and whether a run may resume
-from it."""
+"""Adapters and their frozen base model: the entries about them in a checkpoint, and whether a run
+may resume from it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from typing import Any
 from ptdmpi.config import AdaptConfig, InputError, TaskConfig
 from ptdmpi.config.section import OnResume
 
-# Keys of a manifest: the table [adapt] of the run, and the checkpoint of the frozen base.
+# The key of a manifest for the table [adapt] of the run and the checkpoint of the frozen base.
 KEY = "adapt"
-# A key in the first of these tables: [task] of the run, if it had one.
+# A key in that table: the section [task] of the run, if it had one.
 TASK = "task"
 NO_TASK = TaskConfig()
-# Keys of [adapt] that may change between one start of a run and the next.
+# Keys of [adapt] that may change between two starts of a run.
 FREE = {key for key in AdaptConfig.model_fields if AdaptConfig.on_resume(key) is not OnResume.BOUND}
 
 
 @dataclass(frozen=True)
 class Base:
-    """The frozen model: its checkpoint, and a hash of the names, shapes and checksums of its
-    weights, from its manifest."""
+    """The frozen base model: the path of its checkpoint, and a hash of the names, shapes and
+    checksums of its weights, taken from its manifest."""
 
     path: str
     sha256: str
@@ -29,15 +29,15 @@ class Base:
 
 @dataclass(frozen=True)
 class Adapted:
-    """The adapters that the manifest of a checkpoint describes. `task`: the task of the head that
-    was trained with them, if there is one."""
+    """The adapters that the manifest of a checkpoint describes. `task` is the task of the head that
+    was trained together with them, if there is one."""
 
     adapt: AdaptConfig
     base: Base
     task: TaskConfig = NO_TASK
 
     def in_manifest(self) -> dict[str, Any]:
-        """Return the entries of a manifest."""
+        """Return the entries about the adapters for a manifest."""
         table = self.adapt.model_dump(mode="json", exclude={"base"})
         entry = {**table, "base": self.base.path, "base_sha256": self.base.sha256}
         if self.has_head:
@@ -46,7 +46,7 @@ class Adapted:
 
     @property
     def has_head(self) -> bool:
-        """Return True if a head for a task was trained with them."""
+        """Return True if a head for a task was trained together with the adapters."""
         return self.task.kind != "none"
 
     def require(self, path: Path, base: Base) -> None:
@@ -60,7 +60,7 @@ class Adapted:
 
 
 def adapted_of(path: Path, said: Mapping[str, Any]) -> Adapted | None:
-    """Return the adapters that a manifest describes; None if the checkpoint is of a whole model.
+    """Return the adapters that a manifest describes; None if the checkpoint contains a full model.
     Raises InputError for a damaged entry."""
     table = said.get(KEY)
     if table is None:
@@ -75,8 +75,8 @@ def adapted_of(path: Path, said: Mapping[str, Any]) -> Adapted | None:
 
 
 def require_kind(path: Path, said: Mapping[str, Any], whole: bool = True) -> None:
-    """Raise InputError unless the checkpoint at `path` holds a `whole` model, or adapters if
-    `whole` is False."""
+    """Raise InputError unless the checkpoint at `path` contains a full model (`whole`), or, if
+    `whole` is False, adapters."""
     adapted = adapted_of(path, said)
     if adapted is None and not whole:
         raise InputError(
@@ -91,8 +91,8 @@ def require_kind(path: Path, said: Mapping[str, Any], whole: bool = True) -> Non
 
 
 def judge_adapted(path: Path, said: Mapping[str, Any], adapt: AdaptConfig, base: Base) -> None:
-    """Raise InputError unless a run with these adapters over `base` may resume from the checkpoint
-    at `path`."""
+    """Raise InputError unless a run that trains these adapters on `base` may resume from the
+    checkpoint at `path`."""
     require_kind(path, said, whole=False)
     adapted = adapted_of(path, said)
     assert adapted is not None

@@ -1,8 +1,8 @@
-"""The attempts of a run: the command and the settings that trained each of its steps, and the
-reason why each attempt ended.
+"""The attempts of a run: which command and settings trained each of its steps, and why each attempt
+ended.
 
-`history.jsonl` in the run directory only grows: one line is added when an attempt begins to train,
-and one when it ends. An attempt that was killed has no line for its end; its last step is in
+Lines are only ever added to `history.jsonl` in the run directory: one when an attempt begins to
+train, and one when it ends. An attempt that was killed has no line for its end; its last step is in
 `metrics.jsonl`.
 """
 
@@ -20,10 +20,10 @@ HISTORY = "history.jsonl"
 
 @dataclass(frozen=True)
 class PastAttempt:
-    """Steps `first` + 1 to `last` of a run. If the attempt was killed, its end is not known and
-    `last` is None. `config` is the complete configuration, and `changed` has the differences from
-    the steps before. `trained_on` is a TrainedOn as JSON, which can be read without shards and
-    h5py."""
+    """An earlier attempt, which trained steps `first` + 1 to `last` of a run. If it was killed, its
+    end is unknown and `last` is None. `config` is the complete configuration, and `changed` has the
+    differences from the attempt before. `trained_on` is a TrainedOn as JSON, which can be read
+    without shards and h5py."""
 
     number: int
     began: str
@@ -40,20 +40,21 @@ class PastAttempt:
 
 
 class History:
-    """A writer of the history of a run directory, for one attempt. Its methods raise OSError."""
+    """A writer for the history in a run directory, for one attempt. Its methods raise OSError."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / HISTORY
         self.number = 0  # the number of the present attempt
 
     def begin(self, **values: Any) -> None:
-        """Record the beginning of an attempt. `values` are fields of an Attempt: `how`, `first`,
-        `ranks`, `layout`, `changed`, `trained_on` (as JSON), `config`."""
+        """Record the beginning of an attempt. `values` are fields of a `PastAttempt`: `how`,
+        `first`, `ranks`, `layout`, `changed`, `trained_on` (as JSON), `config`."""
         self.number = 1 + max((line["attempt"] for line in _lines(self.path)), default=0)
         self._append({"attempt": self.number, "event": "begin", "time": _now(), **values})
 
     def end(self, last: int, why: str) -> None:
-        """Record how the attempt ended, once; do nothing if none has begun."""
+        """Record how the attempt ended. Do nothing if no attempt has begun, or its end is already
+        recorded."""
         if self.number:
             line = {"attempt": self.number, "event": "end", "time": _now()}
             self._append({**line, "last": last, "why": why})
@@ -61,14 +62,14 @@ class History:
 
     def _append(self, values: Mapping[str, Any]) -> None:
         with open(self.path, "ab", buffering=0) as file:
-            # if a crash has torn the last line, it stays a separate line
+            # if a crash has left an incomplete last line, it stays a separate line
             torn = file.tell() and not _ends_line(self.path)
             file.write((b"\n" if torn else b"") + json.dumps(values).encode() + b"\n")
 
 
 def attempts(directory: Path) -> list[PastAttempt]:
-    """Return the attempts of a run directory, oldest first. The list is empty if an older version
-    wrote the run. Torn lines are skipped. Raises OSError if the file cannot be read."""
+    """Return the attempts in a run directory, oldest first. The list is empty if an older version
+    wrote the run. Incomplete lines are skipped. Raises OSError if the file cannot be read."""
     begun: dict[int, dict[str, Any]] = {}
     for line in _lines(directory / HISTORY):
         event = line.get("event")
@@ -102,7 +103,7 @@ def _attempt(line: Mapping[str, Any]) -> PastAttempt | None:
 
 
 class AttemptedSteps(NamedTuple):
-    """The recorded steps `first` to `last` that an attempt trained."""
+    """The recorded steps, from `first` to `last`, that an attempt trained."""
 
     attempt: PastAttempt
     first: int
@@ -110,7 +111,7 @@ class AttemptedSteps(NamedTuple):
 
 
 def that_trained(all_attempts: Sequence[PastAttempt], steps: Iterable[int]) -> list[AttemptedSteps]:
-    """Return the attempts that trained the recorded `steps`, in order of their steps. A step is
+    """Return the attempts that trained the recorded `steps`, in the order of the steps. A step is
     attributed to the newest attempt that may have trained it."""
     owed: dict[int, list[int]] = {}
     for step in steps:
@@ -128,7 +129,7 @@ def that_trained(all_attempts: Sequence[PastAttempt], steps: Iterable[int]) -> l
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a history that belong to an attempt; others are skipped."""
+    """Return the lines of a history that belong to an attempt. Other lines are skipped."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

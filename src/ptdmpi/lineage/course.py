@@ -1,4 +1,4 @@
-"""The course of a run: the data of its next steps, and the entries about the data in
+"""The course of a run: the data for its next steps, and the entries about its data in
 checkpoints."""
 
 from collections.abc import Mapping, Sequence
@@ -13,42 +13,43 @@ from ptdmpi.lineage.trained_on import TrainedOn
 
 
 class Course:
-    """The course of one run from its present step. `now` is the data of a run that begins with this
-    configuration; it is used until `judge` returns another answer."""
+    """The course of one run from its present step on. `now` is the data of a run that begins with
+    this configuration; it is used until `judge` decides otherwise."""
 
     def __init__(self, config: Config, now: TrainedOn) -> None:
         self.config = config
         self.now = now
-        self.settings = settings(config)  # as at the start, since files may be edited later
+        # the settings at the start, because files may be edited later
+        self.settings = settings(config)
         self.answer = Answer(now)
-        self.base: Base | None = None  # the frozen base of adapters
-        # the kernels for each kind of product, once they are chosen
+        self.base: Base | None = None  # the frozen base model of adapters
+        # the kernels for each kind of operation, once they are chosen
         self.kernels: Mapping[str, Sequence[str]] = {}
         self._order: SampleOrder | None = None
 
     def judge(
         self, kind: Literal["resume", "initial"], path: Path, manifest: Mapping[str, Any]
     ) -> None:
-        """Take over the data on which the checkpoint at `path` was trained. Raise InputError if
+        """Continue with the data on which the checkpoint at `path` was trained. Raise InputError if
         this run may not resume from it; the result is the same on every rank."""
         if self.base is not None:
             judge_adapted(path, manifest, self.config.adapt, self.base)
         if kind == "resume":
             kept = manifest.get("kernels", {})
-            # checkpoints from before kernels of linears existed have a list of attention kernels
+            # older checkpoints, which had no kernels for linears, have a list of attention kernels
             self.kernels = kept if isinstance(kept, Mapping) else {"attention": kept}
         self.go_on(judge(kind, Before.of(path, manifest), self.config, self.now))
 
     def go_on(self, answer: Answer) -> None:
-        """Use an answer that `judge` gave earlier, perhaps on another rank."""
+        """Continue with an answer that `judge` returned earlier, perhaps on another rank."""
         self.answer = answer
         self._order = None
 
     def stand_on(
         self, base: Base, path: Path, manifest: Mapping[str, Any], tokenizer_sha256: str | None
     ) -> None:
-        """Take the model at `path` as the frozen base of the adapters. Raise InputError if it is
-        not a whole model, or has another tokenizer than the data."""
+        """Use the model at `path` as the frozen base of the adapters. Raise InputError if it is not
+        a full model, or has another tokenizer than the data."""
         require_kind(path, manifest)
         before = Before.of(path, manifest)
         judge_base(before, self.config, self.now)
@@ -57,8 +58,8 @@ class Course:
         self.base = base
 
     def require_tokenizer(self, path: Path, sha256: str | None) -> None:
-        """Raise InputError if the weights at `path` have another tokenizer than the data; `sha256`
-        None: the tokenizer of the weights is not known."""
+        """Raise InputError if the weights at `path` have another tokenizer than the data. `sha256`
+        None means that the tokenizer of the weights is unknown."""
         if sha256 not in (None, self.now.tokenizer_sha256):
             raise InputError(
                 f"{path} has a tokenizer of sha256 {sha256[:12]}, the shards were made with "
@@ -68,7 +69,7 @@ class Course:
 
     @property
     def trained_on(self) -> TrainedOn:
-        """Return the data of the next steps and of the steps before."""
+        """Return the data of the next steps and of all earlier steps."""
         return self.answer.trained_on
 
     @property
@@ -80,7 +81,8 @@ class Course:
         return self._order
 
     def check(self) -> None:
-        """Raise InputError if the run would draw more of a dataset than its `epochs` allow."""
+        """Raise InputError if the run would use a dataset for more epochs than its `epochs`
+        allows."""
         self.order.check(self.samples(self.config.run.steps))
 
     def samples(self, step: int) -> int:
@@ -92,8 +94,8 @@ class Course:
         return self.trained_on.last.tokens_after(step)
 
     def drawn(self, step: int) -> dict[str, list[float]]:
-        """Return the samples and epochs drawn of each dataset that the run has seen, after `step`
-        steps."""
+        """Return the number of samples, and of epochs, used of each dataset that the run has seen,
+        after `step` steps."""
         sources = self.trained_on.last.drawn(self.order, step)
         return {
             "samples_drawn": [source.drawn for source in sources],
@@ -101,7 +103,7 @@ class Course:
         }
 
     def in_manifest(self) -> dict[str, Any]:
-        """Return the entries of the manifest of a checkpoint."""
+        """Return the entries about the run for the manifest of a checkpoint."""
         method = self.config.data_parallel.method
         adapted: dict[str, Any] = {}
         if self.base is not None:

@@ -1,8 +1,8 @@
-"""The decision whether a run may continue with its present data and configuration: one answer for
-every kind of start.
+"""The decision whether a run may continue with its present data and configuration, for every kind
+of start.
 
 There are three answers. The run may be the same as before. It may be refused, with one line that
-says what differs, where, and what is allowed. Or it was changed on purpose (`data.change = "from
+says what differs, where, and what is legal. Or it was changed on purpose (`data.change = "from
 here"`), and the changes are logged.
 """
 
@@ -17,27 +17,27 @@ from ptdmpi.config.section import OnResume
 from ptdmpi.lineage.trained_on import Source, Stretch, TrainedOn, changed_at
 from ptdmpi.plan.layout.topology import file_sha256
 
-# keys of [model] that may change between one start of a run and the next
+# keys of [model] that may change between two starts of a run
 FREE_TO_CHANGE = {
     key for key in ModelConfig.model_fields if ModelConfig.on_resume(key) is not OnResume.BOUND
 }
-# keys that change the function of a model although the tensors of a checkpoint fit
+# keys with which a model computes another function although the tensors of a checkpoint fit
 HEADS = ("heads", "kv_heads", "head_size")
-# for a base of adapters also: a name for other keys, sizes that shapes show, and the sequence
-# length
+# may also differ for a base of adapters: a name for other keys, a size that is known from shapes,
+# and the sequence length
 FREE_BENEATH = FREE_TO_CHANGE | {"kind", "vocab_size", "seq_length"}
-# keys that `Config.with_head` sets, because a task's head replaces that of the base
+# keys that `Config.with_head` sets, because the head of a task replaces that of the base
 NEW_HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}
 FROM_HERE = "from here"
-# Keys whose values a checkpoint records. Keys that fix the order of samples are not among them. The
-# stretches of `TrainedOn`, which identify the data by their content, are compared instead.
+# The keys whose values a checkpoint records. Keys that determine the order of samples are not among
+# them. Instead, the stretches of `TrainedOn` are compared, which identify the data by its content.
 RECORDED = (OnResume.BOUND, OnResume.REPORTED)
 
 
 @dataclass(frozen=True)
 class Before:
     """A checkpoint as its manifest describes it. `trained_on` is None if an older version wrote it;
-    only `samples` and `seed` of its data are then known."""
+    then only `samples` and `seed` of its data are known."""
 
     path: Path
     step: int
@@ -62,8 +62,9 @@ class Before:
 
 @dataclass(frozen=True)
 class Answer:
-    """The data with which a run continues. `changed` has the differences from before, one text
-    each, with those of the data first. `note` says what an older checkpoint does not record."""
+    """The data with which a run continues. `changed` has the differences from the checkpoint, one
+    text each, beginning with those of the data. `note` says what an older checkpoint does not
+    record."""
 
     trained_on: TrainedOn
     changed: tuple[str, ...] = ()
@@ -72,8 +73,8 @@ class Answer:
 
 def settings(config: Config) -> dict[str, Any]:
     """Return the settings that a checkpoint records: `section.key` -> value as JSON, for every key
-    that is bound or reported on resume. Raise InputError if a file that the configuration names is
-    missing."""
+    that must not change on resume, or whose change is reported. Raise InputError if a file that the
+    configuration names is missing."""
     recorded: dict[str, Any] = {}
     for name, section in Config.sections().items():
         table = getattr(config, name).model_dump(mode="json")
@@ -81,7 +82,7 @@ def settings(config: Config) -> dict[str, Any]:
             if section.on_resume(key) in RECORDED:
                 recorded[f"{name}.{key}"] = value
     graph = file_sha256(config.data_parallel)
-    if graph is not None:  # by its content: a file may be edited
+    if graph is not None:  # recorded by its content, because the file may be edited
         recorded["data_parallel.topology sha256"] = graph[:12]
     return recorded
 
@@ -92,8 +93,8 @@ def judge(
     """Return the data with which a run resumes from the checkpoint `before`, or begins with its
     weights.
 
-    `config` is the configuration of this start, `now` the data of a run that begins. Raise
-    InputError if the run may not continue.
+    `config` is the configuration of this start, and `now` the data of a run that begins with it.
+    Raise InputError if the run may not continue.
     """
     _require_same_tokenizer(before, now)
     if kind == "resume":
@@ -149,11 +150,11 @@ def _keys_without(free: Set[str]) -> list[str]:
 def _require_same_model(
     before: Before, config: Config, keys: Iterable[str], otherwise: str = ""
 ) -> None:
-    """Raise InputError if one of these keys of [model] differs. With other heads or another
-    activation the shapes of tensors may fit, but the model computes another function. `otherwise`
-    is added to the allowed values of all keys except the heads."""
+    """Raise InputError if one of these keys of [model] differs. With another number of heads or
+    another activation the shapes of tensors may fit, but the model computes another function.
+    `otherwise` is added to the legal values in the message, except for keys in HEADS."""
     here = config.model.model_dump()
-    # a key that an older checkpoint lacks had its default value
+    # a key that an older checkpoint does not record had its default value
     known = ModelConfig.model_validate(before.model).model_dump() if before.model else {}
     for key in keys:
         stored = known.get(key, here[key])
@@ -165,8 +166,9 @@ def _require_same_model(
 
 
 def _require_same_settings(before: Before, config: Config) -> None:
-    """Raise InputError if a bound key outside [model] has another value than in the checkpoint. A
-    key that a checkpoint of an older version has not recorded is not compared."""
+    """Raise InputError if a key outside [model] that must not change on resume has another value
+    than in the checkpoint. Keys that a checkpoint of an older version does not record are not
+    compared."""
     now = settings(config)
     for name, section in Config.sections().items():
         for key in section.model_fields:
@@ -180,8 +182,8 @@ def _require_same_settings(before: Before, config: Config) -> None:
 
 
 def _changed_settings(before: Before, config: Config) -> Iterator[str]:
-    """Yield the recorded settings that have changed, one text each; for a checkpoint of an older
-    version, the settings of the model."""
+    """Yield the recorded settings that have changed, one text each. For a checkpoint of an older
+    version, these are only settings of the model."""
     old = {f"model.{key}": value for key, value in before.model.items()} | dict(before.settings)
     for key, value in settings(config).items():
         if key in old and old[key] != value:
@@ -196,7 +198,7 @@ def _unknown(before: Before) -> str:
 
 
 def _as_far_as_known(before: Before, now: TrainedOn) -> TrainedOn:
-    """Return the data of `now`, with the seed and the batch size of a checkpoint that records
+    """Return the data of `now`, but with the seed and the batch size of a checkpoint that records
     nothing else about its data."""
     size = before.samples // before.step if before.step else now.last.global_size
     return replace(now, stretches=(replace(now.last, seed=before.seed, global_size=size),))
@@ -221,7 +223,7 @@ def _dealt(stretch: Stretch) -> str:
 
 
 def _shares(sources: tuple[Source, ...]) -> list[tuple[str, Fraction]]:
-    """Return (hash of a dataset, its share of the sum of all weights) for each dataset."""
+    """Return (hash, share of the sum of all weights) for each dataset."""
     total = sum(Fraction(source.weight) for source in sources)
     return [(source.sha256, Fraction(source.weight) / total) for source in sources]
 

@@ -1,9 +1,9 @@
-"""The data that a run was trained on: the identity of its tokenizer, its datasets, and the order of
-its samples.
+"""The data on which a run was trained: the identity of its tokenizer, its datasets, and the order
+of its samples.
 
-A run is a sequence of stretches, nearly always only one. In a stretch the samples come in one
-order. A new stretch begins if the data, the mixture, the seed or the batch is changed on purpose.
-The counts of samples and tokens go on through all stretches.
+A run is a sequence of stretches, and nearly always has only one. Within a stretch the samples have
+one order. A new stretch begins if the data, the mixture, the seed or the batch is changed on
+purpose. The counts of samples and tokens continue through all stretches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,19 +16,19 @@ from ptdmpi.data.split import SplitOrder
 
 
 class Samples(Protocol):
-    """A dataset as a run identifies it: a directory of shards, or a file of a task."""
+    """A dataset as seen by a run: a directory of shards, or a file of a task."""
 
     @property
     def tokenizer(self) -> str:
-        """Return the name of its tokenizer."""
+        """Return the name of the dataset's tokenizer."""
 
     @property
     def tokenizer_sha256(self) -> str:
-        """Return the identity of the tokenizer: equal for equal tokenizers."""
+        """Return a hash of the tokenizer. Equal tokenizers have equal hashes."""
 
     @property
     def sha256(self) -> str:
-        """Return the identity of the content: different content has a different hash."""
+        """Return a hash of the content. Different contents have different hashes."""
 
     def samples(self, length: int) -> int:
         """Return the number of samples of `length` tokens."""
@@ -36,11 +36,11 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """One training dataset. `sha256` is a hash of the headers of its shards, and `samples` the
-    number of its samples.
+    """One training dataset of a run. `sha256` is a hash of the headers of its shards, and `samples`
+    the number of its samples.
 
     `key` is its number among all datasets that the run has seen. It identifies the dataset's
-    permutations and its place in records. `drawn` is the number of its samples that were drawn
+    permutations, and the dataset in records. `drawn` is the number of its samples that were used
     before the stretch.
     """
 
@@ -54,10 +54,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps whose samples come in one order. Before the stretch `step` steps, `sample` samples and
-    `tokens` tokens were trained. `gone` has the datasets that are no longer used, with their drawn
-    samples. `ranks` is the number of data ranks to which sources are dealt, so that each rank draws
-    only from its own sources; 1: all ranks draw from all sources.
+    """Consecutive steps whose samples have one order. Before the stretch, `step` steps, `sample`
+    samples and `tokens` tokens were trained. `gone` has the datasets that are no longer used, with
+    the numbers of samples used of them. `ranks` is the number of data ranks among which the sources
+    are divided, so that each rank reads only its own sources; 1 means that all ranks read all
+    sources.
     """
 
     step: int
@@ -79,8 +80,8 @@ class Stretch:
         return self.tokens + (step - self.step) * self.global_size * self.seq_length
 
     def order(self, epochs: Sequence[Any] = ()) -> SampleOrder:
-        """Return the order of the samples; `epochs` has an upper limit of each dataset, or None.
-        Raises InputError as SampleOrder does."""
+        """Return the order of the samples. `epochs` has an upper limit for each dataset, or None.
+        Raises the same errors as `SampleOrder`."""
         limits = list(epochs) or [None] * len(self.sources)
         parts = [
             Part(source.samples, source.weight, limit, source.key, source.drawn)
@@ -94,8 +95,8 @@ class Stretch:
         )
 
     def drawn(self, order: SampleOrder, step: int) -> list[Source]:
-        """Return every dataset that the run has seen, by `key`, with the samples drawn after `step`
-        steps; `order` is that of `order()`."""
+        """Return every dataset that the run has seen, in the order of `key`, with the number of
+        samples used after `step` steps. `order` is the result of the method `order`."""
         counts = order.counts(self.samples_after(step))
         now = [replace(source, drawn=n) for source, n in zip(self.sources, counts, strict=True)]
         return sorted([*now, *self.gone], key=lambda source: source.key)
@@ -103,7 +104,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """The data of a run, past and next: its tokenizer and its stretches."""
+    """The data of a run, past and future: its tokenizer and its stretches."""
 
     tokenizer: str
     tokenizer_sha256: str
@@ -111,7 +112,7 @@ class TrainedOn:
 
     @property
     def last(self) -> Stretch:
-        """Return the stretch that is being trained."""
+        """Return the present stretch."""
         return self.stretches[-1]
 
     def as_json(self) -> dict[str, Any]:
@@ -120,7 +121,7 @@ class TrainedOn:
 
     @classmethod
     def from_json(cls, table: Any) -> Self | None:
-        """Return the object that `as_json` wrote; None for None, since older versions wrote
+        """Return the object that `as_json` wrote. Return None for None, since older versions wrote
         nothing. Raise ValueError for anything else."""
         if table is None:
             return None
@@ -143,13 +144,13 @@ def _stretch(table: Mapping[str, Any]) -> Stretch:
 
 
 def begun(config: Config, train: Sequence[Samples]) -> TrainedOn:
-    """Return the data of a run of this configuration that begins now."""
+    """Return the data of a run with this configuration that begins now."""
     length = config.model.text_length
     sources = tuple(
         Source(part.path, data.sha256, data.samples(length), str(part.weight), key)
         for key, (part, data) in enumerate(zip(config.data.train, train, strict=True))
     )
-    # if several sequences make one sample, it has the tokens of all of them
+    # if several sequences form one sample, it has the tokens of all of them
     tokens = config.task.sequences * config.model.seq_length
     ranks = config.data_size if config.data.split == "by_rank" else 1
     first = Stretch(0, 0, 0, config.run.seed, config.samples, tokens, sources, ranks=ranks)
@@ -157,7 +158,7 @@ def begun(config: Config, train: Sequence[Samples]) -> TrainedOn:
 
 
 def synthetic(config: Config, name: str = "synthetic") -> TrainedOn:
-    """Return the identity of a run with synthetic samples, for tests and benchmarks."""
+    """Return the data of a run with synthetic samples, for tests and benchmarks."""
     model, size = config.model, config.batch.global_size
     source = Source(name, "0" * 64, 10**9, "1", 0)
     first = Stretch(0, 0, 0, config.run.seed, size, model.seq_length, (source,))
@@ -165,11 +166,12 @@ def synthetic(config: Config, name: str = "synthetic") -> TrainedOn:
 
 
 def changed_at(before: TrainedOn, now: TrainedOn, step: int) -> TrainedOn:
-    """Return `before` with a new stretch after step `step`: data, mixture, seed and batch of `now`.
+    """Return `before` with a new stretch after step `step`, which has the data, mixture, seed and
+    batch of `now`.
 
-    The numbers of samples continue. The mixture's table begins anew. A dataset that was used before
-    (by its hash) continues after its last draw, so that no sample is repeated or left out. A new
-    dataset begins at its first sample.
+    The numbers of samples continue. The table of the mixture begins again. A dataset that was used
+    before (according to its hash) continues after its last used sample, so that no sample is
+    repeated or left out. A new dataset begins at its first sample.
     """
     last = before.last
     fresh = now.last

@@ -1,5 +1,5 @@
-"""The boundary between two stages. It defines the form in which an activation is sent, and the
-input and the output end of the autograd graph that a stage builds for a microbatch."""
+"""The boundary between two pipeline stages. It defines the form in which an activation is sent, and
+the input and the output of the autograd graph that a stage builds for a microbatch."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 
 
 class Boundary:
-    """The form of an activation [s, b, h] (or of its gradient) between two stages.
+    """The form in which an activation [s, b, h], or its gradient, is sent between two stages.
 
     With `scatter_gather` (Narayanan et al. 2021, section 4.1), the ranks of a tensor group, which
-    hold equal activations, send 1/t of it each, and the receivers gather it. Under sequence
-    parallelism it is divided anyway.
+    have equal activations, send 1/t of it each, and the receivers gather it. Under sequence
+    parallelism the activation is already divided.
     """
 
     def __init__(self, shape: tuple[int, ...], axis: TensorAxis, scatter_gather: bool) -> None:
@@ -26,37 +26,38 @@ class Boundary:
         elements = torch.Size(shape).numel()
         self.shape = shape
         self.scattered = scatter_gather and axis.size > 1 and not axis.divides_sequence
-        # all shares have one length: a tensor that t does not divide is sent whole
+        # all shares have the same length: a tensor that t does not divide is sent unscattered
         self.scattered = self.scattered and elements % axis.size == 0
         self.wire_elements = elements // axis.size if self.scattered else elements
 
     def pack(self, x: Tensor) -> Tensor:
-        """Return the part of `x` that this rank sends: flat and contiguous."""
-        # only values are sent: the next stage builds its own graph, and its B returns the gradient
+        """Return the part of `x` that this rank sends, flat and contiguous."""
+        # only values are sent: the next stage builds its own graph, and its backward op (B) returns
+        # the gradient
         return self.axis.share(x) if self.scattered else x.detach().contiguous().view(-1)
 
     def unpack(self, received: Tensor) -> Tensor:
-        """Return the activation [s, b, h] from the received tensor."""
+        """Return the activation [s, b, h], given the received tensor."""
         if self.scattered:
             received = self.axis.from_shares(received)
         return received.view(self.shape)
 
 
 class Arrival:
-    """The input end of a stage's graph. It keeps no reference to the input, and receives its
-    gradient."""
+    """The input of a stage's autograd graph. It keeps no reference to the input's values, and
+    receives the gradient."""
 
     gradient: Tensor | None = None
 
     def begin(self, x: Tensor) -> Tensor:
-        """Return the input as a non-leaf value of the stage's own graph. A leaf would stay in
-        memory until its gradient is there, although a first layer may keep only a share of it."""
+        """Return the input as a non-leaf tensor of the stage's own graph. A leaf would stay in
+        memory until its gradient exists, although a first layer may need only a share of it."""
         arrived: Tensor = _Arrive.apply(x.new_empty(0, requires_grad=True), x, self)
         return arrived
 
 
 class _Arrive(Function):
-    """The identity, whose backward hands the gradient to an `Arrival`."""
+    """The identity. Its backward hands the gradient to an `Arrival`."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, x: Tensor, arrival: Arrival) -> Tensor:
@@ -70,8 +71,8 @@ class _Arrive(Function):
 
 
 class Departure:
-    """The output end of a stage's graph. It keeps no reference to the output, whose memory can be
-    freed once it has been sent."""
+    """The output of a stage's autograd graph. It keeps no reference to the output's values, whose
+    memory can be freed once they have been sent."""
 
     gradient: Tensor | None = None
 
@@ -79,9 +80,9 @@ class Departure:
         self._end: GradientEdge | None = get_gradient_edge(_Depart.apply(y, self))
 
     def backward(self, dy: Tensor | None) -> None:
-        """Run the graph backward from the output's gradient `dy`. Passed as an argument of torch's
-        own call, `dy` would make torch import SymPy to compare two shapes, which costs a second at
-        every rank's start."""
+        """Run the backward of the graph from the output's gradient `dy`. If `dy` were an argument
+        of torch's own call, torch would import SymPy to compare two shapes, which costs a second at
+        the start of every rank."""
         assert self._end is not None, "a graph runs back once"
         # the graph refers to this object: a reference back would keep both until garbage collection
         end = self._end
@@ -91,7 +92,7 @@ class Departure:
 
 
 class _Depart(Function):
-    """An end of the graph without values, whose backward takes the gradient from a `Departure`."""
+    """An end of the graph without values. Its backward takes the gradient from a `Departure`."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, departure: Departure) -> Tensor:

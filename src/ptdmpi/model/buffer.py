@@ -1,8 +1,8 @@
-"""The flat buffers of a rank's parameters, whole or sharded.
+"""The flat buffers that contain a rank's parameters, sharded or unsharded.
 
 Weights have the compute type; master weights, gradients and moments are float32 (float64 under
-fp64). All parameters that train are in one flat order. `zero` = 1 shards masters and moments, 2
-gradients too, 3 weights too, including frozen weights.
+fp64). All parameters that train are in one flat buffer, in a fixed order. `zero` = 1 shards the
+master weights and the moments, 2 also the gradients, 3 also the weights, including frozen weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,39 +19,41 @@ from ptdmpi.model.random import initial
 
 
 class Storage:
-    """The memory of the optimizer's state, which is moments, and masters that are separate from the
-    weights. This class uses the memory of `device`. `apart` is True if the memory is not on the
-    device that trains; then the update is computed where the memory is (`offload`)."""
+    """The memory of the optimizer's state: the moments, and the master weights if they are separate
+    from the weights. This class uses the memory of `device`. `apart` is True if the memory is not
+    on the device that trains; then the update is computed where the memory is (`offload`)."""
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
         self.device = device
         self.apart = apart
 
     def zeros(self, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Return consecutive tensors of these lengths, all zero. Raise OSError if a file has no
-        room for them."""
+        """Return consecutive tensors of these lengths, all zero. Raise OSError if the disk has no
+        space for them."""
         flat = torch.zeros(sum(lengths), dtype=dtype, device=self.device)
         return list(flat.split(list(lengths)))
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
         """Yield rows of stored tensors, one by one, as tensors in memory that may be read and
-        changed. A row may be stored once the next one is requested."""
+        changed. A row may be written back once the next one is requested."""
         yield from rows
 
     def let_go(self) -> None:
-        """Allow the storage to free memory that only mirrors these tensors: nobody reads them
+        """Allow the storage to free memory that is only a copy of these tensors: no code reads them
         now."""
 
 
 class ParameterBuffer(FlatOrder):
-    """The parameters of one rank: their flat order and its tensors, all zero at first. If `trains`
-    is False, there are no gradients. `storage` is for masters that are not in the device's memory.
+    """The parameters of one rank: their order in flat buffers, and these buffers, which are zero at
+    first. If `trains` is False, there are no gradients. `storage` is for master weights that are
+    not in the device's memory.
 
-    `masters` and `reduced` have one tensor for each unit: the weights and the gradients that this
-    rank updates. If master and compute types are equal, masters are the weights. `gradients` is the
-    flat tensor in which gradients accumulate. `weights` is the flat tensor of the weights of all
-    units; it does not exist under `zero` = 3. Frozen weights have units of their own: `idle_parts`
-    has one tensor for each of them, and `idle_weights` all frozen weights.
+    `masters` and `reduced` have one tensor for each shard unit: the master weights and the
+    gradients for the part that this rank updates. If the master type equals the compute type, the
+    master weights are the weights. `gradients` is the flat tensor in which gradients accumulate.
+    `weights` is the flat tensor of the weights of all shard units; it does not exist under `zero` =
+    3. Frozen weights have separate shard units: `idle_parts` has one tensor for each of them, and
+    `idle_weights` all frozen weights.
     """
 
     def __init__(
@@ -107,12 +109,13 @@ class ParameterBuffer(FlatOrder):
             self.reduced = [self.own(unit, self.gradients) for unit in self.gradient_units]
 
     def own(self, unit: Unit, flat: Tensor) -> Tensor:
-        """Return this rank's part of a unit in `flat`, a tensor of the flat order."""
+        """Return this rank's part of a shard unit in `flat`, a tensor that has the order of the
+        flat buffer."""
         return flat[slice(*self.place(unit))]
 
     def _attach(self, name: str, parameter: Parameter, again: bool) -> None:
-        """Place a parameter on its part of the buffers. `again`: it is the second use of a tied
-        one."""
+        """Make a parameter a view of its part of the buffers. `again`: this is the second use of a
+        tied parameter."""
         declaration = parameter.declaration
         trains = declaration.trains
         entry = (self.entries if trains else self.packed | self.frozen)[name]
@@ -120,7 +123,8 @@ class ParameterBuffer(FlatOrder):
             weight = absent(entry, self.precision.compute, self.device)
         else:
             weight = entry.view(self.weights if trains else self.idle_weights)
-        # `.data` cannot change the type and device of a meta tensor, so swap the whole tensor.
+        # `.data` cannot change the type and device of a meta tensor, so the tensors themselves are
+        # swapped.
         attached = Parameter(weight)
         torch.utils.swap_tensors(parameter, attached)
         parameter.declaration = declaration
@@ -133,13 +137,14 @@ class ParameterBuffer(FlatOrder):
             parameter.second = self.second[name]
         if not self.portion.shards_gradients:
             parameter.main_grad = (parameter.second or entry).view(self.gradients)
-        # Our own layers add to main_grad themselves; this hook is for the others (the norms).
+        # ptdmpi's own layers add to main_grad themselves; this hook is for other modules (the
+        # norms).
         parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
     def initialise(self, seed: int, trained_alone: bool = False) -> None:
-        """Fill the master weights from (seed, name). The logical tensors are the same in every
-        layout; each rank draws the part that it keeps, never the whole. `trained_alone`: nothing is
-        drawn for frozen weights, which are loaded."""
+        """Fill the master weights with random values that depend on (seed, name). The logical
+        tensors are the same in every layout; each rank computes only the part that it stores.
+        `trained_alone`: frozen weights get no random values, because they are loaded."""
         place = (self.portion.tensor_rank, self.portion.tensor_size)
         frozen = () if trained_alone else (*self.frozen.values(), *self.packed.values())
         for entry in (*self.entries.values(), *frozen):
@@ -158,8 +163,8 @@ class ParameterBuffer(FlatOrder):
         self.refresh_weights()
 
     def refresh_weights(self, written: bool = False) -> None:
-        """Update the weights from the masters of all ranks of the shard group. All of these ranks
-        must call it. `written`: each rank's own part is already up to date."""
+        """Update the weights from the master weights of all ranks of the shard group. All of these
+        ranks must call this. `written`: each rank's own part is already up to date."""
         for follow in self.followers:
             follow()
         if not (self.one_type or written):
@@ -176,7 +181,7 @@ class ParameterBuffer(FlatOrder):
 
 
 def _fill(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
-    """Write the initial values of a logical tensor into `parts`: boxes of it, each with its
+    """Write the initial values of a logical tensor into `parts`: slices of it, each with its
     view."""
     declaration = entry.declaration
     boxes = [box for box, _ in parts]
@@ -190,13 +195,13 @@ def _fill(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
 
 
 def absent(entry: Entry, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a placeholder for a weight that is not gathered: it has its shape, no memory, and NaN
-    everywhere, so that a use of it by mistake is seen."""
+    """Return a placeholder for a weight that is not gathered. It has the weight's shape, uses no
+    memory, and is NaN everywhere, so that using it by mistake is noticed."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(entry.shape)
 
 
 def _add_to_main_grad(parameter: Parameter) -> None:
-    # our own layers have added their gradients already and return none to autograd
+    # ptdmpi's own layers have already added their gradients, and return none to autograd
     if parameter.grad is not None:
         gradient = parameter.grad
         parameter.grad = None

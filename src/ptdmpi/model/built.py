@@ -1,5 +1,5 @@
-"""Modules built from the one table of parameters (`plan.shape.parameters`), which the planner also
-uses to count."""
+"""Functions that build modules from the table of parameters (`plan.shape.parameters`), which the
+planner also uses to count parameters."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,8 @@ from ptdmpi.plan.shape import parameters
 
 
 def column_linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLinear:
-    """Return a linear whose outputs are divided over the tensor axis, with its adapters. Raise
-    TypeError if the part is of another kind, as all functions here do."""
+    """Return a linear whose outputs are divided over the tensor axis, with its adapters. All
+    functions here raise TypeError if the described part is of another kind."""
     linear = as_linear(parts[name], "columns")
     module = ColumnParallelLinear(
         axis,
@@ -59,8 +59,8 @@ def _adapt(
     name: str,
     columns: Sequence[slice],
 ) -> None:
-    """Attach the adapters that the rows below `name` describe to a linear; `columns` are those of
-    its outputs."""
+    """Attach to a linear the adapters that the table describes below `name`. `columns` has a slice
+    of the linear's outputs for each of its parts."""
     axis = module.axis
     pairs = list[LowRankAdapter]()
     scales = list[ScaleAdapter]()
@@ -77,25 +77,27 @@ def _adapt(
 
 
 def replicated_linear(part: Part) -> ReplicatedLinear:
-    """Return a linear that every tensor rank holds whole."""
+    """Return a linear that every tensor rank has unsharded."""
     linear = as_linear(part, None)
     return ReplicatedLinear(linear.inputs, sum(linear.outputs), linear.bias, linear.init_std)
 
 
 def table(part: Part) -> Table:
-    """Return a table that every tensor rank holds whole."""
+    """Return a table that every tensor rank has unsharded."""
     described = as_table(part, split=False)
     return Table(described.rows, described.hidden, described.init_std)
 
 
 def word_embedding(part: Part, axis: TensorAxis) -> VocabularyEmbedding:
-    """Return the vocabulary's table, its rows divided over the tensor axis."""
+    """Return the embedding of the vocabulary, with the rows of its table divided over the tensor
+    axis."""
     described = as_table(part, split=True)
     return VocabularyEmbedding(axis, described.rows, described.hidden, described.init_std)
 
 
 def output_head(part: Part, axis: TensorAxis, softcap: float) -> VocabularyHead:
-    """Return the linear to the vocabulary's logits, capped if `softcap` is not 0."""
+    """Return the linear that makes the logits of the vocabulary. They are capped if `softcap` is
+    not 0."""
     linear = as_linear(part, "columns")
     (vocab_size,) = linear.outputs
     return VocabularyHead(
@@ -112,7 +114,8 @@ def declare_as_described(
     stage: nn.Module, model: ModelConfig, vocab_size: int, layers: range
 ) -> None:
     """Copy two properties from the table to the declarations of a stage's parameters: whether they
-    train, and whether they are quantized in products (only weights of the layers' linears are)."""
+    train, and whether they are quantized in matrix multiplications (only weights of the layers'
+    linears are)."""
     for prefix, parts in _described(model, vocab_size, layers):
         for name, part in parts.items():
             if not part.trains:
@@ -128,7 +131,7 @@ def declare_as_described(
 
 
 def _described(model: ModelConfig, vocab_size: int, layers: range) -> Iterator[tuple[str, Parts]]:
-    """Yield the tables of a stage with these layers, each with the prefix of its names."""
+    """Yield the tables for a stage with these layers, each after the prefix of its names."""
     for number in layers:
         yield f"layers.{number}.", parameters.layer(model, number)
     if layers.start == 0:

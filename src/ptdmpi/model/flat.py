@@ -1,7 +1,8 @@
-"""The one flat order of a rank's parameters, in units that are cut into equal shards.
+"""The order of a rank's parameters in one flat buffer, divided into shard units (of ZeRO), which
+are cut into equal shards.
 
-A unit is gathered or reduced in one operation. Each rank of the shard group owns an equal part of
-every unit that `zero` shards (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+A shard unit is gathered or reduced in one operation. Each rank of the shard group owns an equal
+part of every unit that `zero` shards (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,13 +18,14 @@ from ptdmpi.model.parameters import Entry, HeldShare, Parameter
 from ptdmpi.plan.layer.parts import ALIGNMENT, aligned
 from ptdmpi.plan.shape.dealt import Slice, slices
 
-ALL = "all"  # the name of the unit that has all parameters without a unit of their own
+ALL = "all"  # the name of the shard unit for all parameters that have no separate unit
 
 
 @dataclass(frozen=True)
 class Portion:
-    """A rank's part of the model and its state: its place on the tensor axis, and in the group that
-    shares the tensors that `zero` shards. A rank that is alone in that group holds all."""
+    """A rank's part of the model and its state: its rank on the tensor axis, and in the group that
+    shares the tensors that `zero` shards. A rank that is alone in that group stores all of these
+    tensors."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
@@ -52,19 +54,20 @@ class Portion:
 
     @property
     def shards(self) -> int:
-        """Return the number of parts into which units are cut."""
+        """Return the number of shards into which a shard unit is cut."""
         return self.sharing.state_shards
 
     @property
     def frozen_shards(self) -> int:
-        """Return the number of parts into which units of frozen weights are cut."""
+        """Return the number of shards into which a shard unit of frozen weights is cut."""
         return self.sharing.weight_shards
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A run of entries at [start, stop) of the flat order, those with weight decay first. `apart`
-    are the axes along which their gradients are not summed, according to their declarations."""
+    """A shard unit: consecutive entries at [start, stop) of the flat buffer, those with weight
+    decay first. `apart` are the axes along which their gradients are not summed, according to their
+    declarations."""
 
     name: str
     start: int
@@ -73,7 +76,7 @@ class Unit:
 
 
 class LogicalPart(NamedTuple):
-    """A part of a logical tensor: its box there, its values, and the share that it belongs to."""
+    """A part of a logical tensor: its slice there, its values, and the share that it belongs to."""
 
     box: Box
     values: Tensor
@@ -82,8 +85,9 @@ class LogicalPart(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnPart:
-    """The elements [begin, end) of an entry's local tensor, in row-major order. They begin at
-    `offset` of this rank's part of unit number `unit`. Frozen units are counted separately."""
+    """The elements [begin, end) of an entry's local tensor, in row-major order, which this rank
+    has. They begin at `offset` of this rank's part of shard unit number `unit`. Shard units of
+    frozen weights are counted separately."""
 
     entry: Entry
     begin: int
@@ -97,15 +101,15 @@ class OwnPart:
         return self.end - self.begin
 
     def view(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return a flat view of these elements; `parts` has this rank's part of each unit."""
+        """Return a flat view of these elements; `parts` has this rank's part of each shard unit."""
         return parts[self.unit][self.offset : self.offset + self.length]
 
     def padded(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return `view` with the padding after it."""
+        """Return the same view as `view`, with the padding after it."""
         return parts[self.unit][self.offset : self.offset + aligned(self.length)]
 
     def boxes(self, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """Yield the boxes of the local tensor that these elements form, each with its view in
+        """Yield the slices of the local tensor that these elements form, each with its view in
         `flat`, which has their values."""
         done = 0
         for box in runs(self.entry.shape, self.begin, self.end):
@@ -114,7 +118,7 @@ class OwnPart:
 
     def logical(self, flat: Tensor, tensor_rank: int, tensor_size: int) -> Iterator[LogicalPart]:
         """Yield the parts of the logical tensor that these elements form, as views of `flat`.
-        Padding belongs to none."""
+        Padding is not part of the logical tensor."""
         shares = list(self.entry.declaration.held(tensor_rank, tensor_size))
         for box, view in self.boxes(flat):
             for share in shares:
@@ -126,13 +130,14 @@ class OwnPart:
 
 
 class FlatOrder:
-    """The places of one rank's parameters in flat tensors, and the part of them that it owns.
+    """The positions of one rank's parameters in flat buffers, and the part of them that the rank
+    owns.
 
     `named` has (logical name, parameter) of all stages of the rank. A name that occurs twice is a
     tied weight. Both occurrences share their storage, and the `second` has a gradient of its own,
-    so that the two gradients can be reduced separately and then added. `unit_of` maps a name to its
-    unit. Parameters that do not train are `packed` if they are quantized, and otherwise `frozen`,
-    in a flat order and units of their own.
+    so that the two gradients can be reduced separately and then added. `unit_of` maps a name to the
+    name of its shard unit. Parameters that do not train are `packed` if they are quantized, and
+    otherwise `frozen`, in a separate flat buffer with its own shard units.
     """
 
     def __init__(
@@ -156,12 +161,12 @@ class FlatOrder:
         self.gradient_size = self.size + self._end(
             _place(twice, self.second, self.size) - self.size, portion.shards
         )
-        # second gradients are reduced like a unit, although they have no weights of their own
+        # second gradients are reduced like a shard unit, although they have no separate weights
         second = Unit("second", self.size, self.gradient_size)
         self.gradient_units = [*self.units, second] if twice else self.units
         idle = {name: p for name, p in self.first.items() if not p.declaration.trains}
         whole = {name: p for name, p in idle.items() if not p.declaration.packed}
-        # if frozen weights are gathered, they have the same units as other parameters
+        # if frozen weights are sharded, they are divided into the same units as other parameters
         apart = portion.frozen_shards > 1
         self.frozen_units = self._placed(
             whole,
@@ -182,8 +187,8 @@ class FlatOrder:
         unit_of: Callable[[str], str],
         shards: int,
     ) -> list[Unit]:
-        """Give each parameter its entry, unit by unit, in the order in which units occur; return
-        the units."""
+        """Give each parameter its entry, one shard unit after the other, in the order in which the
+        units occur. Return the units."""
         groups: dict[tuple[str, tuple[str, ...]], dict[str, Parameter]] = {}
         for name, parameter in parameters.items():
             key = (unit_of(name), parameter.declaration.apart)
@@ -191,7 +196,8 @@ class FlatOrder:
         units: list[Unit] = []
         start = 0
         for (unit, apart), group in groups.items():
-            # with and without weight decay: the optimizer has at most one slice of a unit for each
+            # first those with weight decay, then those without: the optimizer has at most one slice
+            # of a unit for each
             end = start
             for decay in (True, False):
                 some = {n: p for n, p in group.items() if p.declaration.decay == decay}
@@ -202,12 +208,12 @@ class FlatOrder:
 
     @staticmethod
     def _end(length: int, shards: int) -> int:
-        """Return `length`, rounded up so that it can be cut into equal shards."""
+        """Return `length`, rounded up to a number that can be cut into equal shards."""
         grain = ALIGNMENT * shards
         return -(-length // grain) * grain
 
     def place(self, unit: Unit) -> tuple[int, int]:
-        """Return the beginning and the end of this rank's part of a unit in the flat order."""
+        """Return the start and the stop of this rank's part of a shard unit in the flat buffer."""
         return self._share(unit, self.portion.shards)
 
     def _share(self, unit: Unit, shards: int) -> tuple[int, int]:
@@ -216,9 +222,9 @@ class FlatOrder:
         return first, first + share
 
     def own_part(self, entry: Entry) -> OwnPart | None:
-        """Return the part of an entry that this rank updates, and of which it has the reduced
+        """Return the part of an entry that this rank updates, and for which it has the reduced
         gradient. For the second use of a tied table, return the part whose gradient this rank has;
-        for a frozen entry, the part that it keeps. Return None if there is no such part."""
+        for a frozen entry, the part that it stores. Return None if there is no such part."""
         units = self.gradient_units
         shards = self.portion.shards
         if not entry.declaration.trains:
@@ -234,7 +240,7 @@ class FlatOrder:
         return OwnPart(entry, begin - entry.start, end - entry.start, number, begin - first)
 
     def slices(self, entry: Entry) -> list[Slice]:
-        """Return the slice of an entry that each shard has; the entry trains."""
+        """Return the slice of an entry that each shard has. The entry must be one that trains."""
         unit = self.units[unit_number(self.units, entry)]
         stop = entry.start + entry.elements
         return slices(entry.start, stop, unit.start, unit.stop, self.portion.shards)
@@ -253,12 +259,12 @@ class FlatOrder:
 
 
 def unit_number(units: Sequence[Unit], entry: Entry) -> int:
-    """Return the number of the unit that an entry is in."""
+    """Return the number of the shard unit that contains an entry."""
     return next(n for n, unit in enumerate(units) if entry.start < unit.stop)
 
 
 def _place(parameters: Mapping[str, Parameter], entries: dict[str, Entry], start: int) -> int:
-    """Give each parameter an entry, one after the other from `start`; return the end of the last
+    """Give each parameter an entry, one after the other from `start`. Return the end of the last
     one."""
     for name, parameter in parameters.items():
         entries[name] = Entry(name, parameter.declaration, start, tuple(parameter.shape))

@@ -1,8 +1,8 @@
-"""Parameters by logical name.
+"""Parameters with their logical names, and how they are divided over ranks.
 
-Each parameter of a layer is declared once with its logical (whole) shape and its division over the
-tensor axis. Names and logical shapes are the same on every rank and in every layout; only the local
-slices differ. `ptdmpi.model.buffer` places these in memory.
+Each parameter of a layer is declared once, with its logical (unsharded) shape and its division over
+the tensor axis. Names and logical shapes are the same on every rank and in every layout; only the
+local slices differ. `ptdmpi.model.buffer` places these in memory.
 """
 
 import math
@@ -23,12 +23,13 @@ from ptdmpi.plan.layout.grid import axis_named
 
 @dataclass(frozen=True)
 class Split:
-    """The division of `dim` over the tensor axis: each of `parts` (such as q, k, v) is divided
+    """The division of dim `dim` over the tensor axis. Each of `parts` (such as q, k, v) is divided
     separately.
 
     A part that t does not divide is padded at its end; the padding belongs to no logical element.
-    `most` is the greatest number of shares of each part (a key head is never cut). If t is a
-    multiple of it, neighbouring ranks hold copies of one share. If it is None, there are t shares.
+    `most` is the maximum number of shares of each part (a key head is never cut). If t is a
+    multiple of this number, neighbouring ranks have copies of one share. If `most` is None, there
+    are t shares.
     """
 
     dim: int
@@ -37,7 +38,7 @@ class Split:
 
     @classmethod
     def of_one(cls, dim: int, size: int, most: int | None = None) -> "Split":
-        """Return the division of a single part of a size, into at most `most` shares."""
+        """Return the division of a single part of size `size`, into at most `most` shares."""
         if most is None:
             return cls(dim, (size,))
         return cls(dim, (size,), (most,))
@@ -49,17 +50,18 @@ class Split:
         return tuple(min(tensor_size, shares) for shares in self.most)
 
     def local_sizes(self, tensor_size: int) -> tuple[int, ...]:
-        """Return the size of each part on one rank, padding included."""
+        """Return the size of each part on one rank, including padding."""
         shares = self.shares(tensor_size)
         return tuple(-(-part // n) for part, n in zip(self.parts, shares, strict=True))
 
 
 @dataclass(frozen=True)
 class HeldShare:
-    """A piece of a parameter: its box in the logical tensor, and the place of that box in the local
-    one.
+    """A piece of a parameter on one rank: its slice of the logical tensor (`logical`), and its
+    slice of the local tensor (`local`).
 
-    `copies` neighbouring ranks of the tensor axis hold it; it `counts` on the first of them.
+    `copies` neighbouring ranks of the tensor axis have this piece; it `counts` only on the first of
+    them.
     """
 
     logical: Box
@@ -70,16 +72,17 @@ class HeldShare:
 
 @dataclass(frozen=True)
 class Declaration:
-    """The properties of a parameter, without its name.
+    """The properties of a parameter, except its name.
 
-    `init` is a standard deviation of a normal distribution, or "zeros" or "ones".
-    `apart`: the axes of the grid along which each rank holds other parameters in this one's place,
-    such as other experts: no gradient is summed there. Each of them cuts the training state.
+    `init` is a standard deviation of a normal distribution, or "zeros" or "ones". `apart`: the axes
+    of the grid along which each rank has different parameters under this declaration, such as
+    different experts: no gradient is summed along them. Each of these axes cuts the training state.
     `shared_gradient`: under sequence parallelism each tensor rank sees only its positions, so the
-    gradient of this replicated parameter is a part to be summed over the tensor axis.
+    gradient of this replicated parameter is a part that must be summed over the tensor axis.
     `partial_gradient`: the gradient is always such a part, since each tensor rank sees only its
     heads. `trains`: if False, the parameter has no gradient, no master weight and no moments.
-    `low_bit`: its quantization in products; if it does not train, it is stored in this form.
+    `low_bit`: its quantization in matrix multiplications; if it does not train, it is stored in
+    this form.
     """
 
     shape: tuple[int, ...]
@@ -99,27 +102,27 @@ class Declaration:
 
     @property
     def packed(self) -> bool:
-        """Return True if the parameter is stored quantized. Then only products use it, and they use
-        its dequantized values."""
+        """Return True if the parameter is stored quantized. Then only matrix multiplications use
+        it, with its dequantized values."""
         return self.low_bit is not None and not self.trains
 
     @property
     def cut_by(self) -> tuple[str, ...]:
-        """Return the axes along which ranks hold different parts of the parameter's state. Along
-        the pipeline and the axes of `apart` they hold other parameters, along the others other
-        slices. Along all axes that are not returned, ranks hold the same part."""
+        """Return the axes along which ranks have different parts of the parameter's state. Along
+        the pipeline and the axes of `apart` they have other parameters, along the others other
+        slices. Along all axes that are not returned, ranks have the same part."""
         by_split = () if self.split is None else ("tensor",)
         return (*by_split, "shard", "pipeline", *self.apart)
 
     def partial_over(self, sequence_divided: bool) -> tuple[str, ...]:
-        """Return the axes, without those of the losses, along which each rank has only a part of
-        its gradient. `sequence_divided`: each tensor rank has its own positions."""
+        """Return the axes, except those of the losses, along which each rank has only a part of the
+        gradient. `sequence_divided`: each tensor rank has its own positions."""
         if self.partial_gradient or (self.shared_gradient and sequence_divided):
             return ("tensor",)
         return ()
 
     def local_shape(self, tensor_size: int) -> tuple[int, ...]:
-        """Return the shape of one tensor rank's slice, padding included."""
+        """Return the shape of one tensor rank's slice, including padding."""
         if self.split is None:
             return self.shape
         shape = list(self.shape)
@@ -127,7 +130,7 @@ class Declaration:
         return tuple(shape)
 
     def held(self, tensor_rank: int, tensor_size: int) -> Iterator[HeldShare]:
-        """Yield the pieces of the logical tensor that one tensor rank holds, without empty ones."""
+        """Yield the pieces of the logical tensor that one tensor rank has, without empty ones."""
         whole = Box.whole(self.shape)
         if self.split is None:
             yield HeldShare(whole, whole)
@@ -153,11 +156,11 @@ class Declaration:
 
 
 class Parameter(nn.Parameter):
-    """A local slice of a logical tensor; its gradient accumulates in `main_grad`.
+    """A parameter's local slice of a logical tensor. Its gradient accumulates in `main_grad`.
 
     In a split backward `later` is a list: contributions to the gradient are put into it, and the
-    second part of the backward adds them. `entry` is the parameter's place in the flat order.
-    `second` is the place of its gradient if another use of the same table has a gradient, too.
+    second part of the backward adds them. `entry` is the parameter's position in the flat buffer.
+    `second` is the position of its gradient if another use of the same table has a gradient, too.
     `packed` is the quantized form; the parameter itself then has a shape and a type, but no values.
     """
 
@@ -170,10 +173,10 @@ class Parameter(nn.Parameter):
 
     @property
     def operand(self) -> Tensor:
-        """Return the tensor that products use: the parameter itself, or its dequantized values,
-        made for one product. Gradients are taken with respect to these values, and added unchanged
-        to a parameter that trains (the straight-through estimator: Bengio et al. 2013, arXiv
-        1308.3432, section 4)."""
+        """Return the tensor that matrix multiplications use: the parameter itself, or its
+        dequantized values, which are made for one multiplication. Gradients are taken with respect
+        to these values, and added unchanged to a parameter that trains (the straight-through
+        estimator: Bengio et al. 2013, arXiv 1308.3432, section 4)."""
         if self.packed is not None:
             return self.packed.values(self.dtype)
         form = self.declaration.low_bit
@@ -181,12 +184,12 @@ class Parameter(nn.Parameter):
 
     @property
     def puts_off(self) -> bool:
-        """Return True if `accumulate` keeps its contributions for later."""
+        """Return True if `accumulate` stores its contributions for later."""
         return self.later is not None
 
     def accumulate(self, add: Callable[[Tensor], object]) -> None:
-        """Add a part of the gradient to `main_grad` by calling `add`, at once or later. `add` keeps
-        the tensors that it needs, and may communicate over the tensor axis."""
+        """Add a part of the gradient to `main_grad` by calling `add`, immediately or later. `add`
+        keeps the tensors that it needs, and may communicate over the tensor axis."""
         if self.later is None:
             add(self.main_grad)
         else:
@@ -201,7 +204,8 @@ def declare(tensor_size: int, shape: Sequence[int], init: float | str, **options
     options.setdefault("split", None)
     options.setdefault("decay", len(shape) > 1)
     declaration = Declaration(tuple(shape), init=init, **options)
-    # "meta" has a shape and no memory: a rank's parameters are in one buffer, which is made later
+    # a "meta" tensor has a shape but no memory: all parameters of a rank are in one buffer, which
+    # is made later
     local = torch.empty(declaration.local_shape(tensor_size), device="meta")
     parameter = Parameter(local)
     parameter.declaration = declaration
@@ -210,7 +214,8 @@ def declare(tensor_size: int, shape: Sequence[int], init: float | str, **options
 
 @dataclass(frozen=True)
 class Entry:
-    """One logical parameter of this rank: the place of its local slice in the flat buffers."""
+    """One logical parameter of this rank, and the position of its local slice in the flat
+    buffers."""
 
     name: str
     declaration: Declaration
@@ -223,14 +228,14 @@ class Entry:
         return math.prod(self.shape)
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return the local slice in a tensor of the flat order."""
+        """Return the view of the local slice in a tensor that has the order of the flat buffer."""
         return flat[self.start : self.start + self.elements].view(self.shape)
 
 
 @dataclass(frozen=True)
 class DataTypes:
-    """The types of a precision, as torch has them: of the weights and activations (`compute`), of
-    masters and gradients (`master`), and of Muon's products (`iteration`)."""
+    """The torch data types of a precision: of weights and activations (`compute`), of master
+    weights and gradients (`master`), and of Muon's matrix multiplications (`iteration`)."""
 
     compute: torch.dtype
     master: torch.dtype
@@ -238,12 +243,12 @@ class DataTypes:
 
 
 def dtype_of(number: NumberType) -> torch.dtype:
-    """Return torch's data type."""
+    """Return torch's data type for a number type of the configuration."""
     dtype: torch.dtype = getattr(torch, number.name)
     return dtype
 
 
 def data_types(precision: str) -> DataTypes:
-    """Return the types of the precision that `precision.compute` names."""
+    """Return the data types for a value of `precision.compute`."""
     row = PRECISIONS[precision]
     return DataTypes(dtype_of(row.compute), dtype_of(row.master), dtype_of(row.iteration))

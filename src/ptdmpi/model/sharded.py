@@ -1,11 +1,12 @@
-"""Communication of a stage while it computes: sharded gradients or weights (`zero` = 2, 3) are
-reduced or gathered, and sums of gradients may begin early.
+"""Communication of a stage while it computes: sharded gradients are reduced and sharded weights
+gathered (`zero` = 2, 3), and all-reduces of gradients may begin early.
 
-A stage reports each place that it comes to, such as a layer, to its `Walk`: in the forward, in the
-backward, and in recomputation. Under `zero` = 3, weights are gathered one place ahead and dropped
-after their place, whether they train or not, except frozen quantized matrices, which are whole.
-Under 2 and 3, the gradient of a place is whole only while it is computed, and is then reduced to
-each rank's part (Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.2 and 5.3).
+A stage tells its `Walk` which of its modules it reaches, in the forward, in the backward, and in
+recomputation. A module (`place`) is the embedding, a layer, or the head. Under `zero` = 3, weights
+are gathered one module ahead and dropped after their module, whether they train or not. Only frozen
+quantized matrices stay unsharded. Under 2 and 3, the gradient of a module is unsharded only while
+it is computed, and is then reduced to each rank's part (Rajbhandari et al. 2020, arXiv 1910.02054,
+sections 5.2 and 5.3).
 """
 
 import contextlib
@@ -25,7 +26,8 @@ from ptdmpi.plan.schedule.places import EMBEDDING, at_hand
 
 
 class Pool:
-    """Flat tensors for whole units, reused for other units of the same length."""
+    """A pool of flat tensors for unsharded units, which are reused for other units of the same
+    length."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -34,8 +36,8 @@ class Pool:
 
     def take(self, length: int) -> Tensor:
         """Return a flat tensor of `length` elements with arbitrary values. Spare tensors of other
-        lengths are freed: the units that are not layers have one of each length, which would stay
-        for the whole step."""
+        lengths are freed: the shard units that are not layers have different lengths, and their
+        tensors would otherwise stay for the whole step."""
         fitting = [flat for flat in self._spare if len(flat) == length]
         self._spare = fitting[1:]
         if fitting:
@@ -43,17 +45,17 @@ class Pool:
         return torch.empty(length, dtype=self.dtype, device=self.device)
 
     def give(self, flat: Tensor) -> None:
-        """Return a tensor that is no longer used to the pool."""
+        """Give a tensor that is no longer used back to the pool."""
         self._spare = [flat]
 
 
 class GatheredWeights:
-    """The whole weights of the units that are gathered at present, of all stages of a rank. Units
-    are numbered: those that train, then the frozen ones."""
+    """The unsharded weights of the units that are gathered at present, for all stages of a rank.
+    Units are numbered: first those that train, then the frozen ones."""
 
     def __init__(self, buffer: ParameterBuffer, parameters: Sequence[Parameter]) -> None:
         self.buffer = buffer
-        # two pools, because a pool keeps only tensors of one length, and a layer's adapters and its
+        # two pools, because a pool keeps tensors of one length only, and a layer's adapters and its
         # frozen weights alternate
         self.pools = [Pool(buffer.precision.compute, buffer.device) for _ in range(2)]
         self._parts = [
@@ -67,7 +69,8 @@ class GatheredWeights:
         self._there: dict[int, tuple[Tensor, Handle]] = {}
 
     def numbers(self, parameters: Iterable[Parameter]) -> list[int]:
-        """Return the numbers of the units that contain these parameters, ascending."""
+        """Return the numbers of the shard units that contain these parameters, in ascending
+        order."""
         buffer = self.buffer
         units = set[int]()
         for entry in (
@@ -80,11 +83,11 @@ class GatheredWeights:
         return sorted(units)
 
     def hold_all(self) -> None:
-        """Gather all units."""
+        """Gather all shard units."""
         self.hold(range(len(self.units)), ())
 
     def hold(self, now: Sequence[int], ahead: Sequence[int]) -> None:
-        """Gather units `now`, begin to gather units `ahead`, and drop all others."""
+        """Gather the shard units `now`, begin to gather the units `ahead`, and drop all others."""
         for unit in self._there.keys() - {*now, *ahead}:
             self._drop(unit)
         for unit in (*now, *ahead):
@@ -94,7 +97,7 @@ class GatheredWeights:
             self._there[unit][1].wait()
 
     def drop(self) -> None:
-        """Drop all units, because the weights have changed."""
+        """Drop all gathered units, because the weights have changed."""
         for unit in list(self._there):
             self._drop(unit)
 
@@ -105,8 +108,8 @@ class GatheredWeights:
         flat.view(group.size, -1)[group.rank].copy_(part)
         self._there[number] = flat, group.all_gather_in_place(flat)
         for parameter in self.units[number]:
-            # A separate tensor with its own version counter: autograd keeps the parameter itself,
-            # and would take the next gathering for a change of a saved tensor.
+            # Assign a new tensor with its own version counter: autograd keeps the parameter itself,
+            # and would otherwise mistake the next gathering for a change of a saved tensor.
             parameter.data = _placed(parameter.entry, flat, unit.start)
 
     def _drop(self, number: int) -> None:
@@ -121,31 +124,32 @@ class GatheredWeights:
 
 
 class PlacedGradients(Protocol):
-    """A receiver of the progress of backward: it is called with the units whose gradients are
+    """A receiver of the progress of the backward: it is told for which shard units gradients are
     computed."""
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """Note that the gradients of these units, and of no others, are computed next."""
+        """Note that gradients are now computed for these shard units, and for no others."""
 
     def end(self) -> None:
-        """Note that the gradients begun last are complete for this microbatch."""
+        """Note that the gradients of the units of the last `begin` are complete for this
+        microbatch."""
 
     def finish(self) -> None:
-        """Note that the backward of this microbatch is over."""
+        """Note that the backward of this microbatch has ended."""
 
     def forget(self) -> None:
-        """Discard what an interrupted step has left."""
+        """Discard what remains of an interrupted step."""
 
     def looked_at(
         self, look: Callable[[Parameter], None]
     ) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients are not reduced before they have been read. `look`
-        reads them, or, if they stay in the buffer, they are read at the end of the op."""
+        reads them; gradients that stay in the buffer are read at the end of the op."""
 
 
 class _Leaving(NamedTuple):
-    """The whole gradient of a unit that is being reduced: the unit's number, its values, and the
-    handle of the reduction."""
+    """The unsharded gradient of a shard unit that is being reduced: the unit's number, its values,
+    and the handle of the reduction."""
 
     number: int
     gradient: Tensor
@@ -153,7 +157,7 @@ class _Leaving(NamedTuple):
 
 
 class ReducedGradients:
-    """The whole gradients of units while they are computed, and their reduction."""
+    """The unsharded gradients of shard units while they are computed, and their reduction."""
 
     def __init__(self, buffer: ParameterBuffer, parameters: Sequence[Parameter]) -> None:
         self.buffer = buffer
@@ -170,8 +174,8 @@ class ReducedGradients:
 
     @contextlib.contextmanager
     def looked_at(self, look: Callable[[Parameter], None]) -> Iterator[None]:
-        """Call `look` with each parameter while its `main_grad` has the whole gradient of a
-        microbatch on this rank, complete and not yet reduced."""
+        """Call `look` with each parameter when its `main_grad` has the full gradient of a
+        microbatch on this rank, before it is reduced."""
         self._look = look
         try:
             yield
@@ -179,8 +183,8 @@ class ReducedGradients:
             self._look = None
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """Provide memory for the gradients of these units, which are computed next, and of no
-        others."""
+        """Provide memory for the gradients of these shard units, and of no others, which are
+        computed next."""
         self.end()
         for number in numbers:
             unit = self.buffer.gradient_units[number]
@@ -189,17 +193,18 @@ class ReducedGradients:
                 parameter.main_grad = _placed(entry, flat, unit.start)
 
     def end(self) -> None:
-        """Begin to reduce the gradients begun last, which are complete for this microbatch."""
+        """Begin to reduce the gradients of the units of the last `begin`, which are complete for
+        this microbatch."""
         self._arrived()
         for number, flat in self._open.items():
             for parameter, _ in self.units[number]:
                 if self._look is not None:
                     self._look(parameter)
-                del parameter.main_grad  # to add to it later would be an error, and must raise
+                del parameter.main_grad  # adding to it later would be an error, which must raise
             handle = self.buffer.portion.group.reduce_scatter_in_place(flat)
             self._leaving.append(_Leaving(number, flat, handle))
         self._open = {}
-        # on some wires collectives are complete when they return: then free their memory now
+        # on some transports collectives are complete when they return: then free their memory now
         if all(handle.done() for _, _, handle in self._leaving):
             self._arrived()
 
@@ -210,7 +215,7 @@ class ReducedGradients:
 
     def forget(self) -> None:
         """Discard the gradients of an interrupted step that were not reduced. The group keeps
-        reductions that are under way until they are over; their memory is not used again."""
+        unfinished reductions until they are complete; their memory is not used again."""
         self._open = {}
         self._leaving = []
 
@@ -224,10 +229,11 @@ class ReducedGradients:
 
 
 class Walk:
-    """The places of one stage, in the order of its forward, and the communication at each.
+    """The modules (`places`) of one stage, in the order of its forward, and the communication at
+    each.
 
-    `parameters` are those that each place uses. `weights` is None if they are whole (`zero` = 2),
-    `gradients` is None if nothing trains.
+    `parameters` are the parameters that each module uses. `weights` is None if weights are
+    unsharded (`zero` < 3), `gradients` is None if nothing trains.
     """
 
     def __init__(
@@ -244,15 +250,17 @@ class Walk:
             place: [parameter for parameter in some if parameter.declaration.trains]
             for place, some in parameters.items()
         }
-        # The backward does not reach places before the first one that trains. It also leaves out an
-        # embedding of tables alone, because the backward of a look-up does not need their values.
+        # The backward does not reach modules before the first one that trains. It also leaves out
+        # an embedding that consists of tables only, because the backward of a look-up does not need
+        # their values.
         tables = all(len(parameter.shape) > 1 for parameter in parameters.get(EMBEDDING, ()))
         idle = itertools.takewhile(
             lambda place: not trained[place] or (place == EMBEDDING and tables), self.places
         )
         self._backwards = self.places[len(list(idle)) :]
         units = buffer.gradient_units
-        # if weights are whole, only those that train: they may be under way as well
+        # if weights are unsharded, only units that train: an exchange of their weights may still be
+        # running
         self._uses = {
             place: sorted({unit_number(units, parameter.entry) for parameter in trained[place]})
             if weights is None
@@ -268,16 +276,16 @@ class Walk:
 
     @property
     def units(self) -> list[int]:
-        """Return the units that this stage adds gradients to."""
+        """Return the numbers of the shard units that this stage adds gradients to."""
         return sorted({unit for some in self._adds_to.values() for unit in some})
 
     def forward(self, place: str) -> None:
-        """Note that the forward is at `place`, and communicate for it."""
+        """Note that the forward reaches the module `place`, and communicate for it."""
         self._hold(self.places, place, 1)
 
     def backward(self, place: str | None) -> None:
-        """Note that the backward is at `place`, and that all places after it in forward order are
-        over. None: all places are over."""
+        """Note that the backward reaches the module `place`, and has finished all modules that
+        follow it in the forward. None means that it has finished all modules."""
         assert self.gradients is not None, "nothing trains"
         if place is None:
             self.gradients.end()
@@ -287,25 +295,25 @@ class Walk:
         self.gradients.begin(self._adds_to[place])
 
     def finish(self) -> None:
-        """Note that the backward is over."""
+        """Note that the backward has ended."""
         if self.gradients is not None:
             self.gradients.finish()
 
     def begin_step(self) -> None:
-        """Discard what an interrupted step has left."""
+        """Discard what remains of an interrupted step."""
         if self.gradients is not None:
             self.gradients.forget()
 
     def enter(self, place: str, x: Tensor) -> Tensor:
-        """Return `x` as the input of `place`, noting when forward enters the place and backward
-        leaves it."""
+        """Return `x` as the input of the module `place`, so that the forward reports when it enters
+        the module, and the backward when it leaves it."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             self.forward(place)
             return x
         return _Enter.apply(x, self, place)
 
     def before(self, place: str) -> str | None:
-        """Return the place before `place`; None for the first."""
+        """Return the module before `place`; None for the first."""
         here = self.places.index(place)
         return self.places[here - 1] if here else None
 
@@ -318,8 +326,8 @@ class Walk:
 
 
 class _Enter(Function):
-    """An identity whose forward runs before all of the place's, and whose backward after all of
-    it."""
+    """An identity at the input of a module. Its forward runs before the module's forward, and its
+    backward after the module's backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, walk: Walk, place: str) -> Tensor:
@@ -335,6 +343,7 @@ class _Enter(Function):
 
 
 def _placed(entry: Entry, flat: Tensor, start: int) -> Tensor:
-    """Return the view of an entry in a flat tensor that begins at `start` of the flat order."""
+    """Return the view of an entry in a flat tensor that begins at position `start` of the flat
+    buffer."""
     first = entry.start - start
     return flat[first : first + entry.elements].view(entry.shape)

@@ -1,7 +1,8 @@
-"""A stage: the layers of one model chunk, and the activations of its microbatches in flight.
+"""A pipeline stage: the layers of one model chunk, and the activations of its microbatches in
+flight.
 
-The first stage has the embedding and the last one the output, so that the runner needs no special
-cases. Activations pass between stages in the form of the stage's boundary.
+The first stage contains the embedding and the last one the output, so that the runner needs no
+special cases. Activations are sent between stages in the form of the stage's boundary.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,12 +30,12 @@ TIED_NAME = "embedding.word.weight"
 
 
 class Stage(nn.Module):
-    """Layers [begin, end) of the model, with the embedding before layer 0 and the output after the
-    last one.
+    """Layers [begin, end) of the model. The first stage has the embedding before layer 0, the last
+    one the output after the last layer.
 
     It runs the ops of a schedule: `forward_microbatch` and `backward_microbatch` are its F and B,
-    `input_microbatch` and `weight_microbatch` its I and W, the two parts of a B. Each is given the
-    microbatch and what the op needs of a neighbour.
+    `input_microbatch` and `weight_microbatch` its I and W, the two parts of a B. The inputs of each
+    are the microbatch and the tensor that the op receives from a neighbour.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Stage(nn.Module):
         self.seed = config.run.seed
         self.first = layers.start == 0
         self.last = layers.stop == model.layers
-        # nothing before it trains: no gradient is made for that
+        # no layer before this stage trains, so the input needs no gradient
         self.foremost = layers.start <= model.adapt.first_layer
         self.places = places_of(layers, model.layers)
         self.tied = model.tie_embeddings
@@ -73,7 +74,8 @@ class Stage(nn.Module):
         length = model.seq_length // self.positions.parts
         shape = (length, config.batch.micro_size, model.hidden)
         self.boundary = Boundary(shape, axis, config.parallel.scatter_gather)
-        # if weights or gradients are sharded: is notified which part of the stage is computed
+        # if weights or gradients are sharded, this is notified which module of the stage is
+        # computed
         self.walk: Walk | None = None
         self._idle = False
         self._in_flight: dict[int, tuple[Arrival | None, Departure]] = {}
@@ -86,7 +88,7 @@ class Stage(nn.Module):
         return [(renamed.get(name, name), weight) for name, weight in self._weights()]
 
     def trained_parameters(self) -> list[tuple[str, Parameter]]:
-        """Return the parameters of `named_logical_parameters` that have gradients."""
+        """Return those parameters of `named_logical_parameters` that have gradients."""
         return [
             (name, weight)
             for name, weight in self.named_logical_parameters()
@@ -94,7 +96,8 @@ class Stage(nn.Module):
         ]
 
     def parameters_by_place(self) -> dict[str, list[Parameter]]:
-        """Return the parameters that each place of the stage uses, in the order of its forward."""
+        """Return the parameters that each module (`place`) of the stage uses, in the order of its
+        forward."""
         by_place: dict[str, list[Parameter]] = {place: [] for place in self.places}
         for name, weight in self._weights():
             by_place[place_of(name)].append(weight)
@@ -107,7 +110,7 @@ class Stage(nn.Module):
         if form is not None:
             codes.place_tables(form, device)
         if model.positions == "rope" and self.layers:
-            # convert here to the compute type; each layer would keep a copy if it converted
+            # convert to the compute type here; if each layer converted, each would have a copy
             compute = next(self.parameters()).dtype
             cos, sin = rotary_table(model, device)
             cos, sin = cos.to(compute), sin.to(compute)
@@ -118,22 +121,23 @@ class Stage(nn.Module):
                 block.place_rotary(here)
 
     def begin_step(self) -> None:
-        """Discard what an interrupted step has left; the runner calls it before the ops."""
+        """Discard what remains of an interrupted step. The runner calls this before the ops."""
         self._in_flight = {}
         self._put_off = {}
         if self.walk is not None:
             self.walk.begin_step()
-        # an input carries a gradient if something before it trains; perhaps no weight does either
+        # an input has a gradient if a layer before it trains; it may be that no weight of this
+        # stage does
         self._idle = self.foremost and not any(weight.requires_grad for weight in self.parameters())
 
     @property
     def in_flight(self) -> int:
-        """Return the number of microbatches whose activations are held."""
+        """Return the number of microbatches whose activations are in memory."""
         return len(self._in_flight)
 
     def logits(self, batch: Microbatch, x: Tensor | None, step: int | None) -> Tensor:
-        """Return this stage's output. On the last stage these are the logits of its part of the
-        vocabulary, at all positions [s, b, V/t] or at the masked ones [k, b, V/t]."""
+        """Return this stage's output. On the last stage these are the logits for this rank's part
+        of the vocabulary, at all positions [s, b, V/t] or at the masked ones [k, b, V/t]."""
         x = self.hidden(batch, x, step)
         return self.output.logits(batch, x) if isinstance(self.output, TokenOutput) else x
 
@@ -144,7 +148,8 @@ class Stage(nn.Module):
     def advance(
         self, ids: Tensor, x: Tensor | None, context: Context, types: Tensor | None = None
     ) -> Tensor:
-        """Return the output of this stage's layers for the ids, or for the stage's input `x`."""
+        """Return the output of this stage's layers for the token ids, or for the stage's input
+        `x`."""
         if self.embedding is not None:
             if self.walk is not None:
                 self.walk.forward(EMBEDDING)
@@ -172,21 +177,22 @@ class Stage(nn.Module):
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the output of each head for the last stage's activations, without sequence
-        parallelism: the logits of this rank's part of the vocabulary at all positions [s, b, V/t],
+        parallelism: the logits for this rank's part of the vocabulary at all positions [s, b, V/t],
         and those of a sentence order [b, 2]."""
         assert isinstance(self.output, TokenOutput), "a last stage with logits of tokens"
         return self.output.of_all(x)
 
     def scores(self, batch: Microbatch, x: Tensor, step: int | None) -> Tensor:
-        """Return the scores [samples, n] of each class, or of each candidate, from the last stage's
-        activations, in float32 at least."""
+        """Return the scores [samples, n] of each class, or of each candidate, for the last stage's
+        activations, in float32 or wider."""
         assert isinstance(self.output, ClassOutput), "a last stage with scores of classes"
         return self.output.scores(batch, x, self._context(batch, step))
 
     def forward_microbatch(self, microbatch: MicrobatchPass, x: Tensor | None) -> Tensor | None:
-        """Run F: return the output to send, or None on the last stage, which sets the losses.
+        """Run the forward op (F). Return the output to send, or None on the last stage, which
+        stores the losses in the microbatch.
 
-        While gradients are enabled, the tensors for the backward pass are held until then.
+        If gradients are enabled, the tensors for the backward pass stay in memory until then.
         """
         batch = microbatch.batch
         training = torch.is_grad_enabled()
@@ -199,17 +205,17 @@ class Stage(nn.Module):
         if self.output is not None:
             y = microbatch.take(self.output.losses(batch, y, context))
         if training and not self._idle:
-            # keep only the graph: the output's memory is free after it has been passed on
+            # keep only the graph: the memory of the output can be freed after it has been passed on
             self._in_flight[microbatch.number] = (arrival, Departure(y))
         return None if self.last else y.detach()
 
     def backward_microbatch(self, microbatch: MicrobatchPass, dy: Tensor | None) -> Tensor | None:
-        """Run B: return the gradient of this stage's input, None on the first stage; free the
-        activations.
+        """Run the backward op (B). Return the gradient of this stage's input, None on the first
+        stage, and free the activations.
 
-        Weight gradients are added to each parameter's main_grad. If nothing before a stage trains,
-        its input's gradient is zeros. They are sent all the same, because the schedule is the same
-        for all models. If nothing of the stage trains either, nothing is computed.
+        Weight gradients are added to each parameter's main_grad. If no layer before this stage
+        trains, the gradient of its input is zeros. They are sent nevertheless, because the schedule
+        is the same for all models. If no parameter of the stage trains either, nothing is computed.
         """
         if self._idle:
             return self._no_gradient()
@@ -232,10 +238,11 @@ class Stage(nn.Module):
         return torch.zeros(self.boundary.shape, dtype=like.dtype, device=like.device)
 
     def input_microbatch(self, microbatch: MicrobatchPass, dy: Tensor | None) -> Tensor | None:
-        """Run I: return the gradient of this stage's input, as B does; free the activations.
+        """Run I, the first part of a backward: return the gradient of this stage's input, as B
+        does, and free the activations.
 
-        All weight gradients that B would add, those of norms and biases too, are deferred until W:
-        so they are never ahead of the microbatch whose gradient W completes.
+        All weight gradients that B would add, including those of norms and biases, are deferred
+        until W. So they never belong to a later microbatch than the one whose gradient W completes.
         """
         later: list[Callable[[], object]] = []
         try:
@@ -248,14 +255,15 @@ class Stage(nn.Module):
             self._put_off[microbatch.number] = later
 
     def weight_microbatch(self, microbatch: MicrobatchPass, nothing: Tensor | None) -> None:
-        """Run W: add the gradients that I has deferred to each parameter's main_grad, in the order
-        of B."""
+        """Run W, the second part of a backward: add the gradients that I has deferred to each
+        parameter's main_grad, in the order of B."""
         later = self._put_off.pop(microbatch.number)
-        # pop() takes from the end: so the oldest first, in the order in which B would have added
+        # pop() takes from the end: reversed, it takes the oldest first, in the order in which B
+        # would have added
         later.reverse()
         with torch.no_grad():
             while later:
-                later.pop()()  # this also frees the tensors that it has kept
+                later.pop()()  # this also frees the tensors that the deferred function has kept
 
     def _weights(self) -> Iterator[tuple[str, Parameter]]:
         for name, weight in self.named_parameters():

@@ -1,12 +1,13 @@
-"""The training state of a rank: everything that an update changes, by kind and logical name.
+"""The training state of a rank: everything that an update changes, organized by kind and logical
+name.
 
-A kind is one number for each element of a parameter: the master `weights`, each moment of the
-optimizer, and the values that the data-parallel method keeps. Replicas hold equal or different
-values, kind by kind. A few counters belong to the state too. Code that stores or compares state
-(checkpoints, parity) iterates over `State.pieces`: boxes of logical tensors with their values. A
-piece says which ranks hold the same values. Only this module knows how a rank holds its part, which
-may differ from entry to entry and from kind to kind. There is one exception: survivors of a lost
-rank send `State.flats` as they are, since the receivers hold the same part.
+A kind has one number for each element of a parameter. The kinds are the master `weights`, each
+moment of the optimizer, and the values that the data-parallel method keeps. For each kind, replicas
+have equal or different values. A few counters belong to the state too. Code that stores or compares
+state (checkpoints, parity) iterates over `State.pieces`: slices of logical tensors with their
+values. A piece says which ranks have the same values. Only this module knows how a rank stores its
+part, which may differ from entry to entry and from kind to kind. There is one exception: survivors
+of a lost rank send `State.flats` unchanged, since the receivers store the same part.
 """
 
 import contextlib
@@ -27,22 +28,22 @@ from ptdmpi.model.parameters import Entry
 from ptdmpi.plan.layer.low_bit import KIND_OF_CODES, KIND_OF_SCALES
 from ptdmpi.plan.layer.parts import aligned
 
-# The kind of the weights that products use, if these are not the masters.
+# The kind of the weights that matrix multiplications use, if these are not the master weights.
 USED = "weights in use"
 
 
 def key(kind: str, name: str, replica: int | None = None) -> str:
     """Return the name of a tensor of the state in files: `weights/layers.0.mlp.up.weight`, or, if
-    replicas differ, that of one of them, `weights@3/layers.0.mlp.up.weight`."""
+    replicas differ, the name for one replica, `weights@3/layers.0.mlp.up.weight`."""
     return f"{kind}/{name}" if replica is None else f"{kind}@{replica}/{name}"
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The properties of a kind other than the weights. `differs` are the axes along which replicas
-    hold different values of it. `begins` are its values before the first step, and also when a run
-    resumes from a checkpoint without this kind. If `needed`, a run does not resume from such a
-    checkpoint. `names` are the parameters that have this kind; None means all."""
+    """The properties of a kind of state other than the weights. `differs` are the axes along which
+    replicas have different values. `begins` says which values it has before the first step, and
+    when a run resumes from a checkpoint without this kind. If `needed`, a run cannot resume from
+    such a checkpoint. `names` are the parameters that have this kind; None means all."""
 
     differs: tuple[str, ...] = ()
     begins: Literal["zero", "weights"] = "zero"
@@ -52,8 +53,8 @@ class Kept:
 
 @dataclass
 class Counters:
-    """The counters of the optimizer: updates made (skipped steps do not count), the loss scale, and
-    the steps since it was changed last. Equal on all ranks."""
+    """The counters of the optimizer: the number of updates (skipped steps do not count), the loss
+    scale, and the steps since it was last changed. They are equal on all ranks."""
 
     updates: int = 0
     loss_scale: float = 1.0
@@ -62,13 +63,15 @@ class Counters:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a logical tensor of `shape`, and its values on this rank: a view of that size.
+    """A slice of a logical tensor of shape `shape`, and its values on this rank, which are a view
+    with the size of the slice.
 
-    `cut_by` are the axes along which ranks hold other boxes; along all other axes ranks hold the
-    same box. `owned` is False if ranks along an axis of `cut_by` hold the same box all the same,
-    and they write it: a tied table, or a share of which neighbours on the tensor axis have copies.
-    Otherwise this rank, and those that hold the same box along the other axes, write it. `replica`
-    is the number of the replica if replicas differ in this kind; None if they are equal.
+    `cut_by` are the axes along which ranks have different slices; along all other axes ranks have
+    the same slice. `owned` is False in a special case: ranks along an axis of `cut_by` have the
+    same slice nevertheless, and they write it to checkpoints. This is so for a tied table, or for a
+    share of which neighbours on the tensor axis have copies. Otherwise the slice is written by this
+    rank and those that have it along the other axes. `replica` is the number of the replica if
+    replicas differ in this kind; None if they are equal.
     """
 
     kind: str
@@ -82,24 +85,24 @@ class Piece:
 
     @property
     def key(self) -> str:
-        """Return the name of this tensor in files, as `key` makes it."""
+        """Return the name of this tensor in files (see the function `key`)."""
         return key(self.kind, self.name, self.replica)
 
     def rows(self, first: int, last: int) -> "Piece":
-        """Return rows [first, last) of dim 0, counted from the piece's own first."""
+        """Return rows [first, last) of dim 0, counted from the first row of the piece."""
         return replace(self, box=self.box.rows(first, last), values=self.values[first:last])
 
     def copied(self) -> "Piece":
-        """Return the piece with a copy of its present values on the host, which holds no more than
-        these when it is sent."""
+        """Return the piece with its present values copied to the host, so that sending the piece
+        sends only these values."""
         return replace(self, values=self.values.to("cpu", copy=True))
 
 
 @dataclass(frozen=True)
 class Resident:
-    """The values of a parameter in this rank's memory, flat, with padding. `kind`: that of the
-    state, or of weights that are not part of it. `cut_by`: the axes along which ranks hold other
-    values; along all others they hold these too."""
+    """The values of a parameter in this rank's memory, as a flat tensor with padding. `kind` is a
+    kind of the state, or of weights that are not part of the state. `cut_by` are the axes along
+    which ranks have different values; along all other axes they have the same."""
 
     kind: str
     name: str
@@ -109,8 +112,8 @@ class Resident:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of the state: a flat tensor for this rank's part of each unit of the buffer, the
-    places of parameters in these tensors, and how replicas hold the kind."""
+    """One kind of the state: a flat tensor for this rank's part of each shard unit of the buffer,
+    the positions of parameters in these tensors, and how replicas differ in the kind."""
 
     parts: Sequence[Tensor]
     held: Mapping[str, OwnPart]
@@ -118,14 +121,14 @@ class Kind:
 
 
 class State:
-    """The training state that belongs to a parameter buffer. `kinds`: those other than the weights,
-    by name.
+    """The training state that belongs to a parameter buffer. `kinds` are the kinds of state by
+    name; the argument does not contain the weights, which are added.
 
-    `borrowed`: names of parameters of which this rank holds a second copy, such as a tied table on
-    the last pipeline rank. `differs` are the axes along which replicas hold other weights, which
-    some data-parallel methods permit; `peers` are the replicas, this one included. `scales_loss`:
-    the state has the run's loss scale instead of the constant 1. Parameters that do not train are
-    not part of the state: no update changes them.
+    `borrowed`: names of parameters of which this rank has a second copy, such as a tied table on
+    the last pipeline rank. `differs` are the axes along which replicas have different weights,
+    which some data-parallel methods permit; `peers` are the replicas, including this one.
+    `scales_loss`: the state contains the run's loss scale instead of the constant 1. Parameters
+    that do not train are not part of the state, because no update changes them.
     """
 
     def __init__(
@@ -152,16 +155,17 @@ class State:
                 own, sizes = _gathered(held, kept.names, len(lengths))
             parts = buffer.storage.zeros(sizes, buffer.precision.master)
             self.kinds[name] = Kind(parts, own, kept)
-        # kinds that begin as zero are zero already; to write to a file would read it into memory
+        # kinds that begin as zero are already zero; writing zeros to a file would read it into
+        # memory
         self.begin([name for name, kind in self.kinds.items() if kind.kept.begins != "zero"])
         self.counters = Counters()
         # a mark that is passed when a copy of the state is complete; updates wait for it
         self.read: Passed = copies_of(buffer.device).passed()
-        # a function that completes operations under way, before pieces or their mean are read
+        # a function that completes unfinished operations before pieces, or their mean, are read
         self.settle: Callable[[], None] = lambda: None
 
     def begin(self, kinds: Collection[str]) -> None:
-        """Set these kinds to their initial values, given the present weights."""
+        """Set these kinds to their initial values, which may be the present weights."""
         for name in kinds:
             kind = self.kinds[name]
             if name != WEIGHTS:
@@ -171,10 +175,10 @@ class State:
 
     @contextlib.contextmanager
     def averaged(self, kind: str) -> Iterator[None]:
-        """Let `kind` hold, inside this context, the mean over the replicas that differ in it, bit
-        for bit the same on all. All replicas must call it. It uses the memory of the gradients,
-        which are lost. Weights do not follow their masters (`changed`), neither to the mean nor
-        back."""
+        """Within this context, set `kind` to the mean over the replicas that differ in it. All
+        replicas get the same bits, and all must call this. The mean uses the memory of the
+        gradients, which are lost. The weights are not updated from the master weights (`changed`),
+        neither at the beginning nor at the end."""
         self.settle()
         parts = self.kinds[kind].parts if self.kinds[kind].kept.differs else ()
         own = self.buffer.gradients.split([*map(len, parts), self._beside(parts)])
@@ -191,7 +195,7 @@ class State:
                 part.copy_(kept)
 
     def deviate(self) -> None:
-        """Write the difference of this replica's weights from the mean of all into the
+        """Write the difference between this replica's weights and the mean of all replicas into the
         gradients."""
         self.settle()
         parts = self.kinds[WEIGHTS].parts
@@ -204,23 +208,24 @@ class State:
             torch.sub(part, room, out=room)
 
     def _beside(self, parts: Sequence[Tensor]) -> int:
-        """Return the number of elements of the gradients outside `parts`: those of a table's second
-        use."""
+        """Return the number of elements of the gradients outside `parts`: those for the second use
+        of a tied table."""
         return len(self.buffer.gradients) - sum(map(len, parts))
 
     @property
     def flats(self) -> list[Tensor]:
-        """Return all tensors of the state, flat: equal on ranks that hold the same part of it."""
+        """Return all tensors of the state, flat. They are equal on ranks that have the same part of
+        it."""
         return [part for kind in self.kinds.values() for part in kind.parts]
 
     def view(self, kind: str, name: str) -> Tensor:
-        """Return this rank's part of one kind of one parameter, flat, padding included."""
+        """Return this rank's part of one kind of one parameter, flat, including padding."""
         return self.kinds[kind].held[name].view(self.kinds[kind].parts)
 
     def pieces(self, mean: bool = False) -> Iterator[Piece]:
-        """Yield all pieces that this rank holds, parameter by parameter and then kind by kind.
-        `mean`: if replicas differ, the pieces are those that are equal on all while the kind is
-        `averaged`, instead of each replica's own."""
+        """Yield all pieces of the state that this rank has, parameter by parameter and then kind by
+        kind. `mean`: if replicas differ, the pieces are those that are equal on all replicas while
+        the kind is `averaged`, instead of each replica's own."""
         self.settle()
         for name in self.buffer.entries:
             for kind, all_held in self.kinds.items():
@@ -229,8 +234,8 @@ class State:
                     yield from self._pieces(kind, all_held.held[name], all_held.parts, differs)
 
     def frozen(self) -> Iterator[Piece]:
-        """Yield this rank's part of the frozen weights as pieces, and codes and scales of the
-        quantized ones. They are not part of the state."""
+        """Yield this rank's part of the frozen weights as pieces, including codes and scales of
+        quantized weights. They are not part of the state."""
         for held in self.buffer.own_frozen():
             yield from self._pieces(WEIGHTS, held, self.buffer.idle_parts)
         place = (self.buffer.portion.tensor_rank, self.buffer.portion.tensor_size)
@@ -239,8 +244,9 @@ class State:
                 yield Piece(kind, name, shape, box, values, entry.declaration.cut_by)
 
     def residents(self) -> Iterator[Resident]:
-        """Yield all that stays in this rank's memory from step to step: the state, the weights that
-        products use where these are not the masters, and frozen weights."""
+        """Yield all tensors that stay in this rank's memory from step to step: the state, the
+        weights that matrix multiplications use if these are not the master weights, and frozen
+        weights."""
         for kind, all_held in self.kinds.items():
             for name, own in all_held.held.items():
                 cut_by = (*own.entry.declaration.cut_by, *all_held.kept.differs)
@@ -262,7 +268,7 @@ class State:
                 yield Resident(kind, name, values.flatten(), self._whole_by(buffer.packed[name]))
 
     def _own_weights(self, owned: Iterable[OwnPart], parts: Sequence[Tensor]) -> Iterator[Resident]:
-        """Yield this rank's parts of weights, which are sharded only under `zero` = 3."""
+        """Yield this rank's parts of weights. Weights are sharded only under `zero` = 3."""
         for own in owned:
             cut_by = self._whole_by(own.entry)
             if self.buffer.portion.shards_weights:
@@ -270,15 +276,15 @@ class State:
             yield Resident(USED, own.entry.name, own.padded(parts), cut_by)
 
     def _whole_by(self, entry: Entry) -> tuple[str, ...]:
-        """Return the axes along which products use other weights, except the axis that shards
-        them."""
+        """Return the axes along which matrix multiplications use different weights, except the axis
+        that shards them."""
         cut_by = entry.declaration.cut_by
         if entry.declaration.trains:
             cut_by = (*cut_by, *self.kinds[WEIGHTS].kept.differs)
         return tuple(axis for axis in cut_by if axis != "shard")
 
     def gradients(self) -> Iterator[Piece]:
-        """Yield the gradients as pieces of the same boxes. They are not part of the state."""
+        """Yield the gradients as pieces with the same slices. They are not part of the state."""
         for held in self.buffer.own_parts():
             yield from self._pieces("gradients", held, self.buffer.reduced)
 
@@ -302,19 +308,20 @@ class State:
             )
 
     def restore(self, counters: Counters) -> None:
-        """Continue from stored counters. The loss scale of another precision is not kept."""
+        """Continue from stored counters. The loss scale is used only if this run's precision scales
+        the loss."""
         self.counters.updates = counters.updates
         if self.scales_loss:
             self.counters.loss_scale = counters.loss_scale
             self.counters.good_steps = counters.good_steps
 
     def changed(self, written: bool = False) -> None:
-        """Update the weights from their masters, after values were written into pieces. `written`:
-        this rank's weights are already up to date."""
+        """Update the weights from the master weights, after values were written into pieces.
+        `written`: this rank's weights are already up to date."""
         self.buffer.refresh_weights(written)
 
     def let_go(self) -> None:
-        """Allow the storage to free memory, after pieces were read: a state in a file need not be
+        """Allow the storage to free memory after pieces were read: a state in a file need not stay
         in memory."""
         self.buffer.storage.let_go()
 
@@ -322,8 +329,8 @@ class State:
 def _gathered(
     held: Mapping[str, OwnPart], names: Collection[str], units: int
 ) -> tuple[dict[str, OwnPart], list[int]]:
-    """Return the places of some parameters in tensors that have room for these only, in the same
-    order, and the lengths of these tensors, unit by unit."""
+    """Return the positions of some parameters in tensors that contain only these, in the same
+    order, and the lengths of these tensors, one for each shard unit."""
     own = dict[str, OwnPart]()
     lengths = [0] * units
     for name, part in held.items():
@@ -336,7 +343,7 @@ def _gathered(
 def pieces_of(
     kind: str, held: OwnPart, values: Tensor, *, tensor_rank: int, tensor_size: int
 ) -> Iterator[Piece]:
-    """Yield the pieces of a parameter that one tensor rank holds; `values` are the elements of
+    """Yield the pieces of a parameter that one tensor rank has. `values` are the elements of
     `held`."""
     declaration = held.entry.declaration
     name = held.entry.name
@@ -345,10 +352,11 @@ def pieces_of(
 
 
 def assemble(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the logical tensors by parameter from the pieces of all ranks, all of one kind; and
-    the names of those whose copies do not have the same bits. Both are in the order of names.
+    """Return two values: the logical tensors by parameter, assembled from the pieces of all ranks,
+    which are all of one kind; and the names of the tensors whose copies do not have the same bits.
+    Both are in the order of names.
 
-    An element that no rank holds is NaN, so that every comparison with it fails.
+    An element that no rank has is NaN, so that every comparison with it fails.
     """
     whole: dict[str, Tensor] = {}
     filled: dict[str, Tensor] = {}

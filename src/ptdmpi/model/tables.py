@@ -1,5 +1,5 @@
-"""Lookup tables: whole on every tensor rank, or, for a vocabulary, with rows divided over the
-tensor axis (Shoeybi et al. 2019, arXiv 1909.08053, section 3)."""
+"""Lookup tables: either unsharded on every tensor rank, or, for a vocabulary, with rows divided
+over the tensor axis (Shoeybi et al. 2019, arXiv 1909.08053, section 3)."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 
 
 class _Look(Function):
-    """Rows of a table; their gradients are added to the table's."""
+    """A look-up of rows in a table. The backward adds their gradients to the table's gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, table: Parameter) -> Tensor:
@@ -28,13 +28,13 @@ class _Look(Function):
 
 
 def _add_rows(total: Tensor, rows: Tensor, dy: Tensor) -> None:
-    """Add dy [..., h] to the rows [...] of a table's gradient."""
+    """Add dy [..., h] to those rows of a table's gradient that `rows` [...] names."""
     dy = dy.reshape(-1, dy.shape[-1]).to(total.dtype)
     total.index_add_(0, rows.reshape(-1), dy)
 
 
 class Table(nn.Module):
-    """A table that every rank holds whole, looked up at this rank's positions: [...] ->
+    """A table that every rank has unsharded. It is looked up at this rank's positions: [...] ->
     [..., h]."""
 
     def __init__(self, rows: int, hidden: int, init_std: float) -> None:
@@ -46,12 +46,13 @@ class Table(nn.Module):
         return self.weight[:count]
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return the given rows, [..., h]."""
+        """Return the rows of the table with the numbers `rows`, [..., h]."""
         return _Look.apply(rows, self.weight)
 
 
 class _Embed(Function):
-    """Rows of a table that is divided by rows: each rank looks up its own, and all are summed."""
+    """A look-up in a table that is divided by rows: each rank looks up its own rows, and the
+    results are summed."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Parameter, axis: TensorAxis) -> Tensor:
@@ -60,8 +61,8 @@ class _Embed(Function):
             return F.embedding(ids, weight)
         rows = weight.shape[0]
         local = ids - axis.rank * rows
-        # an id of another rank's row looks up row 0, whose values are then set to zero, so that the
-        # sum over ranks has each token once
+        # for an id whose row another rank has, this rank looks up row 0 and sets the values to
+        # zero, so that the sum over ranks counts each token once
         elsewhere = (local < 0) | (local >= rows)
         local = local.masked_fill(elsewhere, 0)
         ctx.layer = (weight, axis, local, elsewhere)
@@ -73,7 +74,7 @@ class _Embed(Function):
         weight, axis, local, elsewhere = ctx.layer
 
         def add(total: Tensor) -> None:
-            """Add the gradients of this rank's rows, from all positions."""
+            """Add the gradients of this rank's rows, for all positions."""
             whole = axis.gather(dy)
             if elsewhere is not None:
                 whole = whole.masked_fill(elsewhere[..., None], 0.0)
@@ -84,8 +85,8 @@ class _Embed(Function):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding of token ids: [s, b] -> [s, b, h], the rows of the table divided over the tensor
-    axis."""
+    """An embedding of token ids, [s, b] -> [s, b, h]. The rows of its table are divided over the
+    tensor axis."""
 
     def __init__(self, axis: TensorAxis, vocab_size: int, hidden: int, init_std: float) -> None:
         super().__init__()
@@ -95,5 +96,5 @@ class VocabularyEmbedding(nn.Module):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of `ids`; each rank holds a part of the table."""
+        """Return the rows of the table for `ids`. Each rank has a part of the table."""
         return _Embed.apply(ids, self.weight, self.axis)

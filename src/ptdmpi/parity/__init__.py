@@ -1,3 +1,3 @@
-"""A proof that the training is the same in every layout. Small models are trained in a set of
-layouts that covers all pairs of settings. Each training is compared with one on one rank, and its
-bits with those of its plainest layout."""
+"""A test that training computes the same in every layout. Small models are trained in a set of
+layouts that covers all pairs of settings. Each training run is compared with one on a single rank,
+and its bits with those of the plainest layout that must have the same bits."""

@@ -1,4 +1,4 @@
-"""Differences between two trainings, and the bars that they must not exceed."""
+"""Differences between two training runs, and the tolerances (`BARS`) that they must not exceed."""
 
 import math
 from collections.abc import Iterable
@@ -10,22 +10,22 @@ from torch import Tensor
 from ptdmpi.parity.layouts import ComparedModel, MuonModel
 from ptdmpi.parity.run import Training
 
-# The largest relative differences that are allowed from a training on one rank. The bar of
-# parameters is wider, because Adam divides by the root of a small second moment, which amplifies
-# rounding.
+# The largest relative differences that are allowed from a training run on one rank. The tolerance
+# for parameters is wider, because Adam divides by the root of a small second moment, which
+# amplifies rounding.
 BARS = {
     "fp64": {"loss": 1e-12, "norm": 1e-12, "gradients": 1e-12, "parameters": 1e-11},
     "fp32": {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-5, "parameters": 1e-3},
 }
-# Muon iterates in bfloat16, except in fp64. If the last bit of a gradient makes a value round the
-# other way, the update differs by much more than that bit.
+# Muon iterates in bfloat16, except in fp64. If the last bit of a gradient makes a value round in
+# the other direction, the update differs by much more than that bit.
 MUON_BARS = {**BARS, "fp32": {**BARS["fp32"], "loss": 1e-4, "norm": 1e-4}}
 BITWISE = ("fp32", "bf16")
 KEY_BIAS = "attention.qkv.bias"
 
 
 def bars_of(model: ComparedModel) -> dict[str, dict[str, float]]:
-    """Return the bars of a model's trainings, by compute type and kind of value."""
+    """Return the tolerances for the training runs of a model, by compute type and kind of value."""
     if isinstance(model, MuonModel):
         return MUON_BARS
     return BARS
@@ -39,12 +39,13 @@ class Greatest:
     where: str
 
     def within(self, bar: float) -> bool:
-        """Return True if the difference is a number up to `bar`."""
-        return self.value <= bar  # False for NaN
+        """Return True if the difference is a number up to the tolerance `bar`."""
+        return self.value <= bar  # this is False for NaN
 
 
 def differences(actual: Training, expected: Training) -> dict[str, Greatest]:
-    """Return the greatest differences of loss, norm, first gradients and final parameters."""
+    """Return the greatest differences in the loss, the norm, the first gradients and the final
+    parameters."""
     return {
         "loss": _greatest_of_curve(actual.losses, expected.losses),
         "norm": _greatest_of_curve(actual.norms, expected.norms),
@@ -54,7 +55,7 @@ def differences(actual: Training, expected: Training) -> dict[str, Greatest]:
 
 
 def first_other_bit(actual: Training, expected: Training) -> str | None:
-    """Return text on the first value whose bits differ; None if all bits are equal."""
+    """Return the name of the first value whose bits differ; None if all bits are equal."""
     for step, (a, b) in enumerate(zip(actual.losses, expected.losses, strict=True)):
         if a != b:
             return f"loss of step {step}"
@@ -71,7 +72,7 @@ def first_other_bit(actual: Training, expected: Training) -> str | None:
 
 
 def left_out(models: Iterable[ComparedModel]) -> list[str]:
-    """Return the names of the tensors whose key part is left out of relative differences.
+    """Return the names of the tensors of which the key part is ignored in relative differences.
 
     A key bias adds the same number to all scores of a query, and the softmax cancels it. So its
     true gradient is zero, and the computed one is only rounding.
@@ -98,7 +99,7 @@ def _greatest_of_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor])
 
 
 def _compared(name: str, whole: Tensor) -> Tensor:
-    """Return the tensor, without the key bias if it is the bias of q, k and v."""
+    """Return the tensor, without its key part if it is the bias of q, k and v."""
     if not name.endswith(KEY_BIAS):
         return whole
     query, _, value = whole.chunk(3)
@@ -106,13 +107,15 @@ def _compared(name: str, whole: Tensor) -> Tensor:
 
 
 def _relative(actual: Tensor, expected: Tensor) -> float:
-    """Return the greatest difference divided by the greatest magnitude of the tensor."""
+    """Return the greatest difference of elements divided by the greatest magnitude of the expected
+    tensor."""
     smallest = torch.finfo(expected.dtype).tiny
     return float((actual - expected).abs().max() / expected.abs().max().clamp(min=smallest))
 
 
 def _greatest(all_differences: Iterable[Greatest]) -> Greatest:
-    """Return the greatest difference. NaN counts as the greatest; a plain max would drop it."""
+    """Return the greatest difference. NaN counts as the greatest, but a plain `max` could ignore
+    it."""
 
     return max(
         all_differences,

@@ -1,9 +1,9 @@
-"""The layouts and models that are compared: every legal pair of settings is in one of them.
+"""The layouts and models that are compared. Every legal pair of settings occurs in one of them.
 
-Most faults need two settings to meet (sequence parallelism and dropout, an uneven split and a tied
-embedding). So all pairs are covered, but not all combinations (Cohen et al. 1997, "The AETG
-system"). The candidates are few enough to be listed, and the greedy choice needs no random search:
-it is the same set on every machine.
+Most faults occur only if two settings meet (sequence parallelism and dropout, an uneven split and a
+tied embedding). So all pairs are covered, but not all combinations (Cohen et al. 1997, "The AETG
+system"). The candidates are few enough to be listed, and the greedy choice needs no random search,
+so it gives the same set on every machine.
 """
 
 import itertools
@@ -22,8 +22,8 @@ from ptdmpi.config.zero import STAGES
 HIDDEN = 32
 HEADS = 4
 SEQ_LENGTH = 16
-MOST_RANKS = 16  # enough for every pair of settings, such as t = 4 with p = 4
-GLOBAL_SIZE = 16  # sequences: every d and b below divides it
+MOST_RANKS = 16  # enough ranks for every pair of settings, such as t = 4 with p = 4
+GLOBAL_SIZE = 16  # sequences per step; every d and b below divides this
 
 LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "tensor": (1, 2, 4),
@@ -40,11 +40,10 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "shard_group": (None, 2),
     "offload": ("none", "disk"),
 }
-# One of this many combinations is a candidate. The number is a prime, so each value of a factor
-# meets each value of any other factor. It leaves as many candidates as can be listed in a few
-# seconds.
+# Every STRIDE-th combination is a candidate. The number is a prime, so each value of a factor meets
+# each value of any other factor. It leaves as many candidates as can be listed in a few seconds.
 STRIDE = 41
-# 12 layers suffice for p v = 12 stages. No p v above 1 divides 7, and no t above 1 divides 53.
+# 12 layers are enough for p v = 12 stages. No p v above 1 divides 7, and no t above 1 divides 53.
 MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
     "kind": ("gpt", "llama", "bert"),
     "layers": (12, 7),
@@ -55,7 +54,8 @@ MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
     "documents": (False, True),
 }
 
-# Keys in addition to the defaults of a kind: the features of models after LLaMA, for small models.
+# Keys in addition to the defaults of a kind of model: the features of models after LLaMA, with
+# small values.
 MORE = {
     "gemma2": {
         "kv_heads": 1,
@@ -71,7 +71,7 @@ MORE = {
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """A model that is trained; all its layouts are compared with one reference."""
+    """A model that is trained in several layouts; all of them are compared with one reference."""
 
     kind: str = "gpt"
     layers: int = 7
@@ -83,7 +83,7 @@ class ComparedModel:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """Return its keys of [model]."""
+        """Return the keys of [model] for this model."""
         return {
             "kind": self.kind,
             **MORE.get(self.kind, {}),
@@ -97,24 +97,24 @@ class ComparedModel:
 
     @property
     def adapt(self) -> dict[str, Any]:
-        """Return its keys of [adapt]: none, the whole model trains."""
+        """Return the keys of [adapt] for this model; none, because all parameters train."""
         return {}
 
     @property
     def optimizer(self) -> str:
-        """Return the kind of optimizer that trains it."""
+        """Return the kind of optimizer that trains the model."""
         return "adamw"
 
 
 @dataclass(frozen=True)
 class AdaptedModel(ComparedModel):
-    """A frozen model with adapters that train."""
+    """A frozen model with adapters, which train."""
 
     method: str = "lora"
 
     @property
     def adapt(self) -> dict[str, Any]:
-        """Return its keys of [adapt]."""
+        """Return the keys of [adapt] for this model."""
         if self.method == "ia3":
             return {"method": self.method}
         return {"method": self.method, "rank": 4, "dropout": 0.1 if self.dropout else 0.0}
@@ -122,17 +122,18 @@ class AdaptedModel(ComparedModel):
 
 @dataclass(frozen=True)
 class MuonModel(ComparedModel):
-    """A model whose matrices are updated by Muon."""
+    """A model whose matrices Muon updates."""
 
     @property
     def optimizer(self) -> str:
-        """Return the kind of optimizer that trains it."""
+        """Return the kind of optimizer that trains the model."""
         return "muon"
 
 
 @dataclass(frozen=True)
 class ComparedLayout(Layout):
-    """A layout of a training. The defaults are the plainest one: one rank, nothing recomputed."""
+    """A layout of a training run. The defaults are the plainest layout: one rank, nothing
+    recomputed."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -143,17 +144,17 @@ class ComparedLayout(Layout):
 
     @property
     def reference(self) -> "ComparedLayout":
-        """Return the layout of one rank with the global batch as one microbatch: nothing is
-        divided."""
+        """Return the layout with one rank and the global batch as one microbatch, in which nothing
+        is divided."""
         return ComparedLayout(micro_size=GLOBAL_SIZE)
 
     @property
     def base(self) -> "ComparedLayout":
-        """Return the plainest layout whose training must have the same bits.
+        """Return the plainest layout for which a training run must have the same bits.
 
-        It keeps the settings that decide the order of sums: t, b, sequence parallelism and, unless
-        the run is reproducible, d. It also keeps whether sharding sums over ranks before
-        microbatches, and whether it sums within groups first.
+        It has the same settings that determine the order of sums: t, b, sequence parallelism and,
+        unless the run is reproducible, d. It also has the same order of sums under sharding: over
+        ranks before or after microbatches, and within groups first or not.
         """
         plain = ComparedLayout(
             tensor=self.tensor,
@@ -172,8 +173,8 @@ class ComparedLayout(Layout):
 
     @property
     def has_copies(self) -> bool:
-        """Return True if groups of data ranks divide the state, and several groups have the
-        same."""
+        """Return True if groups of data ranks shard the state, and several groups have the same
+        state."""
         return 1 < self.shards < self.data
 
     @property
@@ -192,16 +193,17 @@ class Case:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the value of every factor."""
+        """Return the value of each factor."""
         known = LAYOUT_FACTORS | MODEL_FACTORS
         values = vars(self.layout) | vars(self.model)
         return {name: values[name] for name in known}
 
     @property
     def work(self) -> float:
-        """Return the cost of a step: computed layers, counted once per microbatch and tensor rank.
+        """Return the cost of a step: the number of computed layers, counted for each microbatch and
+        tensor rank.
 
-        At this size a layer takes the same time, however small a rank's part of it is.
+        At this model size a layer takes the same time, however small the part on a rank is.
         """
         again = 4 / 3 if self.layout.recompute == "full" else 1.0
         microbatches = GLOBAL_SIZE // self.layout.micro_size
@@ -209,9 +211,9 @@ class Case:
 
     @property
     def effects(self) -> dict[str, Any]:
-        """Return the effects of the settings. In some layouts a switch that is on has no effect.
+        """Return the effects that the settings have. In some layouts a setting has no effect.
 
-        Pairs of effects are covered too; otherwise sequence parallelism could meet dropout only at
+        Pairs of effects are covered too; otherwise sequence parallelism might meet dropout only at
         t = 1.
         """
         layout = self.layout
@@ -232,7 +234,7 @@ class Case:
         }
 
 
-# Name of a rule of layouts -> text of the table for cases that break it.
+# Name of a rule of layouts -> text in the table for cases that violate it.
 REASONS = {
     "chunks": "1f1b and zb-h1 have one chunk per rank, zb-v two",
     "stages": "more stages than layers",
@@ -241,7 +243,7 @@ REASONS = {
     "partition_mode": "only what full recomputation keeps is partitioned",
     "partition_sequence": "sequence parallelism divides activations already",
 }
-# Setting -> the other settings that it needs, which a case has unless it sets them.
+# Setting -> other settings that it needs. A case has these unless it sets them itself.
 NEEDED: dict[tuple[str, Any], dict[str, Any]] = {
     ("schedule", "zb-v"): {"virtual": 2},
     ("shard_group", 2): {"zero": 1, "data": 2},
@@ -273,7 +275,7 @@ def _shape(model: ComparedModel) -> ModelConfig:
 
 
 def models() -> list[ComparedModel]:
-    """Return a few models in which every pair of the model's settings occurs."""
+    """Return a few models that together contain every pair of settings of a model."""
     all_models = [
         ComparedModel(**dict(zip(MODEL_FACTORS, values, strict=True)))
         for values in itertools.product(*MODEL_FACTORS.values())
@@ -283,9 +285,11 @@ def models() -> list[ComparedModel]:
 
 
 def covering_set(ranks: int = MOST_RANKS) -> list[Case]:
-    """Return cases of at most `ranks` ranks that together have every pair that any legal case has.
+    """Return cases with at most `ranks` ranks that together contain every pair that any legal case
+    has.
 
-    Pairs are of settings and effects. The first cases have the most pairs for the time they take.
+    Pairs are of settings and of effects. The first cases have the most pairs for the time they
+    take.
     """
     combinations = itertools.product(*LAYOUT_FACTORS.values(), models())
     cases = (
@@ -298,7 +302,7 @@ def covering_set(ranks: int = MOST_RANKS) -> list[Case]:
 
 
 def missing_pairs(cases: Sequence[Case], ranks: int = MOST_RANKS) -> dict[str, list[Pair]]:
-    """Return the pairs of settings that are in no case, by the reason that forbids them.
+    """Return the pairs of settings that occur in no case, by the reason that makes them illegal.
 
     Legal pairs have the reason "".
     """
@@ -316,7 +320,7 @@ def missing_pairs(cases: Sequence[Case], ranks: int = MOST_RANKS) -> dict[str, l
 
 
 def _mildest(values: dict[str, Any]) -> Case:
-    """Return a case with these values that breaks a rule only if the values themselves do."""
+    """Return a case with these values that violates a rule only if the values themselves do."""
     most_layers = {"layers": max(MODEL_FACTORS["layers"])}
     for setting in values.items():
         values = NEEDED.get(setting, {}) | values
@@ -326,11 +330,11 @@ def _mildest(values: dict[str, Any]) -> Case:
 
 
 def _cover(rows: Sequence[dict[str, Any]], costs: Sequence[float]) -> list[int]:
-    """Return the indices of rows that together have every pair of values that any row has.
+    """Return the indices of rows that together contain every pair of values that any row has.
 
-    Each choice takes the row with the most new pairs divided by the root of its cost. With these
-    candidates the result has a third more rows than a choice by the number of pairs alone, but
-    takes a quarter less time.
+    Each choice takes the row with the greatest number of new pairs divided by the root of its cost.
+    With these candidates the result has a third more rows than a choice by the number of pairs
+    alone, but takes a quarter less time.
     """
     codes: dict[str, dict[Any, int]] = {name: {} for name in rows[0]}
     table = np.array(
@@ -343,7 +347,7 @@ def _cover(rows: Sequence[dict[str, Any]], costs: Sequence[float]) -> list[int]:
     for i, j in itertools.combinations(range(len(sizes)), 2):
         columns.append(offset + table[:, i] * sizes[j] + table[:, j])
         offset += sizes[i] * sizes[j]
-    held = np.stack(columns, axis=1)  # [rows, pairs of columns]: number of the pair of values
+    held = np.stack(columns, axis=1)  # [rows, pairs of columns]: the number of the pair of values
     wanted = np.zeros(offset, dtype=bool)
     wanted[held] = True
     weights = 1.0 / np.sqrt(np.array(costs))
@@ -360,7 +364,7 @@ def _legal(cases: Sequence[Case], ranks: int) -> list[Case]:
 
 
 def reproducible_cases(ranks: int = MOST_RANKS) -> list[Case]:
-    """Return layouts whose bits must not depend on d either; the model has dropout."""
+    """Return cases whose bits must not depend on d either. Their model has dropout."""
     model = ComparedModel(dropout=True)
     layouts = [
         ComparedLayout(data=2, pipeline=2, schedule="1f1b"),
@@ -374,10 +378,10 @@ def reproducible_cases(ranks: int = MOST_RANKS) -> list[Case]:
 
 
 def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
-    """Return cases of a model with the features of models after LLaMA.
+    """Return cases for a model with the features of models after LLaMA.
 
-    It has windows, caps, norms of queries and keys, and one key head for all tensor ranks. The
-    layouts divide it, recompute it and cut its sequences into documents.
+    The model has sliding windows, caps, norms of queries and keys, and one key head for all tensor
+    ranks. The layouts divide it, recompute it and cut its sequences into documents.
     """
     model = ComparedModel(kind="gemma2", documents=True)
     cases = [
@@ -406,7 +410,8 @@ def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
 
 
 def adapted_cases(ranks: int = MOST_RANKS) -> list[Case]:
-    """Return cases of adapters. Their sums, splits and dropout masks meet each kind of division."""
+    """Return cases with adapters. Their sums, splits and dropout masks are combined with each kind
+    of division."""
     lora = AdaptedModel("llama", layers=4, dropout=True)
     cases = [
         Case(
@@ -431,10 +436,10 @@ def adapted_cases(ranks: int = MOST_RANKS) -> list[Case]:
 
 
 def muon_cases(ranks: int = MOST_RANKS) -> list[Case]:
-    """Return cases of matrices that are updated as wholes although a layout divides them.
+    """Return cases with Muon, which updates complete matrices although a layout divides them.
 
-    The tensor axis divides the matrices. Shards cut them in one group, in groups with copies, and
-    with sums by microbatch.
+    The tensor axis divides the matrices. Shards cut them in a single group, in groups with copies,
+    and with sums by microbatch.
     """
     model = MuonModel("llama", layers=4)
     layouts = [

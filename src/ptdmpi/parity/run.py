@@ -1,4 +1,4 @@
-"""Trainings of cases, whose results are whole logical tensors."""
+"""Training runs of cases. Their results are full logical tensors."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,21 +20,22 @@ from ptdmpi.parity.layouts import GLOBAL_SIZE, SEQ_LENGTH, Case
 from ptdmpi.plan.layout.grid import Grid, training_grid
 
 SEED = 1234
-MEAN_DOCUMENT = 6  # tokens of a document, in models with documents
-# At this width the usual 0.02 would hardly change the residual stream, and faults would not show.
+MEAN_DOCUMENT = 6  # mean number of tokens in a document, in models with documents
+# At this model width the usual 0.02 would hardly change the residual stream, and faults would not
+# be visible.
 INIT_STD = 0.1
 # If a gradient is only rounding, Adam's step is that rounding divided by epsilon. With an epsilon
-# of 1e-8 the step can be as large as the whole learning rate, and chance would decide whether
-# parameters stay within their bar.
+# of 1e-8 the step can be as large as the full learning rate, and chance would decide whether
+# parameters stay within their tolerance.
 EPSILON = 1e-6
 PROGRESS_EVERY_S = 20.0
 
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """A training to be done: a case in one compute type for a number of steps.
+    """A training run that is needed: a case in one compute type for a number of steps.
 
-    `attempt` distinguishes two trainings of one case.
+    `attempt` distinguishes two runs of the same case.
     """
 
     case: Case
@@ -45,11 +46,11 @@ class TrainingTask:
 
 @dataclass(frozen=True)
 class Training:
-    """The results of a training.
+    """The results of a training run.
 
-    Loss and gradient norm of each step, the gradients of the first step as the optimizer gets them,
-    the final master weights (`parameters`), and the names of tensors whose copies on several ranks
-    differ (`torn`).
+    They are the loss and the gradient norm of each step, the gradients of the first step as the
+    optimizer gets them, the final master weights (`parameters`), and the names of tensors whose
+    copies on several ranks differ (`torn`).
     """
 
     losses: list[float] = field(default_factory=list)
@@ -60,7 +61,7 @@ class Training:
 
 
 def configuration(task: TrainingTask) -> Config:
-    """Return the configuration of a task, checked like a user's."""
+    """Return the configuration for a task, checked like a user's."""
     layout = task.case.layout
     model = task.case.model
     rate = 0.1 if model.dropout else 0.0
@@ -71,7 +72,7 @@ def configuration(task: TrainingTask) -> Config:
             "seed": SEED,
             "steps": task.steps,
             "reproducible": layout.reproducible,
-            "dir": gettempdir(),  # for state that is offloaded to a file
+            "dir": gettempdir(),  # the directory for offloaded state
         },
         batch={"global_size": GLOBAL_SIZE},
         precision={"compute": task.compute},
@@ -85,10 +86,10 @@ def configuration(task: TrainingTask) -> Config:
 
 
 def microbatches(config: Config, case: Case, step: int, data_rank: int) -> list[Microbatch]:
-    """Return one data rank's microbatches of the global batch of `step`.
+    """Return the microbatches of one data rank, from the global batch of `step`.
 
     The tokens are random, and the same in every layout. In models with masked tokens, each sequence
-    keeps another fraction of its tokens.
+    keeps a different fraction of its tokens.
     """
     generator = torch.Generator().manual_seed(SEED + step)
     shape = (GLOBAL_SIZE, SEQ_LENGTH)
@@ -114,10 +115,10 @@ def microbatches(config: Config, case: Case, step: int, data_rank: int) -> list[
 
 
 def as_masked(batch: Microbatch, model: ModelConfig) -> Microbatch:
-    """Return the same tokens as masked samples.
+    """Return the same tokens as samples for a masked language model.
 
-    The tokens of a sequence decide which of its positions are masked, and its number decides the
-    order of its two halves.
+    The tokens of a sequence determine which of its positions are masked, and its number determines
+    the order of its two halves.
     """
     places = torch.arange(len(batch.inputs))[:, None]
     masked = ((batch.inputs * 7919 + places * 104729) % 1009).argsort(dim=0, stable=True)
@@ -137,7 +138,7 @@ def as_masked(batch: Microbatch, model: ModelConfig) -> Microbatch:
 
 
 def train(task: TrainingTask, axes: Axes) -> Training | None:
-    """Train on the ranks of `axes`; return the result on their rank 0, None on others."""
+    """Train on the ranks of `axes`. Return the result on rank 0 of these, None on others."""
     config = configuration(task)
     torch.set_num_threads(config.run.threads)
     engine = Engine(config, axes, task.case.model.vocab_size)
@@ -161,9 +162,10 @@ def train(task: TrainingTask, axes: Axes) -> Training | None:
 
 
 class Blocks:
-    """The world cut into blocks of equal size, on which small layouts train at the same time.
+    """The world divided into blocks of equal size, on which small layouts train at the same time.
 
-    All trainings share one set of communicators, since MPI libraries have a limited number of them.
+    All training runs share one set of communicators, since MPI libraries have a limited number of
+    them.
     """
 
     def __init__(self, world: World, wire: Wire) -> None:
@@ -175,10 +177,11 @@ class Blocks:
     def run(
         self, tasks: Sequence[TrainingTask], say: Callable[[str], None] = lambda line: None
     ) -> dict[TrainingTask, Training]:
-        """Train all tasks, which need the same number of ranks; every rank of the world calls it.
+        """Train all tasks, which must need the same number of ranks. Every rank of the world calls
+        this.
 
-        Return the results on rank 0 of the world, {} on other ranks. From time to time `say` gets a
-        line with the number of finished trainings of this block.
+        Return the results on rank 0 of the world, {} on other ranks. Now and then `say` gets a line
+        with the number of finished training runs of this block.
         """
         ranks = tasks[0].case.layout.ranks
         blocks = self.world.size // ranks
@@ -201,9 +204,9 @@ class Blocks:
         return {task: result for part in gathered for task, result in part.items()}
 
     def _part(self, ranks: int, block: int) -> World | None:
-        """Return this rank's block as a world of its own; None for a rank outside all blocks.
+        """Return this rank's block as a separate world; None for a rank outside all blocks.
 
-        Every rank of the world calls it in the same order.
+        Every rank of the world calls this in the same order.
         """
         if ranks not in self._parts:
             control = self.world.control.Split(block, key=self.world.rank)
@@ -213,7 +216,7 @@ class Blocks:
         return self._parts[ranks]
 
     def _split(self, part: World, layout: Layout) -> Axes:
-        """Return the communicators of a layout within a block."""
+        """Return the communicators for a layout within a block."""
         sizes = {"tensor": layout.tensor, "context": layout.context, "pipeline": layout.pipeline}
         grid = training_grid(layout.data, layout.shards, **sizes)
         if grid not in self._axes:

@@ -1,4 +1,4 @@
-"""The comparisons of trainings, and their verdicts, which are the rows of the table."""
+"""The comparisons of training runs, and their verdicts, which are the rows of the table."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,9 +32,9 @@ TWICE = "A second run of one layout"
 
 @dataclass(frozen=True)
 class Comparison:
-    """A case, and a case `base` whose training must have the same bits.
+    """A comparison: a case, and a case `base` for which training must have the same bits.
 
-    `attempt` distinguishes the training from an equal one that it is compared with.
+    `attempt` distinguishes a training run from an equal one with which it is compared.
     """
 
     section: str
@@ -43,19 +43,19 @@ class Comparison:
     attempt: int = 0
 
     def compared(self, compute: str, steps: int) -> TrainingTask:
-        """Return the training of the case itself."""
+        """Return the training run of the case itself."""
         return TrainingTask(self.case, compute, steps, self.attempt)
 
     def expected(self, compute: str, steps: int) -> TrainingTask:
-        """Return the one-rank training of the same model."""
+        """Return the training run of the same model on one rank."""
         return TrainingTask(replace(self.case, layout=self.case.layout.reference), compute, steps)
 
     def same_bits(self, compute: str, steps: int) -> TrainingTask:
-        """Return the training that must have the same bits."""
+        """Return the training run that must have the same bits."""
         return TrainingTask(self.base, compute, steps)
 
     def tasks(self, steps: int) -> list[TrainingTask]:
-        """Return all trainings that the comparison needs."""
+        """Return all training runs that the comparison needs."""
         computes = BARS.keys() | set(BITWISE)
         return [
             *(self.compared(compute, steps) for compute in sorted(computes)),
@@ -66,11 +66,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a comparison.
+    """The result of one comparison.
 
-    By compute type: `differences`, by kind of value; `bits`, the first value whose bits differ, or
-    None; `torn`, the tensors whose copies on several ranks differ. Bits are not compared on a wire
-    that is not exact.
+    Each field is by compute type. `differences` has the greatest difference of each kind of value.
+    `bits` has the first value whose bits differ, or None. `torn` has the tensors whose copies on
+    several ranks differ. Bits are not compared on a transport that is not exact.
     """
 
     comparison: Comparison
@@ -79,7 +79,7 @@ class Verdict:
     torn: dict[str, list[str]] = field(default_factory=dict)
 
     def red(self) -> list[str]:
-        """Return each bar that is exceeded and each other fault, in words."""
+        """Return a text for each tolerance that is exceeded and for each other fault."""
         bars = bars_of(self.comparison.case.model)
         faults = []
         for compute, of_type in self.differences.items():
@@ -100,8 +100,8 @@ class Verdict:
 def comparisons(ranks: int, *, short: bool = False, exact: bool = True) -> list[Comparison]:
     """Return all comparisons that `ranks` ranks can make.
 
-    `short`: only a few of each kind, which take little time. `exact` False: without those that need
-    an exact wire.
+    `short`: only a few comparisons of each kind, which take little time. `exact` False: leave out
+    those that need an exact transport.
     """
     covering = layouts.covering_set(ranks)
     sections = {
@@ -137,11 +137,12 @@ def run(
     say: Callable[[str], None] = lambda line: None,
     wire: Wire | None = None,
 ) -> list[Verdict]:
-    """Train for the comparisons `wanted`, small layouts side by side, and compare.
+    """Do the training runs for the comparisons `wanted`, small layouts at the same time, and
+    compare their results.
 
-    Every rank calls it with the same arguments. Returns a verdict of each comparison on rank 0, []
-    on other ranks; `say` gets lines on the progress on rank 0. Bits are compared only on an exact
-    wire. Raises InputError if a layout needs more ranks than the world has.
+    Every rank calls this with the same arguments. Returns a verdict for each comparison on rank 0,
+    [] on other ranks. `say` gets lines about the progress on rank 0. Bits are compared only on an
+    exact transport. Raises InputError if a layout needs more ranks than the world has.
     """
     tasks = list(dict.fromkeys(task for comparison in wanted for task in comparison.tasks(steps)))
     wire = wire or wire_named()
@@ -165,7 +166,7 @@ def run(
 def _verdict(
     comparison: Comparison, steps: int, results: dict[TrainingTask, Training], exact: bool
 ) -> Verdict:
-    """Compare the results; `exact`: bits too."""
+    """Compare the results. If `exact`, compare their bits, too."""
     mine = {compute: results[comparison.compared(compute, steps)] for compute in (*BARS, *BITWISE)}
     bitwise = BITWISE if exact else ()
     return Verdict(

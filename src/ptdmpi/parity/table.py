@@ -1,4 +1,4 @@
-"""The table of verdicts as Markdown of at most 120 columns, and as JSON."""
+"""The table of verdicts, as Markdown of at most 120 columns and as JSON."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ HEADINGS = (
 
 
 def text(rows: Sequence[Verdict], ranks: int, steps: int) -> str:
-    """Return the table: all rows, the legend of their abbreviations, and the verdict at the end."""
+    """Return the table: all rows, the legend of the abbreviations, and the verdict at the end."""
     models = list(dict.fromkeys(row.comparison.case.model for row in rows))
     lines: list[str] = []
     for section, of_section in itertools.groupby(rows, lambda row: row.comparison.section):
@@ -115,7 +115,7 @@ def _options(layout: Layout) -> str:
 
 
 def _legend(models: Sequence[ComparedModel], steps: int) -> list[str]:
-    """Return the lines that explain the columns, the bars and the models."""
+    """Return the lines that explain the columns, the tolerances and the models."""
     bars = "; ".join(f"{compute} {_bars(BARS[compute])}" for compute in BARS)
     lines = [
         f"{steps} steps; greatest relative difference from one rank that takes the global batch "
@@ -163,7 +163,8 @@ def _bars(bars: Mapping[str, float]) -> str:
 
 
 def _missing(rows: Sequence[Verdict], ranks: int) -> list[str]:
-    """Return lines on the pairs of settings that are in no row of the covering set, by reason."""
+    """Return lines about the pairs of settings that occur in no row of the covering set, by
+    reason."""
     lines: list[str] = []
     missing = _missing_pairs(rows, ranks)
     legal = missing.pop("", [])
@@ -183,7 +184,7 @@ def _missing_pairs(rows: Sequence[Verdict], ranks: int) -> dict[str, list[Pair]]
 
 
 def as_json(rows: Sequence[Verdict], ranks: int, steps: int) -> dict[str, Any]:
-    """Return the table for programs."""
+    """Return the table as JSON, for programs."""
     return {
         "ranks": ranks,
         "steps": steps,
@@ -214,7 +215,7 @@ def _row(row: Verdict) -> dict[str, Any]:
 
 
 def _number(greatest: Greatest) -> dict[str, Any]:
-    """Return a difference for JSON, which has no NaN and no infinity."""
+    """Return a difference as JSON. NaN and infinity become texts."""
     value: float | str = greatest.value
     if not math.isfinite(greatest.value):
         value = str(greatest.value)

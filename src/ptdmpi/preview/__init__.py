@@ -1,1 +1,1 @@
-"""The preview of a run: its checks, sizes and times before it starts, without writing anything."""
+"""The preview of a run: its checks, sizes and times before it starts. Nothing is written."""

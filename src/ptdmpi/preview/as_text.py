@@ -6,11 +6,12 @@ from ptdmpi.base.words import counted, file_size, short
 from ptdmpi.plan.cost.relief import size
 from ptdmpi.report.live import duration
 
-LINES = 8  # of the text of each sample
+LINES = 8  # number of lines that are shown of each sample
 
 
 def as_text(forecast: dict[str, Any]) -> str:
-    """Return the result of `preview` as text, without its "mistake", which the caller prints."""
+    """Return the result of `preview` as text, without its entry "mistake", which the caller
+    prints."""
     rows = [
         *_run_rows(forecast),
         *_data_rows(forecast),
@@ -52,7 +53,8 @@ def _data_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("validation", text))
     paths = dict.fromkeys(dataset["path"] for dataset in (*forecast["train"], *forecast["valid"]))
     not_read = f"opened, but not read through: ptdmpi-data verify {' '.join(paths)} does"
-    rows.append(("", "; ".join(forecast["told"]) or not_read))  # task files are read whole
+    # files of a task are read completely
+    rows.append(("", "; ".join(forecast["told"]) or not_read))
     return rows
 
 
@@ -83,7 +85,7 @@ def _checkpoint(checkpoint: dict[str, Any]) -> str:
 
 
 def _batch(batch: dict[str, Any]) -> list[str]:
-    """Return the first samples of the first batch as lines."""
+    """Return lines that show the first samples of the first batch."""
     lines = [f"the batch of step {batch['step']:,} begins with"]
     if batch["no_text"]:
         lines.append(f"  (ids alone: {batch['no_text']})")

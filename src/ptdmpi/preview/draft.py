@@ -1,4 +1,4 @@
-"""A first configuration for a model, data and a number of ranks, with comments."""
+"""A first configuration file with comments, for a given model, data and number of ranks."""
 
 import re
 import tomllib
@@ -19,11 +19,11 @@ from ptdmpi.plan.cost import relief
 from ptdmpi.plan.machine.cluster import load_cluster, load_model, preset_and_keys
 from ptdmpi.plan.search import choose
 
-SMALL = "l=4,h=128,a=4,s=128"  # minutes on a laptop
-MOST_TENSOR = 8  # ranks of a node, which on most machines has as many devices
-BATCH = 64  # sequences per step of a model without a published batch
+SMALL = "l=4,h=128,a=4,s=128"  # a model that trains in minutes on a laptop
+MOST_TENSOR = 8  # the ranks of a node, which on most machines has this many devices
+BATCH = 64  # sequences per step for a model without a published batch size
 MICRO_SIZES = (8, 4, 2, 1)
-LEAST_STEPS = 20  # in one epoch; for fewer steps the batch is made smaller
+LEAST_STEPS = 20  # steps in one epoch; if there are fewer, the batch is made smaller
 MOST_STEPS = 10_000
 
 TEMPLATE = """\
@@ -73,10 +73,10 @@ every_steps = {log}
 
 @dataclass(frozen=True)
 class Wish:
-    """The options of `ptdmpi init`, and the machine.
+    """The options of `ptdmpi init`, and the properties of the machine.
 
-    `memory_bytes` is the memory of a rank, if no cluster is named. `steps` None: one epoch, up to
-    MOST_STEPS.
+    `memory_bytes` is the memory of a rank, used if no cluster is named. `steps` None means one
+    epoch, but at most MOST_STEPS.
     """
 
     file: Path
@@ -119,7 +119,7 @@ def draft(wish: Wish) -> str:
 
 
 def _precision(wish: Wish) -> str:
-    """Return bf16 if the device has it, else fp16 if it has that, else fp32."""
+    """Return bf16 if the device supports it, else fp16 if it supports that, else fp32."""
     if wish.cluster is None:
         return "bf16" if wish.on_gpu else "fp32"
     known = load_cluster(wish.cluster).device.peak_flops
@@ -129,7 +129,8 @@ def _precision(wish: Wish) -> str:
 def _folders(wish: Wish) -> tuple[str, str | None]:
     """Return the directories of training and validation shards.
 
-    They are those that the wish names, or the folders `train` and `valid` in its data directory.
+    They are the directories that `wish` names, or the folders `train` and `valid` in its data
+    directory.
     """
     train = wish.data
     valid = wish.valid
@@ -144,7 +145,7 @@ def _sizes(text: str) -> dict[str, Any]:
     """Return the keys of [model] for sizes such as "l=4,h=128,a=4" or "llama3-8b,s=512".
 
     The result has all given keys, and the keys that a configuration needs. The size of the
-    vocabulary is left out, because the data determine it.
+    vocabulary is left out, because the data determines it.
     """
     preset, keys = preset_and_keys(text)
     keys.pop("vocab_size", None)
@@ -155,9 +156,9 @@ def _sizes(text: str) -> dict[str, Any]:
 
 
 def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:
-    """Return the configuration with the best layout on the cluster of the wish.
+    """Return the configuration with the best layout on the cluster that `wish` names.
 
-    Without a cluster, take the first layout that fits into memory. Layouts with the least
+    Without a cluster, use the first layout that fits into memory. Layouts with the least
     recomputation come first, then those with the fewest ranks per model, then those with the
     largest microbatch. Raise InputError if none fits.
     """
@@ -185,13 +186,13 @@ def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:
 
 
 def _divisible(tree: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Return the tree with its batch rounded up to a multiple of `ranks`."""
+    """Return the configuration tree with its batch rounded up to a multiple of `ranks`."""
     size = -(-tree["batch"]["global_size"] // ranks) * ranks
     return {**tree, "batch": {**tree["batch"], "global_size": size}}
 
 
 def _candidates(base: dict[str, Any], ranks: int) -> Iterator[dict[str, Any]]:
-    """Yield the tree with each layout of `ranks`, the preferred ones first."""
+    """Yield the configuration tree with each layout of `ranks`, the preferred layouts first."""
     for recompute in ("none", "selective", "full"):
         for model_ranks in divisors(ranks):
             for tensor in (t for t in divisors(model_ranks) if t <= MOST_TENSOR):
@@ -208,7 +209,8 @@ def _candidates(base: dict[str, Any], ranks: int) -> Iterator[dict[str, Any]]:
 
 
 def _written(wish: Wish, config: Config, data: dict[str, Any], *, steps: int, samples: int) -> str:
-    """Return the template filled in. `samples` is the number of samples in the training data."""
+    """Return TEMPLATE with its values filled in. `samples` is the number of samples in the training
+    data."""
     preset = wish.model in model_presets()
     lines = [f"preset = {_toml(wish.model)}"]
     if not preset:
@@ -257,7 +259,8 @@ def _written(wish: Wish, config: Config, data: dict[str, Any], *, steps: int, sa
 
 
 def _aligned(template: str, **values: object) -> str:
-    """Return the template filled in, with the comments after values aligned in one column."""
+    """Return the template with its values filled in, and with the comments after values aligned in
+    one column."""
     lines = template.format(**values).splitlines()
     commented = re.compile(r"^([^#]*\S) +# (.*)$")
     return "".join(commented.sub(lambda m: f"{m[1]:<25} # {m[2]}", line) + "\n" for line in lines)

@@ -26,9 +26,10 @@ def show(
 ) -> None:
     """Print the preview of a configuration.
 
-    All ranks that a launcher started may call it; the first one prints. `ranks` is the number of
-    ranks; None: the ranks that were started, or that are needed. `cluster` replaces run.cluster.
-    `auto`: the layout is searched first. Raise InputError if the run would not start.
+    All ranks that a launcher started may call this; only the first one prints. `ranks` is the
+    number of ranks. None means the number of ranks that were started, or that are needed. `cluster`
+    replaces run.cluster. With `auto`, the layout is searched first. Raise InputError if the run
+    would not start.
     """
     if launched_rank():
         return
@@ -47,8 +48,8 @@ def show(
 
 
 def _ranks(tree: Mapping[str, Any], given: int | None) -> RankCount:
-    """Return the number `given`, else the number of started ranks, else the number that the run
-    needs."""
+    """Return the number `given`, or else the number of started ranks, or else the number that the
+    run needs."""
     started = launched_size()
     if given is not None and given != started:
         return RankCount(given, "as --ranks says", 0)
@@ -64,7 +65,8 @@ def _ranks(tree: Mapping[str, Any], given: int | None) -> RankCount:
 
 
 def _laid_out(tree: Mapping[str, Any], ranks: int) -> tuple[Mapping[str, Any], str]:
-    """Return the tree with the layout of --layout auto, and text about the search.
+    """Return the configuration tree with the layout that --layout auto finds, and text about the
+    search.
 
     Raise InputError if run.cluster is not set.
     """

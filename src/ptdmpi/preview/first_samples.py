@@ -1,4 +1,4 @@
-"""The first samples of a run as text, by the tokenizer that made its shards."""
+"""The first samples of a run as text, decoded by the tokenizer that made its shards."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,18 +10,18 @@ from ptdmpi.lineage.course import Course
 from ptdmpi.train.feed import SampleSource
 from ptdmpi.train.tasks.files import text_of
 
-SHOWN = 2  # samples of the batch
-CHARACTERS = 400  # of each sample
+SHOWN = 2  # number of samples that are shown
+CHARACTERS = 400  # number of characters that are shown of each sample
 IDS = 16
 
 
 def first_samples(
     config: Config, source: SampleSource, course: Course, *, step: int, vocab_size: int
 ) -> dict[str, Any]:
-    """Return the first samples of the batch of `step` (from 0) as ids and text.
+    """Return the first samples in the batch of step `step` (from 0), as ids and as text.
 
-    The samples are read and checked as in the run. "no_text" is the reason why there is no text, if
-    there is no tokenizer.
+    The samples are read and checked as in the run. If there is no tokenizer, "no_text" is the
+    reason why there is no text.
     """
     count = min(SHOWN, config.samples)
     ids = course.samples(step) + np.arange(count)

@@ -1,6 +1,7 @@
 """The preview of a run, for `ptdmpi train --dry-run` and `ptdmpi plan CONFIG`.
 
-It needs no MPI, because the number of ranks is given. It needs torch only for the memory of a GPU.
+It needs no MPI, because the number of ranks is given. It needs torch only to find the memory of a
+GPU.
 """
 
 import math
@@ -35,11 +36,11 @@ from ptdmpi.train.feed import source_of
 def preview(
     tree: Mapping[str, Any], ranks: RankCount, cluster: str | None = None
 ) -> dict[str, Any]:
-    """Return everything that is known before the start, as `--json` prints it.
+    """Return everything that is known before the start, in the form that `--json` prints.
 
-    "mistake" is the reason why the run would not start on this machine, if there is one. `cluster`
-    is a name or a file that replaces `run.cluster`. Raise InputError, as the run would, for
-    mistakes that do not depend on the machine.
+    If the run would not start on this machine, "mistake" is the reason. `cluster` is a name or a
+    file that replaces `run.cluster`. Raise InputError, as the run would, for mistakes that do not
+    depend on the machine.
     """
     config = checked(tree, ranks.count, ranks.local or None)
     source = source_of(config)
@@ -107,7 +108,7 @@ def _existing(path: Path) -> Path:
 
 
 def _drawn(course: Course, steps: int) -> list[dict[str, Any]]:
-    """Return the samples that the whole run takes of each training dataset."""
+    """Return the number of samples that the complete run uses of each training dataset."""
     return [
         {
             "path": dataset.path,
@@ -121,9 +122,9 @@ def _drawn(course: Course, steps: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Room:
-    """The memory that a step needs, and the bytes that a rank has; None if they are not known.
+    """The memory that a step needs, and the memory that a rank has; None if the latter is unknown.
 
-    `source` says which memory these bytes are of.
+    `source` says to which memory the number of bytes belongs.
     """
 
     step: relief.Step
@@ -132,7 +133,8 @@ class _Room:
 
 
 def _room(config: Config, vocab_size: int, ranks: RankCount, pricer: Pricer | None) -> _Room:
-    """Return the memory of a rank on the cluster, else on this host if the ranks are here."""
+    """Return the memory of a rank on the cluster, or else on this host if the ranks are started
+    here."""
     on_host = True
     host_bytes = math.inf
     capacity_bytes = None
@@ -154,7 +156,8 @@ def _room(config: Config, vocab_size: int, ranks: RankCount, pricer: Pricer | No
 
 
 def _memory(room: _Room) -> dict[str, Any]:
-    """Return the bytes that the fullest rank needs and has; "fits" is None if that is not known."""
+    """Return the bytes that the rank with the greatest need needs, and the bytes that it has.
+    "fits" is None if the latter is unknown."""
     rank, need = room.step.largest()
     fits = None
     if room.capacity_bytes is not None:
@@ -171,7 +174,7 @@ def _memory(room: _Room) -> dict[str, Any]:
 
 
 def _here(local_ranks: int) -> tuple[int, str]:
-    """Return a rank's memory on this host or its GPUs, and text on how ranks share it."""
+    """Return a rank's memory on this host or its GPUs, and text about how ranks share it."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -184,8 +187,8 @@ def _here(local_ranks: int) -> tuple[int, str]:
 
 
 def _time(config: Config, price: Price | None, steps: int) -> dict[str, Any]:
-    """Return the time of one step and of all steps. It is predicted, or else as this run has
-    measured before."""
+    """Return the time of one step and of all steps. The time is predicted, or else it was measured
+    earlier in this run."""
     step_s = None
     source = "not known: ptdmpi probe measures a machine for run.cluster"
     if price is not None:
@@ -201,7 +204,7 @@ def _time(config: Config, price: Price | None, steps: int) -> dict[str, Any]:
 
 
 def _status(path: Path) -> dict[str, Any]:
-    """Return the progress of a run; empty if `path` is no run directory."""
+    """Return the progress of a run; empty if `path` is not a run directory."""
     try:
         return Watched(path).status()
     except InputError:
@@ -209,7 +212,7 @@ def _status(path: Path) -> dict[str, Any]:
 
 
 def stored_bytes(config: Config, vocab_size: int) -> int:
-    """Return the bytes of the tensors of a checkpoint."""
+    """Return the size of the tensors of a checkpoint in bytes."""
     element = PRECISIONS[config.precision.compute].master.bytes
     model = config.model
     moments = config.optimizer.numbers
@@ -217,7 +220,7 @@ def stored_bytes(config: Config, vocab_size: int) -> int:
     whole = (model.layers, (True, True), 1, model.idle())
     _, trained, _ = rank_elements(model, vocab_size, *whole)
     size = numbers * element * trained
-    if config.optimizer.has_matrices:  # the optimizer keeps one moment less for matrices
+    if config.optimizer.has_matrices:  # for matrices the optimizer keeps one moment less
         fewer = stored_numbers(config.data_parallel, moments - 1, config.data_size)
         size -= (numbers - fewer) * element * model.layers * matrix_elements(model, 1)
     return size

@@ -1,4 +1,4 @@
-"""The number of ranks of a run that has not started."""
+"""The number of ranks of a run that has not started yet."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,9 +10,10 @@ from ptdmpi.plan.layout.topology import file_ranks
 
 @dataclass(frozen=True)
 class RankCount:
-    """The number of ranks.
+    """A number of ranks, with its explanation.
 
-    `source` explains it in words. `local` is how many of them share this host; 0 if unknown.
+    `source` explains the number in words. `local` is how many of the ranks share this host; 0 if
+    unknown.
     """
 
     count: int
@@ -21,10 +22,10 @@ class RankCount:
 
 
 def needed_ranks(tree: Mapping[str, Any]) -> tuple[int, bool]:
-    """Return how many ranks a configuration needs, and whether it accepts no other number.
+    """Return how many ranks a configuration needs, and True if it accepts no other number.
 
     If parallel.data is "auto", the data axis counts as 1, or as the number of ranks of the graph
-    that data_parallel.topology names. The tree need not be valid.
+    that data_parallel.topology names. The configuration tree need not be valid.
     """
     tensor = _positive(tree, "parallel", "tensor") or 1
     context = _positive(tree, "parallel", "context") or 1
@@ -44,7 +45,7 @@ def _positive(tree: Mapping[str, Any], section: str, key: str) -> int:
 
 
 def _graph_ranks(tree: Mapping[str, Any]) -> int:
-    """Return the ranks of the graph in a file of edges; 1 without such a file.
+    """Return the number of ranks of the graph in a file of edges; 1 if there is no such file.
 
     The result is also 1 if the section or the file has mistakes, which other checks report.
     """

@@ -1,4 +1,4 @@
-"""Timing on all ranks at once, with checks of the results."""
+"""Timing of work on all ranks at the same time, with checks of the results."""
 
 import os
 import statistics
@@ -20,20 +20,20 @@ MOST_REPEATS = 200
 
 
 class ProbeError(Exception):
-    """A kernel or a message gave a wrong result."""
+    """An error: a kernel or a message gave a wrong result."""
 
 
 class Bench:
-    """One rank of the measurement. The results are the same numbers on every rank.
+    """The stopwatch of one rank. The results are the same numbers on every rank.
 
     `findings` collects the results that are printed at the end, as (name, text of the value).
-    `clock` times a rank's own work: if its single thread has a core to itself, it is the thread's
-    CPU time, which other programs on the machine do not change. `kernels` are the kernels that are
-    measured.
+    `clock` measures a rank's own work: if its single thread has a core of its own, it is the
+    thread's CPU time, which other programs on the machine do not change. `kernels` are the kernels
+    that are measured.
     """
 
     def __init__(self, everyone: Communicator, device: torch.device, local_ranks: int) -> None:
-        """Store the ranks: `everyone` has all of them, and `local_ranks` of them are on this
+        """Store the ranks: `everyone` contains all of them, and `local_ranks` of them are on this
         node."""
         self.everyone = everyone
         self.device = device
@@ -48,30 +48,32 @@ class Bench:
 
     @contextmanager
     def phase(self, what: str, measurements: int) -> Iterator[None]:
-        """Print what is measured inside, with the progress of its `measurements`."""
+        """Print what is measured in the block, and show the progress of its `measurements`
+        measurements."""
         note(f"probe: {what}")
         with progress(f"probe: {what}", measurements, "measurement", SOON_S) as self.advance:
             yield
 
     def note(self, name: str, value: str) -> None:
-        """Keep a finding for the end."""
+        """Store a finding, which is printed at the end."""
         self.findings.append((name, value))
 
     def median(self, value: float) -> float:
-        """Return the median over all ranks; every rank calls it."""
+        """Return the median over all ranks. Every rank calls this."""
         return statistics.median(self.everyone.all_gather_object(value))
 
     def work_s(self, work: Callable[[], Any]) -> float:
-        """Return the seconds of `work`, which sends no messages, while all ranks do it.
+        """Return the seconds of `work`, which sends no messages, while all ranks do it at the same
+        time.
 
-        It is the median over the ranks of each rank's fastest trial, because other programs on the
-        machine only add time.
+        The result is the median, over ranks, of each rank's fastest trial, because other programs
+        on the machine only add time.
         """
         return self._least_s(work, self.clock)
 
     def message_s(self, work: Callable[[], Any]) -> float:
-        """Return the seconds of messages. They are measured as in `work_s`, but include waiting
-        time."""
+        """Return the seconds of `work` that sends messages. They are measured as in `work_s`, but
+        include waiting time."""
         return self._least_s(work, time.perf_counter)
 
     def _least_s(self, work: Callable[[], Any], clock: Callable[[], float]) -> float:
@@ -82,9 +84,10 @@ class Bench:
         return least_s
 
     def _repeats(self, seconds: float) -> int:
-        """Return how often a trial repeats work of `seconds`; the same number on all ranks.
+        """Return how often a trial repeats work of `seconds` seconds. All ranks get the same
+        number.
 
-        The work may be a collective.
+        This must be so because the work may be a collective.
         """
         most = max(self.everyone.all_gather_object(seconds))
         return max(1, min(MOST_REPEATS, round(TRIAL_S / most)))

@@ -1,4 +1,5 @@
-"""Times of each collective by size, within nodes and between nodes; every result is checked."""
+"""The times of each collective by message size, within nodes and between nodes. Every result is
+checked."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,8 @@ SIZES_BYTES = tuple(1 << power for power in range(10, 25, 2))
 
 
 class MeasuredGroup(NamedTuple):
-    """A group of ranks that is measured: this rank's communicator, its number of nodes, a name."""
+    """A group of ranks that is measured: this rank's communicator of it, the number of its nodes,
+    and its name."""
 
     comm: Communicator
     nodes: int
@@ -29,10 +31,10 @@ class MeasuredGroup(NamedTuple):
 
 
 def groups(world: World, device: torch.device) -> Iterator[MeasuredGroup]:
-    """Yield this rank's group of each kind, for tensors of `device`.
+    """Yield the group of each kind that this rank belongs to, for tensors on `device`.
 
-    The kinds are pairs of ranks of a node, all ranks of a node, and one rank of each node. All
-    groups of one kind are measured at once.
+    The kinds are pairs of ranks on a node, all ranks of a node, and one rank of each node. All
+    groups of one kind are measured at the same time.
     """
     local = world.local_size
     wire = wire_named(device=device)
@@ -48,7 +50,7 @@ def groups(world: World, device: torch.device) -> Iterator[MeasuredGroup]:
 def tables(
     bench: Bench, world: World, dtype: torch.dtype, sizes: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return a table of seconds by message size for each collective on each kind of group."""
+    """Return, for each collective on each kind of group, a table of seconds by message size."""
     kinds = list(groups(world, bench.device))
     if not kinds:
         return []
@@ -62,7 +64,7 @@ def tables(
 def _tables(
     bench: Bench, group: MeasuredGroup, dtype: torch.dtype, sizes: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the tables of one group."""
+    """Yield the tables for one group."""
     comm = group.comm
     for name, collective in COLLECTIVES.items():
         times = []
@@ -90,14 +92,14 @@ def overlaps(bench: Bench, world: World) -> bool:
     """Return True if a message arrives while its sender computes, without calls to MPI.
 
     Otherwise the message arrives only when the sender waits for it. The arrival is measured on the
-    device, because on a wire with queues the host does not wait. Every rank calls it and gets the
-    same result.
+    device, because on a transport with streams the host does not wait. Every rank calls this and
+    gets the same result.
     """
     wire = wire_named(device=bench.device)
     everyone = world.split(training_grid(data=world.size), wire)["data"]
     tensor = torch.ones(OVERLAP_BYTES // 4, device=bench.device)
     work = torch.ones(256, 256, device=bench.device)
-    torch.mm(work, work)  # the first product loads libraries
+    torch.mm(work, work)  # the first matrix multiplication loads libraries
     peer = everyone.rank ^ 1
     late = False
     for _ in range(OVERLAP_TRIALS):
@@ -122,7 +124,8 @@ def overlaps(bench: Bench, world: World) -> bool:
 
 
 def _values(elements: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return small whole numbers, which every type represents exactly, different on each rank."""
+    """Return small integers, which every type represents exactly, and which differ between
+    ranks."""
     return (torch.arange(elements, device=device) % 7 + rank % 5).to(dtype)
 
 
@@ -135,7 +138,7 @@ def _all_reduce(comm: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
     result = torch.empty_like(tensor)
 
     def work() -> Tensor:
-        """Sum a fresh copy, since sums of sums would not stay exact."""
+        """All-reduce a fresh copy, since sums of sums would not stay exact."""
         return comm.all_reduce(result.copy_(tensor))
 
     return work
@@ -176,7 +179,7 @@ def _first(comm: Communicator, elements: int, dtype: torch.dtype, device: torch.
 
 
 def _send(comm: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
-    """Return the work of sending to the next rank while receiving from the previous one."""
+    """Return a function that sends to the next rank while it receives from the previous one."""
     following = (comm.rank + 1) % comm.size
     previous = (comm.rank - 1) % comm.size
     result = torch.empty_like(tensor)
@@ -199,7 +202,8 @@ def _of_previous(
 
 
 class MeasuredCollective(NamedTuple):
-    """A collective: `prepare` makes the timed work, and `expected` its right result."""
+    """A collective that is measured: `prepare` makes the timed function, and `expected` its right
+    result."""
 
     prepare: Callable[[Communicator, Tensor], Callable[[], Tensor]]
     expected: Callable[[Communicator, int, torch.dtype, torch.device], Tensor]

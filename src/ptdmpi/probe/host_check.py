@@ -1,4 +1,5 @@
-"""Check of the machine: MPI, launcher, devices, wires, threads, nodes of the tensor axis."""
+"""Checks of the machine: MPI, launcher, devices, transports, threads, and which tensor axes stay
+inside a node."""
 
 import os
 import platform
@@ -17,7 +18,7 @@ from ptdmpi.probe.finding import MachineFinding
 from ptdmpi.train.capacity import ranks_sharing
 from ptdmpi.train.records.rates import device_name, known_peak
 
-# variables that only this launcher sets
+# variables that only one launcher sets, and its name
 LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": "mpirun (Open MPI)",
     "SLURM_STEP_ID": "srun (Slurm)",
@@ -28,7 +29,7 @@ NO_LAUNCHER = "none: one process; start with mpirun or srun"
 
 
 def check_host(world: World) -> list[MachineFinding]:
-    """Return the findings about the machine, as all ranks see it; all ranks call it together."""
+    """Return the findings about the machine, over all ranks. All ranks call this together."""
     return [*_launch(world), *_software(world), _tensor_axis(world)]
 
 
@@ -49,7 +50,7 @@ def _launch(world: World) -> list[MachineFinding]:
 
 
 def _ranks(world: World) -> str:
-    """Return the number of ranks, and how many there are on a node."""
+    """Return the number of ranks, and how many of them are on a node."""
     first_of_node = world.local_rank == 0
     every = world.control.allgather((world.local_size, first_of_node))
     counts = [local_size for local_size, first in every if first]
@@ -73,7 +74,7 @@ def _software(world: World) -> list[MachineFinding]:
 
 
 def _products() -> list[MachineFinding]:
-    """Return the finding on how this CPU multiplies matrices of half types."""
+    """Return the findings about how this CPU multiplies fp16 and bf16 matrices."""
     findings = []
     for dtype in HALF_TYPES:
         name = str(dtype).removeprefix("torch.")
@@ -86,7 +87,7 @@ def _threads(world: World) -> MachineFinding:
     cores = len(os.sched_getaffinity(0))
     threads = torch.get_num_threads()
     value = f"{threads}, {counted(cores, 'core')} usable by a rank"
-    # a core that several ranks of a node may use counts once
+    # a core that several ranks of a node may use is counted only once
     if any(world.control.allgather(world.local_size * threads > cores)):
         crowded = f"{value}; more ranks and threads than cores: slow"
         return MachineFinding("threads per rank", crowded, "note")
@@ -102,7 +103,7 @@ def _compiler(world: World, device_type: str) -> MachineFinding:
 
 
 def _gpus(world: World) -> str:
-    """Return rank 0's GPU, its peak if it is known, and how many ranks share it."""
+    """Return rank 0's GPU, its peak rate if it is known, and how many ranks share it."""
     device = world.device()
     sharing = ranks_sharing(world, device)
     name = device_name(device)
@@ -115,8 +116,8 @@ def _gpus(world: World) -> str:
 
 
 def check_wires(world: World) -> MachineFinding:
-    """Return the wires that are available, and the NCCL library, which must be the same
-    everywhere."""
+    """Return the transports that are available, and the NCCL library, which must be the same on all
+    ranks."""
     libraries = sorted(set(world.control.allgather(told())))
     same = len(libraries) == 1
     nccl = libraries[0] if same else f"ranks differ: {'; '.join(libraries)}"
@@ -126,7 +127,7 @@ def check_wires(world: World) -> MachineFinding:
 
 
 def _tensor_axis(world: World) -> MachineFinding:
-    """Return the sizes of the tensor axis that keep it inside a node."""
+    """Return the sizes of the tensor axis for which every tensor group is inside a node."""
     inside = []
     for tensor in range(1, world.size + 1):
         if world.size % tensor == 0:

@@ -1,4 +1,4 @@
-"""The file of `ptdmpi doctor --report`, to attach to an issue."""
+"""The file that `ptdmpi doctor --report` writes, to be attached to an issue."""
 
 import importlib.metadata
 import platform
@@ -26,10 +26,11 @@ SECRET = re.compile("TOKEN|KEY|SECRET|PASS|JWT|CRED|SECURITY|URI|USER|ACCOUNT|AR
 
 
 def report_text(findings: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return the findings, versions of packages, and the variables of MPI, launcher and threads.
+    """Return a text with the findings, the versions of packages, and the variables of MPI, launcher
+    and threads.
 
-    `findings` has one line each, and `environ` is the environment of rank 0. Variables that may
-    hold a secret are left out.
+    `findings` are lines, and `environ` is the environment of rank 0. Variables that may contain a
+    secret are left out.
     """
     names = {name.lower() for name in REPORTED_PACKAGES}
     versions = {

@@ -1,4 +1,5 @@
-"""Rates of the trainer's kernels over their shapes: products, streams, attention."""
+"""Rates of the trainer's kernels for several shapes: matrix multiplications, streams, attention and
+elementwise kernels."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,17 +22,17 @@ from ptdmpi.plan.machine.kernels import Machine
 from ptdmpi.probe.bench import Bench
 
 HEAD_SIZES = (32, 128)
-# The numbers of measurements of a product, and of attention and elementwise kernels, which are
-# measured in both directions.
+# The numbers of measurements: for a matrix multiplication, and for attention and elementwise
+# kernels, which are measured forward and backward.
 PER_PRODUCT = 3
 OTHERS = 2 * len(HEAD_SIZES) + 2 * 5
 
 
 @dataclass(frozen=True)
 class Extent:
-    """The sizes of the measured kernels.
+    """The sizes of the kernels that are measured.
 
-    These are the sides of products, the bytes that streams move, the length and the heads of
+    They are the side lengths of matrices, the bytes that streams move, the length and the heads of
     attention, and the rows and columns of elementwise kernels.
     """
 
@@ -49,7 +50,7 @@ GPU = Extent(
 
 
 def launch_s(bench: Bench) -> float:
-    """Return the seconds of a kernel that does almost nothing: the cost of a launch."""
+    """Return the seconds of a kernel that does almost nothing, which is the cost of a launch."""
     tiny = torch.ones(16, device=bench.device)
     seconds = bench.work_s(lambda: [tiny + tiny for _ in range(100)]) / 100
     bench.note("smallest kernel", f"{seconds * 1e6:.1f} us")
@@ -59,10 +60,11 @@ def launch_s(bench: Bench) -> float:
 def products(
     bench: Bench, dtype: torch.dtype, sides: Sequence[int], launch: float
 ) -> dict[str, Any]:
-    """Return a table of the FLOP/s of products (m, k) x (k, n), for all `sides`.
+    """Return a table of the FLOP/s of matrix multiplications (m, k) x (k, n), for all combinations
+    of `sides`.
 
-    A rate is the mean of a linear's three products: output, gradient of the input, gradient of the
-    weight. `launch` seconds are subtracted from each.
+    A rate is the mean of the three multiplications of a linear: output, gradient of the input,
+    gradient of the weight. `launch` seconds are subtracted from each.
     """
     rates: list[list[list[float]]] = []
     for m in sides:
@@ -80,7 +82,8 @@ def products(
 
 
 def _product(bench: Bench, dtype: torch.dtype, shape: tuple[int, int, int], launch: float) -> float:
-    """Return the FLOP/s of the products of a linear with k inputs and n outputs at m positions."""
+    """Return the FLOP/s of the matrix multiplications of a linear with k inputs and n outputs at m
+    positions."""
     m, n, k = shape
 
     def random(*size: int) -> Tensor:
@@ -111,10 +114,10 @@ def _product(bench: Bench, dtype: torch.dtype, shape: tuple[int, int, int], laun
 def streams(
     bench: Bench, dtype: torch.dtype, sizes: Sequence[int], launch: float
 ) -> dict[str, Any]:
-    """Return a table of the bytes per second of sums of two tensors.
+    """Return a table of the bytes per second that are moved by adding two tensors.
 
-    `sizes` are the bytes that are read and written. The smallest fit into caches, the largest do
-    not.
+    `sizes` are the bytes that are read and written in total. The smallest fit into caches, the
+    largest do not.
     """
     times = []
     for size in sizes:
@@ -129,12 +132,14 @@ def streams(
 
 
 def rising(times_s: Sequence[float]) -> list[float]:
-    """Return times that never fall, because a disturbance must not make larger work look faster."""
+    """Return times that never decrease with size, because a disturbance must not make larger work
+    look faster."""
     return list(accumulate(times_s, max))
 
 
 def attention(bench: Bench, dtype: torch.dtype, extent: Extent, launch: float) -> dict[str, Any]:
-    """Return the seconds per score of causal attention, forward and backward, by head size."""
+    """Return the seconds per score of causal attention, forward and backward, for each head
+    size."""
     forward = []
     backward = []
     s = extent.seq_length
@@ -173,7 +178,7 @@ def elementwise(
 ) -> dict[str, float]:
     """Return the seconds per element of activation functions, norms and the loss.
 
-    The times are for forward and backward separately. The results are checked against double
+    The times are for forward and backward separately. The results are compared with double
     precision.
     """
     rows, columns = extent.elementwise
@@ -190,7 +195,7 @@ def elementwise(
         return rms_norm(x, ones.to(x.dtype), 1e-5)
 
     def loss(x: Tensor) -> Tensor:
-        """Compute the loss of a copy of the logits, since it overwrites them."""
+        """Compute the loss of a copy of the logits, since the loss overwrites its input."""
         return cross_entropy((x + 0.0)[:, None], labels, None, axis)
 
     kinds: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
@@ -223,5 +228,5 @@ def elementwise(
 def _there_and_back(
     function: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor
 ) -> tuple[Tensor, ...]:
-    """Compute forward and backward; return the gradient of `x`."""
+    """Compute forward and backward. Return the gradient of `x`."""
     return torch.autograd.grad(function(x), x, gradient)

@@ -1,6 +1,7 @@
-"""Times of the trainer's own stages, and the fractions at which predictions agree with them.
+"""Times of the trainer's own stages, and the fractions of measured rates with which predictions
+agree with them.
 
-Layers are slower than their kernels in a loop: Python, autograd and the allocator take time between
+Layers are slower than a loop of their kernels: Python, autograd and the allocator take time between
 the kernels, and operands are not always in the cache.
 """
 
@@ -25,7 +26,7 @@ from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.fit import descend, distance
 from ptdmpi.probe.bench import Bench
 
-STEPS = 6  # the first one warms up
+STEPS = 6  # the first step is a warm-up
 MOST_TENSOR = 8
 # factors by which fitted numbers may differ from the measurements of kernels and of messages
 MOST_FACTOR = 100.0
@@ -34,7 +35,7 @@ MOST_LINK_FACTOR = 4.0
 
 @dataclass(frozen=True)
 class ProbedModel:
-    """A small model that is timed on `micro_size` sequences of `seq_length` tokens."""
+    """A small model that is measured on `micro_size` sequences of `seq_length` tokens."""
 
     layers: int
     hidden: int
@@ -44,7 +45,7 @@ class ProbedModel:
     micro_size: int
 
     def scaled(self, tensor: int) -> "ProbedModel":
-        """Return a model with heads and columns that `tensor` ranks can divide evenly."""
+        """Return a model whose heads and columns can be divided evenly among `tensor` ranks."""
         heads = -(-self.hidden // self.head_size // tensor) * tensor
         return replace(self, hidden=heads * self.head_size)
 
@@ -67,10 +68,10 @@ GPU_CASES = (
 
 @dataclass(frozen=True)
 class Taken:
-    """Seconds of one measured step, as medians over steps and ranks.
+    """The measured seconds of one step, as medians over steps and ranks.
 
-    `rest_s` is the time of a step outside forward, backward, optimizer and the sum over the data
-    axis. `elements` is the number of parameters.
+    `rest_s` is the time of a step outside forward, backward, optimizer and the all-reduce over the
+    data axis. `elements` is the number of parameters.
     """
 
     forward_s: float
@@ -81,7 +82,7 @@ class Taken:
 
 
 class Layers:
-    """Measured times of the trainer's stages, and the fractions of a cluster that fit them."""
+    """Measurements of the trainer's stages, and the fit of a cluster's fractions to them."""
 
     def __init__(
         self, bench: Bench, world: World, precision: str, cases: Sequence[ProbedModel]
@@ -92,8 +93,8 @@ class Layers:
         self.cases = cases
 
     def fit(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Return the cluster `tree` with the fractions, launches, updates and steps that were
-        measured."""
+        """Return the cluster `tree` with the fitted fractions, launch time, update time and step
+        time."""
         taken = self.taken()
         small = min(taken, key=lambda case: case.elements)
         large = max(taken, key=lambda case: case.elements)
@@ -122,12 +123,12 @@ class Layers:
         return tree
 
     def taken(self) -> list[Taken]:
-        """Return the times of each case, with t = 1."""
+        """Return the times of each model with t = 1."""
         with self.bench.phase("whole layers", len(self.cases)):
             return [self._take(case, 1) for case in self.cases]
 
     def _tensor(self) -> int:
-        """Return the largest size of the tensor axis that divides a node's ranks."""
+        """Return the largest size of the tensor axis that divides the number of a node's ranks."""
         local = self.world.local_size
         return max(t for t in range(1, min(local, MOST_TENSOR) + 1) if local % t == 0)
 
@@ -138,9 +139,10 @@ class Layers:
         taken: Sequence[Taken],
         tensor: int,
     ) -> dict[str, Any]:
-        """Return `tree` with the values of `keys` for which predictions agree best with `taken`.
+        """Return `tree` with the values of `keys` for which predictions agree best with the times
+        `taken`.
 
-        The predictions are those of forward and backward passes on `tensor` ranks.
+        The predictions are for forward and backward passes on `tensor` ranks.
         """
         cases = [case.scaled(tensor) for case in self.cases]
         models = [
@@ -155,7 +157,7 @@ class Layers:
             return new
 
         def pairs(values: Sequence[float]) -> list[tuple[float, float]]:
-            """Return (predicted, measured) seconds of each pass."""
+            """Return (predicted, measured) seconds for each pass."""
             cluster = Cluster.model_validate(changed(values))
             both = []
             for case, model, measured in zip(cases, models, taken, strict=True):
@@ -229,7 +231,7 @@ class Layers:
     def _each_s(
         self, works: Sequence[Callable[[], object]], clock: Callable[[], float]
     ) -> list[float]:
-        """Return the seconds of each of `works`, done one after the other."""
+        """Return the seconds of each of `works`, which are called one after the other."""
         times = []
         self.bench.everyone.barrier()
         for work in works:
@@ -240,7 +242,8 @@ class Layers:
         return times
 
     def _rest_s(self, engine: Engine, step: int, batch: Microbatch) -> float:
-        """Return the seconds of a whole step outside forward, backward, sum and update."""
+        """Return the seconds of a complete step outside forward, backward, all-reduce and
+        update."""
         self.bench.everyone.barrier()
         start = time.perf_counter()
         result = engine.step(step, [batch])
@@ -249,7 +252,7 @@ class Layers:
         return time.perf_counter() - start - sum(span.end_s - span.start_s for span in spans)
 
     def _batch(self, case: ProbedModel) -> Microbatch:
-        # one seed for all ranks, since ranks of a tensor axis need the same tokens
+        # the same seed on all ranks, since ranks of a tensor axis need the same tokens
         generator = torch.Generator().manual_seed(1)
         shape = (case.seq_length + 1, case.micro_size)
         ids = torch.randint(case.vocab_size, shape, generator=generator)

@@ -1,5 +1,5 @@
-"""The layout of `ptdmpi train --layout auto`, by a search. Without a cluster it measures this
-machine."""
+"""The search for the best layout (`ptdmpi train --layout auto`). Without a cluster it measures this
+machine first."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, count
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 def with_best_layout(
     tree: Mapping[str, Any], overrides: Sequence[str], world: "World"
 ) -> dict[str, Any]:
-    """Return the configuration `tree` with the layout that the run has already, or the best one.
+    """Return the configuration `tree` with the layout that the run already has, or else with the
+    best one.
 
-    All ranks call it together. If `run.cluster` is not set, it measures this machine first.
+    All ranks call this together. If `run.cluster` is not set, this machine is measured first.
     `overrides` are the --set options. Raise InputError on every rank if an override sets a part of
     the layout, or if no layout fits.
     """
@@ -39,7 +40,8 @@ def with_best_layout(
 
 
 def _measured_cluster(config: Config, world: "World") -> str:
-    """Measure this machine into the run directory and return the path of the cluster file."""
+    """Measure this machine, write the result into the run directory, and return the path of this
+    cluster file."""
     import torch
 
     from ptdmpi.probe.cluster_file import save
@@ -51,7 +53,7 @@ def _measured_cluster(config: Config, world: "World") -> str:
         print("layout auto: no run.cluster, so this machine is measured first", flush=True)
     torch.set_num_threads(config.run.threads)
     tree, _ = probe(world, config.precision.compute, world.device())
-    forget_peak()  # the peak of the measurement is not the run's
+    forget_peak()  # the peak memory of the measurement is not that of the run
     head = f"# Measured by `ptdmpi train --layout auto` on {counted(world.size, 'rank')}.\n"
     world.on_root(lambda: save(path, tree, head))
     return str(path)
@@ -60,9 +62,9 @@ def _measured_cluster(config: Config, world: "World") -> str:
 def unused_path(folder: Path) -> Path:
     """Return a path in `folder` for a new cluster file; make the folder.
 
-    It is cluster.toml, or cluster-2.toml and so on: an older file is kept, because `ptdmpi report`
-    reads the prediction of an older attempt from it. Raise InputError if the folder cannot be
-    made.
+    The path is cluster.toml, or cluster-2.toml and so on: an older file is kept, because `ptdmpi
+    report` reads the prediction for an older attempt from it. Raise InputError if the folder cannot
+    be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The whole measurement of a machine, as a cluster in a table for TOML."""
+"""The complete measurement of a machine, as a cluster in a table for TOML."""
 
 import importlib
 import os
@@ -25,7 +25,8 @@ from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Layers, ProbedModel
 from ptdmpi.train.capacity import process_bytes, rank_memory_bytes, ranks_sharing
 from ptdmpi.train.records.rates import device_name
 
-# Measured rates are reached completely. `Layers.fit` finds the fractions that whole layers reach.
+# These fractions say that the measured rates are reached completely. `Layers.fit` replaces them by
+# the fractions that layers reach.
 WHOLE = {
     "gemm_fraction": 1.0,
     "memory_fraction": 1.0,
@@ -33,14 +34,14 @@ WHOLE = {
     "link_step_s": 0.0,
     "collective_s": 0.0,
 }
-UNLIMITED = 1e15  # for rates of data sheets that a measured file does not need
+UNLIMITED = 1e15  # for rates of data sheets, which a measured cluster does not need
 
 
 @dataclass(frozen=True)
 class Effort:
-    """The sizes that are measured.
+    """The amount of measuring: which sizes are measured.
 
-    If `ways` is None, the fastest kernels are not searched for. On a device `make gpu` does that.
+    If `ways` is None, the fastest kernels are not searched. For a device, `make gpu` does that.
     """
 
     extent: kernels.Extent
@@ -58,8 +59,8 @@ def probe(
 ) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Return the cluster as a table, and the findings as (name, text of the value).
 
-    Every rank calls it and gets the same result. Raises ProbeError if a kernel or a message gives a
-    wrong result on any rank, and InputError if the nodes have unequal numbers of ranks.
+    Every rank calls this and gets the same result. Raises ProbeError if a kernel or a message gives
+    a wrong result on any rank, and InputError if the nodes have unequal numbers of ranks.
     """
     if world.local_size * world.nodes != world.size:
         raise InputError(f"{world.size} ranks on {world.nodes} nodes: start as many on each node")
@@ -73,7 +74,7 @@ def probe(
     memory = min(
         bench.everyone.all_gather_object(rank_memory_bytes(device, ranks_sharing(world, device)))
     )
-    # The memory of the program itself is not available for tensors, but is part of a run's memory.
+    # The memory of the program itself is not available for tensors, but counts as memory of a run.
     program = _program_bytes(compute) if device.type == "cpu" else 0
     program = max(bench.everyone.all_gather_object(program))
     own = _quickest_kernels(bench, compute, effort.ways)
@@ -118,7 +119,7 @@ def _quickest_kernels(
     bench: Bench, dtype: torch.dtype, sizes: quickest.TimedSizes | None
 ) -> dict[str, Any]:
     """Find the fastest kernels and return their entries; return nothing if `sizes` is None. All
-    later measurements of `bench` use these kernels."""
+    later measurements with `bench` use these kernels."""
     if sizes is None:
         return {}
     with bench.phase("ways of attention and linears", sizes.measurements(dtype)):
@@ -130,8 +131,8 @@ def _quickest_kernels(
 def _program_bytes(compute: torch.dtype) -> int:
     """Return the resident memory of the trainer itself, without a model.
 
-    It includes all imports, and all that PyTorch loads with its first product, attention and
-    backward pass.
+    It includes all imports, and all that PyTorch loads with its first matrix multiplication,
+    attention and backward pass.
     """
     importlib.import_module("ptdmpi.train.loop")
     x = torch.ones(1, 1, 32, 32, dtype=compute, requires_grad=True)
@@ -148,7 +149,8 @@ def _device(
     *,
     memory_bytes: int,
 ) -> dict[str, Any]:
-    """Return the keys of a data sheet. Rates that measured tables replace set no limit."""
+    """Return the keys that a data sheet would give. Rates that the measured tables replace are set
+    so high that they limit nothing."""
     if bench.device.type != "cpu":
         name = device_name(bench.device)
     else:

@@ -1,4 +1,5 @@
-"""The quickest kernels of attention, linears and GELU on this host, as in presets/kernels.toml."""
+"""The fastest kernels of attention, linears and GELU on this host, in the form of
+presets/kernels.toml."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from ptdmpi.model.kernels.choice import (
 from ptdmpi.model.kernels.stored import WORDS
 from ptdmpi.probe.bench import Bench
 
-LEAST_GAIN = 0.03  # fraction of the time; a smaller gain may be chance
+LEAST_GAIN = 0.03  # fraction of the time; a smaller gain may be due to chance
 # names of capabilities in torch.cpu.get_capabilities(), the rarest first
 CAPABILITIES = ("amx_bf16", "avx512_bf16", "avx512_f", "avx2")
 ATTENTION: dict[str, HostAttention] = {
@@ -43,7 +44,7 @@ SIGMOID = HostChoice(gelu="sigmoid")
 
 @dataclass(frozen=True)
 class TimedSizes:
-    """The sizes that are timed.
+    """The sizes at which kernels are timed.
 
     Attention is timed at these sequence lengths, linears at these (positions, inputs, outputs), and
     GELU at these (positions, features).
@@ -63,16 +64,17 @@ class TimedSizes:
     gelu: tuple[int, int] = (1024, 2048)
 
     def measurements(self, dtype: torch.dtype) -> int:
-        """Return the number of measurements in numbers of `dtype`."""
+        """Return the number of measurements for numbers of type `dtype`."""
         ways = len(_attention_ways(dtype))
         return ways * len(self.lengths) + 2 * 2 * len(self.linears) + 2
 
 
 def entries(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, list[dict[str, Any]]]:
-    """Measure in numbers of type `dtype`; return one entry of each kind for processors like this
+    """Measure with numbers of type `dtype`. Return one entry of each kind, for processors like this
     one.
 
-    Every rank calls it. Raises ProbeError on every rank if a kernel gives a wrong result on any.
+    Every rank calls this. Raises ProbeError on every rank if a kernel gives a wrong result on any
+    rank.
     """
     has = torch.cpu.get_capabilities()
     here = {
@@ -88,27 +90,27 @@ def entries(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, li
 
 
 def _attention_ways(dtype: torch.dtype) -> dict[str, HostAttention]:
-    """Return the kernels to time in numbers of this type; those that round to bfloat16 only for
-    bfloat16."""
+    """Return the kernels that are timed for numbers of this type. Kernels that round to bfloat16
+    are timed only for bfloat16."""
     if dtype == torch.bfloat16:
         return ATTENTION
     return {way: kernel for way, kernel in ATTENTION.items() if not _rounds(kernel)}
 
 
 def _rounds(kernel: HostAttention) -> bool:
-    """Return whether its products may round operands to bfloat16."""
+    """Return True if the matrix multiplications of a kernel may round operands to bfloat16."""
     return isinstance(kernel, AttentionByProducts) and kernel.fpmath
 
 
 def _attention(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
-    """Return the entry of causal attention."""
+    """Return the entry for causal attention."""
     ways = _attention_ways(dtype)
     times = _attention_times(bench, dtype, sizes)
     library = [min(pair) for pair in zip(times["blocks"], times["whole"], strict=True)]
     products = [way for way, kernel in ways.items() if isinstance(kernel, AttentionByProducts)]
     quickest = min(products, key=lambda way: _sum_of_logarithms(times[way]))
     if not _gains(times["products"], times[quickest]):
-        quickest = "products"  # blocks of the smallest size, unless another size is faster
+        quickest = "products"  # use the smallest block size, unless another is faster
     entry: dict[str, Any] = {"way": "library"}
     words = "library"
     if _gains(library, times[quickest]):
@@ -133,7 +135,7 @@ def _attention(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str,
 
 
 def _attention_times(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, list[float]]:
-    """Return the seconds of attention in both directions by kernel and length."""
+    """Return the seconds of forward and backward of attention, by kernel and length."""
     ways = _attention_ways(dtype)
     times: dict[str, list[float]] = {way: [] for way in ways}
     for length in sizes.lengths:
@@ -152,12 +154,12 @@ def _attention_times(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dic
 
 
 def _there_and_back(core: Callable[[], Tensor], operands: tuple[Tensor, ...]) -> None:
-    """Compute forward and backward."""
+    """Compute forward and backward once."""
     torch.autograd.grad(core(), operands, operands[0].detach())
 
 
 def _gelu(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
-    """Return the entry of GELU."""
+    """Return the entry for GELU."""
     x = torch.randn(sizes.gelu).to(dtype).requires_grad_()
     exact = gelu(x.detach().double(), "gelu")
     times = []
@@ -174,7 +176,8 @@ def _gelu(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]
 
 
 def _linears(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, Any]:
-    """Return the entry of linears: for each product the size from which on oneDNN is faster."""
+    """Return the entry for linears: for each matrix multiplication, the size from which on oneDNN
+    is faster."""
     entry: dict[str, Any] = {}
     words = []
     able = host.has_fused() and dtype in host.FUSED_TYPES and host.multiplies("cpu", dtype)
@@ -210,7 +213,7 @@ Shapes = Sequence[tuple[int, int, int]]
 
 
 def _outputs(shapes: Shapes, dtype: torch.dtype) -> Iterator[tuple[tuple[int, int, int], Work]]:
-    """Yield each shape with the work to multiply its inputs and weights."""
+    """Yield each shape with a function that multiplies its inputs and weights."""
     for m, i, o in shapes:
         x, weight, bias = (torch.randn(size).to(dtype) for size in ((m, i), (o, i), (o,)))
         yield (m, i, o), partial(_linear, x, weight, bias)
@@ -227,7 +230,7 @@ def _input_gradient(dy: Tensor, weight: Tensor, kernels: Kernels) -> Tensor:
 def _input_gradients(
     shapes: Shapes, dtype: torch.dtype
 ) -> Iterator[tuple[tuple[int, int, int], Work]]:
-    """Yield each shape with the work to compute the gradient of its input."""
+    """Yield each shape with a function that computes the gradient of its input."""
     for m, i, o in shapes:
         dy, weight = (torch.randn(size).to(dtype) for size in ((m, o), (o, i)))
         yield (m, i, o), partial(_input_gradient, dy, weight)
@@ -236,10 +239,10 @@ def _input_gradients(
 def _quicker_from(
     sizes: Sequence[int], before: Sequence[float], after: Sequence[float]
 ) -> int | None:
-    """Return the smallest size from which on the second kernel is always quicker.
+    """Return the smallest size from which on the second kernel is always faster.
 
-    `before` and `after` are the seconds of the two kernels at `sizes`. Returns None if the second
-    one is not quicker at the largest size.
+    `before` and `after` are the seconds of the first and the second kernel at `sizes`. Returns None
+    if the second one is not faster at the largest size.
     """
     least = None
     for size, first_s, second_s in sorted(zip(sizes, before, after, strict=True), reverse=True):
@@ -250,7 +253,8 @@ def _quicker_from(
 
 
 def _gains(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Return True if the second kernel is faster in the sum over all sizes."""
+    """Return True if the second kernel is faster over all sizes, by the sum of logarithms of its
+    times."""
     apart = _sum_of_logarithms(after) - _sum_of_logarithms(before)
     return apart < len(before) * math.log(1 - LEAST_GAIN)
 

@@ -1,4 +1,4 @@
-"""Check of all-reduce against a known sum, for tensors on the host and on the device."""
+"""A check of all-reduce against a known sum, for tensors on the host and on the device."""
 
 import time
 
@@ -14,13 +14,16 @@ from ptdmpi.terminal.say import note
 
 ALL_REDUCE_BYTES = (4 * 1024, 16 * 1024 * 1024)
 TRIALS = 5
-PERIOD = 7  # of the summed numbers; it is so small that every type holds each sum exactly
+# the summed numbers repeat after this period; it is so small that every type represents each sum
+# exactly
+PERIOD = 7
 
 
 def check_sums(world: World) -> list[MachineFinding]:
-    """Check sums over all ranks: of tensors on the host and, on GPUs, by the wire of training.
+    """Check sums over all ranks: of tensors on the host and, on GPUs, with the transport that
+    training uses.
 
-    All ranks call it together and get the same findings.
+    All ranks call this together and get the same findings.
     """
     findings = _sums(world, wires.wire_named(), "{} sum")
     device = world.device()
@@ -31,9 +34,9 @@ def check_sums(world: World) -> list[MachineFinding]:
 
 
 def _sums(world: World, wire: wires.Wire, name: str) -> list[MachineFinding]:
-    """Return a finding for each type and size, or one if the wire does not connect.
+    """Return a finding for each type and size, or a single one if the transport does not connect.
 
-    `name` is a format string; its field is the type.
+    `name` is a format string; its field is replaced by the type.
     """
     wrong = ""
     comm = None
@@ -41,7 +44,8 @@ def _sums(world: World, wire: wires.Wire, name: str) -> list[MachineFinding]:
         comm = world.split(training_grid(data=world.size), wire)["data"]
     except InputError as error:
         wrong = str(error)
-        if not isinstance(error, SharedInputError):  # the other ranks may wait for this one
+        # the other ranks may wait for this rank, so print the reason now
+        if not isinstance(error, SharedInputError):
             note(f"rank {world.rank}: {wrong}")
     failures = [failure for failure in world.control.allgather(wrong) if failure]
     if failures:
@@ -76,24 +80,26 @@ def _measured_sums(
 def sum_of_known(
     comm: Communicator, elements: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[bool, float]:
-    """Sum known numbers over the ranks of `comm`, several times.
+    """All-reduce known numbers over the ranks of `comm`, several times.
 
-    Returns True if every element is right on this rank, and the seconds of the best trial. The time
-    of a trial is that of the slowest rank. Rank r gives (r + i) mod PERIOD at place i, so
-    neighbouring places and ranks have different numbers.
+    Returns True if every element is right on this rank, and the seconds of the fastest trial. The
+    time of a trial is that of its slowest rank. Rank r contributes (r + i) mod PERIOD at index i,
+    so neighbouring indices and ranks have different numbers.
     """
     places = torch.arange(elements)
     given = ((places + comm.rank) % PERIOD).to(dtype).to(device)
     expected = torch.zeros(elements, dtype=torch.float32)
     for rank in range(comm.size):
         expected += (places + rank) % PERIOD
-    # bfloat16 holds integers up to 256: a greater sum is rounded once, as on the wire
+    # bfloat16 represents integers up to 256 exactly: a greater sum is rounded once, as in the
+    # all-reduce
     expected = expected.to(dtype)
     right = True
     best_s = float("inf")
     for _ in range(TRIALS):
         tensor = given.clone()
-        comm.clock.settle()  # wait for earlier work of the device, so that only the sum is timed
+        # wait for earlier work of the device, so that only the all-reduce is timed
+        comm.clock.settle()
         comm.barrier()
         start_s = time.perf_counter()
         comm.all_reduce(tensor)

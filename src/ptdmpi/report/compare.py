@@ -1,4 +1,5 @@
-"""Comparison of a measured and a predicted step: both timelines, and their parts in seconds."""
+"""Comparison of a measured and a predicted step: their timelines, and the seconds of their
+parts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from ptdmpi.plan.schedule.simulate import Span, Timeline
 from ptdmpi.plan.show.table import lines
 from ptdmpi.report import trained
 
-# part -> kinds of spans; all other kinds of ops, without collectives inside them, are computation
+# part of a step -> kinds of spans that belong to it; all ops, without the collectives inside them,
+# are computation
 WAITING = "bubble and messages between stages"
 AFTERWARDS = ("reduce", "optimizer")
 COMPUTING = "computing"
@@ -26,17 +28,17 @@ PARTS: dict[str, tuple[str, ...]] = {
     "optimizer": ("optimizer",),
     "data": ("data",),
 }
-# group of a collective inside an op -> its part. A price counts the messages of attention over the
-# context axis together with those of the tensor axis.
+# group of a collective inside an op -> the part that it belongs to. The price of a step counts the
+# messages of attention over the context axis together with those of the tensor axis.
 INSIDE = {"tensor": "tensor axis", "context": "tensor axis", "shard": "data axis"}
 
 
 def parts(timeline: Timeline) -> dict[str, float]:
-    """Return the seconds of each part of a step, as means over the ranks; with "other" they add up
-    to it.
+    """Return the seconds of each part of a step, as means over the ranks. Together with "other"
+    they add up to the step.
 
-    After its last op a rank waits for the slowest rank, whatever it does next. Its time until the
-    last op of all ranks ends counts as bubble.
+    After its last op a rank waits for the slowest rank, whatever it does next. The time from its
+    last op until all ranks have ended their last op counts as bubble.
     """
     ranks = timeline.ranks
     spent = dict.fromkeys(PARTS, 0.0)
@@ -63,7 +65,7 @@ def parts(timeline: Timeline) -> dict[str, float]:
 
 
 def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline:
-    """Return the predicted step of a run's configuration on a cluster."""
+    """Return the predicted step for a run's configuration on a cluster."""
     checked = trained.resolved(config)
     layout = checked.layout
     pricer = pricer_of(checked, vocab_size, cluster)
@@ -87,7 +89,7 @@ def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline
 
 
 def pricer_of(config: Config, vocab_size: int, cluster: str) -> Pricer:
-    """Return the pricer of a resolved configuration on a cluster, given by name or file.
+    """Return the pricer for a resolved configuration on a cluster, which is given by name or file.
 
     Raise InputError if the cluster cannot be used.
     """
@@ -103,7 +105,7 @@ def pricer_of(config: Config, vocab_size: int, cluster: str) -> Pricer:
 def cluster_of(path: Path, config: dict[str, Any]) -> str | None:
     """Return the cluster that a run names, or None.
 
-    A cluster file is searched for at its path, then in the run directory `path`.
+    If it names a file, this is searched at its path, and then in the run directory `path`.
     """
     name = config["run"].get("cluster", "")
     if not name:
@@ -165,10 +167,11 @@ def _row(name: str, measured_s: float, predicted_s: float, step_s: float) -> lis
 def foreseen(
     path: Path, config: dict[str, Any], vocab_size: int | None, cluster: str | None
 ) -> Timeline | None:
-    """Return the predicted step of the run in directory `path`; None if no cluster is known.
+    """Return the predicted step for the run in directory `path`; None if no cluster is known.
 
-    The prediction is for `cluster`, else for the cluster that the run names. `vocab_size` is None
-    if no record has it. Raise InputError if the cluster cannot be used or `vocab_size` is missing.
+    The prediction is for `cluster`, or else for the cluster that the run names. `vocab_size` is
+    None if no record has it. Raise InputError if the cluster cannot be used or `vocab_size` is
+    missing.
     """
     named = cluster or cluster_of(path, config)
     if named is None:

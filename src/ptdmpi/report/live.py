@@ -21,7 +21,8 @@ STATES = {
     "stopped": "yellow",
     "silent": "bold red",
 }
-# heads of the table after name and state; the one without a name has the curve of the loss
+# the headings of the table after name and state; the column without a heading shows the curve of
+# the loss
 COLUMNS = ("step", "loss", "", "validation", "tokens/s", "mfu", "left", "saved")
 BAR_COLUMNS = 40
 BARS = "▁▂▃▄▅▆▇█"
@@ -31,7 +32,8 @@ MINUTE_S = 60
 
 
 def follow(look: Callable[[], list[dict[str, Any]]], console: Console, every_s: float) -> None:
-    """Redraw in place every `every_s` seconds until all runs are done or stopped, or until Ctrl-C.
+    """Redraw the display every `every_s` seconds until all runs are done or stopped, or until
+    Ctrl-C.
 
     `look` returns the status of each run.
     """
@@ -45,7 +47,7 @@ def follow(look: Callable[[], list[dict[str, Any]]], console: Console, every_s: 
 
 
 def picture(statuses: Sequence[dict[str, Any]]) -> RenderableType:
-    """Return the drawing of statuses, each by `Watched.status`."""
+    """Return a drawing of several statuses, each from `Watched.status`."""
     statuses = [_printable(status) for status in statuses]
     if len(statuses) == 1:
         return block(statuses[0])
@@ -58,9 +60,9 @@ def picture(statuses: Sequence[dict[str, Any]]) -> RenderableType:
 
 
 def _printable(value: Any) -> Any:
-    """Return a status in which control characters are written as text.
+    """Return a status in which control characters are replaced by their escapes.
 
-    A log, a host name or a path may contain escape sequences, which a terminal would obey.
+    A log, a host name or a path may contain escape sequences, which a terminal would execute.
     """
     if isinstance(value, str):
         return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in value)
@@ -72,7 +74,7 @@ def _printable(value: Any) -> Any:
 
 
 def block(status: dict[str, Any]) -> RenderableType:
-    """Return the drawing of one run, a few lines in a frame."""
+    """Return the drawing of one run: a few lines in a frame."""
     lines: list[RenderableType] = []
     if "step" in status:
         step = status["step"]
@@ -111,7 +113,7 @@ def block(status: dict[str, Any]) -> RenderableType:
 
 
 def table(statuses: Sequence[dict[str, Any]]) -> Table:
-    """Return the drawing of several runs, each in one line."""
+    """Return the drawing of several runs, with one line for each."""
     drawn = Table(box=None, pad_edge=False)
     for head in ("run", "state", *COLUMNS):
         left = head in ("run", "state", "")
@@ -123,7 +125,7 @@ def table(statuses: Sequence[dict[str, Any]]) -> Table:
 
 
 def _cells(status: dict[str, Any]) -> dict[str, str]:
-    """Return the known texts about a run, by the names of COLUMNS."""
+    """Return the known texts about a run, by the headings in COLUMNS."""
     cells = {"saved": "none"}
     if "checkpoint" in status:
         cells["saved"] = f"{status['checkpoint']['step']:,}"
@@ -182,12 +184,12 @@ def _checkpoint(status: dict[str, Any]) -> str:
 
 
 def _mfu(status: dict[str, Any]) -> str:
-    """Return the MFU in percent; nothing if the peak of the device is unknown."""
+    """Return the MFU in percent; an empty text if the peak of the device is unknown."""
     return "" if status["mfu"] is None else f"{status['mfu']:.1%}"
 
 
 def _remarks(status: dict[str, Any]) -> list[str]:
-    """Return a line on slow ranks, if there are some, and the warnings of the log."""
+    """Return a line about slow ranks, if there are any, and the warnings of the log."""
     slow = ", ".join(
         f"rank {rank['rank']} ({rank['host']}) {rank['factor']:.2f} times"
         for rank in status["slow_ranks"]
@@ -197,7 +199,8 @@ def _remarks(status: dict[str, Any]) -> list[str]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return the values as bars of eight heights; a value that is not finite is a blank."""
+    """Return the values drawn as bars of eight heights. A value that is not finite becomes a
+    blank."""
     finite = [value for value in values if abs(value) < float("inf")]
     if not finite:
         return ""

@@ -1,12 +1,15 @@
-"""The noise scale of gradients that a run recorded: would a larger batch be beneficial?"""
+"""The noise scale of the gradients that a run has recorded, and whether a larger batch would be
+beneficial."""
 
 import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-NEWEST = 100  # records: the noise grows while a model learns, so old ones say little
-# A noise scale beyond these multiples of the batch gives a clear answer.
+# number of newest records that are used: the noise grows while a model learns, so old ones say
+# little
+NEWEST = 100
+# If the noise scale is above LARGER or below SMALLER times the batch, the answer is clear.
 LARGER = 2.0
 SMALLER = 0.5
 
@@ -14,16 +17,17 @@ SMALLER = 0.5
 def judged(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Judge the batch size by the newest records that have a finite `gradient_noise`.
 
-    Returns None if there is no such record. Otherwise the result has: `noise_scale_tokens`,
-    B_simple = tr(Sigma) / |G|^2 from the means of both, or None if the noise hides the gradient;
-    `batch_tokens`, the mean number of valid tokens in a step; `steps`, the number of records;
-    `answer`, a sentence.
+    Returns None if there is no such record. Otherwise the result has these entries.
+    `noise_scale_tokens`: B_simple = tr(Sigma) / |G|^2 from the means of both, or None if the noise
+    hides the gradient. `batch_tokens`: the mean number of valid tokens in a step. `steps`: the
+    number of records. `answer`: a sentence.
 
     A batch of B needs 1 + B_simple / B times the steps of an infinite batch, and B / B_simple + 1
-    times the least number of samples (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11).
+    times the smallest possible number of samples (McCandlish et al. 2018, arXiv 1812.06162,
+    equation 2.11).
     """
     recorded = [record["gradient_noise"] for record in records if "gradient_noise" in record]
-    # older versions recorded the noise of skipped steps, too, which is not finite
+    # older versions also recorded the noise of skipped steps, which is not finite
     noises = [noise for noise in recorded if all(map(math.isfinite, noise.values()))][-NEWEST:]
     if not noises:
         return None
@@ -42,7 +46,7 @@ def judged(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _answer(scale: float | None, batch: float) -> str:
-    """Return the answer for a noise scale and a batch, both in tokens."""
+    """Return the answer for a noise scale and a batch size, both in tokens."""
     if scale is None:
         return "a larger batch is beneficial: the gradient is lost in the noise"
     if scale > LARGER * batch:
@@ -53,7 +57,7 @@ def _answer(scale: float | None, batch: float) -> str:
 
 
 def rows(judgement: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the result of `judged` as rows of the table."""
+    """Return the result of `judged` as rows of the report's table."""
     scale = judgement["noise_scale_tokens"]
     shown = "unknown" if scale is None else f"{scale:,.0f} tokens"
     batch = judgement["batch_tokens"]

@@ -1,4 +1,5 @@
-"""A run as one HTML page, which contains its pictures and curves and needs no network."""
+"""The report on a run as one HTML page, which contains its pictures and curves and needs no
+network."""
 
 import base64
 import math
@@ -10,8 +11,8 @@ from ptdmpi.base.words import counted
 from ptdmpi.report.run import RecordedRun
 from ptdmpi.report.status import binned
 
-POINTS = 400  # of a curve
-# a curve in pixels: its picture, and the margins of its axes
+POINTS = 400  # maximum number of points in a curve
+# sizes in pixels: of a curve's picture, and of the margins for its axes
 WIDTH = 420
 HEIGHT = 180
 LEFT = 56
@@ -40,7 +41,7 @@ pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: 13px; }
 
 
 def page(run: RecordedRun, rows: Sequence[tuple[str, str]], pictures: Iterable[Path]) -> str:
-    """Return the page: the table `rows`, curves, `pictures` (PNG files), configuration, log."""
+    """Return the page: the table `rows`, curves, `pictures` (PNG files), configuration and log."""
     last = run.steps[-1]
     name = escape(str(run.config["run"]["name"]))
     under = f"{last['layout']}, {counted(last['rank_count'], 'rank')}, "
@@ -62,13 +63,13 @@ def page(run: RecordedRun, rows: Sequence[tuple[str, str]], pictures: Iterable[P
 
 
 def _image(path: Path) -> str:
-    """Return a PNG file as an element of the page."""
+    """Return an HTML element that contains a PNG file."""
     data = base64.b64encode(path.read_bytes()).decode()
     return f'<img alt="{escape(path.stem)}" src="data:image/png;base64,{data}">'
 
 
 def _texts(path: Path) -> list[tuple[str, str]]:
-    """Return (name, text) of the configuration and of the last lines of the log."""
+    """Return (name, text) for the configuration and for the last lines of the log."""
     texts = []
     for name, lines in (("config.toml", 0), ("log.txt", 200)):
         if (path / name).is_file():
@@ -93,9 +94,9 @@ def _curves(run: RecordedRun) -> Iterable[str]:
 
 
 def svg(points: Sequence[tuple[float, float]], dots: Sequence[tuple[float, float]] = ()) -> str:
-    """Return a curve and dots as SVG.
+    """Return a curve, and separate dots, as SVG.
 
-    Many points are averaged over neighbours. Values that are not finite are left out.
+    If there are many points, neighbours are averaged. Values that are not finite are left out.
     """
     steps = binned([float(x) for x, _ in points], POINTS)
     values = binned([float(y) for _, y in points], POINTS)
@@ -110,7 +111,7 @@ def svg(points: Sequence[tuple[float, float]], dots: Sequence[tuple[float, float
     high = max(ys)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        """Return the pixel of a point."""
+        """Return the pixel position of a point."""
         across = (x - first) / ((last - first) or 1.0)
         up = (y - low) / ((high - low) or 1.0)
         return LEFT + across * (WIDTH - LEFT - 8), 8 + (1 - up) * (HEIGHT - BOTTOM - 12)
@@ -139,5 +140,5 @@ def _number(value: float) -> str:
 def write(
     run: RecordedRun, rows: Sequence[tuple[str, str]], pictures: Iterable[Path], path: Path
 ) -> None:
-    """Write the page. Raise OSError if that fails."""
+    """Write the page to `path`. Raise OSError if that fails."""
     path.write_text(page(run, rows, pictures), encoding="utf-8")

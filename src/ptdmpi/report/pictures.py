@@ -1,4 +1,4 @@
-"""Pictures of one run: loss, scores of tasks, timeline; and the trace of a step."""
+"""Pictures of one run: loss, scores on tasks, timeline; and the trace of a step."""
 
 import statistics
 from collections import defaultdict
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def write(run: RecordedRun, foreseen: Timeline | None, folder: Path) -> list[Path]:
     """Draw the pictures and the trace of a run into `folder`, and return their paths.
 
-    `foreseen`: the predicted step, drawn above the measured one. Raise InputError if the folder
-    cannot be written.
+    `foreseen` is the predicted step, which is drawn above the measured one. Raise InputError if the
+    folder cannot be written.
     """
     loss = folder / "loss.png"
     loss_curve(run, loss)
@@ -40,7 +40,8 @@ def write(run: RecordedRun, foreseen: Timeline | None, folder: Path) -> list[Pat
 
 
 def loss_curve(run: RecordedRun, path: Path) -> None:
-    """Draw the training loss, its running mean, validations, and the loss of a bigram model."""
+    """Plot the training loss, its running mean, the validation losses, and the loss of a bigram
+    model."""
     figure, axes = _axes(run, "loss (nats per token)")
     tokens = [record["tokens"] for record in run.steps]
     losses = [record["loss"] for record in run.steps]
@@ -62,7 +63,7 @@ def loss_curve(run: RecordedRun, path: Path) -> None:
 
 
 def task_curves(run: RecordedRun, path: Path) -> None:
-    """Draw the score of each task file over the tokens of the run, with its standard error."""
+    """Plot the score on each task file over the trained tokens, with its standard error."""
     from matplotlib.ticker import PercentFormatter
 
     figure, axes = _axes(run, "fraction of correct answers")
@@ -87,8 +88,8 @@ def task_curves(run: RecordedRun, path: Path) -> None:
 
 
 def _task_results(run: RecordedRun) -> dict[str, list[tuple[int, dict[str, Any]]]]:
-    """Return the results of each task file, by file. Each result has the tokens that were trained
-    on before."""
+    """Return the results on each task file, by file. Each result is given with the number of tokens
+    trained before it."""
     tokens = tokens_by_step(run)
     results = defaultdict(list)
     for record in run.tasks:
@@ -99,12 +100,12 @@ def _task_results(run: RecordedRun) -> dict[str, list[tuple[int, dict[str, Any]]
 
 
 def tokens_by_step(run: RecordedRun) -> dict[int, int]:
-    """Return the tokens that the run had trained on after each recorded step."""
+    """Return the number of tokens trained after each recorded step."""
     return {record["step"]: record["tokens"] for record in run.steps}
 
 
 def validation_points(run: RecordedRun) -> list[tuple[int, float]]:
-    """Return the tokens and the loss of each validation after a recorded step."""
+    """Return (number of tokens, loss) for each validation after a recorded step."""
     tokens = tokens_by_step(run)
     return [
         (tokens[record["step"]], record["validation_loss"])
@@ -114,8 +115,8 @@ def validation_points(run: RecordedRun) -> list[tuple[int, float]]:
 
 
 def _axes(run: RecordedRun, label: str) -> tuple["Figure", "Axes"]:
-    """Return an empty picture whose horizontal axis has the tokens of a run; `label` is the
-    vertical axis's."""
+    """Return an empty picture whose horizontal axis shows trained tokens. `label` is the label of
+    the vertical axis."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -126,15 +127,16 @@ def _axes(run: RecordedRun, label: str) -> tuple["Figure", "Axes"]:
     axes.set_title(f"{run.config['run']['name']}: {run.steps[-1]['layout']}", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#eeeeee")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 12k, 3.5M, 2G
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # this prints 12k, 3.5M, 2G
     return figure, axes
 
 
 def centred_means(losses: list[float]) -> tuple[list[float], int]:
-    """Return the mean of the losses around each step, and the number of steps on each side of it.
+    """Return the mean of the losses around each step, and the number of steps on each side that it
+    covers.
 
-    Near the ends fewer steps are used on both sides, so that the mean neither lags behind the curve
-    nor runs ahead of it.
+    Near the ends the mean covers fewer steps on both sides, so that it is never shifted against the
+    curve.
     """
     reach = len(losses) // 100
     last = len(losses) - 1

@@ -1,4 +1,4 @@
-"""The whole content of a run directory: configuration, records, measured timeline, attempts."""
+"""The complete content of a run directory: configuration, records, measured timeline, attempts."""
 
 import contextlib
 import json
@@ -12,18 +12,20 @@ from ptdmpi.config import InputError
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.report import trained
 
-# keys of every record of a training step
+# keys that every record of a training step has
 STEP = {"loss", "layout", "rank_count", "tokens"}
-# keys of a validation: the loss, and a perplexity (of tokens) or an accuracy (of classes)
+# keys of a validation record: the loss, and either a perplexity (for tokens) or an accuracy (for
+# classes)
 VALIDATION = ("validation_loss", "validation_perplexity", "validation_accuracy")
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The contents of a run directory.
+    """The contents of a run directory, as they were read.
 
-    `config` trained the last step, `measured_config` the step of the newest timeline, `measured`.
-    `steps`, `validations` and `tasks` are records of `metrics.jsonl`, oldest first.
+    `config` is the configuration that trained the last step. `measured` is the newest timeline, and
+    `measured_config` the configuration of its step. `steps`, `validations` and `tasks` are records
+    of `metrics.jsonl`, oldest first.
     """
 
     path: Path
@@ -37,7 +39,7 @@ class RecordedRun:
 
 
 def read(path: Path) -> RecordedRun:
-    """Return the run of directory `path`. Raise InputError if it is no run directory."""
+    """Return the run in directory `path`. Raise InputError if it is not a run directory."""
     try:
         config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
         text = (path / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
@@ -77,7 +79,8 @@ def _timeline(path: Path) -> Timeline:
 
 
 def _records(lines: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the sound records; skip lines that a crash tore or an editor spoilt."""
+    """Yield the valid records. Lines that a crash has truncated or an editor has damaged are
+    skipped."""
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
@@ -86,7 +89,8 @@ def _records(lines: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _is_sound(record: dict[str, Any]) -> bool:
-    """Return True if the record has a step, its losses are numbers, and a validation is whole."""
+    """Return True if the record has a step, its losses are numbers, and, for a validation, no key
+    is missing."""
     if not isinstance(record.get("step"), int):
         return False
     losses = [record.get(key, 0.0) for key in ("loss", *VALIDATION)]

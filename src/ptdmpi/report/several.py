@@ -1,4 +1,4 @@
-"""Several runs in one table and one picture."""
+"""A comparison of several runs in one table and one picture."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +14,12 @@ from ptdmpi.report.summary import rows_of
 # numbers that cannot be compared between runs
 OWN = ("attempts", "profiles", "drawn", "validation_losses", "step_shares", "comparison")
 NAMES = ("run.name", "run.dir")
-POINTS = 200  # of each curve
+POINTS = 200  # number of points in each curve
 
 
 def table(runs: Sequence[RecordedRun], numbers: Sequence[dict[str, Any]]) -> str:
-    """Return a table as text: a column for each run, a row for each number that at least one run
-    has."""
+    """Return a table as text, with a column for each run and a row for each number that at least
+    one run has."""
     columns = []
     for summary in numbers:
         compared = {key: value for key, value in summary.items() if key not in OWN}
@@ -31,9 +31,9 @@ def table(runs: Sequence[RecordedRun], numbers: Sequence[dict[str, Any]]) -> str
 
 
 def differing(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
-    """Return the settings that differ between runs, each with one value for each run.
+    """Return the settings that differ between runs, with a list of one value for each run.
 
-    The value is None if a run has no such key. The runs' names and directories are left out.
+    The value is None for a run that has no such key. The runs' names and directories are left out.
     """
     flat = [dict(_flat("", run.config)) for run in runs]
     keys = dict.fromkeys(key for settings in flat for key in settings)
@@ -42,7 +42,7 @@ def differing(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
 
 
 def _flat(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of nested tables, joined by dots, and their values."""
+    """Yield the keys of nested tables, joined by dots, with their values."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _flat(f"{prefix}{key}.", value)
@@ -51,7 +51,8 @@ def _flat(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def settings_table(runs: Sequence[RecordedRun], settings: Mapping[str, Sequence[Any]]) -> str:
-    """Return a table as text: a row for each setting that differs, a column for each run."""
+    """Return a table as text, with a row for each setting that differs and a column for each
+    run."""
     rows = [
         [key, *("-" if v is None else str(v) for v in row), ""] for key, row in settings.items()
     ]
@@ -65,7 +66,8 @@ def labels(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def picture(runs: Sequence[RecordedRun], path: Path) -> None:
-    """Draw the loss of each run over tokens, smoothed to POINTS points, and validations as dots."""
+    """Plot the loss of each run over tokens, smoothed to POINTS points, with validations as
+    dots."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -90,7 +92,7 @@ def picture(runs: Sequence[RecordedRun], path: Path) -> None:
 
 def largest_gap(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:
     """Return the mean and the largest difference between the losses of two runs, over the steps
-    that both have.
+    that both have recorded.
 
     Return None unless there are exactly two runs with a common step.
     """

@@ -1,4 +1,4 @@
-"""The progress of a run while it trains, read from its directory without MPI or torch."""
+"""The progress of a run during training, which is read from its directory without MPI or torch."""
 
 import contextlib
 import itertools
@@ -15,12 +15,12 @@ from typing import Any
 from ptdmpi.config import InputError
 from ptdmpi.sinks.record import median
 
-RECENT = 50  # newest steps, for rates
+RECENT = 50  # number of newest steps that are used for rates
 # Values above these limits mean that a record is damaged.
 MOST_STEPS = 10**12
 MOST_DRAWN = 1e300
 LONGEST_STEP_S = 1e7
-# The record of a step must have these numbers to be shown.
+# A record of a step is shown only if it has these numbers.
 STEP_NUMBERS = (
     "loss",
     "grad_norm",
@@ -30,11 +30,12 @@ STEP_NUMBERS = (
     "peak_memory_bytes",
 )
 SCORES = ("accuracy", "exact_match")
-REMARKS = 3  # newest warnings of the log
-# A run that has written nothing for longer than both of these times is called silent.
+REMARKS = 3  # number of newest warnings of the log that are shown
+# A run counts as silent if it has written nothing for SILENT_S seconds and for SILENT_STEPS of its
+# longest steps.
 SILENT_S = 60.0
 SILENT_STEPS = 10.0
-# A damaged config.toml raises one of these.
+# Reading a damaged config.toml raises one of these.
 BROKEN = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
 # A line of the log that contains one of these words is a warning.
 WARNINGS = (
@@ -47,10 +48,10 @@ WARNINGS = (
 
 
 class Tail:
-    """The new whole lines of a growing file.
+    """A reader of a growing file, which returns only new complete lines.
 
-    A file may be replaced or cut, because a start of the run dropped records. It is then read from
-    its beginning again, and `begun_anew` is True.
+    The file may be replaced or truncated, because a new start of the run removes records. Then it
+    is read from its beginning again, and `begun_anew` is True.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,7 +61,7 @@ class Tail:
         self._offset = 0
 
     def lines(self) -> list[str]:
-        """Return the lines since the last call; none if the file cannot be read."""
+        """Return the lines written since the last call; none if the file cannot be read."""
         self.begun_anew = False
         try:
             with self.path.open("rb") as file:
@@ -81,7 +82,7 @@ class Tail:
 class Watched:
     """A run whose status is read repeatedly.
 
-    Raises InputError if `path` is no run directory.
+    Raises InputError if `path` is not a run directory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -106,7 +107,7 @@ class Watched:
         self.steps = steps
 
     def _forget(self) -> None:
-        """Forget all records, because the file of records has begun anew."""
+        """Forget all records, because the file of records was replaced."""
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._losses: list[float] = []
         self._validations: list[dict[str, Any]] = []
@@ -115,9 +116,10 @@ class Watched:
         self._slow_step = 0
 
     def status(self) -> dict[str, Any]:
-        """Return everything that is known now; keys that are not known yet are absent."""
+        """Return everything that is known now. Keys whose values are unknown are absent."""
         with contextlib.suppress(*BROKEN):
-            self._read_config()  # a new start may have other steps; a half-written file is skipped
+            # a new start may have another number of steps; if the file is incomplete, it is skipped
+            self._read_config()
         lines = self._metrics.lines()
         if self._metrics.begun_anew:
             self._forget()
@@ -149,7 +151,7 @@ class Watched:
         return status
 
     def _take(self, line: str) -> None:
-        """Keep the record in a line; ignore any other line."""
+        """Store the record in a line; ignore lines that are not records."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -163,7 +165,7 @@ class Watched:
         elif "loss" in record:
             self._recent.append(record)
             self._losses.append(record["loss"])
-            # a run judges its ranks about every 20 steps, and records only slow ones
+            # a run looks for slow ranks about every 20 steps, and records only slow ones
             if "slow_ranks" in record:
                 self._slow = record["slow_ranks"]
                 self._slow_step = record["step"]
@@ -194,8 +196,8 @@ class Watched:
         }
 
     def _age_s(self) -> float:
-        """Return the seconds since the run last wrote, from the clocks of this host and of the
-        disk."""
+        """Return the seconds since the run last wrote, according to the clocks of this host and of
+        the disk."""
         newest = 0.0
         for name in ("metrics.jsonl", "log.txt", "config.toml"):
             with contextlib.suppress(OSError):
@@ -203,7 +205,7 @@ class Watched:
         return max(0.0, time.time() - newest)
 
     def _state(self, age_s: float) -> str:
-        """Return starting, running, silent, stopped or done."""
+        """Return the state of the run: starting, running, silent, stopped or done."""
         if (self.path / "done").exists():
             return "done"
         if "stopped on request" in self._last_line:
@@ -215,9 +217,9 @@ class Watched:
 
 
 def _is_sound(record: dict[str, Any]) -> bool:
-    """Return True if every shown value of a record has the right type and is possible.
+    """Return True if every value of a record that is shown has the right type and is possible.
 
-    A line that a disk has damaged may still be JSON.
+    This is checked because a line that a disk has damaged may still be valid JSON.
     """
     step = record.get("step")
     if type(step) is not int or not 0 <= step <= MOST_STEPS:
@@ -249,14 +251,14 @@ def _is_sound_step(record: dict[str, Any]) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a number that can be drawn; NaN and infinities count as such."""
+    """Return True for a number that can be plotted. NaN and infinities count as such."""
     if isinstance(value, float):
         return not MOST_DRAWN < abs(value) < math.inf
     return type(value) is int and abs(value) <= MOST_DRAWN
 
 
 def _are_scores(tasks: Any) -> bool:
-    """Return True if `tasks` has a score of each task file."""
+    """Return True if `tasks` has a score for each task file."""
     if not isinstance(tasks, dict) or not all(
         isinstance(scores, dict) for scores in tasks.values()
     ):
@@ -269,7 +271,7 @@ def _are_scores(tasks: Any) -> bool:
 
 
 def binned(values: list[float], most: int) -> list[float]:
-    """Return at most `most` values, each the mean of neighbours, in order."""
+    """Return at most `most` values, in order. Each is the mean of neighbouring values."""
     if len(values) <= most:
         return list(values)
     edges = [round(i * len(values) / most) for i in range(most + 1)]
@@ -277,8 +279,8 @@ def binned(values: list[float], most: int) -> list[float]:
 
 
 def _newest_checkpoint(directory: Path) -> dict[str, Any] | None:
-    """Return the checkpoint that the file `latest` names, without a check; None if there is no such
-    file."""
+    """Return the checkpoint that the file `latest` names, without checking it; None if there is no
+    such file."""
     try:
         name = (directory / "latest").read_text(encoding="utf-8").strip()
         age_s = max(0.0, time.time() - (directory / name).stat().st_mtime)

@@ -1,4 +1,4 @@
-"""A step of a run as timelines: the measured, the planned and the predicted one."""
+"""Timelines of a step of a run: the measured, the planned and the predicted one."""
 
 import statistics
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from ptdmpi.plan.schedule.orders import build
 from ptdmpi.plan.schedule.simulate import Timeline, simulate
 from ptdmpi.report.run import RecordedRun
 
-# kinds of spans that are no ops -> their names in the table
+# kinds of spans that are not ops -> their names in the table
 PARTS = {
     "receive": "waiting for input (bubble and imbalance)",
     "gather": "gather of scattered activations",
@@ -21,13 +21,14 @@ PARTS = {
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """The mean seconds of each kind of op on each stage in a timeline; messages take no time."""
+    """The mean seconds of each kind of op on each stage in a timeline, for a simulation in which
+    messages take no time."""
 
     mean_s: dict[tuple[str, int], float]
 
     @classmethod
     def of(cls, timeline: Timeline) -> "MeasuredCosts":
-        """Return the costs that `timeline` measured."""
+        """Return the costs that were measured in `timeline`."""
         durations: dict[tuple[str, int], list[float]] = {}
         for span in timeline.spans:
             if span.computes:
@@ -40,14 +41,14 @@ class MeasuredCosts:
         return self.mean_s[op.kind, op.stage]
 
     def travel_s(self, op: Op) -> float:
-        """Return 0: the output of an op reaches its reader at once."""
+        """Return 0, because the output of an op is available to its reader immediately."""
         return 0.0
 
 
 def planned(run: RecordedRun, measured: Timeline) -> Timeline:
-    """Simulate the run's schedule with the mean op times of `measured` and without messages.
+    """Simulate the run's schedule with the mean op times of `measured`, and without messages.
 
-    The bubble of the result is due to the schedule alone.
+    The bubble of the result is therefore due to the schedule alone.
     """
     parallel = run.measured_config["parallel"]
     batch = run.measured_config["batch"]
@@ -66,14 +67,16 @@ def timelines(run: RecordedRun, measured: Timeline, foreseen: Timeline | None) -
 
 
 def compute_window(timeline: Timeline) -> Timeline:
-    """Return the part of a step that a schedule describes: no data, reduction or optimizer."""
+    """Return the part of a step that a schedule describes, without data, reduction and
+    optimizer."""
     kinds = (*_kinds_of_ops(timeline), "receive", "send", "gather")
     spans = tuple(span for span in timeline.spans if span.kind in kinds)
     return Timeline(spans, timeline.title)
 
 
 def shares(timeline: Timeline) -> dict[str, float]:
-    """Return the share of the ranks' time by kind of span; with "other" they add up to 1."""
+    """Return the share of each kind of span in the ranks' time. Together with "other" they add up
+    to 1."""
     total_s = timeline.makespan_s * len(timeline.ranks)
     parts = dict.fromkeys([*_kinds_of_ops(timeline), *PARTS], 0.0)
     for span in timeline.spans:
@@ -83,6 +86,6 @@ def shares(timeline: Timeline) -> dict[str, float]:
 
 
 def _kinds_of_ops(timeline: Timeline) -> list[str]:
-    """Return the kinds of ops that occur in the timeline, in the order of their table."""
+    """Return the kinds of ops that occur in the timeline, in the order of `OP_KINDS`."""
     kinds = {span.kind for span in timeline.spans}
     return [kind.span for kind in OP_KINDS.values() if kind.span in kinds]

@@ -1,4 +1,4 @@
-"""The numbers of a run for its table and for --json."""
+"""The numbers of a run that its table and --json show."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ _VALIDATION_KEYS = (*VALIDATION[1:], "validation_sentence_order_loss", "validati
 
 
 def summary(run: RecordedRun) -> dict[str, Any]:
-    """Return the numbers of the table, in its order. Raise InputError if no step is recorded."""
+    """Return the numbers for the table, in its order. Raise InputError if no step is recorded."""
     if not run.steps:
         raise InputError(f"{run.path}: metrics.jsonl holds no step yet")
     numbers = {**_progress(run), **_quality(run), **_speed(run)}
@@ -50,7 +50,8 @@ def _progress(run: RecordedRun) -> dict[str, Any]:
 
 
 def _drawn(paths: list[str], record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the samples that the run took of each dataset, up to the step of a record."""
+    """Return the number of samples that the run used of each dataset, up to the step of a
+    record."""
     counts = record["samples_drawn"]
     total = sum(counts)
     return [
@@ -60,7 +61,7 @@ def _drawn(paths: list[str], record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _quality(run: RecordedRun) -> dict[str, Any]:
-    """Return losses and scores of validations and tasks, and the noise of gradients."""
+    """Return losses and scores from validations and tasks, and the noise of gradients."""
     numbers: dict[str, Any] = {}
     if run.validations:
         newest = run.validations[-1]
@@ -99,7 +100,7 @@ def _speed(run: RecordedRun) -> dict[str, Any]:
 
 
 def rows_of(numbers: dict[str, Any]) -> Rows:
-    """Return the summary as pairs of a name and a text."""
+    """Return the summary as pairs of (name, text)."""
     rows: Rows = []
     for key, value in numbers.items():
         if key in _ROWS:
@@ -115,7 +116,7 @@ def rows_of(numbers: dict[str, Any]) -> Rows:
 
 
 def _text(key: str, value: Any) -> str:
-    """Return one number with its unit."""
+    """Return one number as text, with its unit."""
     if key.endswith("_bytes"):
         return f"{value / 2**20:,.0f} MiB per rank"
     if key.startswith("bubble_fraction"):
@@ -155,7 +156,7 @@ def _rows_of_tasks(tasks: dict[str, Any]) -> Rows:
     return rows
 
 
-# key of the summary -> its rows
+# key of the summary -> a function that makes its rows
 _ROWS: dict[str, Callable[[Any], Rows]] = {
     "drawn": _rows_of_drawn,
     "profiles": lambda paths: [("profile", path) for path in paths],

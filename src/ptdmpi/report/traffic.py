@@ -1,4 +1,5 @@
-"""The messages that rank 0 sends in a step: as the run counted them, and by closed forms."""
+"""The messages that rank 0 sends in a step: as counted by the run, and as computed by closed
+forms."""
 
 import contextlib
 from collections.abc import Mapping
@@ -17,10 +18,10 @@ from ptdmpi.report import trained
 def sent(record: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Return a table of the messages that rank 0 sent: group of ranks -> kind of message -> entry.
 
-    An entry has the `messages` and `bytes` of the step's record, `closed_form_bytes`, and
+    An entry has the `messages` and `bytes` in the step's record, `closed_form_bytes`, and
     `closed_form_is_exact`. The latter two are None if this version cannot read the run's
-    configuration, or if the step had another layout. The table of a record by an older version,
-    which counted nothing, is empty.
+    configuration, or if the step had another layout. For a record by an older version, which
+    counted nothing, the table is empty.
     """
     if "wire_bytes" not in record:
         return {}
@@ -52,7 +53,7 @@ def sent(record: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 
 
 class _ClosedForm(NamedTuple):
-    """Traffic of a step by closed forms; `is_exact`: it is exact on the data axis, too."""
+    """The traffic of a step by closed forms. `is_exact`: it is exact on the data axis, too."""
 
     traffic: Traffic
     is_exact: bool
@@ -79,7 +80,7 @@ def _closed_form(config: dict[str, Any], record: Mapping[str, Any]) -> _ClosedFo
 
 
 def rows(table: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return rows of the report's table."""
+    """Return these numbers as rows of the report's table."""
     return [
         (f"rank 0 sends: {group} {kind.replace('_', '-')}", _text(numbers))
         for group, kinds in table.items()

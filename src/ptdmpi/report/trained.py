@@ -1,4 +1,4 @@
-"""The attempts of a run, and the configuration of each step, from the run's own history."""
+"""The attempts of a run, and the configuration of each step, as recorded in the run's history."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,12 +17,12 @@ class TrainedSteps(NamedTuple):
     last: int
 
     def trained(self, step: int) -> bool:
-        """Return True if this attempt trained `step`, by the steps that it has recorded."""
+        """Return True if this attempt trained `step`, according to the steps that it recorded."""
         return self.attempt.first < step <= max(self.last, self.first)
 
 
 def trained_steps(path: Path, steps: Sequence[Mapping[str, Any]]) -> list[TrainedSteps]:
-    """Return the attempts that trained the recorded `steps` of run `path`, oldest first.
+    """Return the attempts that trained the recorded `steps` of the run in `path`, oldest first.
 
     The list is empty for a run of an older version. Raise InputError if the history cannot be read.
     """
@@ -36,9 +36,10 @@ def trained_steps(path: Path, steps: Sequence[Mapping[str, Any]]) -> list[Traine
 def config_at(
     history: Sequence[TrainedSteps], step: int | None, otherwise: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the configuration that trained `step`; None: the configuration of the newest attempt.
+    """Return the configuration that trained `step`; for None, the configuration of the newest
+    attempt.
 
-    Return `otherwise` if the history does not have the step.
+    Return `otherwise` if the history does not contain the step.
     """
     configs = [part.attempt.config for part in history if step is None or part.trained(step)]
     return dict(configs[-1]) if configs else dict(otherwise)
@@ -57,7 +58,7 @@ def resolved(config: dict[str, Any]) -> Config:
 
 
 def paths(history: Sequence[TrainedSteps], config: Mapping[str, Any]) -> list[str]:
-    """Return the paths of training datasets, in the order of a record's `samples_drawn`."""
+    """Return the paths of the training datasets, in the order of a record's `samples_drawn`."""
     if not history:
         return [source["path"] for source in config["data"]["train"]]
     newest = history[-1].attempt.trained_on["stretches"][-1]
@@ -85,7 +86,8 @@ def as_json(history: Sequence[TrainedSteps]) -> list[dict[str, Any]]:
 
 
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return rows of the report's table for each attempt; none for a single unchanged attempt."""
+    """Return rows of the report's table for each attempt; none if there is a single, unchanged
+    attempt."""
     if len(entries) == 1 and not entries[0]["changed"]:
         return []
     table = []

@@ -1,4 +1,4 @@
-"""Rank 1's watch over rank 0: rank 0 watches all other ranks, and no other rank watches it."""
+"""Rank 1's watch over rank 0. Rank 0 watches all other ranks, and no other rank watches it."""
 
 import contextlib
 import math
@@ -9,10 +9,11 @@ from ptdmpi.watch.whereabouts import LEAST_SILENCE_S, SILENT_BEATS, Ranks
 
 
 class Deputy:
-    """The time at which rank 0 was last heard, and what follows from its silence.
+    """The time of the last message from rank 0, and the reaction to its silence.
 
-    Every rank has one, but only rank 1 hears rank 0, from the start of the heartbeat on. A deputy
-    that never hears it never misses it. With `stall_s` 0 it warns, but never ends the job.
+    Every rank has a deputy, but only that of rank 1 gets messages of rank 0, from the start of the
+    heartbeat on. Without any message it never reacts. With `stall_s` 0 it warns, but never ends the
+    job.
     """
 
     def __init__(self, ranks: Ranks, directory: Path, stall_s: float) -> None:
@@ -20,10 +21,11 @@ class Deputy:
         self.directory = directory
         self.stall_s = stall_s
         self._heard_s = math.inf
-        self._missed_s: float | None = None  # silent since, if a warning was printed
+        # the time since which rank 0 is silent, if a warning was printed
+        self._missed_s: float | None = None
 
     def hear(self, now_s: float) -> None:
-        """Take note that rank 0 is alive."""
+        """Record that rank 0 is alive."""
         self._heard_s = now_s
         if self._missed_s is not None:
             away_s = now_s - self._missed_s
@@ -31,12 +33,14 @@ class Deputy:
             self._missed_s = None
 
     def wake(self, now_s: float) -> None:
-        """Record that this process itself was stopped, and received no message meanwhile."""
+        """Record that this process itself was stopped, and could receive no messages in that
+        time."""
         if self._heard_s < math.inf:
             self._heard_s = now_s
 
     def replaces(self, now_s: float) -> bool:
-        """Return True if rank 1 must end the job for rank 0; warn once of a shorter silence."""
+        """Return True if rank 1 must end the job in place of rank 0. After a shorter silence, warn
+        once."""
         silent_s = now_s - self._heard_s
         if self.stall_s and silent_s > max(self.stall_s, LEAST_SILENCE_S):
             return True
@@ -47,9 +51,10 @@ class Deputy:
         return False
 
     def pronounce(self, now_s: float) -> None:
-        """Print why the job is ended.
+        """Print the reason why the job is ended.
 
-        Rank 0 is silent, so its process is stopped, or is in a call that lets no thread run.
+        Rank 0 is silent, so either its process is stopped, or it is in a call that lets no thread
+        run.
         """
         self._tell(
             f"stall: {self.ranks.name(0)} has not been heard for {now_s - self._heard_s:.0f} s: "
@@ -58,7 +63,7 @@ class Deputy:
         )
 
     def _tell(self, line: str) -> None:
-        """Print a line for rank 0, and add it to the log if that can be written."""
+        """Print a line in place of rank 0, and add it to the log if that can be written."""
         print(line, file=sys.stderr, flush=True)
         with contextlib.suppress(OSError), open(self.directory / "log.txt", "a") as log:
             log.write(line + "\n")

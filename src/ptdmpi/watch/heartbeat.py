@@ -1,7 +1,7 @@
 """A thread of each rank that reports the rank's progress to rank 0, even if the main thread hangs.
 
-Rank 0 has the table of all ranks. In a stall, or after a failure, it prints what each rank does and
-which ranks hold up the others, has every rank write its stacks, and ends the job. Rank 1 watches
+Rank 0 has a table of all ranks. In a stall, or after a failure, it prints what each rank does and
+which ranks hold up the others, makes every rank write its stacks, and ends the job. Rank 1 watches
 rank 0 (`deputy`).
 """
 
@@ -42,19 +42,21 @@ from ptdmpi.watch.whereabouts import (
 from ptdmpi.watch.wires import Wires
 
 # A stall is at least STALL_STEPS steps long. In a save, a validation or the start-up, where one
-# operation may take long without an error, it is PATIENCE times longer.
+# operation may take long without being an error, the limit is PATIENCE times longer.
 STALL_STEPS = 5
 PATIENCE = 10
-# Launchers deliver a signal twice. A signal after this time is a second request of the user.
+# Launchers deliver a signal twice. A signal that arrives later than this is a second request of the
+# user.
 SECOND_SIGNAL_S = 5.0
-DUPLICATE_S = 0.5  # signals on one rank that follow each other faster count as one
-# Limit for all ranks to write their stacks, after rank 0 has found a stall or a failure.
+DUPLICATE_S = 0.5  # signals on one rank that are closer in time count as one
+# Time limit for all ranks to write their stacks, after rank 0 has found a stall or a failure.
 COLLECT_S = 5.0
-ALIVE, WRITE_STACKS = "I am alive", "write your stacks"  # the instructions of rank 0
+ALIVE, WRITE_STACKS = "I am alive", "write your stacks"  # the messages that rank 0 sends
 
 
 class Heartbeat:
-    """The thread and its knowledge. All ranks make it together; each one calls `start`."""
+    """The heartbeat thread of one rank, and what it knows. All ranks make it together; each one
+    then calls `start`."""
 
     def __init__(
         self,
@@ -81,27 +83,28 @@ class Heartbeat:
         self._shown = False
         self._ended = threading.Event()
         self._due_s = 0.0
-        # a daemon: if it hangs in MPI itself, the process must still be able to end
+        # a daemon thread: if it hangs in MPI itself, the process must still be able to end
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> bool:
-        """Start the thread; return False if this MPI does not let a second thread call it."""
+        """Start the thread. Return False if this MPI cannot be called from a second thread."""
         if not Mailbox.works_in_a_thread():
             return False
-        # MPI is finalised at exit; no thread may call it after that
+        # MPI is finalized at exit, and no thread may call it afterwards
         atexit.register(self.close)
         if self.axes.world.rank == 1:
-            # rank 0 is alive now, because all ranks made this together
+            # rank 0 is alive now, because all ranks have made this object together
             self.deputy.hear(time.monotonic())
         self._thread.start()
         return True
 
     def failed(self, error: BaseException) -> None:
-        """Let rank 0 print the table of all ranks and end them; return if it does not."""
+        """Let rank 0 print the table of all ranks and end them. Return if rank 0 does not do so in
+        time."""
         notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
         where = f" ({notes[0].rstrip(':')})" if notes else ""
         first = str(error).partition("\n")[0]
-        wires = self.wires.failed  # the cause of this error, if its wires were ended
+        wires = self.wires.failed  # the cause of this error, if the transports were aborted
         cause = f"; {wires}" if wires not in first else ""
         self._failure = (time.time(), f"{type(error).__name__}: {first}{where}{cause}")
         if self._thread.is_alive():
@@ -109,21 +112,22 @@ class Heartbeat:
             self._thread.join(COLLECT_S + 3 * BEAT_S)
 
     def finish(self) -> None:
-        """End in order, on all ranks: rank 0 waits for every rank's last report."""
+        """End the heartbeat in an orderly way, on all ranks: rank 0 waits for the last report of
+        every rank."""
         if not self._thread.is_alive():
             return
         self.close()
         self.mailbox.send(self._report(leaves=True), 0)
         if self.judge is None:
             return
-        # the thread may have received last reports while this rank was still training
+        # the thread may have received some last reports while this rank was still training
         waiting = {rank for rank, seen in self.judge.table.items() if not seen.report.leaves}
         end_s = time.monotonic() + COLLECT_S
         while waiting and time.monotonic() < end_s:
             waiting -= {rank for rank, report in self.mailbox.receive() if report.leaves}
 
     def close(self) -> None:
-        """End the thread without a message to the other ranks; may be repeated."""
+        """End the thread without sending a message to other ranks. This may be called again."""
         self._ended.set()
         if self._thread.is_alive():
             self.signals.wake()
@@ -137,16 +141,16 @@ class Heartbeat:
                 self._beat()
             except MPI.Exception:
                 # A rank was lost. Ranks that continue make a new world, with a new heartbeat. The
-                # main thread may wait for its device, which waits for the lost rank.
+                # main thread may be waiting for its device, which waits for the lost rank.
                 self.axes.abort()
                 return
-            except Exception as error:  # a device that has failed raises at every call
+            except Exception as error:  # a device that has failed raises an error at every call
                 if self.wires.deaf:
                     raise
                 self._ignore_device(error)
 
     def _ignore_device(self, error: Exception) -> None:
-        """Report the error of the device, or of its library, and ask only the host from now on.
+        """Report the error of the device, or of its library, and query only the host from now on.
 
         The main thread gets the error, too, or hangs.
         """
@@ -158,7 +162,7 @@ class Heartbeat:
         self.axes.abort()
 
     def _beat(self) -> None:
-        """Wait for a signal or the next beat; then report, receive messages and judge."""
+        """Wait for a signal or the next beat. Then report, receive messages and judge."""
         hurried = self.judge is not None and self.judge.verdict is not None
         came = self.signals.wait(0.05 if hurried else BEAT_S)
         now_s = time.monotonic()
@@ -177,7 +181,7 @@ class Heartbeat:
                 self.mailbox.send(ALIVE, 1)
         for rank, message in self.mailbox.receive():
             if isinstance(message, Report):
-                if self.judge is not None:  # only rank 0 gets reports, and it has a judge
+                if self.judge is not None:  # only rank 0 gets reports, and only rank 0 has a judge
                     self.judge.hear(rank, message, now_s)
             elif message == ALIVE:
                 self.deputy.hear(now_s)
@@ -191,16 +195,16 @@ class Heartbeat:
             self._replace_the_judge(now_s)
 
     def _replace_the_judge(self, now_s: float) -> None:
-        """End the job in place of rank 0, after all others have written their stacks."""
+        """End the job in place of rank 0, after all other ranks have written their stacks."""
         for rank in range(1, self.axes.world.size):
             self.mailbox.send(WRITE_STACKS, rank)
         self.deputy.pronounce(now_s)
         self._write_stacks()
-        time.sleep(1.5 * BEAT_S)  # meanwhile the other ranks write their stacks
+        time.sleep(1.5 * BEAT_S)  # in this time the other ranks write their stacks
         self.mailbox.abort(1)
 
     def _follow(self, judge: "Judge", now_s: float) -> None:
-        """Do what the judge has decided, on rank 0."""
+        """Carry out the decisions of the judge, on rank 0."""
         if judge.look(now_s):
             for rank in range(self.axes.world.size):
                 self.mailbox.send(WRITE_STACKS, rank)
@@ -208,7 +212,7 @@ class Heartbeat:
             self.mailbox.abort(STOPPED_EXIT_CODE)
         if judge.verdict is not None and judge.complete(now_s):
             judge.pronounce(self.deputy.directory)
-            time.sleep(0.2)  # the launcher forwards the lines before it learns of the abort
+            time.sleep(0.2)  # give the launcher time to forward the lines before the abort
             self.mailbox.abort(1)
 
     def _report(self, leaves: bool = False) -> Report:
@@ -235,7 +239,8 @@ class Heartbeat:
         )
 
     def _write_stacks(self) -> None:
-        """Write the stacks if possible: a full disk must not prevent the table."""
+        """Write the stacks if possible. A full disk must not prevent the table from being
+        printed."""
         with contextlib.suppress(OSError):
             self._write_stack_file(self.deputy.directory / "stacks")
 
@@ -251,9 +256,10 @@ class Heartbeat:
 
 
 class Judge:
-    """Rank 0's table of reports, and its verdict. `say` prints and logs a line.
+    """Rank 0's table of reports, and its verdict about them. `say` prints and logs a line.
 
-    If `stall_s` is 0, no wait is a stall. `step_s` is the time of the longest of the last steps.
+    If `stall_s` is 0, no wait counts as a stall. `step_s` is the time of the longest of the last
+    steps.
     """
 
     def __init__(self, ranks: Ranks, stall_s: float, say: Callable[[str], None]) -> None:
@@ -265,7 +271,7 @@ class Judge:
         self.table: dict[int, Seen] = dict.fromkeys(range(ranks.grid.size), beginning)
         self.verdict: str | None = None
         self.stop_at_once = False
-        self.stopping = False  # the training itself has printed that it stops
+        self.stopping = False  # True if the training loop itself has printed that it stops
         self._failed: list[int] = []
         self._deadline_s = 0.0
         self._acknowledged_s: float | None = None
@@ -275,7 +281,7 @@ class Judge:
         self._awake_s = 0.0
 
     def hear(self, rank: int, report: Report, now_s: float) -> None:
-        """Take a report into the table."""
+        """Enter a report of `rank` into the table."""
         known = len(self.table[rank].report.signals)
         self.table[rank] = Seen(report, now_s)
         for number, age_s in report.signals[known:]:
@@ -284,11 +290,12 @@ class Judge:
             self._failed = sorted([*self._failed, rank], key=self._failure)
 
     def look(self, now_s: float) -> bool:
-        """Look for failures and stalls; return True once, when all ranks must write stacks."""
+        """Look for failures and stalls. Return True once, when all ranks must write their
+        stacks."""
         if self.verdict is not None:
             return False
         if now_s - self._looked_s > LEAST_SILENCE_S:
-            # this process was stopped, perhaps with its job: all reports are old
+            # this process was stopped, perhaps together with its job: all reports are old
             self._awake_s = now_s + LEAST_SILENCE_S
             self._called_silent.clear()
         self._looked_s = now_s
@@ -305,7 +312,8 @@ class Judge:
         return self.verdict is not None
 
     def complete(self, now_s: float) -> bool:
-        """Return True if every rank that reports has written its stacks, or has had the time."""
+        """Return True if every rank that reports has written its stacks, or has had the time for
+        it."""
         begun_s = self._deadline_s - COLLECT_S
         missed_s = MISSED_BEATS * self.ranks.beat_s
         shown = all(
@@ -314,7 +322,7 @@ class Judge:
         return shown or now_s > self._deadline_s
 
     def pronounce(self, directory: Path) -> None:
-        """Print the table, the ranks at fault first; write all of it to a file, too."""
+        """Print the table, with the ranks at fault first, and write the full table to a file."""
         now_s = time.monotonic()
         first = self._failed or culprits(self.table, self.ranks, now_s)
         headings = []
@@ -329,7 +337,7 @@ class Judge:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, "\n".join([*headings, *lines]) + "\n")
-        except OSError as error:  # the terminal has the table
+        except OSError as error:  # the terminal shows the table nevertheless
             headings.append(f"{path}: {error.strerror}")
         if len(lines) > TERMINAL_ROWS + 1:
             lines = [*lines[: TERMINAL_ROWS + 1], f"... all {len(self.table)} ranks: {path}"]
@@ -340,7 +348,7 @@ class Judge:
         sys.stdout.flush()
 
     def compute_s(self) -> dict[int, float]:
-        """Return the seconds of each rank's own work; empty until all have reported them."""
+        """Return the seconds of each rank's own work; empty until all ranks have reported them."""
         values = {rank: seen.report.compute_s for rank, seen in self.table.items()}
         return values if all(values.values()) else {}
 
@@ -348,7 +356,7 @@ class Judge:
         return self.table[rank].report.failure or (0.0, "")
 
     def _stalls(self, now_s: float) -> bool:
-        """Return True if no rank has begun anything for too long."""
+        """Return True if no rank has begun anything for longer than the limit."""
         limit_s = max(self.stall_s, STALL_STEPS * self.step_s)
         quiet_s = {rank: now_s - seen.at_s for rank, seen in self.table.items()}
         frozen = max(quiet_s.values()) > max(self.stall_s, LEAST_SILENCE_S)
@@ -357,13 +365,13 @@ class Judge:
             for rank, since_s in quiet_s.items()
             if since_s <= MISSED_BEATS * self.ranks.beat_s
         ]
-        # a rank may be busy for long and still report; the last phase of a frozen rank is old
+        # a rank may be busy for long and still report; the phase of a frozen rank is out of date
         if not frozen and any(phase != "training" for phase in heard):
             limit_s *= PATIENCE
         return self.stall_s > 0 and idle_s(self.table, now_s) > limit_s
 
     def _signal(self, rank: int, number: int, came_s: float, now_s: float) -> None:
-        """Acknowledge the first signal; stop the job at once after a later one."""
+        """Acknowledge the first signal. After a later signal, stop the job at once."""
         who = f"{signal.Signals(number).name} on {self.ranks.name(rank)}"
         if self._acknowledged_s is None:
             self._acknowledged_s = now_s
@@ -376,7 +384,7 @@ class Judge:
             )
 
     def _warn_of_silence(self, now_s: float) -> None:
-        """Warn once of each silent rank, and say when it reports again."""
+        """Warn once about each silent rank, and report when it is heard again."""
         silent = {rank for rank, seen in self.table.items() if self.ranks.silent(seen, now_s)}
         for rank in sorted(silent - self._called_silent.keys()):
             seen = self.table[rank]

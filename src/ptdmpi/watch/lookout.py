@@ -1,4 +1,5 @@
-"""The watch over one rank of a run: its place, its heartbeat, requests, lock and slow ranks."""
+"""All watching of one rank in a run: its progress, its heartbeat, requests, the lock, and slow
+ranks."""
 
 import os
 import statistics
@@ -16,14 +17,14 @@ from ptdmpi.watch.slow import SlowRanks
 from ptdmpi.watch.stopwatch import Place
 from ptdmpi.watch.whereabouts import Ranks
 
-LAST_STEPS = 100  # the number of steps whose durations are kept
+LAST_STEPS = 100  # the number of steps whose durations are stored
 
 
 class Lookout:
-    """The heartbeat, the requests and the lock of one rank; all ranks make it together.
+    """The heartbeat, the requests and the lock of one rank. All ranks make this object together.
 
-    `place` is where the rank is; the training loop and the engine write it. `durations` are the
-    seconds of the last steps. `say` prints and logs a line.
+    `place` is the present activity of the rank, which the training loop and the engine record.
+    `durations` are the seconds of the last steps. `say` prints and logs a line.
     """
 
     def __init__(
@@ -70,32 +71,34 @@ class Lookout:
         world.last_words = self.heartbeat.failed
 
     def take_lock(self) -> None:
-        """Lock the run directory, on rank 0 alone, before anything in it is read.
+        """Lock the run directory, before anything in it is read. Only rank 0 calls this.
 
-        Another run may be writing there. Raise InputError if one holds the lock.
+        Another run may be writing there. Raise InputError if another run has the lock.
         """
         self._lock = RunLock(self.path, self.requests.signals.show)
 
     def computed(self, compute_s: float, elapsed_s: float) -> None:
-        """Take note of a computed step: the seconds of this rank's own work, and of the step."""
+        """Record a computed step: the seconds of this rank's own work, and of the complete step."""
         self.place.compute_s.append(compute_s)
         self.requests.stepped(elapsed_s)
 
     def usual_s(self, elapsed_s: float) -> float:
-        """Add a step of `elapsed_s` seconds; return the median of the last steps."""
+        """Record a step of `elapsed_s` seconds. Return the median of the last steps."""
         self.durations.append(elapsed_s)
         if self.judge is not None:
             self.judge.step_s = max(self.durations)
         return statistics.median(self.durations)
 
     def slow_ranks(self, step: int) -> list[dict[str, Any]]:
-        """Return the slow ranks for the record of a step; only rank 0 knows them."""
+        """Return the slow ranks, for the record of a step. Only rank 0 knows them; on other ranks
+        the list is empty."""
         return [] if self.slow is None else self.slow.after(step)
 
     def vote(self, memory_bytes: int) -> Asked:
-        """Vote after a step; return what the ranks agreed on, the same on all of them.
+        """Vote after a step. Return what the ranks have agreed on, which is the same on all of
+        them.
 
-        `memory_bytes`: the most that this rank has used. A vote is one small message.
+        `memory_bytes` is the peak memory of this rank. A vote takes one small message.
         """
         world = self.axes.world
         ballot = self.requests.mine(world.rank)
@@ -103,23 +106,24 @@ class Lookout:
         return Asked(self.requests.reason(stop), Save(save), memory)
 
     def obeyed(self, name: str) -> None:
-        """Remove the file "STOP" or "SAVE", on rank 0, after its request is obeyed."""
+        """Remove the file "STOP" or "SAVE", on rank 0, after its request was carried out."""
         if self.axes.world.rank == 0:
             self.requests.obeyed(name)
 
     def stops(self) -> None:
-        """Record that the training itself prints its reason to stop, so that rank 0's judge does
-        not."""
+        """Record that the training loop itself prints its reason to stop, so that rank 0's judge
+        does not."""
         if self.judge is not None:
             self.judge.stopping = True
 
     def finish(self) -> None:
-        """End in order, on all ranks together."""
+        """End the watching in an orderly way. All ranks call this together."""
         self.place.enter("ending")
         self.heartbeat.finish()
 
     def close(self) -> None:
-        """End the thread and release the directory, without the other ranks; may be repeated."""
+        """End the thread and release the directory, independently of the other ranks. This may be
+        called again."""
         self.heartbeat.close()
         if self._lock is not None:
             self._lock.close()

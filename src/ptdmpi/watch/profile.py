@@ -1,4 +1,5 @@
-"""Profiles of a few steps: torch's trace and a memory snapshot for each chosen rank."""
+"""Profiles of a few steps: a trace by torch's profiler and a memory history for each chosen
+rank."""
 
 import contextlib
 import json
@@ -12,13 +13,15 @@ from torch.profiler import ProfilerActivity
 from ptdmpi.config import RunConfig
 
 FOLDER = "profile"
-MEMORY_EVENTS = 100_000  # a snapshot of a GPU's memory keeps the newest
+# maximum number of events in a snapshot of a GPU's memory; the newest are kept
+MEMORY_EVENTS = 100_000
 
 
 class Profile:
-    """The profiler of one rank: `run.profile_steps` "10:12" covers steps 10 to 12.
+    """The profiler of one rank. If `run.profile_steps` is "10:12", it covers steps 10 to 12.
 
-    It writes into `profile/` of the run directory. If it cannot, it says so, and the run continues.
+    It writes into the folder `profile/` of the run directory. If that fails, it prints a warning,
+    and the run continues.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class Profile:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Profile the work inside the `with` if `step` (from 1) is among the profiled ones."""
+        """Profile the work inside the `with` block if `step` (from 1) should be profiled."""
         if step in self._steps and self._running is None:
             self._begin()
         yield
@@ -69,10 +72,10 @@ class Profile:
         self._say(f"profiled steps {self._steps[0]} to {self._steps[-1]}: {trace}, {memory}")
 
     def _keep_memory(self, name: str, trace: Path) -> Path:
-        """Write the history of memory and return its path.
+        """Write the memory history and return its path.
 
-        On a GPU it is the device's snapshot (for pytorch.org/memory_viz), on a CPU the bytes that
-        tensors hold after each allocation in the trace.
+        On a GPU this is the device's snapshot (for pytorch.org/memory_viz). On a CPU it is the
+        bytes in use by tensors after each allocation in the trace.
         """
         if self._device.type == "cuda":
             path = self._folder / f"memory-{name}.pickle"
@@ -85,7 +88,7 @@ class Profile:
 
 
 def memory_events(trace: Path) -> list[dict[str, Any]]:
-    """Return each allocation and release of a trace, in order: microseconds, bytes, new total."""
+    """Return each allocation and release in a trace, in order: microseconds, bytes, new total."""
     events = json.loads(trace.read_bytes())["traceEvents"]
     memory = [
         {"us": event["ts"], "bytes": args.get("Bytes"), "total_bytes": args.get("Total Allocated")}

@@ -1,7 +1,8 @@
-"""Requests to stop or to save: signals, files in the run directory, the time limit.
+"""Requests to stop the run or to save a checkpoint: signals, files in the run directory, the time
+limit.
 
-Each rank notes the requests that reach it. After each step all ranks vote, in one small message, so
-that they stop after the same step.
+Each rank records the requests that it receives. After each step all ranks vote, in one small
+message, so that they stop after the same step.
 """
 
 import contextlib
@@ -19,24 +20,27 @@ from typing import NamedTuple, Self
 
 from ptdmpi.config import SharedInputError
 
-# EX_TEMPFAIL: stopped on request after saving; the same command resumes
+# the exit code (EX_TEMPFAIL) after a stop on request and a save; the same command resumes the run
 STOPPED_EXIT_CODE = 75
-# Ctrl-C and a closed terminal, too: under a launcher, only the launcher gets these two.
+# The signals include those of Ctrl-C and of a closed terminal. Under a launcher, only the launcher
+# gets these two.
 SIGNALS = (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
-# Seconds between two looks for files, on rank 0: on a parallel file system a look is a message.
+# Seconds between two checks for files, on rank 0: on a parallel file system a check sends a
+# message.
 LOOK_S = 1.0
-# Share of `max_minutes` that is reserved for a save as long as none has been timed.
+# Share of `max_minutes` that is reserved for a save until the time of a save is known.
 FIRST_SAVE_SHARE = 0.05
 
-# Reasons to stop, as numbers of a vote; the greatest wins. Signals begin at _FIRST_SIGNAL.
+# Reasons to stop, as numbers in a vote; the greatest number wins. The numbers of signals begin at
+# _FIRST_SIGNAL.
 _STOP_FILE = 1
 _TIME_LIMIT = 2
 _NO_READER = 3
 _FIRST_SIGNAL = 4
 _GONE = _FIRST_SIGNAL + len(SIGNALS)
 _RANKS = 1 << 32
-# reason -> words, for reasons that do not come from a rank
+# reason -> text, for reasons that do not come from a particular rank
 _WORDS = {
     0: "",
     _STOP_FILE: "file STOP",
@@ -46,34 +50,35 @@ _WORDS = {
 
 
 class Save(IntEnum):
-    """A rank's wish for a save; the greatest of all ranks wins."""
+    """The request for a save in the vote of a rank. The greatest number of all ranks wins."""
 
     NO = 0
-    DUE = 1  # due by the clock; it counts like a multiple of `every_steps`
+    DUE = 1  # due according to the clock; it counts like a multiple of `every_steps`
     NOW = 2  # requested by a user, who waits for it
 
 
 class StopRequest:
-    """A context in which this process notes SIGNALS instead of obeying them.
+    """A context in which this process records SIGNALS, and is not ended by them.
 
-    After the context these signals are ignored. A signal that the process ignores already (by
-    nohup, or in a shell's background) stays ignored. A handler in Python runs only after the main
-    thread has returned from MPI, which it may never do, so each signal also leaves a byte in a pipe
-    for another thread.
+    After the context these signals are ignored. A signal that the process already ignores (because
+    of nohup, or in a shell's background) stays ignored. A handler in Python runs only after the
+    main thread has returned from MPI, which may never happen. So each signal also writes a byte to
+    a pipe, which another thread reads.
     """
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None  # the first one
-        self.unread = False  # no process reads the output of this one
+        self.received: signal.Signals | None = None  # the first signal
+        self.unread = False  # True if no process reads the output of this process
         self._out, self._in = os.pipe()
         os.set_blocking(self._out, False)
-        # a full pipe must not hold up a signal handler (signal.set_wakeup_fd asks for it)
+        # a full pipe must not block a signal handler (signal.set_wakeup_fd requires this)
         os.set_blocking(self._in, False)
 
     def __enter__(self) -> Self:
         signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
         for number in SIGNALS:
-            # SIGUSR1 and SIGTERM in any case: nohup and shells ignore only the other two
+            # record SIGUSR1 and SIGTERM in any case, because nohup and shells ignore only the other
+            # two
             if signal.getsignal(number) != signal.SIG_IGN or number in (SIGNALS[0], SIGNALS[-1]):
                 signal.signal(number, self._receive)
         return self
@@ -95,8 +100,8 @@ class StopRequest:
     def show(self, line: str) -> None:
         """Print a line.
 
-        If nobody reads the output any more (`| head`), ask the run to stop and discard all further
-        output.
+        If no process reads the output any more (`| head`), request that the run stops, and discard
+        all further output.
         """
         try:
             print(line, flush=True)
@@ -107,24 +112,26 @@ class StopRequest:
             os.close(nowhere)
 
     def wait(self, limit_s: float) -> list[signal.Signals]:
-        """Return the signals since the last call; wait for one up to `limit_s`, or until `wake`.
+        """Return the signals received since the last call. Wait for one up to `limit_s` seconds, or
+        until `wake` is called.
 
-        One thread may call it, but not the main one.
+        Only one thread may call this, but not the main thread.
         """
         select.select([self._out], [], [], limit_s)
         try:
             numbers = os.read(self._out, 4096)
-        except BlockingIOError:  # the time is up
+        except BlockingIOError:  # the time limit is over
             return []
         return [signal.Signals(number) for number in numbers if number in SIGNALS]
 
     def wake(self) -> None:
-        """Let `wait` return now."""
+        """Make `wait` return now."""
         os.write(self._in, b"\0")
 
 
 class Ballot(NamedTuple):
-    """The numbers of one rank in a vote; the greatest of all ranks win."""
+    """The numbers that one rank contributes to a vote. For each, the greatest number of all ranks
+    wins."""
 
     stop: int
     save: int
@@ -140,18 +147,18 @@ class Asked:
 
 
 class _Files(NamedTuple):
-    """The files STOP and SAVE: are they in the run directory?"""
+    """Which of the files STOP and SAVE are in the run directory."""
 
     stop: bool
     save: bool
 
 
 class Requests:
-    """The requests that have reached this rank; rank 0 also checks the clock and looks for files.
+    """The requests that this rank has received. Rank 0 also checks the clock and looks for files.
 
     `STOP` and `SAVE` are files in the run directory. `max_minutes` (0: no limit) counts from the
-    start of the process; the run stops early enough for one more step and a save. A save is due
-    every `save_minutes` (0: never).
+    start of the process; the run stops so early that one more step and a save fit into the limit. A
+    save is due every `save_minutes` (0: never).
     """
 
     def __init__(
@@ -170,7 +177,7 @@ class Requests:
         self.save_s = save_minutes * 60
         self._saved_s = time.monotonic()
         self.began_s = time.monotonic() - process_age_s()
-        self.steps = 0  # steps of this process
+        self.steps = 0  # number of steps that this process has done
         self.longest_step_s = 0.0
         self.longest_save_s = 0.0
         self._looked_s = -LOOK_S
@@ -179,7 +186,7 @@ class Requests:
         self._place: tuple[int, int] | None = None  # device and inode of the directory
 
     def mine(self, rank: int) -> Ballot:
-        """Return the vote of this rank."""
+        """Return this rank's numbers for a vote."""
         save = Save.NO
         reasons = [0]
         if self.signals.received is not None:
@@ -194,11 +201,11 @@ class Requests:
         code = max(reasons)
         if code == 0:
             return Ballot(0, int(save))
-        # if several ranks have the same reason, the lowest rank has the greatest number
+        # if several ranks have the same reason, the lowest rank contributes the greatest number
         return Ballot(code * _RANKS + _RANKS - 1 - rank, int(save))
 
     def _reasons_of_rank_0(self, stop_file: bool) -> list[int]:
-        """Return the reasons to stop that only rank 0 looks for."""
+        """Return the reasons to stop that only rank 0 checks."""
         reasons = {
             _STOP_FILE: stop_file,
             _TIME_LIMIT: self._late(),
@@ -208,9 +215,10 @@ class Requests:
         return [reason for reason, applies in reasons.items() if applies]
 
     def reason(self, stop: int) -> str:
-        """Return the greatest `stop` of all ballots in words.
+        """Return a text for the reason that has won a vote; `stop` is the greatest number of all
+        ballots.
 
-        Raise SharedInputError, on every rank, if the run directory does not exist any more.
+        Raise SharedInputError, on every rank, if the run directory no longer exists.
         """
         code, rest = divmod(stop, _RANKS)
         rank = _RANKS - 1 - rest
@@ -225,26 +233,26 @@ class Requests:
         return _WORDS[code]
 
     def stepped(self, elapsed_s: float) -> None:
-        """Take note of a step that took `elapsed_s` seconds."""
+        """Record a step that took `elapsed_s` seconds."""
         self.steps += 1
         self.longest_step_s = max(self.longest_step_s, elapsed_s)
 
     def saved(self, elapsed_s: float) -> None:
-        """Take note of a save that took `elapsed_s` seconds."""
+        """Record a save that took `elapsed_s` seconds."""
         self.longest_save_s = max(self.longest_save_s, elapsed_s)
         self._saved_s = time.monotonic()
 
     def obeyed(self, name: str) -> None:
-        """Remove the file `name`, on rank 0, so that it counts once.
+        """Remove the file `name`, on rank 0, so that its request counts only once.
 
-        Anything else of that name, such as a directory, is no request and is kept.
+        Anything else with this name, such as a directory, is not a request and stays.
         """
         with contextlib.suppress(OSError):
             (self.directory / name).unlink()
         self._looked_s = -LOOK_S
 
     def _look(self) -> "_Files":
-        """Look for the files and for the directory itself, once per LOOK_S."""
+        """Check the files and the directory itself, at most once per LOOK_S seconds."""
         now_s = time.monotonic()
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
@@ -255,7 +263,7 @@ class Requests:
                 status = self.directory.stat()
             except FileNotFoundError:
                 self._gone = True
-            except OSError:  # the file system may fail only for a while
+            except OSError:  # the file system may fail only temporarily
                 return self._files
             else:
                 place = (status.st_dev, status.st_ino)
@@ -264,9 +272,9 @@ class Requests:
         return self._files
 
     def _late(self) -> bool:
-        """Return True if one more step, with a save after it, could end after the limit.
+        """Return True if one more step, with a save after it, might end after the time limit.
 
-        The first step is always made, so that a run that is started again and again makes progress.
+        The first step is always done, so that a run that is started repeatedly makes progress.
         """
         if not self.limit_s or not self.steps:
             return False

@@ -1,4 +1,4 @@
-"""Ranks that compute slowly, compared with ranks that do the same work."""
+"""Detection of ranks that compute slowly, compared with ranks that do the same work."""
 
 import math
 import statistics
@@ -12,16 +12,18 @@ from ptdmpi.watch.heartbeat import Judge
 from ptdmpi.watch.stopwatch import COMPUTE_STEPS
 from ptdmpi.watch.whereabouts import Ranks
 
-SLOW_FACTOR = 1.3  # a rank is slow if its own work takes so many times as long as its peers'
-SLOW_EVERY_S = 300.0  # the least time between two reports of slow ranks
+# a rank is slow if its own work takes this many times as long as that of its peers
+SLOW_FACTOR = 1.3
+SLOW_EVERY_S = 300.0  # shortest time between two printed lines about slow ranks
 MOST_PRINTED = 8
 
 
 class SlowRanks:
-    """Rank 0's comparison of the own work of all ranks, as its judge has heard of it.
+    """Rank 0's comparison of the times that all ranks need for their own work, as reported to its
+    judge.
 
-    With `shares_cores` no rank is called slow: with more ranks than cores, the operating system's
-    scheduler slows down one rank after the other.
+    With `shares_cores` no rank counts as slow: with more ranks than cores, the operating system's
+    scheduler slows down different ranks at different times.
     """
 
     def __init__(
@@ -34,8 +36,9 @@ class SlowRanks:
         self._said_s = -math.inf
 
     def after(self, step: int) -> list[dict[str, Any]]:
-        """Return the slow ranks for the record of `step`; say so every SLOW_EVERY_S at most."""
-        # a median of COMPUTE_STEPS steps is new only after as many further steps
+        """Return the slow ranks, for the record of `step`. Print a line about them, at most every
+        SLOW_EVERY_S seconds."""
+        # two medians of COMPUTE_STEPS steps have no step in common if they are as many steps apart
         if step % COMPUTE_STEPS or self.shares_cores:
             return []
         slow = slow_ranks(self.judge.compute_s(), self.ranks.grid, SLOW_FACTOR)
@@ -58,16 +61,17 @@ def slow_ranks(
 ) -> list[tuple[int, float]]:
     """Return (rank, factor) of the slow ranks, slowest first.
 
-    `compute_s`: rank -> seconds of its own work in a step. A slow rank takes more than `threshold`
-    times the median of its peers, the ranks at the same place on the pipeline axis. It is the lower
-    median, so that the slower of two ranks is compared with the other one.
+    `compute_s` maps a rank to the seconds of its own work in a step. A slow rank takes more than
+    `threshold` times the median of its peers, which are the ranks at the same position of the
+    pipeline axis. The lower median is used, so that the slower of two ranks is compared with the
+    other one.
     """
     peers: dict[int, list[int]] = defaultdict(list)
     for rank in compute_s:
         peers[grid.coordinates(rank)["pipeline"]].append(rank)
     slow: list[tuple[int, float]] = []
     for group in peers.values():
-        # a slow rank would raise the mean that it is compared with
+        # with the mean, a slow rank would raise the value with which it is compared
         usual_s = statistics.median_low(compute_s[rank] for rank in group)
         slow += [
             (rank, compute_s[rank] / usual_s)

@@ -1,4 +1,4 @@
-"""Spans of the work of a rank, and its place at this moment for the heartbeat."""
+"""Timing of the work of a rank as spans, and its present activity, which the heartbeat reports."""
 
 import time
 from collections import deque
@@ -7,23 +7,25 @@ from typing import NamedTuple
 from ptdmpi.comm.clock import Clock, Mark
 from ptdmpi.plan.schedule.simulate import Span
 
-COMPUTE_STEPS = 20  # the median of so many steps judges a rank's own work
+COMPUTE_STEPS = 20  # number of steps over which the median of a rank's own work is computed
 
 
 class Doing(NamedTuple):
-    """The work of a rank at one moment.
+    """The activity of a rank at one moment.
 
-    `kind` and `op` are as in a Span. `peer`: the pipeline rank whose message it waits for.
+    `kind` and `op` are as in a `Span`. `peer` is the pipeline rank from which it waits for a
+    message.
     """
 
     kind: str
     op: str
     peer: int | None
-    since_s: float  # its beginning, by time.perf_counter
+    since_s: float  # the time when it began, by time.perf_counter
 
 
 class _UnderWay(NamedTuple):
-    """Work handed to a device: `doing` as the host saw it, and the marks around it."""
+    """Work that was given to a device: `doing` as the host saw it, and the marks before and after
+    it."""
 
     doing: Doing
     begin: Mark
@@ -31,11 +33,12 @@ class _UnderWay(NamedTuple):
 
 
 class Place:
-    """The place of a rank in its run; the main thread writes it, the heartbeat's thread reads it.
+    """The present activity of a rank in its run. The main thread writes it, the heartbeat's thread
+    reads it.
 
-    `doing` is the work of the host; it is replaced as a whole, so a reader never sees half of it.
-    `phase` is "start-up", "training", "validation", "saving" or "ending"; `step` counts from 1;
-    `compute_s` are the seconds of this rank's own work in each of the last steps.
+    `doing` is the activity of the host. It is replaced by a new object, so a reader never sees an
+    inconsistent one. `phase` is "start-up", "training", "validation", "saving" or "ending"; `step`
+    counts from 1; `compute_s` are the seconds of this rank's own work in each of the last steps.
     """
 
     def __init__(self) -> None:
@@ -46,18 +49,19 @@ class Place:
         self._under_way: deque[_UnderWay] = deque()
 
     def handed_over(self, doing: Doing, begin: Mark, end: Mark) -> None:
-        """Keep the marks of a span that the host has left, while its device has not finished it."""
+        """Store the marks of a span that the host has left, until its device has finished it."""
         while self._under_way and self._under_way[0].end.done():
             self._under_way.popleft()
         if not end.done():
             self._under_way.append(_UnderWay(doing, begin, end))
 
     def now(self) -> Doing:
-        """Return the oldest work that the device has not finished, else the work of the host.
+        """Return the oldest work that the device has not finished, or else the activity of the
+        host.
 
-        Any thread may call it; it never waits for the device.
+        Any thread may call this; it never waits for the device.
         """
-        # copy it, in one operation of the interpreter, because the main thread changes it
+        # copy the queue in one operation of the interpreter, because the main thread changes it
         for doing, begin, end in list(self._under_way):
             if not end.done():
                 since_s = begin.at_s() if begin.done() else doing.since_s
@@ -65,17 +69,18 @@ class Place:
         return self.doing
 
     def forget_device(self) -> None:
-        """Take only the work of the host into account from now on."""
+        """Report only the activity of the host from now on."""
         self._under_way = deque(maxlen=0)
 
     def enter(self, phase: str) -> None:
-        """Begin a phase, in which nothing is being done yet."""
+        """Begin a phase, without an activity."""
         self.phase = phase
         self.doing = Doing("", "", None, time.perf_counter())
 
 
 class Spanned:
-    """The context of a span; no generator, because a rank has thousands of spans a second."""
+    """The context of a span. It is not a generator, because a rank has thousands of spans per
+    second."""
 
     __slots__ = ("_begin", "_doing", "_watch")
 
@@ -88,13 +93,13 @@ class Spanned:
         self._begin = self._watch.clock.mark()
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        # an exception leaves no span; the place still shows where it was raised
+        # an exception leaves no span; `place` still shows where it was raised
         if kind is None:
             self._watch.ended(self._doing, self._begin)
 
 
 class _Marked(NamedTuple):
-    """A span whose times the device may not know yet."""
+    """A span whose times may not be known yet, because the device has not finished it."""
 
     kind: str
     op: str
@@ -103,7 +108,7 @@ class _Marked(NamedTuple):
 
 
 class Stopwatch:
-    """The spans of one rank, by the clock of the device that does the work."""
+    """The spans of one rank, measured by the clock of the device that does the work."""
 
     def __init__(self, rank: int, place: Place, clock: Clock) -> None:
         self.rank = rank
@@ -112,18 +117,18 @@ class Stopwatch:
         self._marked: list[_Marked] = []
 
     def span(self, kind: str, op: str = "", peer: int | None = None) -> "Spanned":
-        """Return the context of a span; the work inside it is also the host's place."""
+        """Return the context of a span. Inside it, the span is also the activity of the host."""
         return Spanned(self, kind, op, peer)
 
     def ended(self, doing: Doing, begin: Mark) -> None:
-        """End a span, whose work the device may not have finished."""
+        """End a span. The device may not have finished its work yet."""
         end = self.clock.mark()
         self._marked.append(_Marked(doing.kind, doing.op, begin, end))
         self.place.handed_over(doing, begin, end)
 
     @property
     def spans(self) -> list[Span]:
-        """Return all spans in the order of their ends; call it when their marks are done."""
+        """Return all spans in the order of their ends. Call this when their marks are done."""
         return [
             Span(self.rank, kind, op, begin.at_s(), end.at_s())
             for kind, op, begin, end in self._marked
@@ -131,5 +136,5 @@ class Stopwatch:
 
     @property
     def compute_s(self) -> float:
-        """Return the seconds in ops of the schedule; call it when their marks are done."""
+        """Return the seconds spent in ops of the schedule. Call this when their marks are done."""
         return sum(span.end_s - span.start_s for span in self.spans if span.computes)

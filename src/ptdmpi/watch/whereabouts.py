@@ -1,6 +1,7 @@
-"""The progress of each rank, which rank waits for which, and the ranks that hold up the others.
+"""The activity of each rank, which rank waits for which, and which ranks hold up the others.
 
-Pure functions of the reports that rank 0 has; the thread that receives them is in `heartbeat.py`.
+These are pure functions of the reports that rank 0 has. The thread that receives the reports is in
+`heartbeat.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,98 +10,100 @@ from typing import NamedTuple
 
 from ptdmpi.plan.layout.grid import Grid
 
-# A rank reports once per BEAT_S. Many ranks report less often, so that rank 0 reads at most
-# REPORTS_PER_S: at some 20 microseconds each, half a percent of one core.
+# A rank reports once per BEAT_S. If there are many ranks, they report less often, so that rank 0
+# reads at most REPORTS_PER_S: at some 20 microseconds each, this is half a percent of one core.
 BEAT_S = 1.0
 REPORTS_PER_S = 256
-# A rank without a report for so many heartbeats is called silent.
+# A rank that has not reported for this number of heartbeats counts as silent.
 SILENT_BEATS = 10
-# In a stall, a rank that has missed so many heartbeats counts as stopped: it waits for no rank,
-# whatever its last report says, and no rank waits for its stacks.
+# In a stall, a rank that has missed this number of heartbeats counts as stopped: it waits for no
+# rank, whatever its last report says, and no rank waits for its stacks.
 MISSED_BEATS = 3
-# A busy machine may delay a thread by this time, so a shorter silence is no sign of an error.
+# A busy machine may delay a thread by this time, so a shorter silence does not indicate an error.
 LEAST_SILENCE_S = 5.0
 # Rows of the table on the terminal; the file has all rows.
 TERMINAL_ROWS = 40
 
 
 class Report(NamedTuple):
-    """A rank's report of itself.
+    """A rank's report about itself.
 
-    It has ages instead of times, at the moment of sending, because the clocks of hosts differ.
+    It has ages at the moment of sending instead of times, because the clocks of hosts differ.
     """
 
     phase: str
     step: int
     kind: str  # kind of span: "forward", "receive", ...
     op: str
-    peer: int | None  # pipeline rank whose message it waits for
-    axis: str  # axis, or other group, whose collective the rank is in; "" if it is in none
+    peer: int | None  # the pipeline rank from which it waits for a message
+    axis: str  # the axis, or other group, in whose collective the rank is; "" if it is in none
     collective: str
     age_s: float  # seconds since `kind` and `op` began
-    compute_s: float = 0.0  # own work in a step, median of the last steps; 0: not known yet
+    compute_s: float = 0.0  # own work in a step, as the median of the last steps; 0: not known yet
     signals: tuple[tuple[int, float], ...] = ()  # (number, age)
     failure: tuple[float, str] | None = None  # (time of the wall clock, the error)
     shown: bool = False  # this rank has written its stacks
-    leaves: bool = False  # this is the last report: the rank ends in order
+    leaves: bool = False  # this is the last report: the rank ends in an orderly way
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A report and the time of its arrival on rank 0's clock."""
+    """A report and the time at which it arrived, by rank 0's clock."""
 
     report: Report
     at_s: float
 
     def age_s(self, now_s: float) -> float:
-        """Return the seconds since the rank began what it does, if it still does that."""
+        """Return the seconds since the rank began its activity, assuming that it continues."""
         return self.report.age_s + now_s - self.at_s
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The grid and the host of each rank, which do not change."""
+    """The grid and the hosts of the ranks, which do not change."""
 
     grid: Grid
     hosts: Sequence[str]
 
     @property
     def beat_s(self) -> float:
-        """Return the seconds between two reports of a rank; more for many ranks."""
+        """Return the seconds between two reports of a rank, which are more for many ranks."""
         return max(BEAT_S, self.grid.size / REPORTS_PER_S)
 
     def name(self, rank: int) -> str:
-        """Return the rank with its host, such as "rank 3 (node7)"."""
+        """Return the name of a rank with its host, such as "rank 3 (node7)"."""
         return f"rank {rank} ({self.hosts[rank]})"
 
     def silent(self, seen: Seen, now_s: float) -> bool:
-        """Return True if a warning about the rank's silence is due."""
+        """Return True if the rank has been silent so long that a warning is due."""
         return now_s - seen.at_s > SILENT_BEATS * self.beat_s and not seen.report.leaves
 
     def stopped(self, seen: Seen, now_s: float) -> bool:
-        """Return True if a rank counts as stopped when the cause of a stall is looked for.
+        """Return True if a rank counts as stopped in the search for the cause of a stall.
 
-        A rank that has written its stacks does not: its machine may be busy.
+        A rank that has written its stacks does not count as stopped, because its machine may only
+        be busy.
         """
         missed = now_s - seen.at_s > MISSED_BEATS * self.beat_s
         return missed and not (seen.report.leaves or seen.report.shown)
 
 
 def idle_s(table: Mapping[int, Seen], now_s: float) -> float:
-    """Return the seconds since any rank began anything."""
+    """Return the seconds since any rank has begun an activity."""
     return min(seen.age_s(now_s) for seen in table.values())
 
 
 def waits_for(rank: int, table: Mapping[int, Seen], ranks: Ranks) -> list[int]:
-    """Return the ranks that `rank` waits for; none if it is busy with its own work.
+    """Return the ranks for which `rank` waits; none if it is busy with its own work.
 
-    In a collective these are the ranks of the axis that are not in it.
+    In a collective these are the ranks of the axis that have not entered it.
     """
     report = table[rank].report
     if report.collective:
         group = [peer for peer in ranks.grid.members(rank, report.axis) if peer != rank]
         there = (report.axis, report.collective)
-        # compared by name alone: a rank in its next all_reduce counts as inside this one
+        # collectives are compared by name alone: a rank in its next all_reduce counts as inside
+        # this one
         absent = [
             peer
             for peer in group
@@ -113,7 +116,7 @@ def waits_for(rank: int, table: Mapping[int, Seen], ranks: Ranks) -> list[int]:
 
 
 def culprits(table: Mapping[int, Seen], ranks: Ranks, now_s: float) -> list[int]:
-    """Return the ranks that wait for no rank or are silent, the longest first.
+    """Return the ranks that wait for no rank or are silent, those with the longest activity first.
 
     The list is empty if the ranks wait in a circle.
     """
@@ -126,7 +129,7 @@ def culprits(table: Mapping[int, Seen], ranks: Ranks, now_s: float) -> list[int]
 
 
 def describe(report: Report) -> str:
-    """Return a report in words: "F2.0", "waits for B3.1", "F2.0, in all_reduce (tensor)"."""
+    """Return a report as text: "F2.0", "waits for B3.1", "F2.0, in all_reduce (tensor)"."""
     words = {"receive": f"waits for {report.op}", "send": "finishing sends"}
     work = words.get(report.kind, report.op or report.kind or report.phase)
     if report.phase not in ("training", work):
@@ -137,7 +140,8 @@ def describe(report: Report) -> str:
 
 
 def rows(table: Mapping[int, Seen], ranks: Ranks, now_s: float, first: Sequence[int]) -> list[str]:
-    """Return a table: headings, then one line for each rank, those of `first` at the top."""
+    """Return a table as lines: headings, then one line for each rank, those in `first` at the
+    top."""
     order = [*first, *sorted(set(table) - set(first))]
     cells = [("rank", "host", "step", "doing", "for", "needs", "")]
     for rank in order:

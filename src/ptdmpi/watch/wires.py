@@ -1,30 +1,32 @@
-"""The wires of one rank for its heartbeat: the collective that it is in, and failures."""
+"""The transports of one rank, as the heartbeat sees them: the collective that the rank is in, and
+failures."""
 
 from ptdmpi.comm.world import Axes
 
-PATIENCE_S = 5.0  # limit for the main thread to leave its wait after its wires were ended
+# time limit for the main thread to leave its wait after its transports were aborted
+PATIENCE_S = 5.0
 
 
 class Wires:
-    """The groups of one rank, for questions of the heartbeat's thread; no method waits.
+    """The groups of one rank, for queries by the heartbeat's thread. No method waits.
 
-    The main thread cannot ask them while it waits for its device, as it does once in a step.
+    The main thread cannot query them while it waits for its device, which it does once in a step.
     """
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
-        self.failed = ""  # the failure because of which the wires were ended
-        self.deaf = False  # True if only the host is asked
+        self.failed = ""  # the failure because of which the transports were aborted
+        self.deaf = False  # True if only the host is queried, because the device has failed
         self._ended_s = 0.0
 
     def inside(self) -> tuple[str, str]:
         """Return the axis and the name of the collective that this rank is in.
 
-        It is the one that its host waits in, else the one that its device has not finished. Both
-        texts are empty outside of a collective.
+        This is the collective in which its host waits, or else the one that its device has not
+        finished. Both texts are empty outside a collective.
         """
         for name, group in self.axes.groups.items():
-            if busy := group.busy:  # read once: the main thread may change it
+            if busy := group.busy:  # read `busy` only once, because the main thread may change it
                 return self.axes.grid.called(name), busy
         for name, group in self.axes.groups.items():
             if not self.deaf and (pending := group.pending()):
@@ -32,10 +34,11 @@ class Wires:
         return "", ""
 
     def stuck(self, now_s: float) -> str:
-        """End all wires of this rank once one has failed; return a failure that nobody raised.
+        """Abort all transports of this rank once one has failed. Return a failure if the main
+        thread has not raised it in time.
 
-        The end of the wires lets the main thread leave its wait and raise. Return the failure if it
-        has not after PATIENCE_S, else an empty text.
+        Aborting the transports lets the main thread leave its wait and raise. If it has not done so
+        after PATIENCE_S, return the failure, else an empty text.
         """
         if not (self.failed or self.deaf) and (failure := self.axes.failure()):
             self.failed = failure

@@ -1,1 +1,1 @@
-"""The `nccl` wire: communicators of NCCL, bootstrapped from those of MPI."""
+"""The `nccl` transport (`wire`): NCCL communicators, which are set up through MPI communicators."""

@@ -1,8 +1,9 @@
-"""The protocols of a library with queues, and NCCL as such a library, through NVIDIA's `nccl4py`.
+"""The interfaces of a communication library that has streams, and their implementation by NCCL
+through NVIDIA's `nccl4py`.
 
-All decisions of the wire (which rank makes ids, in which order ranks connect, which queue waits for
-which mark) are in the callers of these four protocols, and work with any library that implements
-them.
+The callers of these four interfaces make all decisions: which rank makes unique ids, in which order
+ranks connect, which stream waits for which mark. So the callers work with any library that
+implements the interfaces.
 """
 
 import importlib
@@ -20,32 +21,33 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Exchanged
 
-PAIR_CTAS = 4  # thread blocks of a message between two ranks; more would slow down computations
+# thread blocks (CTAs) for a message between two ranks; more would slow down computations
+PAIR_CTAS = 4
 
 
 class Event(Protocol):
-    """A mark in a stream, as torch.cuda.Event."""
+    """A mark in a stream, like torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Return True if all work before it is done. Never waits."""
+        """Return True if all work before the mark is done. The call never waits."""
 
 
 class DeviceQueue(Protocol):
-    """A queue of a device, as torch.cuda.Stream."""
+    """A stream of a device, like torch.cuda.Stream."""
 
     def record_event(self) -> Event:
-        """Return a new mark after all work that is in the queue so far."""
+        """Return a new mark after all work that is in the stream so far."""
 
     def wait_event(self, event: Any) -> None:
-        """Let all later work of the queue begin after `event`. The host does not wait."""
+        """Let all later work of the stream begin after `event`. The host does not wait."""
 
 
 class Connection(Protocol):
-    """One communicator of the library. An operation works on flat contiguous tensors and is put
-    into `stream`. All ranks put the same operations into their streams, in the same order."""
+    """One communicator of the library. An operation is put into `stream` and works on flat
+    contiguous tensors. All ranks put the same operations into their streams, in the same order."""
 
     def all_reduce(self, flat: Tensor, op: str, stream: Any) -> None:
-        """Replace `flat` by its sum or "max" over the ranks."""
+        """Replace `flat` by its sum or "max" over the ranks of the communicator."""
 
     def all_gather(self, result: Tensor, flat: Tensor, stream: Any) -> None:
         """Fill `result` with the `flat` of every rank, in rank order."""
@@ -54,27 +56,29 @@ class Connection(Protocol):
         """Fill `result` with this rank's part of the sum."""
 
     def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged, stream: Any) -> None:
-        """Exchange the parts of `flat` for those of `result`, all at once."""
+        """Send the parts of `flat`, and receive the parts of `result`, all at once."""
 
     def broadcast(self, flat: Tensor, root: int, stream: Any) -> None:
-        """Replace `flat` by the root's."""
+        """Replace `flat` by the tensor of rank `root`."""
 
     def send(self, flat: Tensor, peer: int, stream: Any) -> None:
-        """Send `flat` to a rank. Send and receive wait for each other."""
+        """Send `flat` to rank `peer`. Send and receive wait for each other."""
 
     def receive(self, flat: Tensor, peer: int, stream: Any) -> None:
-        """Receive `flat` from a rank."""
+        """Receive `flat` from rank `peer`."""
 
     def error(self) -> str:
-        """Return the error of the device, for which the host gets no exception, or ""."""
+        """Return the error of the device, or "". The host gets no exception for such an error."""
 
     def abort(self) -> None:
-        """End all operations under way on this rank; no other one can begin."""
+        """End all operations of this rank that have begun; no other operation can begin
+        afterwards."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """The version and path that ranks must agree on, and the device, which no two may share."""
+    """A rank's library and device. All ranks must have the same version and path; each must have
+    another device, unless `shares_devices`."""
 
     version: str
     path: str
@@ -83,36 +87,37 @@ class Described:
 
 
 class Library(Protocol):
-    """A library that connects ranks, on the device of this one."""
+    """A library that connects ranks, as it is loaded on this rank's device."""
 
     def describe(self) -> Described:
-        """Return what ranks must agree on."""
+        """Return the library's version and path, and the device."""
 
     def unique_id(self) -> bytes:
-        """Return a new id. Call it right before this rank connects with it: until then the library
-        listens on a socket."""
+        """Return a new unique id. Call this right before this rank connects with the id: until then
+        the library listens on a socket."""
 
     def connect(self, unique_id: bytes, size: int, rank: int, name: str) -> Connection:
-        """Return the connection of rank `rank`; wait for all `size` ranks."""
+        """Connect as rank `rank`, wait for all `size` ranks, and return the connection."""
 
     def stream(self) -> DeviceQueue:
         """Return a new stream, for one connection."""
 
     def computes_in(self) -> DeviceQueue:
-        """Return the stream in which this thread computes."""
+        """Return the stream in which the calling thread computes."""
 
     def reaches(self, flat: Tensor) -> bool:
-        """Return True if the library can send this tensor."""
+        """Return True if the library can send this tensor, which depends on its device."""
 
 
 class Nccl:
-    """NCCL on one GPU. Raises ImportError without `nccl4py`, ValueError where it cannot serve."""
+    """NCCL on one GPU. Raises ImportError without `nccl4py`, and ValueError if the device is not a
+    GPU of NVIDIA."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise ValueError(f"NCCL connects NVIDIA's GPUs; this rank computes on {device.type}")
         self.device = device
-        # after torch, whose wheels contain libnccl: it uses the one that is loaded
+        # after torch, whose wheels contain libnccl: nccl4py uses the libnccl that is already loaded
         self.core: Any = importlib.import_module("nccl.core")
 
     def describe(self) -> Described:
@@ -128,7 +133,7 @@ class Nccl:
         return unique_id()
 
     def connect(self, unique_id: bytes, size: int, rank: int, name: str) -> Connection:
-        """Return a communicator of NCCL once all ranks have called."""
+        """Return an NCCL communicator once all ranks have called this."""
         core = self.core
         torch.cuda.set_device(self.device)
         few = PAIR_CTAS if name.startswith("pair") else None
@@ -138,7 +143,7 @@ class Nccl:
 
     def stream(self) -> DeviceQueue:
         """Return a new stream with a higher priority than computations."""
-        # messages are short, and long computations may wait for them: so messages run first
+        # Messages are short, but long computations may wait for them. So messages run first.
         return torch.cuda.Stream(self.device, priority=-1)
 
     def computes_in(self) -> DeviceQueue:
@@ -151,15 +156,16 @@ class Nccl:
 
 
 class NcclConnection:
-    """One communicator of NCCL. It is never destroyed, because all ranks would have to do this
-    together. It is freed by the end of the process, or by `abort` after an error."""
+    """One communicator of NCCL. It is never destroyed, because all ranks would have to destroy it
+    together. The end of the process frees it, or `abort` after an error."""
 
     def __init__(self, core: Any, communicator: Any) -> None:
         self.core = core
         self.communicator = communicator
         self.ops = {"sum": core.SUM, "max": core.MAX}
         self._aborted = False
-        self._asking = threading.Lock()  # another thread may ask for the error during an abort
+        # another thread may ask for the error while this thread aborts
+        self._asking = threading.Lock()
 
     def all_reduce(self, flat: Tensor, op: str, stream: Any) -> None:
         """Put an all-reduce, in place, into the stream."""
@@ -174,8 +180,9 @@ class NcclConnection:
         self.communicator.reduce_scatter(flat, result, self.core.SUM, stream=stream)
 
     def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged, stream: Any) -> None:
-        """Put a group of sends and receives into the stream."""
-        # messages of a group run at once; one after the other, ranks could wait in a circle
+        """Put all sends and receives into the stream, as one group."""
+        # messages of a group run at once; if they ran one after the other, ranks could wait in a
+        # circle
         with self.core.group():
             for peer, (leaving, arriving) in enumerate(parts.pieces(result, flat)):
                 if leaving.numel():
@@ -196,7 +203,7 @@ class NcclConnection:
         self.communicator.recv(flat, peer, stream=stream)
 
     def error(self) -> str:
-        """Return the name of the error that NCCL has met; empty without one."""
+        """Return the name of the error that NCCL has reported; empty if there is none."""
         with self._asking:
             if self._aborted:
                 return "aborted"
@@ -204,7 +211,7 @@ class NcclConnection:
         return "" if state in ("Success", "InProgress") else state
 
     def abort(self) -> None:
-        """Abort the communicator, once."""
+        """Abort the communicator; later calls do nothing."""
         with self._asking:
             before = self._aborted
             self._aborted = True
@@ -213,7 +220,8 @@ class NcclConnection:
 
 
 def _name(state: int) -> str:
-    """Return the name of a result: it is a number, whatever nccl4py's annotation says."""
+    """Return the name of a result code. `state` is a number, although nccl4py's annotation says
+    otherwise."""
     kinds = importlib.import_module("nccl.bindings.nccl").Result
     try:
         return str(kinds(int(state)).name)
@@ -222,12 +230,12 @@ def _name(state: int) -> str:
 
 
 def unique_id() -> bytes:
-    """Return a new id; this needs no GPU."""
+    """Return a new unique id of NCCL; this needs no GPU."""
     return bytes(importlib.import_module("nccl.core").get_unique_id().as_bytes)
 
 
 def installed() -> bool:
-    """Return True if the extra `nccl` is installed; nothing is loaded."""
+    """Return True if the extra `nccl` is installed, without loading it."""
     try:
         return importlib.util.find_spec("nccl.core") is not None
     except ModuleNotFoundError:
@@ -235,19 +243,19 @@ def installed() -> bool:
 
 
 def told() -> str:
-    """Return a description of this rank's NCCL."""
+    """Return a line that describes this rank's NCCL."""
     if not installed():
         return "no nccl4py"
     try:
         version, path = loaded()
-    except Exception as error:  # no libnccl, or one that raises some exception when it is loaded
+    except Exception as error:  # there is no libnccl, or loading it raises some exception
         return f"nccl4py, but {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     return f"libnccl {version} ({path})"
 
 
 def loaded() -> tuple[str, str]:
-    """Return version and path of the libnccl of this process. Raises ValueError if there is none,
-    or more than one, because torch and this wire would use different ones."""
+    """Return version and path of the libnccl that this process has loaded. Raises ValueError if
+    there is none, or more than one, because torch and ptdmpi would then use different ones."""
     library = importlib.import_module("nccl.core").get_version().libnccl
     if library is None:
         raise ValueError("no libnccl: PyTorch's CUDA wheels bring it, or nvidia-nccl-cu13")
@@ -258,6 +266,7 @@ def loaded() -> tuple[str, str]:
 
 
 def libraries(maps: Iterable[str]) -> list[str]:
-    """Return the different libnccl files that are mapped, from the lines of /proc/PID/maps."""
+    """Return the different libnccl files that are mapped into the process, from the lines of
+    /proc/PID/maps."""
     paths = (line.split(maxsplit=5)[5] for line in maps if len(line.split(maxsplit=5)) == 6)
     return sorted({path for path in paths if Path(path).name.startswith("libnccl.so")})

@@ -1,9 +1,9 @@
-"""Groups of ranks on a library such as NCCL: ids, connections, and the order of their work.
+"""Groups of ranks on a library such as NCCL: their unique ids, their connections, and the order of
+their operations.
 
 Every connection has a stream of its own, into which its operations are put. An operation begins
-after all earlier computations: its stream waits for a mark in the stream of the computations. To
-wait for an operation, the stream of the computations waits for a mark after it, and the host
-continues.
+after all earlier computations: its stream waits for a mark in the computation stream. To wait for
+an operation, the computation stream waits for a mark after it, and the host continues.
 """
 
 from collections import deque
@@ -20,13 +20,13 @@ from ptdmpi.comm.routed import Pair, RoutedCommunicator
 from ptdmpi.comm.traits import WireError
 from ptdmpi.config import InputError, SharedInputError
 
-Argument = Tensor | Exchanged | str | int  # the type of an argument of the library's operations
+Argument = Tensor | Exchanged | str | int  # the type of the arguments of the library's operations
 ELSE = 'legal: comm.wire = "mpi", "torch"'
 
 
 class Queued:
     """An operation in a stream. It keeps its tensors until `wait` is called, because their memory
-    must not be used again before the other stream waits for the operation."""
+    must not be used again before the other stream has waited for the operation."""
 
     def __init__(self, line: "Line", event: Event, label: str, tensors: Sequence[Tensor]) -> None:
         self._line = line
@@ -46,7 +46,8 @@ class Queued:
 
 
 class _Placed(NamedTuple):
-    """An operation and two marks: the end of the computations before it, and its own end."""
+    """An operation and two marks: one after the computations before it, and one after the operation
+    itself."""
 
     what: str
     computed: Event
@@ -54,7 +55,7 @@ class _Placed(NamedTuple):
 
 
 class Line:
-    """A connection and its stream."""
+    """One connection of the library, and the stream of its operations."""
 
     def __init__(self, library: Library, connection: Connection, name: str) -> None:
         self.library = library
@@ -65,11 +66,12 @@ class Line:
         self._failed = ""
 
     def begin(self, what: str, work: Callable[..., None], *arguments: Argument) -> Handle:
-        """Put `work` into the stream, after all that this rank has computed."""
+        """Put the operation `work` into the stream, after all that this rank has computed so
+        far."""
         tensors = [tensor for tensor in arguments if isinstance(tensor, Tensor)]
         label = f"{what} of {max(tensor.nbytes for tensor in tensors)} bytes on {self.name}"
         for tensor in tensors:
-            if not tensor.is_contiguous():  # gaps would be sent, too
+            if not tensor.is_contiguous():  # memory in the gaps would be sent, too
                 raise ValueError(f"{label}: a tensor with gaps")
         self.check(label)
         computed = self.library.computes_in().record_event()
@@ -82,31 +84,32 @@ class Line:
         return Queued(self, ended, label, tensors)
 
     def pending(self) -> str:
-        """Return the operation that the stream is in; "" while it waits for computations.
+        """Return the operation that the stream is in; "" while the stream waits for computations.
 
-        Any thread may ask.
+        Any thread may call this.
         """
-        # copy it, in one operation of the interpreter, because another thread changes it
+        # copy the queue in one operation of the interpreter, because another thread changes it
         for what, computed, ended in list(self._placed):
             if not ended.query():
-                # the host may be far ahead: a rank that still computes is not in the next operation
-                # yet
+                # the host may be far ahead: a device that still computes is not yet in the next
+                # operation
                 return what if computed.query() else ""
         return ""
 
     def failure(self) -> str:
-        """Return the first error: later ones say only that the connection was aborted."""
+        """Return the first error of the connection. Later errors say only that it was aborted."""
         self._failed = self._failed or self.connection.error()
         return self._failed
 
     def check(self, label: str) -> None:
-        """Check the connection. Raises WireError if it has failed."""
+        """Raise WireError, with `label`, if the connection has failed."""
         if error := self.failure():
             raise WireError(f"{label}: {error}")
 
 
 class NcclCarrier:
-    """The lines of one group: one of all its ranks, and one for each directed pair of this rank."""
+    """The connections (`Line`) of one group: one that has all ranks, and one for each directed pair
+    that this rank belongs to."""
 
     def __init__(
         self, library: Library, control: MPI.Comm, group: str, pairs: Sequence[Pair]
@@ -115,7 +118,7 @@ class NcclCarrier:
         self.rank = control.Get_rank()
         whole, of_pair = agreed_ids(library, control, group, pairs)
         self.whole = self._line(whole, control.Get_size(), self.rank, group)
-        # one after the other in an order that all ranks share
+        # connect one pair after the other, in an order that all ranks share
         self.pairs = {
             pair: self._line(of_pair[pair], 2, pair.index(self.rank), f"pair {pair[0]}->{pair[1]}")
             for pair in pairs
@@ -125,7 +128,8 @@ class NcclCarrier:
     def _line(self, unique_id: bytes, size: int, rank: int, name: str) -> Line:
         try:
             connection = self.library.connect(unique_id, size, rank, name)
-        except Exception as error:  # any exception of the library: the rank cannot train with it
+        # any exception of the library means that the rank cannot train with it
+        except Exception as error:
             raise InputError(f'comm.wire = "nccl": no connection of {name}: {error}') from error
         return Line(self.library, connection, name)
 
@@ -134,50 +138,51 @@ class NcclCarrier:
         return self.library.reaches(flat)
 
     def all_reduce(self, flat: Tensor, op: str) -> Handle:
-        """Begin an all-reduce of NCCL."""
+        """Begin an all-reduce on the group's connection."""
         return self.whole.begin("all_reduce", self.whole.connection.all_reduce, flat, op)
 
     def all_gather(self, result: Tensor, flat: Tensor) -> Handle:
-        """Begin an all-gather of NCCL."""
+        """Begin an all-gather on the group's connection."""
         return self.whole.begin("all_gather", self.whole.connection.all_gather, result, flat)
 
     def reduce_scatter(self, result: Tensor, flat: Tensor) -> Handle:
-        """Begin a reduce-scatter of NCCL."""
+        """Begin a reduce-scatter on the group's connection."""
         work = self.whole.connection.reduce_scatter
         return self.whole.begin("reduce_scatter", work, result, flat)
 
     def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged) -> Handle:
-        """Begin an all-to-all of NCCL."""
+        """Begin an all-to-all on the group's connection."""
         work = self.whole.connection.all_to_all
         return self.whole.begin("all_to_all", work, result, flat, parts)
 
     def broadcast(self, flat: Tensor, root: int) -> Handle:
-        """Begin a broadcast of NCCL."""
+        """Begin a broadcast on the group's connection."""
         return self.whole.begin("broadcast", self.whole.connection.broadcast, flat, root)
 
     def isend(self, flat: Tensor, peer: int) -> Handle:
-        """Begin a send of NCCL."""
+        """Begin to send `flat` to rank `peer`."""
         line, there = self._way((self.rank, peer), peer)
         return line.begin("send", line.connection.send, flat, there)
 
     def irecv(self, flat: Tensor, peer: int) -> Handle:
-        """Begin a receive of NCCL."""
+        """Begin to receive `flat` from rank `peer`."""
         line, there = self._way((peer, self.rank), peer)
         return line.begin("receive", line.connection.receive, flat, there)
 
     def _way(self, pair: Pair, peer: int) -> tuple[Line, int]:
-        """Return the line for a directed pair, or that of the group, and the rank of `peer` on
-        it."""
+        """Return (connection, rank of `peer` in it) for messages of a directed pair: the pair's own
+        connection, or else the group's."""
         line = self.pairs.get(pair)
         return (self.whole, peer) if line is None else (line, pair.index(peer))
 
     def pending(self) -> str:
-        """Return the operation that the group's own stream is in."""
-        # a rank that waits for a neighbour's message reports that as its place
+        """Return the operation that the stream of the group's connection is in."""
+        # a rank that waits for a message of a neighbour reports this in another way, as the op that
+        # it is in
         return self.whole.pending()
 
     def failure(self) -> str:
-        """Return the first failure of a connection, with its name."""
+        """Return the name of the first connection that has failed, and its error."""
         for line in (self.whole, *self.pairs.values()):
             if error := line.failure():
                 return f"{line.name}: {error}"
@@ -190,7 +195,7 @@ class NcclCarrier:
 
 
 class NcclCommunicator(RoutedCommunicator):
-    """A group whose tensors travel through NCCL."""
+    """A group whose tensors are sent by NCCL."""
 
     library: ClassVar[Library | None] = None
 
@@ -201,12 +206,14 @@ class NcclCommunicator(RoutedCommunicator):
 
     @classmethod
     def open(cls, everyone: MPI.Comm, device: torch.device) -> str:
-        """Load the library and see that all ranks have the same, each on a device of its own."""
+        """Load the library, and check that all ranks have the same version, each on a device of its
+        own."""
         mine: tuple[Described | None, str]
         try:
             cls.library = cls.load(everyone, device)
             mine = cls.library.describe(), ""
-        except Exception as error:  # all ranks must learn of the error, or they would wait
+        # all ranks must learn of the error, otherwise they would wait for ever
+        except Exception as error:
             mine = None, str(error)
         every = everyone.allgather(mine)
         for rank, (_, wrong) in enumerate(every):
@@ -232,10 +239,10 @@ class NcclCommunicator(RoutedCommunicator):
 def agreed_ids(
     library: Library, control: MPI.Comm, group: str, pairs: Sequence[Pair]
 ) -> tuple[bytes, dict[Pair, bytes]]:
-    """Return the id of a group, made by its rank 0, and those of its pairs, made by their senders.
-    If a rank could not make one, all raise InputError with the reason."""
+    """Return the unique id of a group, made by its rank 0, and the ids of its pairs, each made by
+    its sender. If a rank could not make an id, all ranks raise InputError with the reason."""
     rank = control.Get_rank()
-    # an exception is sent in place of an id; otherwise the receiver would wait forever
+    # an error is sent in place of an id; otherwise the receiver would wait for ever
     whole = control.bcast(_new_id(library) if rank == 0 else None, root=0)
     mine = {pair: _new_id(library) for pair in pairs if pair[0] == rank} if whole[0] else {}
     of_pair: dict[Pair, tuple[bytes, str]] = {}
@@ -253,7 +260,7 @@ def agreed_ids(
 
 
 def _new_id(library: Library) -> tuple[bytes, str]:
-    """Return a new id, or None and the reason."""
+    """Return (new id, ""), or (empty bytes, reason) if the library cannot make one."""
     try:
         return library.unique_id(), ""
     except Exception as error:

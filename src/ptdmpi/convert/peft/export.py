@@ -1,4 +1,4 @@
-"""Exporting our adapters to files that `peft` reads."""
+"""Exporting adapters of ptdmpi to files that `peft` reads."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ def export(source: Path, target: Path, kind: str = WEIGHTS) -> int:
     """Write the adapters that `source` names into the directory `target`, and return the number of
     their elements.
 
-    `kind` is the state to export as the adapters' weights, such as their average. Raise InputError
-    for adapters that are missing or damaged, or that have no form in `peft`; then `target` is not
-    written.
+    `kind` is the state to export as the adapters' weights, for example their running average. Raise
+    InputError for adapters that are missing or damaged, or that `peft` cannot represent; then
+    `target` is not written.
     """
     adapter = load_adapter(source, kind)
     adapt = adapter.adapted.adapt
@@ -63,7 +63,8 @@ def export(source: Path, target: Path, kind: str = WEIGHTS) -> int:
 def _by_module(
     family: Family, model: ModelConfig, adapt: AdaptConfig
 ) -> dict[str, list[AdapterPlace]]:
-    """Return the places of our adapters, grouped by the full names of their modules."""
+    """Return the positions of the adapters, grouped by the full names of their modules in
+    `transformers`."""
     grouped: dict[str, list[AdapterPlace]] = {}
     for place in places(model, adapt):
         grouped.setdefault(family.full(module_of(family, place)), []).append(place)
@@ -71,7 +72,7 @@ def _by_module(
 
 
 def _outputs(model: ModelConfig, place: AdapterPlace) -> int:
-    """Return the number of outputs of an adapter's linear."""
+    """Return the number of outputs of the linear that an adapter changes."""
     linear = parameters.layer(model)[place.linear.split(".", 2)[2]]
     assert isinstance(linear, Linear)
     return sum(linear.outputs)
@@ -80,8 +81,8 @@ def _outputs(model: ModelConfig, place: AdapterPlace) -> int:
 def _stacked(
     model: ModelConfig, own: Sequence[AdapterPlace], pairs: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Return one A and one B for all adapters `own` of one module of theirs. `pairs` has A and B of
-    each adapter."""
+    """Return one A and one B for the adapters `own`, which all belong to one module of
+    `transformers`. `pairs` has A and B of each adapter."""
     if not is_fused(model, own[0]) or len(pairs[0][1]) == _outputs(model, own[0]):
         return pairs[0]
     a = torch.cat([pair[0] for pair in pairs])
@@ -94,8 +95,8 @@ def _stacked(
 
 
 def _factors(adapter: LoadedAdapter, own: Sequence[AdapterPlace]) -> Tensor:
-    """Return the (IA)^3 factors of one module in the shape of `peft`: [outputs, 1] if they multiply
-    the output of a linear, [1, inputs] if they multiply its input."""
+    """Return the (IA)^3 factors of one module in the shape that `peft` uses: [outputs, 1] if they
+    multiply the output of a linear, [1, inputs] if they multiply its input."""
     first = own[0]
     if first.by_rows:
         return first.factors(adapter.tensors)[None]
@@ -108,12 +109,14 @@ def _factors(adapter: LoadedAdapter, own: Sequence[AdapterPlace]) -> Tensor:
 
 
 def _config(adapter: LoadedAdapter, family: Family, ranks: Mapping[str, int]) -> dict[str, Any]:
-    """Return the adapter_config.json. `ranks` maps the ending of a module's name to its rank."""
+    """Return the content of adapter_config.json. `ranks` maps the ending of a module's name to its
+    rank."""
     adapt = adapter.adapted.adapt
     own = _by_module(family, adapter.model, adapt)
     short = _short(family, adapter.model)
     first = adapt.first_layer
-    if adapt.method == "ia3" and first > 0:  # (IA)^3 has no key for layers, only modules' names
+    # (IA)^3 has no key for layers, so the names of modules contain the layer
+    if adapt.method == "ia3" and first > 0:
         names = {module: _ending(module, numbered=True) for module in own}
     else:
         names = {module: short[_ending(module)] for module in own}
@@ -157,8 +160,8 @@ def _task_type(adapter: LoadedAdapter) -> str | None:
 
 
 def _ending(name: str, numbered: bool = False) -> str:
-    """Return the part of a module's name after the number of its layer; with `numbered`, from the
-    number on."""
+    """Return the part of a module's name after the layer number; with `numbered`, including the
+    number."""
     parts = name.split(".")
     number = next(n for n, part in enumerate(parts) if part.isdigit())
     return ".".join(parts[number + (not numbered) :])
@@ -167,7 +170,7 @@ def _ending(name: str, numbered: bool = False) -> str:
 def _short(family: Family, model: ModelConfig) -> dict[str, str]:
     """Return the names by which `peft` finds the modules of a layer, by their endings.
 
-    The name is the last part of the ending, or the ending itself if two modules share that part
+    The short name is the last part of the ending, or the full ending if two modules share that part
     (GPT-2's c_proj).
     """
     every = AdaptConfig.model_validate({"method": "lora", "targets": ("*",)})

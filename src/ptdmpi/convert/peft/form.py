@@ -1,4 +1,5 @@
-"""The names of `peft`'s files, and the modules that our adapters belong to."""
+"""The names of `peft`'s files, and the modules of `transformers` that ptdmpi's adapters belong
+to."""
 
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.convert.adapters import AdapterPlace
@@ -11,8 +12,8 @@ PREFIX = "base_model.model."
 
 
 def module_of(family: Family, place: AdapterPlace) -> str:
-    """Return the name of an adapter's module, without prefix. Raise InputError if the family has no
-    such module."""
+    """Return the name in `transformers`, without prefix, of the module that an adapter belongs to.
+    Raise InputError if the family has no such module."""
     layer, _, linear = place.linear.removeprefix("layers.").partition(".")
     theirs = family.modules.get(f"layers.{{i}}.{linear}", ())
     if not theirs:
@@ -22,7 +23,7 @@ def module_of(family: Family, place: AdapterPlace) -> str:
 
 
 def is_fused(model: ModelConfig, place: AdapterPlace) -> bool:
-    """Return True if one module of theirs has all outputs of our linear, instead of one module per
-    output."""
+    """Return True if one module of `transformers` has all outputs of ptdmpi's linear; False if
+    there is one module for each output."""
     family = family_for(model)
     return len(family.modules[f"layers.{{i}}.{place.linear.split('.', 2)[2]}"]) == 1

@@ -1,4 +1,4 @@
-"""Importing adapters that `peft` saved."""
+"""Importing adapters that were saved by `peft`."""
 
 import math
 import re
@@ -33,13 +33,14 @@ from ptdmpi.model.state import WEIGHTS, key
 from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.shape import parameters
 
-# Options that change the product, or the base model, and are not supported: their legal values.
+# Options of `peft` that change the forward pass or the base model, and of which ptdmpi supports
+# only these values.
 LEGAL: dict[str, Sequence[Any]] = {
     "bias": ("none",),
     "use_dora": (False,),
     "use_rslora": (False,),
     "trainable_token_indices": (None,),
-    # adapters that act only after certain tokens
+    # this option makes adapters act only after certain tokens
     "alora_invocation_tokens": (None,),
     # PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the weights of the base
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
@@ -50,8 +51,8 @@ def import_peft(source: Path, base: Path, target: Path) -> int:
     """Write the adapters in the `peft` directory `source`, which belong to the model at `base`, as
     a checkpoint at `target`; return the number of their elements.
 
-    Raise InputError if a directory is missing or damaged, or the adapters are not supported or do
-    not fit the model; then `target` is not written.
+    Raise InputError if a directory is missing or damaged, or if the adapters are not supported or
+    do not fit the model; then `target` is not written.
     """
     config = read_json(source / CONFIG_FILE)
     header_text(source / WEIGHTS_FILE)  # reports a damaged file
@@ -78,15 +79,15 @@ def import_peft(source: Path, base: Path, target: Path) -> int:
 def _with_head(
     stored: StoredModel, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str
 ) -> tuple[ModelConfig, TaskConfig]:
-    """Return the base model with the head for a task that is in their file, and the task.
+    """Return the base model with the task head that the file contains, and the task.
 
-    The task is that of the base model, or a classification without names of classes. Raise
-    InputError if other modules were trained, or the head does not fit the task.
+    The task is that of the base model, or a classification whose classes have default names. Raise
+    InputError if other modules were trained, or if the head does not fit the task.
     """
     whole = stored.config()
     task = stored.task if whole.model.classifies else NO_TASK
     (linear,) = {name for _, name in family_for(whole.model).tasks.values()}
-    known = {"classifier", "score", "pooler"}  # `peft` adds the first two by itself
+    known = {"classifier", "score", "pooler"}  # `peft` adds the first two names by itself
     if strange := sorted({*(config.get("modules_to_save") or ())} - known):
         raise InputError(
             f"{where}: modules_to_save = {strange}; legal: None, or a head for a task: {linear!r}"
@@ -106,8 +107,9 @@ def _with_head(
 def _head(
     stored: StoredModel, family: Family, model: ModelConfig, tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Remove the head's weights from `tensors` and return them. Weights that were not trained are
-    taken from the base. Raise InputError for a weight of another shape, or one that neither has."""
+    """Remove the head's weights from `tensors` and return them. Weights that the file does not
+    contain are taken from the base. Raise InputError for a weight of another shape, or for one that
+    is in neither."""
     head = {}
     shapes = parameters.task_head(model)
     with stored.reader() as reader:
@@ -126,8 +128,8 @@ def _head(
 
 @dataclass(frozen=True)
 class _Module:
-    """A module of theirs with an adapter. It has the place of our adapter, and the names of its
-    tensors: A and B, or the factors."""
+    """A module of `transformers` with an adapter: the position of the adapter in ptdmpi's model,
+    and the names of its tensors, which are A and B, or the factors."""
 
     place: AdapterPlace
     names: Sequence[str]
@@ -136,8 +138,8 @@ class _Module:
 def _own(
     config: Mapping[str, Any], tensors: dict[str, Tensor], model: ModelConfig, where: str
 ) -> tuple[AdaptConfig, dict[str, Tensor]]:
-    """Return [adapt], without its base, and the tensors of our adapters. Raise InputError for
-    adapters that are not supported, or that do not fit the model."""
+    """Return the section [adapt], without its base, and the tensors of the adapters in ptdmpi's
+    form. Raise InputError for adapters that are not supported, or that do not fit the model."""
     kinds: dict[str, Literal["lora", "ia3"]] = {"LORA": "lora", "IA3": "ia3"}
     method = kinds.get(str(config.get("peft_type")))
     if method is None:
@@ -158,7 +160,7 @@ def _own(
             f"{where}: not all layers from {first} to the last, {model.layers - 1}, have adapters "
             "of the same linears"
         )
-    # the [adapt] of a run that continues with these adapters
+    # the section [adapt] of a run that continues with these adapters
     common: dict[str, Any] = {"method": method, "targets": targets, "first_layer": first}
     if targets_of(AdaptConfig(method=method), model.gates).keys() == set(targets):
         common["targets"] = "all"
@@ -169,9 +171,9 @@ def _own(
 
 
 def _without_idle(own: Sequence[_Module], tensors: Mapping[str, Tensor]) -> list[_Module]:
-    """Return the modules without idle targets. One module of theirs (c_attn) has the rows of
-    several targets, adapted or not. A target is idle if its adapters change nothing in any layer,
-    while another target of the same linear is changed."""
+    """Return the modules without idle targets. One module of `transformers` (c_attn) has the rows
+    of several targets, whether they are adapted or not. A target is idle if its adapters change
+    nothing in any layer, while another target of the same linear is changed."""
     changes: dict[str, dict[str, bool]] = {}
     for module in own:
         by_target = changes.setdefault(module.place.linear.split(".", 2)[2], {})
@@ -191,7 +193,7 @@ def _without_idle(own: Sequence[_Module], tensors: Mapping[str, Tensor]) -> list
 
 def _used(module: _Module, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return A and B of one adapter. Ranks that only other targets of the same module use are left
-    out: an export has put the adapters of all targets side by side."""
+    out, because an export has concatenated the adapters of all targets."""
     a, whole = (tensors[name] for name in module.names)
     b = _part(module.place, whole)
     used = b.any(0)
@@ -201,7 +203,7 @@ def _used(module: _Module, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tenso
 
 
 def _scaled(tensors: Mapping[str, Tensor], own: Sequence[_Module]) -> dict[str, Tensor]:
-    """Return our factors of (IA)^3."""
+    """Return the factors of (IA)^3 under ptdmpi's names."""
     ours = {}
     for module in own:
         factors = _part(module.place, tensors[module.names[0]].flatten())
@@ -212,8 +214,8 @@ def _scaled(tensors: Mapping[str, Tensor], own: Sequence[_Module]) -> dict[str, 
 def _modules(
     model: ModelConfig, tensors: Mapping[str, Tensor], method: Literal["lora", "ia3"]
 ) -> Iterator[_Module]:
-    """Yield the modules that have adapters in their file. Raise InputError for one that does not
-    fit the model."""
+    """Yield the modules that have adapters in the file. Raise InputError for an adapter that does
+    not fit the model."""
     family = family_for(model)
     every = AdaptConfig.model_validate({"method": method, "targets": ("*",)})
     ends = ("lora_A.weight", "lora_B.weight") if method == "lora" else ("ia3_l",)
@@ -228,7 +230,7 @@ def _modules(
 def _require_fit(
     model: ModelConfig, place: AdapterPlace, tensors: Mapping[str, Tensor], names: Sequence[str]
 ) -> None:
-    """Raise InputError if the tensors of an adapter do not fit its place in the model."""
+    """Raise InputError if the tensors of an adapter do not fit the linear that it changes."""
     linear = parameters.layer(model)[place.linear.split(".", 2)[2]]
     assert isinstance(linear, Linear)
     own = place.rows.stop - place.rows.start
@@ -245,7 +247,8 @@ def _require_fit(
             fits = len(shape) == 2 and shape[0] in outputs and shape[1] == rank
             legal = "outputs"
         else:
-            # the shape says whether inputs (their feedforward_modules) or outputs are multiplied
+            # the shape says whether inputs (feedforward_modules in `peft`) or outputs are
+            # multiplied
             shapes = [[1, linear.inputs]] if place.by_rows else [[n, 1] for n in outputs]
             fits = shape in shapes
             legal = f"channels, as {shapes[0]},"
@@ -258,8 +261,8 @@ def _require_fit(
 
 
 def _part(place: AdapterPlace, whole: Tensor) -> Tensor:
-    """Return the rows of their tensor that belong to our adapter, since their tensor may have the
-    rows of all outputs of our linear."""
+    """Return the rows of a tensor of the file that belong to one adapter of ptdmpi. The tensor may
+    have the rows of all outputs of a linear."""
     size = place.rows.stop - place.rows.start
     if place.by_rows or len(whole) == size:
         return whole
@@ -269,11 +272,12 @@ def _part(place: AdapterPlace, whole: Tensor) -> Tensor:
 def _low_rank(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], own: Sequence[_Module], where: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the keys of [adapt] for LoRA, and A and B of our adapters, which all have the greatest
+    """Return the keys of [adapt] for LoRA, and A and B of all adapters. All of them get the highest
     rank.
 
-    Adapters of a lower rank are padded, and B is multiplied by the ratio of an adapter's scale to
-    the common one. Raise InputError if the configuration contradicts the tensors.
+    Adapters of a lower rank are padded with zeros, and B is multiplied by the ratio of the
+    adapter's scale to the common scale. Raise InputError if the configuration contradicts the
+    tensors.
     """
     pairs = [_used(module, tensors) for module in own]
     rank = max(len(a) for a, _ in pairs)
@@ -309,11 +313,11 @@ def _low_rank(
 def _pattern(
     config: Mapping[str, Any], name: str, modules: Sequence[str], where: str
 ) -> dict[str, float]:
-    """Return module -> number, for the modules that match a key of the table `name` in
+    """Return (module -> number) for the modules that match a key of the table `name` in
     adapter_config.json.
 
-    A key of the table is a regular expression for a module's name, or for the end of one after a
-    dot; the first key that matches counts, as in `peft.utils.other.get_pattern_key`. Raise
+    A key of the table is a regular expression for a module's name, or for the end of a name after a
+    dot. The first key that matches is used, as in `peft.utils.other.get_pattern_key`. Raise
     InputError for a key that matches no module.
     """
     table = config.get(name) or {}
@@ -341,7 +345,7 @@ def _pattern(
 def _number(
     table: Mapping[str, Any], name: str, where: str, *, least: float = 1e-9, below: float = math.inf
 ) -> float:
-    """Return the number `name` of adapter_config.json. Raise InputError if it is no number in
+    """Return the number `name` of adapter_config.json. Raise InputError if it is not a number in
     [least, below)."""
     value = table.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:

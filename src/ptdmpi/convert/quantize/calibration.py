@@ -1,4 +1,4 @@
-"""Activations of calibration samples, with one layer in memory at a time."""
+"""The activations of calibration samples between layers, with one layer in memory at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from ptdmpi.inference.stored import StoredModel
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.stage import Stage
 
-ROWS = 8  # sequences that go through a layer together
+ROWS = 8  # number of sequences that go through a layer together
 
 
 @dataclass(frozen=True)
 class CalibrationSamples:
-    """A number (`count`) of sequences of `length` tokens, spread evenly over the shards in
-    `directory`."""
+    """The calibration samples: `count` sequences of `length` tokens, spread evenly over the shards
+    in `directory`."""
 
     directory: Path
     count: int
@@ -51,14 +51,15 @@ class CalibrationSamples:
 
 
 class Calibration:
-    """The activations of some samples between the layers of a model, in float32.
+    """The activations of calibration samples between the layers of a model, in float32.
 
     The layers are processed in order. The input of each is the output of the quantized layers
     before it.
     """
 
     def __init__(self, stored: StoredModel, ids: Tensor) -> None:
-        """Begin with the samples `ids` [n, s]. Raise InputError for a masked language model."""
+        """Prepare the samples `ids` [n, s] for the first layer. Raise InputError for a masked
+        language model."""
         self.vocab_size = stored.vocab_size
         config = stored.config(precision="fp32")
         if config.model.masked:
@@ -66,7 +67,8 @@ class Calibration:
                 f"{stored.path} is a masked language model, for which there are no calibration "
                 "samples; legal: --method absmax"
             )
-        if config.model.positions == "rope":  # makes the table of angles as long as a sample
+        # this makes the table of angles only as long as a sample
+        if config.model.positions == "rope":
             config = config.replace("model", seq_length=ids.shape[1])
         self.config: Config = config
         self.batches = [_batch(rows) for rows in ids.split(ROWS)]
@@ -74,7 +76,7 @@ class Calibration:
 
     def hessians(self, stage: Stage, modules: Sequence[str]) -> dict[str, Tensor]:
         """Return X^T X [i, i] in float64 for some linears of a layer, by the names of the linears.
-        X are the inputs of a linear, over all samples."""
+        X are the inputs of a linear, for all samples."""
         sums: dict[str, Tensor] = {}
         hooks = []
         for name in modules:
@@ -97,7 +99,7 @@ class Calibration:
 
 
 def _add(sums: dict[str, Tensor], name: str, module: Any, inputs: tuple[Tensor, ...]) -> None:
-    """Add X^T X of a linear's input to its sum; a forward hook."""
+    """Add X^T X of the input X of a linear to the sum for this linear; used as a forward hook."""
     x = inputs[0].flatten(0, -2)
     product = (x.t() @ x).double()
     if name in sums:

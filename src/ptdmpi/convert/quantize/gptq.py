@@ -1,4 +1,4 @@
-"""GPTQ: rounding a matrix so that its products with calibration inputs change least.
+"""GPTQ: quantizing a matrix so that its outputs for the calibration inputs change least.
 
 Source: Frantar et al. 2022, arXiv 2210.17323.
 """
@@ -9,11 +9,11 @@ from torch import Tensor
 from ptdmpi.model.low_bit.codes import Packed, codes_of, packed, scales_of, values_of
 from ptdmpi.plan.layer.low_bit import LowBit
 
-# This share of the mean of the Hessian's diagonal is added to the diagonal (section 3, step 3:
+# This fraction of the mean of the Hessian's diagonal is added to the diagonal (section 3, step 3:
 # "dampening" of 1 %).
 DAMPING = 0.01
-# Columns of a block: errors are compensated within it first, then in all later columns (section 3,
-# step 2: B).
+# The number of columns in a block. Errors are compensated within the block first, then in all later
+# columns (section 3, step 2: B).
 COLUMNS = 128
 
 
@@ -21,23 +21,23 @@ def gptq(weight: Tensor, hessian: Tensor, form: LowBit) -> Packed:
     """Return the quantized matrix, given the `weight` [o, i] and the `hessian` H = X^T X [i, i] of
     its inputs X (algorithm 1).
 
-    The columns are rounded one by one, and the later columns compensate the error of the products
-    as far as they can. The columns with the greatest inputs come first, when most columns are left
-    to compensate their errors (`act-order` of the authors' program, github.com/IST-DASLab/gptq).
-    This order mixes the blocks of a row, so the scales are those of the original matrix. Columns
-    whose inputs were always zero are rounded independently.
+    The columns are rounded one by one, and later columns compensate the error of the outputs as far
+    as they can. The columns with the greatest inputs come first, while most columns are left to
+    compensate their errors (`act-order` of the authors' program, github.com/IST-DASLab/gptq). This
+    order mixes the blocks of a row, so the scales are those of the original matrix. Columns whose
+    inputs were always zero are rounded independently.
     """
     order = hessian.diagonal().argsort(descending=True, stable=True)
     left = weight.double()[:, order]
     inverse = _inverse_factor(hessian.double()[order][:, order])
     scales = scales_of(weight.double(), form)
-    single = LowBit(form.codes, 1)  # the form of a column: blocks of one element
+    single = LowBit(form.codes, 1)  # the format of a single column: blocks of one element
     of_column = scales.unflatten(-1, (-1, form.numbers))[:, order // form.block]
     values = torch.empty_like(left)
     for start in range(0, left.shape[1], COLUMNS):
         stop = start + COLUMNS
-        # errors are compensated within these columns, and in all later ones at the end (section 3,
-        # step 2: "lazy batch-updates")
+        # errors are compensated within these columns immediately, and in all later columns at the
+        # end of the block (section 3, step 2: "lazy batch-updates")
         columns = left[:, start:stop]
         factor = inverse[start:stop, start:stop]
         errors = torch.empty_like(columns)
@@ -55,8 +55,8 @@ def gptq(weight: Tensor, hessian: Tensor, form: LowBit) -> Packed:
 def _inverse_factor(hessian: Tensor) -> Tensor:
     """Return the upper Cholesky factor of H^-1 (section 3, step 3).
 
-    From column j on, row j of the factor has these values: row j of the inverse of H without the
-    columns before j, divided by the root of that row's first element.
+    Row j of the factor has these values from column j on: row j of the inverse of H without the
+    columns before j, divided by the square root of that row's first element.
     """
     hessian = hessian.clone()
     diagonal = hessian.diagonal()

@@ -1,4 +1,5 @@
-"""The work of `ptdmpi quantize`: one rank writes, all ranks compute perplexities."""
+"""The implementation of `ptdmpi quantize`: one rank writes the model, all ranks compute
+perplexities."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -22,10 +23,10 @@ Options = Mapping[str, Any]
 
 
 def work(source: Path, target: Path, form: LowBit, world: World, **options: Any) -> dict[str, Any]:
-    """Quantize the model at `source`, and return the results, with the perplexities before and
-    after. All ranks call it and get the results.
+    """Quantize the model at `source`, and return the results, which include the perplexities before
+    and after. All ranks call this and get the results.
 
-    `options` are those of `ptdmpi quantize`. Raise InputError on all ranks for bad options or
+    `options` are those of `ptdmpi quantize`. Raise InputError on all ranks for illegal options or
     inputs, if possible before anything is computed.
     """
     world.on_root(partial(_check_datasets, source, options))
@@ -60,7 +61,7 @@ def _check_datasets(source: Path, options: Options) -> None:
 
 
 def _samples(source: Path, options: Options) -> CalibrationSamples | None:
-    """Return the calibration samples that the options name; None for a method without any."""
+    """Return the calibration samples that the options name; None for a method that needs none."""
     if options["method"] != "gptq":
         return None
     length = options["length"] or open_model(source).config().model.seq_length

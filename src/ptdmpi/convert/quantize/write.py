@@ -1,4 +1,5 @@
-"""Quantizing a checkpoint: writing a directory with the layout of a run, with quantized weights."""
+"""Quantizing a checkpoint: writing a directory with the layout of a run directory, whose checkpoint
+has quantized weights."""
 
 import contextlib
 import math
@@ -41,14 +42,15 @@ from ptdmpi.plan.shape import parameters
 from ptdmpi.terminal.progress import progress
 
 Json = Mapping[str, Any]
-# The keys of a manifest that describe the weights themselves; their values are written anew.
+# The keys of a manifest that describe the weights themselves. They are not copied from the original
+# manifest.
 OWN = ("format_version", "progress", "model", QUANTIZATION)
 
 
 @dataclass(frozen=True)
 class Quantized:
     """The result of a quantization: the number of quantized matrices, the number of all their
-    elements, and the bytes of all weights in the files before and after."""
+    elements, and the size in bytes of all weight files before and after."""
 
     path: Path
     codes: str
@@ -69,13 +71,13 @@ def quantize(
     samples: CalibrationSamples | None = None,
     kind: str = WEIGHTS,
 ) -> Quantized:
-    """Quantize the matrices of all layers of the newest checkpoint that `source` names, and write
+    """Quantize the matrices of all layers in the newest checkpoint that `source` names, and write
     the model at `target`.
 
     Each element is rounded to the nearest level (absmax), or, with calibration `samples`, by
-    `gptq`. Tables, norms, biases and the head are copied. `kind` is the state to quantize as
-    weights, such as their average. Raise InputError if the checkpoint is damaged or quantized
-    already, or the form does not fit; then `target` is not written.
+    `gptq`. Embedding tables, norms, biases and the head are copied. `kind` is the state to quantize
+    as weights, for example their running average. Raise InputError if the checkpoint is damaged or
+    already quantized, or if the format does not fit the model; then `target` is not written.
     """
     stored = open_model(source, kind)
     if stored.manifest.form is not None:
@@ -117,14 +119,16 @@ def quantize(
 
 
 def matrices(model: ModelConfig) -> list[str]:
-    """Return the logical names of the weights to quantize: those of all linears of all layers."""
+    """Return the logical names of the weights to quantize: the weights of all linears in all
+    layers."""
     parts = parameters.layer(model).items()
     linears = [name for name, part in parts if isinstance(part, Linear)]
     return [f"layers.{i}.{name}.weight" for i in range(model.layers) for name in linears]
 
 
 def _require_block(model: ModelConfig, form: LowBit) -> None:
-    """Raise InputError if the block is odd, or does not divide the rows of a matrix."""
+    """Raise InputError if the block size is odd, or does not divide the length of the rows of a
+    matrix."""
     parts = parameters.layer(model).values()
     widths = {part.inputs for part in parts if isinstance(part, Linear)}
     if form.block % 2 or any(width % form.block for width in widths):
@@ -139,9 +143,10 @@ def _require_block(model: ModelConfig, form: LowBit) -> None:
 
 
 class Maker:
-    """The maker of a model's quantized matrices. It is asked for them in the order of the layers.
+    """The source of a model's quantized matrices, which must be requested in the order of the
+    layers.
 
-    `description` is the entry QUANTIZATION of the manifest.
+    `description` is the entry QUANTIZATION of the manifest, with the format and the method.
     """
 
     def __init__(
@@ -155,7 +160,7 @@ class Maker:
         if samples is not None:
             self.samples = Calibration(stored, samples.read(stored))
             self.description |= {"samples": samples.count, "sample_tokens": samples.length}
-        self._made: dict[str, Packed] = {}  # matrices of the present layer
+        self._made: dict[str, Packed] = {}  # the quantized matrices of the present layer
 
     def matrix(self, name: str) -> Packed:
         """Return a quantized matrix. Raise InputError for weights, or calibration inputs, that are
@@ -175,7 +180,7 @@ class Maker:
         return self._finite(torch.from_numpy(values), key(WEIGHTS, name))
 
     def _finite(self, values: Tensor, what: str) -> Tensor:
-        """Return `values`, or raise InputError, with their name `what`, if they are not finite."""
+        """Return `values`. Raise InputError, with their name `what`, if they are not finite."""
         if not values.isfinite().all():
             raise InputError(
                 f"checkpoint {self.reader.directory}: {what}: inf or NaN, which codes cannot "
@@ -184,8 +189,8 @@ class Maker:
         return values
 
     def _layer(self, samples: Calibration, number: int) -> dict[str, Packed]:
-        """Return all matrices of a layer, by `gptq`, and advance the samples through the quantized
-        layer."""
+        """Return all matrices of a layer, quantized by `gptq`, and advance the samples through the
+        quantized layer."""
         names = [name for name in matrices(samples.config.model) if _is_of(name, number)]
         with _as_input_error():
             stage, buffer = loaded_layer(samples.config, samples.vocab_size, number, self.reader)
@@ -208,7 +213,7 @@ def _is_of(name: str, layer: int) -> bool:
 
 @contextlib.contextmanager
 def _as_input_error() -> Iterator[None]:
-    """Raise InputError in place of Damaged, since the user can repair the cause."""
+    """Raise InputError in place of Damaged, because the user can remove the cause."""
     try:
         yield
     except Damaged as error:
@@ -216,14 +221,14 @@ def _as_input_error() -> Iterator[None]:
 
 
 def _fill(reader: Reader, name: str, box: Box, values: Array) -> Array:
-    """Read a box of a weight into `values` and return them. Raise InputError if it is damaged."""
+    """Read a slice of a weight into `values` and return them. Raise InputError if it is damaged."""
     with _as_input_error():
         reader.read(key(WEIGHTS, name), box, values)
     return values
 
 
 def _others(reader: Reader, names: Iterable[str]) -> Iterator[Outgoing]:
-    """Yield the weights that are not quantized, in pieces of whole rows."""
+    """Yield the weights that are not quantized, in pieces of complete rows."""
     for name in sorted(names):
         stored = reader.manifest[key(WEIGHTS, name)]
         for box in slabs(stored.shape, np.dtype(stored.dtype).itemsize):
@@ -236,7 +241,7 @@ def _read_box(reader: Reader, name: str, box: Box, dtype: str) -> Array:
 
 
 def _packed_parts(maker: Maker, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Outgoing]:
-    """Yield the codes and the scales of each matrix in turn."""
+    """Yield the codes and the scales of each matrix, one matrix after the other."""
     for name, (rows, columns) in shapes.items():
         codes = maker.form.code_shape(rows, columns)
         yield _part(CODES + name, codes, "uint8", partial(_codes, maker, name))
@@ -257,7 +262,8 @@ def _scales(maker: Maker, name: str) -> Array:
 
 
 def _write(folder: Path, stored: StoredModel, parts: list[Outgoing], description: Json) -> None:
-    """Write a checkpoint with weights only, with the step and the history of the original."""
+    """Write a checkpoint that contains only weights. It has the step and the history of the
+    original."""
     directory = folder / "checkpoints"
     temporary = directory / (files.name_of(stored.step) + ".tmp")
     temporary.mkdir(parents=True)
@@ -273,7 +279,7 @@ def _write(folder: Path, stored: StoredModel, parts: list[Outgoing], description
 
 
 def _advanced(part: Outgoing, advance: Callable[[float], object]) -> Array:
-    """Return the values of a part, and show the progress."""
+    """Return the values of a part, and advance the progress display."""
     values = part.values()
     advance(part.nbytes)
     return values

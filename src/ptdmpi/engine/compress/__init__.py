@@ -1,5 +1,6 @@
-"""Compressors: from rows of numbers to packed bytes and back, each with a bound on its error.
+"""Compressors of gradients: from rows of numbers to packed bytes and back, each with a bound on its
+error.
 
-A compressor always works on a unit of a logical parameter (`units`). Its bits therefore depend
-neither on the layout nor on the other parameters that a rank holds.
+A compressor always works on a compression block, which is a part of a logical parameter (`units`).
+Its result therefore depends neither on the layout nor on the other parameters that a rank has.
 """

@@ -1,4 +1,4 @@
-"""The compressor that a configuration asks for."""
+"""The choice of the compressor that the configuration names."""
 
 from ptdmpi.config import DataParallelConfig
 from ptdmpi.engine.compress.compressor import Compressor
@@ -8,12 +8,12 @@ from ptdmpi.engine.compress.sparse import RandomK, TopK
 
 
 def compressor_of(section: DataParallelConfig) -> Compressor | LowRank:
-    """Return the compressor that `section` names.
+    """Return the compressor that the section [data_parallel] names.
 
-    Without error feedback a compressor is unbiased if it can be. With error feedback it contracts
-    instead (it is divided by 1 + omega), because the memory of an unbiased compressor's errors
-    would grow. The decentralized method also uses the contraction: its differences between
-    neighbours are such a memory.
+    Without error feedback a compressor is unbiased if it can be. With error feedback its values are
+    divided by 1 + omega, so that it contracts: the stored errors of an unbiased compressor would
+    grow. The decentralized method also needs a contraction, because its differences between
+    neighbours are such stored errors.
     """
     unbiased = section.error_feedback == "none" and section.method != "decentralized"
     match section.compressor:

@@ -1,4 +1,4 @@
-"""The contract of a compressor, and the source of its random numbers."""
+"""The interface of compressors, and the source of their random numbers."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -9,15 +9,16 @@ from torch import Tensor
 
 from ptdmpi.model.random import GOLDEN, fold, mix, shift_right
 
-# It replaces a data rank's number in the hash of draws that are the same on all data ranks.
+# This replaces the number of the data rank in the hash of random numbers that are the same on all
+# data ranks.
 EVERYBODY = -1
 
 
 def unit_number(name: str, line: int, run: int) -> int:
-    """Return the 64-bit number that identifies a unit in a model.
+    """Return the 64-bit number that identifies a compression block in a model.
 
-    It is a hash of the parameter's name, of the unit's first line in the parameter, and of the
-    number of the run within these lines.
+    The number is a hash of the parameter's name, of the block's first line in the parameter, and of
+    the number of the block within its tile (`units`).
     """
     digest = hashlib.blake2b(f"{name}/{line}/{run}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
@@ -25,13 +26,13 @@ def unit_number(name: str, line: int, run: int) -> int:
 
 @dataclass(frozen=True)
 class Draws:
-    """Random numbers of some units, without a generator: hashes of (seed, step, round), data rank,
-    unit and element. Every layout, every resumed run and every receiver therefore draws the same
-    numbers.
+    """Random numbers for some compression blocks, without a generator: hashes of (seed, step,
+    round), data rank, block and element. Therefore every layout, every resumed run and every
+    receiver computes the same numbers.
 
-    `units` [n] int64 are the numbers of the units. `key` is the hash of seed, step and round.
-    `source` is the data rank whose values are compressed. `host` has the same numbers in the host's
-    memory if `units` are on a device, so that the host can compute with them without waiting for
+    `units` [n] int64 are the numbers of the compression blocks. `key` is the hash of seed, step and
+    round. `source` is the data rank whose values are compressed. If `units` are on a device, `host`
+    has the same numbers in host memory, so that the host can compute with them without waiting for
     the device.
     """
 
@@ -42,43 +43,44 @@ class Draws:
 
     @property
     def on_host(self) -> "Draws":
-        """Return the same draws with `units` in the host's memory."""
+        """Return the same random numbers, computed on the host."""
         return self if self.host is None else replace(self, units=self.host, host=None)
 
     def of(self, source: int) -> "Draws":
-        """Return the draws of data rank `source` for the same units."""
+        """Return the random numbers of data rank `source` for the same blocks."""
         return replace(self, source=source)
 
     def rows(self, some: Tensor | slice) -> "Draws":
-        """Return the draws of some of the units."""
+        """Return the random numbers of some of the blocks."""
         host = None if self.host is None else self.host[some]
         return replace(self, units=self.units[some], host=host)
 
     def shared(self) -> Tensor:
-        """Return [n] float64 in [0, 1), of 32 bits: one number for each unit, the same on all data
-        ranks."""
+        """Return uniform random numbers [n] float64 in [0, 1) with 32 random bits: one number for
+        each block, the same on all data ranks."""
         hashed = mix(self.units + fold(self.key, EVERYBODY))
         return shift_right(hashed, 32).to(torch.float64) * 2.0**-32
 
     def hashes(self, length: int) -> Tensor:
-        """Return [n, length] int64 with all bits random; no two numbers of a unit are equal."""
+        """Return random int64 numbers [n, length] with all bits random; no two numbers of a block
+        are equal."""
         columns = torch.arange(length, device=self.units.device) * GOLDEN
         return mix(mix(self.units + fold(self.key, self.source))[:, None] + columns)
 
     def uniform(self, length: int, dtype: torch.dtype) -> Tensor:
-        """Return [n, length] in [0, 1), of 24 bits: exact in every float type that gradients
-        have."""
+        """Return uniform random numbers [n, length] in [0, 1) with 24 random bits, which every type
+        of gradients represents exactly."""
         return shift_right(self.hashes(length), 40).to(dtype) * 2.0**-24
 
 
 class Compressor(ABC):
-    """A map from rows of numbers to bytes and back; C(x) is the result of `decode` on the code of
-    x.
+    """A compressor: a map from rows of numbers to bytes and back. C(x) is the result of `decode`
+    for the code of x.
 
-    Each row is a unit and is compressed alone; none is longer than `longest`. An `unbiased`
-    compressor has E C(x) = x and E ||C(x) - x||^2 <= omega ||x||^2. Any other has E ||C(x) - x||^2
-    <= (1 - delta) ||x||^2. The length of a code follows from the draws alone, which all data ranks
-    share.
+    Each row is a compression block, has at most `longest` numbers, and is compressed independently.
+    An `unbiased` compressor has E C(x) = x and E ||C(x) - x||^2 <= omega ||x||^2. Any other has E
+    ||C(x) - x||^2 <= (1 - delta) ||x||^2. The length of a code depends only on the random numbers
+    that all data ranks share.
     """
 
     unbiased = False
@@ -88,8 +90,8 @@ class Compressor(ABC):
 
     @abstractmethod
     def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
-        """Return the length in bytes of the code of the units of `draws`, each of `length`
-        numbers."""
+        """Return the length in bytes of the code of the blocks of `draws`, each of which has
+        `length` numbers."""
 
     @abstractmethod
     def encode(self, x: Tensor, draws: Draws) -> Tensor:
@@ -97,14 +99,15 @@ class Compressor(ABC):
 
     @abstractmethod
     def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:
-        """Return the compressed values, [n, length], from the [code_bytes] uint8 of `encode`;
-        `draws` are those of the rank that encoded."""
+        """Return the decoded values, [n, length], of a code [code_bytes] uint8 that `encode` has
+        returned. `draws` must be those of the rank that encoded."""
 
     def omega(self, length: int) -> float:
-        """Return the bound of the variance, omega; only unbiased compressors have one."""
+        """Return omega, the bound of the variance (see the class). Only unbiased compressors have
+        one."""
         raise NotImplementedError(f"{type(self).__name__} is not unbiased")
 
     @abstractmethod
     def delta(self, length: int) -> float:
-        """Return the least contraction, in expectation, of units of this length; 0 for an unbiased
-        compressor that does not contract."""
+        """Return delta, the contraction (see the class) that blocks of this length have at least,
+        in expectation; 0 for an unbiased compressor that does not contract."""

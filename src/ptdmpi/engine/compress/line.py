@@ -1,4 +1,5 @@
-"""Messages between data ranks about a batch of tiles: encoded, sent, decoded, averaged."""
+"""Compressed messages between data ranks: a batch of tiles is encoded, sent, decoded and
+averaged."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -12,12 +13,14 @@ from ptdmpi.engine.compress.compressor import Compressor, Draws
 from ptdmpi.engine.compress.units import Numbers, TileBatch
 from ptdmpi.model.random import fold
 
-# The source of a server's draws. It is no data rank, so the draws do not depend on who serves.
+# The value of `source` for the random numbers of a server. It is not a data rank, so that the
+# random numbers do not depend on which rank is the server.
 SERVER = -2
 
 
 class DrawnUnits(NamedTuple):
-    """The units of one length in tiles: their columns, the length, and their random numbers."""
+    """The compression blocks of one length in tiles: their columns, the length, and their random
+    numbers."""
 
     columns: slice
     length: int
@@ -26,12 +29,14 @@ class DrawnUnits(NamedTuple):
 
 @dataclass(frozen=True)
 class Coder:
-    """Some tiles of a batch as one code: the units of each length, one length after the other.
+    """An encoder and decoder of some tiles of a batch. A code has the blocks of each length, one
+    length after the other.
 
-    `key` is the hash of seed and step. `tiles` selects tiles of the batch; the default is all. With
-    `rounds` > 1 the values that a code has left out are encoded again, `rounds` times in total, and
-    the receiver gets the sum (fast compressed communication, Huang et al. 2022, arXiv 2206.03665,
-    section 4.1). Relative to the squared norm, the squared error is at most (1 - delta)^rounds.
+    `key` is the hash of seed and step. `tiles` selects tiles of the batch; by default all. With
+    `rounds` > 1 the values that a code leaves out are encoded again, `rounds` times in total, and
+    the receiver adds up the results (fast compressed communication, Huang et al. 2022, arXiv
+    2206.03665, section 4.1). Relative to the squared norm, the squared error is at most (1 -
+    delta)^rounds.
     """
 
     compressor: Compressor
@@ -41,21 +46,21 @@ class Coder:
     tiles: Numbers | None = None
 
     def of(self, tiles: Numbers) -> "Coder":
-        """Return the coder of some tiles, given by their numbers in the batch."""
+        """Return a coder of the same batch for some tiles, given by their numbers in the batch."""
         return replace(self, tiles=tiles)
 
     def share(self, rank: int, size: int) -> "Coder":
-        """Return the coder of the tiles whose server is data rank `rank` of `size`, in every
-        layout."""
+        """Return the coder of the tiles for which data rank `rank` of `size` is the server. The
+        choice is the same in every layout."""
         here, host = (numbers % size == rank for numbers in self.batch.numbers)
         served = host.nonzero()[:, 0]
-        # the host knows their number, so it need not wait for the device
+        # the host knows the number of tiles, so it need not wait for the device
         mine = torch.nonzero_static(here, size=len(served))[:, 0]
         return self.of(Numbers(mine, served))
 
     @property
     def at(self) -> Tensor:
-        """Return the numbers, in the batch, of the tiles of a share."""
+        """Return the numbers, in the batch, of the tiles that this coder selects."""
         assert self.tiles is not None
         return self.tiles.here
 
@@ -65,7 +70,7 @@ class Coder:
         return self.batch.tiles if self.tiles is None else len(self.tiles.host)
 
     def code_bytes(self, dtype: torch.dtype) -> int:
-        """Return the length of a code in bytes, the same for all data ranks."""
+        """Return the length of a code in bytes, which is the same on all data ranks."""
         return sum(
             self.compressor.code_bytes(draws, length, dtype)
             for number in range(self.rounds)
@@ -73,8 +78,8 @@ class Coder:
         )
 
     def encode(self, x: Tensor, source: int) -> tuple[Tensor, Tensor]:
-        """Encode x [tiles, width] of data rank `source`; return the code, [code_bytes] uint8, and
-        its decoded value, [tiles, width]."""
+        """Encode x [tiles, width] of data rank `source`. Return the code, [code_bytes] uint8, and
+        its decoded values, [tiles, width]."""
         codes = []
         left = x
         arrived = torch.zeros_like(x)
@@ -93,8 +98,8 @@ class Coder:
         return torch.cat(codes), arrived
 
     def decode(self, code: Tensor, source: int, dtype: torch.dtype) -> Tensor:
-        """Decode a code of data rank `source` to [tiles, width], the same bits as the second value
-        of `encode`."""
+        """Decode a code of data rank `source` to [tiles, width]. The result has the same bits as
+        the second value that `encode` returned."""
         arrived = torch.zeros((self.count, self.batch.width), dtype=dtype, device=code.device)
         at = 0
         for number in range(self.rounds):
@@ -119,8 +124,8 @@ class Coder:
 def gathered_mean(coder: Coder, x: Tensor, data: Communicator) -> tuple[Tensor, Tensor]:
     """Return C(x) of this rank, and the mean of C(x) over the data axis.
 
-    Each rank gathers the codes of all ranks and sums in ascending rank, so all ranks get the same
-    bits.
+    Each rank gathers the codes of all ranks and adds them up in ascending rank order, so all ranks
+    get the same bits.
     """
     code, own = coder.encode(x, data.rank)
     every = data.all_gather(code).view(data.size, -1)
@@ -139,13 +144,13 @@ def gathered_mean(coder: Coder, x: Tensor, data: Communicator) -> tuple[Tensor, 
 def squeezed_mean(
     coder: Coder, x: Tensor, error: Tensor, data: Communicator
 ) -> tuple[Tensor, Tensor]:
-    """Return C(x) of this rank, and C(y) with the same bits on all ranks, where y is the mean of
-    all C(x) plus the server's `error` [tiles, width]. Then `error` becomes y - C(y) (Tang et al.
+    """Return C(x) of this rank, and C(y), which has the same bits on all ranks. Here y is the mean
+    of all C(x) plus the server's `error` [tiles, width]. Then `error` becomes y - C(y) (Tang et al.
     2019, arXiv 1905.05957).
 
-    Each data rank is the server of its share of the tiles, by their numbers. Codes go to the
-    servers, and codes of the means come back, so a rank sends the bytes of two codes for any number
-    of ranks. A rank uses and changes only its own share of `error`.
+    Each data rank is the server of its share of the tiles, which is chosen by their numbers. Codes
+    go to the servers, and codes of the means come back, so a rank sends the bytes of two codes for
+    any number of ranks. A rank uses and changes only its own share of `error`.
     """
     shares = [coder.share(rank, data.size) for rank in range(data.size)]
     own = torch.empty_like(x)
@@ -159,7 +164,7 @@ def squeezed_mean(
     aimed = mean + error[mine.at]
     code, value = mine.encode(aimed, SERVER)
     error[mine.at] = aimed - value
-    # shares have unequal lengths, but the parts of a gather must be equal
+    # shares have unequal lengths, but an all-gather needs equal parts
     sizes = [share.code_bytes(x.dtype) for share in shares]
     padded = code.new_zeros(max(sizes))
     padded[: len(code)] = code
@@ -171,8 +176,8 @@ def squeezed_mean(
 
 
 def _mean_at_server(mine: Coder, codes: list[Tensor], own: Tensor, data: Communicator) -> Tensor:
-    """Send each server its code; return the mean of the arriving codes, summed in ascending
-    rank."""
+    """Send each server its code. Return the mean of the codes that arrive here, added up in
+    ascending rank order."""
     arriving = [torch.empty_like(codes[data.rank]) for _ in codes]
     exchange(data, codes, arriving)
     total = torch.zeros((mine.count, own.shape[1]), dtype=own.dtype, device=own.device)

@@ -1,15 +1,15 @@
-"""Codes as bytes: first numbers of a float type in full, then packed ones."""
+"""The byte format of codes: first numbers of a float type, then packed bits."""
 
 import torch
 from torch import Tensor
 
-# Codes begin and end at the alignment of a float64.
+# The length of a code is a multiple of this, the alignment of a float64.
 GRAIN_BYTES = 8
 
 
 def join(values: Tensor, packed: Tensor) -> Tensor:
-    """Join [n] numbers of a float type and packed bytes to one code, uint8, padded to whole
-    grains."""
+    """Join [n] numbers of a float type and packed bytes to one code, uint8, padded to a multiple of
+    GRAIN_BYTES."""
     floats = values.contiguous().view(-1).view(torch.uint8)
     length = joined_bytes(len(floats), len(packed))
     code = packed.new_zeros(length)
@@ -25,6 +25,6 @@ def joined_bytes(floats: int, packed: int) -> int:
 
 
 def part(code: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the first `count` floats of a code, and all bytes after them."""
+    """Return the first `count` floats of a code, and all bytes that follow them."""
     size = count * dtype.itemsize
     return code[:size].clone().view(dtype), code[size:]

@@ -1,5 +1,5 @@
-"""Quantising compressors: for each unit one scale is sent in full, and a code of a few bits for
-each element."""
+"""Quantizing compressors: for each compression block they send one scale, and a code of a few bits
+for each element."""
 
 import math
 from abc import abstractmethod
@@ -14,8 +14,8 @@ from ptdmpi.plan.shape.codes import QUANTISED
 
 
 class Quantiser(Compressor):
-    """A compressor with a scale for each unit, in the type of the gradients, and `bits` bits for
-    each element."""
+    """A compressor that sends a scale for each block, in the type of the gradients, and `bits` bits
+    for each element."""
 
     def __init__(self, longest: int, bits: int) -> None:
         super().__init__(longest)
@@ -34,18 +34,19 @@ class Quantiser(Compressor):
         """Return the values [n, length], in the type of the scales, of codes [n, length] int64."""
 
     def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
-        """Return the length of a code in bytes, as the contract says."""
+        """Return the length in bytes of the code of the blocks of `draws`, each of which has
+        `length` numbers."""
         n = len(draws.units)
         return joined_bytes(n * dtype.itemsize, packed_bytes(n * length, self.bits))
 
     def encode(self, x: Tensor, draws: Draws) -> Tensor:
-        """Return the codes of rows of numbers, as the contract says."""
+        """Encode x [n, length] as [code_bytes] uint8: first the scales, then the packed codes."""
         scales = self.scales(x)
         codes = self.codes(x, scales, draws).to(torch.int64)
         return join(scales, pack(codes.view(-1), self.bits))
 
     def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:
-        """Return the numbers that the codes represent, as the contract says."""
+        """Return the decoded values, [n, length], of a code that `encode` has returned."""
         n = len(draws.units)
         scales, rest = part(code, n, dtype)
         codes = unpack(rest[: packed_bytes(n * length, self.bits)], n * length, self.bits)
@@ -53,12 +54,13 @@ class Quantiser(Compressor):
 
 
 class Qsgd(Quantiser):
-    """Random rounding to `levels` parts of the unit's norm, up or down so that the mean is right
-    (Alistarh et al. 2017, arXiv 1610.02132, section 3.1): omega = min(d / s^2, sqrt(d) / s).
+    """Random rounding of each element to a multiple of the block's norm divided by `levels`, up or
+    down so that the mean is exact (Alistarh et al. 2017, arXiv 1610.02132, section 3.1): omega =
+    min(d / s^2, sqrt(d) / s), for s levels and blocks of d elements.
 
     Each element takes ceil(log2(2 s + 1)) bits. If not `unbiased`, every value is divided by 1 +
-    omega: an unbiased compressor then contracts, with delta = 1 / (1 + omega). The mean is right to
-    2^-24 of a level, because 24 bits are drawn.
+    omega, so that the compressor contracts, with delta = 1 / (1 + omega). The mean is exact to
+    2^-24 of a level, because the random numbers have 24 bits.
     """
 
     def __init__(self, levels: int, unbiased: bool) -> None:
@@ -84,11 +86,11 @@ class Qsgd(Quantiser):
         return parts * scales / (1.0 + self.omega(codes.shape[1]))
 
     def omega(self, length: int) -> float:
-        """Return the bound of the variance, as the contract says."""
+        """Return omega, the bound of the variance."""
         return min(length / self.levels**2, math.sqrt(length) / self.levels)
 
     def delta(self, length: int) -> float:
-        """Return the least contraction, as the contract says."""
+        """Return delta, the contraction that blocks of this length have at least."""
         omega = self.omega(length)
         if self.unbiased:
             return max(0.0, 1.0 - omega)
@@ -96,8 +98,9 @@ class Qsgd(Quantiser):
 
 
 class Sign(Quantiser):
-    """The sign of each element, times the mean magnitude of its unit (Karimireddy et al. 2019,
-    arXiv 1901.09847, lemma 8): ||C(x) - x||^2 = ||x||^2 - ||x||_1^2 / d, so delta >= 1 / d."""
+    """A compressor that sends the sign of each element, and the mean magnitude of its block
+    (Karimireddy et al. 2019, arXiv 1901.09847, lemma 8): ||C(x) - x||^2 = ||x||^2 - ||x||_1^2 / d,
+    so delta >= 1 / d."""
 
     def __init__(self) -> None:
         super().__init__(QUANTISED, 1)
@@ -112,17 +115,17 @@ class Sign(Quantiser):
         return torch.where(codes > 0, scales, -scales)
 
     def delta(self, length: int) -> float:
-        """Return the least contraction, as the contract says."""
+        """Return delta, the contraction that blocks of this length have at least."""
         return 1.0 / length
 
 
 class Rounded(Quantiser):
-    """Rounding to the nearest of 2 q + 1 multiples of (the greatest magnitude / q), q = 127 or 7:
-    int8 or int4 in blocks, each with a scale.
+    """A compressor that rounds to the nearest of 2 q + 1 multiples of (the greatest magnitude / q),
+    with q = 127 or 7: int8 or int4 in blocks, each with a scale.
 
     The greatest element is exact. The error of any other element is at most half a step and at most
-    the element itself. So delta = 4 q^2 / (4 q^2 + d - 1), reached when all others are half a step
-    from zero.
+    the element itself. So delta = 4 q^2 / (4 q^2 + d - 1); this value is reached if all other
+    elements are half a step from zero.
     """
 
     def __init__(self, bits: int, block: int) -> None:
@@ -140,6 +143,6 @@ class Rounded(Quantiser):
         return (codes - self.greatest).to(scales.dtype) / self.greatest * scales
 
     def delta(self, length: int) -> float:
-        """Return the least contraction, as the contract says."""
+        """Return delta, the contraction that blocks of this length have at least."""
         square = 4.0 * self.greatest**2
         return square / (square + length - 1)

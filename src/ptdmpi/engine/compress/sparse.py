@@ -1,8 +1,9 @@
-"""Sparse compressors: some elements of each unit are sent, and all others are zero.
+"""Sparse compressors: they send some elements of each compression block, and all others become
+zero.
 
-A share `ratio` of a unit's d numbers is not a whole number in general. Therefore floor(ratio d + u)
-of them are kept, with u uniform in [0, 1) and the same on all data ranks. So ratio d elements are
-kept on average for units of any length, and short units are not always sent whole.
+`ratio` times the block's length d is not an integer in general. Therefore floor(ratio d + u)
+elements are sent, with u uniform in [0, 1) and the same on all data ranks. So ratio d elements are
+sent on average for blocks of any length, and short blocks are not always sent completely.
 """
 
 import math
@@ -18,8 +19,8 @@ from ptdmpi.plan.shape.codes import SPARSE
 
 
 class Sparse(Compressor):
-    """A compressor that keeps the elements of a unit with the greatest scores; of equal ones the
-    first."""
+    """A compressor that sends the elements of a block with the greatest scores. Of elements with
+    equal scores it takes the first ones."""
 
     def __init__(self, ratio: float) -> None:
         super().__init__(SPARSE)
@@ -27,30 +28,32 @@ class Sparse(Compressor):
 
     @abstractmethod
     def scores(self, x: Tensor, draws: Draws) -> Tensor:
-        """Return the scores [n, length] of the elements, of any ordered type."""
+        """Return the scores [n, length] of the elements, of any type that has an order."""
 
     def counts(self, draws: Draws, length: int) -> Tensor:
-        """Return [n] int64, the number of elements that are kept of each unit."""
+        """Return [n] int64: the number of elements of each block that are sent."""
         kept = torch.floor(self.ratio * length + draws.shared())
         return kept.to(torch.int64).clamp_(max=length)
 
     def count(self, draws: Draws, length: int) -> int:
-        """Return the number of kept elements of all units. The host computes it without the
-        device."""
+        """Return the number of elements of all blocks that are sent. The host computes it without
+        waiting for the device."""
         return int(self.counts(draws.on_host, length).sum())
 
     def places(self, x: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Return the rows and the columns of the kept elements of x [n, length], in their order."""
+        """Return the rows and the columns of those elements of x [n, length] that are sent, in
+        their order."""
         length = x.shape[1]
         kept = self.kept(self.scores(x, draws), self.counts(draws, length))
         rows, columns = torch.nonzero_static(kept, size=self.count(draws, length)).unbind(1)
         return rows, columns
 
     def kept(self, scores: Tensor, counts: Tensor) -> Tensor:
-        """Return [n, length] bool: True at the `counts` greatest scores of each row."""
+        """Return [n, length] bool, True at the `counts` greatest scores of each row."""
         length = scores.shape[1]
         most = min(length, math.floor(self.ratio * length) + 1)  # the greatest possible count
-        # topk does not specify which of equal elements it takes: only the values are used
+        # topk does not specify which of several equal elements it takes, so only the values are
+        # used
         greatest = scores.topk(most, dim=1).values
         least = greatest.gather(1, (counts - 1).clamp(min=0)[:, None])
         above = scores > least
@@ -59,18 +62,19 @@ class Sparse(Compressor):
         return above | (level & (level.cumsum(dim=1) <= room))
 
     def delta(self, length: int) -> float:
-        """Return the least contraction, as the contract says."""
+        """Return delta, the contraction that blocks of this length have at least."""
         return self.ratio
 
 
 class TopK(Sparse):
-    """The greatest magnitudes, with their places (Aji and Heafield 2017, arXiv 1704.05021; delta =
-    k / d: Stich et al. 2018, arXiv 1809.07599, lemma A.1). Each number is sent in the type of the
-    gradients and its index in ceil(log2 length) bits. If all elements are kept, no index is sent.
+    """A compressor that sends the elements of greatest magnitude, with their indices (Aji and
+    Heafield 2017, arXiv 1704.05021; delta = k / d: Stich et al. 2018, arXiv 1809.07599, lemma A.1).
+    Each number is sent in the type of the gradients, and its index in ceil(log2 length) bits. If
+    all elements are sent, no index is.
     """
 
     def scores(self, x: Tensor, draws: Draws) -> Tensor:
-        """Return the magnitudes: the greatest are kept."""
+        """Return the magnitudes, because the elements of greatest magnitude are sent."""
         return x.abs()
 
     def index_bits(self, length: int) -> int:
@@ -78,18 +82,19 @@ class TopK(Sparse):
         return 0 if self.ratio == 1.0 else (length - 1).bit_length()
 
     def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
-        """Return the length of a code in bytes, as the contract says."""
+        """Return the length in bytes of the code of the blocks of `draws`, each of which has
+        `length` numbers."""
         count = self.count(draws, length)
         indices = packed_bytes(count, self.index_bits(length))
         return joined_bytes(count * dtype.itemsize, indices)
 
     def encode(self, x: Tensor, draws: Draws) -> Tensor:
-        """Return the codes of rows of numbers, as the contract says."""
+        """Encode x [n, length] as [code_bytes] uint8: first the elements, then their indices."""
         rows, columns = self.places(x, draws)
         return join(x[rows, columns], pack(columns, self.index_bits(x.shape[1])))
 
     def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:
-        """Return the numbers that the codes represent, as the contract says."""
+        """Return the decoded values, [n, length], of a code that `encode` has returned."""
         counts = self.counts(draws, length)
         count = self.count(draws, length)
         bits = self.index_bits(length)
@@ -104,10 +109,11 @@ class TopK(Sparse):
 
 
 class RandomK(Sparse):
-    """Elements drawn at random; the receiver draws the same ones, so that no index is sent.
+    """A compressor that sends randomly chosen elements. The receiver computes the same random
+    numbers, so that no index is sent.
 
-    If `unbiased`, they are scaled by d / k, and omega = d / k - 1 (Wangni et al. 2018, arXiv
-    1710.09854). Otherwise they are not scaled, and delta = k / d (Stich et al. 2018).
+    If `unbiased`, the elements are scaled by d / k, and omega = d / k - 1 (Wangni et al. 2018,
+    arXiv 1710.09854). Otherwise they are not scaled, and delta = k / d (Stich et al. 2018).
     """
 
     def __init__(self, ratio: float, unbiased: bool) -> None:
@@ -115,19 +121,20 @@ class RandomK(Sparse):
         self.unbiased = unbiased
 
     def scores(self, x: Tensor, draws: Draws) -> Tensor:
-        """Return random numbers: the kept elements are drawn."""
+        """Return random numbers as scores, so that random elements are sent."""
         return draws.hashes(x.shape[1])
 
     def code_bytes(self, draws: Draws, length: int, dtype: torch.dtype) -> int:
-        """Return the length of a code in bytes, as the contract says."""
+        """Return the length in bytes of the code of the blocks of `draws`, each of which has
+        `length` numbers."""
         return joined_bytes(self.count(draws, length) * dtype.itemsize, 0)
 
     def encode(self, x: Tensor, draws: Draws) -> Tensor:
-        """Return the codes of rows of numbers, as the contract says."""
+        """Encode x [n, length] as [code_bytes] uint8, which are the elements alone."""
         return join(x[self.places(x, draws)], x.new_zeros(0, dtype=torch.uint8))
 
     def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:
-        """Return the numbers that the codes represent, as the contract says."""
+        """Return the decoded values, [n, length], of a code that `encode` has returned."""
         values, _ = part(code, self.count(draws, length), dtype)
         decoded = values.new_zeros((len(draws.units), length))
         if self.unbiased:
@@ -136,11 +143,11 @@ class RandomK(Sparse):
         return decoded
 
     def omega(self, length: int) -> float:
-        """Return the bound of the variance, as the contract says."""
+        """Return omega, the bound of the variance."""
         return 1.0 / self.ratio - 1.0
 
     def delta(self, length: int) -> float:
-        """Return the least contraction, as the contract says."""
+        """Return delta, the contraction that blocks of this length have at least."""
         if self.unbiased:
             return max(0.0, 1.0 - self.omega(length))
         return self.ratio

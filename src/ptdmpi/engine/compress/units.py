@@ -1,10 +1,11 @@
-"""Units of compression: parts of logical parameters, the same in every layout.
+"""Compression blocks (`units`): parts of logical parameters that are the same in every layout.
 
 A *line* of a parameter has the elements at one index of the dim that the tensor axis divides (a row
-of a column-parallel weight, a column of a row-parallel one). No legal size of that axis cuts a
-line. `grains` returns how many neighbouring lines no legal size separates: they are a *tile*, in
-logical order line after line. A tile is cut into runs, its *units*, that are as long as a
-compressor allows. A parameter that the tensor axis does not divide is one tile.
+of a column-parallel weight, a column of a row-parallel one). No legal size of the tensor axis cuts
+a line. `grains` returns how many neighbouring lines are on one rank for every legal size. These
+lines are a *tile*; its elements are in logical order, line after line. A tile is cut into runs, its
+*units* or compression blocks, which are as long as the compressor allows. A parameter that the
+tensor axis does not divide is one tile.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,25 +23,27 @@ from ptdmpi.plan.shape.codes import MOST_ELEMENTS
 
 
 def grains(declaration: Declaration, most_tensor: int) -> tuple[int, ...]:
-    """Return, for each part of a divided parameter, how many of its lines are never separated.
-    `most_tensor` is the largest legal tensor axis, which all legal ones divide."""
+    """Return, for each part of a divided parameter, how many neighbouring lines are always on one
+    rank. `most_tensor` is the largest legal size of the tensor axis, which every legal size
+    divides."""
     split = declaration.split
     if split is None:
         return ()
     lines = []
     for number, part in enumerate(split.parts):
         shares = most_tensor if split.most is None else min(most_tensor, split.most[number])
-        # a vocabulary is padded to a multiple of the axis: it may be cut after any line
+        # a vocabulary is padded to a multiple of the axis, so it may be cut after any line
         lines.append(part // shares if part % shares == 0 else 1)
     return tuple(lines)
 
 
 @dataclass(frozen=True)
 class Slab:
-    """Some whole tiles of a parameter that this rank holds, each of `lines` lines of `length`.
+    """Complete tiles of a parameter that this rank has. Each tile has `lines` lines of `length`
+    elements.
 
-    `box` is their place in the local tensor, `dim` the dim along which lines are counted, and
-    `first` the logical number of their first line.
+    `box` is the slice of the local tensor that the tiles cover, `dim` the dim along which lines are
+    counted, and `first` the logical number of their first line.
     """
 
     entry: Entry
@@ -56,18 +59,18 @@ class Slab:
         return self.box.size[self.dim] // self.lines
 
     def part(self, begin: int, end: int) -> "Slab":
-        """Return the slab of tiles [begin, end)."""
+        """Return a slab with only the tiles [begin, end)."""
         start = self.box.start[self.dim]
         box = self.box.along(self.dim, start + begin * self.lines, start + end * self.lines)
         return replace(self, box=box, first=self.first + begin * self.lines)
 
     def read(self, flat: Tensor) -> Tensor:
-        """Return the tiles [tiles, lines * length] from a tensor of the flat order; the result may
-        be a view."""
+        """Return the tiles [tiles, lines * length] from a tensor in the order of the flat buffer;
+        the result may be a view."""
         return self._moved(flat).reshape(self.tiles, -1)
 
     def write(self, flat: Tensor, values: Tensor) -> None:
-        """Write `values` [tiles, lines * length] to the places that `read` reads."""
+        """Write `values` [tiles, lines * length] to the elements that `read` reads."""
         place = self._moved(flat)
         place.copy_(values.view(place.shape))
 
@@ -75,21 +78,23 @@ class Slab:
         return self.entry.view(flat)[self.box.index].movedim(self.dim, 0)
 
     def numbers(self) -> Iterator[int]:
-        """Yield a number for each tile, the same in every layout. It decides the tile's server."""
+        """Yield a number for each tile, which is the same in every layout. It decides which data
+        rank is the tile's server."""
         begin = unit_number(self.entry.name, 0, 0) >> 1  # the shift leaves room to count
         for tile in range(self.tiles):
             yield begin + self.first // self.lines + tile
 
     def names(self, runs: Sequence[int]) -> Iterator[int]:
-        """Yield the number of each unit, tile by tile, for the given runs of each tile."""
+        """Yield the number of each compression block, tile by tile. `runs` are the numbers of the
+        blocks within a tile."""
         for tile in range(self.tiles):
             for run in runs:
                 yield unit_number(self.entry.name, self.first + tile * self.lines, run)
 
 
 def slabs(order: FlatOrder, most_tensor: int) -> Iterator[Slab]:
-    """Yield slabs of all parameters that train, by name. Each rank yields its own copy of a
-    parameter that is copied along the tensor axis."""
+    """Yield the slabs of all parameters that train, sorted by name. If a parameter is copied along
+    the tensor axis, each rank yields its own copy."""
     tensor_rank = order.portion.tensor_rank
     tensor_size = order.portion.tensor_size
     for name in sorted(order.entries):
@@ -111,19 +116,20 @@ def slabs(order: FlatOrder, most_tensor: int) -> Iterator[Slab]:
 
 
 class Numbers(NamedTuple):
-    """Numbers [n] int64 on a device, and the same on the host."""
+    """Integers [n] int64, both on a device and on the host."""
 
     here: Tensor
     host: Tensor
 
     @classmethod
     def of(cls, numbers: Sequence[int], device: torch.device) -> "Numbers":
-        """Return numbers on the host and on `device`."""
+        """Return the given integers, on the host and on `device`."""
         host = torch.tensor(numbers, dtype=torch.int64)
         return cls(host.to(device), host)
 
     def of_tiles(self, tiles: "Numbers", every: int) -> "Numbers":
-        """Return the numbers of some of `every` tiles; each tile has equally many."""
+        """Return the integers that belong to some of `every` tiles. Each tile has the same number
+        of integers."""
         return Numbers(
             self.here.view(every, -1)[tiles.here].view(-1),
             self.host.view(every, -1)[tiles.host].view(-1),
@@ -131,8 +137,8 @@ class Numbers(NamedTuple):
 
 
 class NumberedUnits(NamedTuple):
-    """The units of one length in tiles: their columns, the length, and their numbers, tile by
-    tile."""
+    """The compression blocks of one length in tiles: their columns, the length, and their numbers,
+    tile by tile."""
 
     columns: slice
     length: int
@@ -140,11 +146,11 @@ class NumberedUnits(NamedTuple):
 
 
 class TileBatch:
-    """Tiles of one size, handled together: [tiles, width].
+    """A batch of tiles of the same size, which are processed together as [tiles, width].
 
-    `units` has an entry for each length of run: its columns in a tile, the length, and the numbers
-    of its units, tile by tile. `numbers` [tiles] are the numbers of the tiles. Both are on the
-    device and on the host.
+    `units` has an entry for each length of blocks: their columns in a tile, the length, and their
+    numbers, tile by tile. `numbers` [tiles] are the numbers of the tiles. Both are on the device
+    and on the host.
     """
 
     def __init__(self, some: Sequence[Slab], longest: int, device: torch.device) -> None:
@@ -166,11 +172,13 @@ class TileBatch:
                 self.units.append(NumberedUnits(columns, length, Numbers.of(names, device)))
 
     def read(self, flat: Tensor) -> Tensor:
-        """Return a copy [tiles, width] of the tiles in a tensor of the flat order."""
+        """Return a copy [tiles, width] of the tiles in a tensor that has the order of the flat
+        buffer."""
         return torch.cat([slab.read(flat) for slab in self.slabs])
 
     def write(self, flat: Tensor, values: Tensor) -> None:
-        """Write `values` [tiles, width] to their places in a tensor of the flat order."""
+        """Write `values` [tiles, width] to the tiles in a tensor that has the order of the flat
+        buffer."""
         parts = values.split([slab.tiles for slab in self.slabs])
         for slab, part in zip(self.slabs, parts, strict=True):
             slab.write(flat, part)
@@ -179,8 +187,8 @@ class TileBatch:
 def batches(
     some: Sequence[Slab], longest: int, device: torch.device, most: int = MOST_ELEMENTS
 ) -> list[TileBatch]:
-    """Return the slabs in batches of tiles of the same shape. Each tile is in one batch. A batch
-    has at most `most` elements, or one tile if a tile is larger."""
+    """Return the slabs as batches of tiles of the same shape. Each tile is in one batch. A batch
+    has at most `most` elements, or a single tile that is larger."""
     by_shape: dict[tuple[int, int], list[Slab]] = {}
     for slab in some:
         by_shape.setdefault((slab.lines, slab.length), []).append(slab)

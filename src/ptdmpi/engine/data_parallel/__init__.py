@@ -1,4 +1,5 @@
-"""Data-parallel methods by name: `METHODS` has them, and `data_parallel` chooses one."""
+"""The data-parallel methods by name (`METHODS`), and the choice of the one that the configuration
+names."""
 
 from ptdmpi.engine.data_parallel.choco import Choco
 from ptdmpi.engine.data_parallel.compressed import Compressed

@@ -1,5 +1,5 @@
-"""Compressed messages between neighbours: each replica sends the difference between its weights and
-the copy of them that its neighbours have."""
+"""Decentralized training with compressed messages: each replica sends the compressed difference
+between its weights and the copy of its weights that its neighbours have."""
 
 from torch import Tensor
 
@@ -14,32 +14,35 @@ PUBLIC = "public"
 
 class Choco(Decentralized):
     """CHOCO-SGD (Koloskova, Stich, Jaggi 2019, arXiv 1902.00340, algorithm 2): the neighbours of
-    replica i know `public`_i, and after each update
+    replica i know a copy `public`_i of its weights, and after each update
 
         q_i = C(x_i - public_i) is sent to the neighbours;  public_j += q_j for j = i and neighbours
         x_i += rate sum_j w_ij (public_j - public_i)
 
-    with C a contraction and `consensus_rate` as rate (the paper's gamma). W is the same in every
-    step and symmetric. The next difference contains what C has left out of this one, so
-    nothing is lost.
+    Here C is a contraction, and rate is `consensus_rate` (the paper's gamma). W is symmetric and
+    the same in every step. The next difference contains what C has left out of this one, so nothing
+    is lost.
 
     Each replica has a copy of its neighbours' public weights, with the same bits, since it adds the
-    same numbers. The copies are not part of the state: they are sent whole, once, before the first
-    exchange of an attempt. So a run may resume, or continue with fewer replicas, on any graph.
+    same numbers. The copies are not part of the state: they are sent uncompressed, once, before the
+    first exchange after a start. So a run may resume, or continue with fewer replicas, on any
+    graph.
 
-    Public copies begin as the weights, which all replicas know; in the paper they begin as zero.
+    Public weights begin as the initial weights, which all replicas know; in the paper they begin as
+    zero.
     """
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica)
         self.kinds = kinds_of(self.settings)
         self.compression = Compression(replica)
-        self._copies: Tensor | None = None  # [neighbours, size of the flat order]
+        self._copies: Tensor | None = None  # [neighbours, elements of the flat buffer]
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Send the code of this replica to its neighbours, and move towards their public
-        weights."""
-        if skipped or not self.state.kinds[PUBLIC].parts:  # no parts: nothing trains here
+        """Send the compressed difference of this replica to its neighbours, and move the weights
+        towards the public weights of the neighbours."""
+        # no parts: no parameter of this rank trains
+        if skipped or not self.state.kinds[PUBLIC].parts:
             return
         (graph,) = self._graphs
         row = self.topology.row(step, self.data.rank)

@@ -1,8 +1,8 @@
-"""Compressed gradients: each replica encodes its own and sends the bytes, and all replicas update
-with the same mean of the decoded gradients.
+"""Data parallelism with compressed gradients: each replica encodes its gradient and sends the
+bytes, and all replicas update with the same mean of the decoded gradients.
 
-All values are in units of the gradient of the global batch: replica i compresses n times its part
-of it, and the update uses the mean over the n replicas.
+All values are scaled like the gradient of the global batch: replica i compresses n times its part
+of that gradient, and the update uses the mean over the n replicas.
 """
 
 import math
@@ -16,10 +16,10 @@ from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 
 
 class Compressed(DataParallel):
-    """The mean of compressed gradients, the same bits on all replicas.
+    """The mean of compressed gradients; all replicas get the same bits.
 
-    It gets gradients that are already summed over the tensor axis. The compressed units of the
-    logical model are therefore the same in every layout.
+    The input is gradients that are already summed over the tensor axis. The compression blocks of
+    the logical model are therefore the same in every layout.
     """
 
     linear = False
@@ -28,13 +28,15 @@ class Compressed(DataParallel):
         super().__init__(replica)
         self.kinds = kinds_of(replica.config.data_parallel)
         self.compression = Compression(replica)
-        self._midway = False  # True from a change of the feedback's state to the weights' update
+        # True from the change of the error-feedback state to the update of the weights
+        self._midway = False
 
     def reduce(self) -> None:
-        """Replace the gradients by the mean of the replicas' compressed gradients.
+        """Replace the gradients by the mean of the compressed gradients of all replicas.
 
-        If any replica's gradient is not finite, or its square overflows, set all of it to NaN
-        instead: nothing is sent, no memory changes, and every rank skips the step.
+        If any replica's gradient is not finite, or its square overflows, set all gradients to NaN
+        instead: nothing is sent, the error-feedback state does not change, and every rank skips the
+        step.
         """
         gradients = self.replica.buffer.gradients
         if self.replica.axes.world.greatest([self._overflows(gradients)])[0]:
@@ -45,16 +47,16 @@ class Compressed(DataParallel):
         self.bits_per_element = self.compression.bits_per_element
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Note that the weights and the feedback's state belong to the same step again."""
+        """Note that the weights and the error-feedback state belong to the same step again."""
         self._midway = False
 
     @property
     def settled(self) -> bool:
-        """Return True if nothing is under way."""
+        """Return True if no change of the state is incomplete."""
         return not self._midway
 
     def replicas_lost(self) -> None:
-        """Recompute EF21's mean of all estimates over the replicas that are left."""
+        """Recompute the mean of all estimates (of EF21) over the remaining replicas."""
         kinds = self.state.kinds
         if "estimate_mean" in kinds:
             for mean, own in zip(
@@ -66,10 +68,10 @@ class Compressed(DataParallel):
         most = math.sqrt(torch.finfo(gradients.dtype).max) / self.data.size
         if not gradients.numel():
             return False
-        # NaN if any element is NaN; takes no memory
+        # this is NaN if any element is NaN, and takes no memory
         extremes = on_its_way(torch.stack(torch.aminmax(gradients)))
-        # If a gradient overflows, its compressed form may not be sent. To know this, the host
-        # waits once more in this step.
+        # If a gradient overflows, its compressed form must not be sent. To know this, the host
+        # waits for the device a second time in this step.
         self.replica.axes.settle()
         least, greatest = extremes.tolist()
         return not (greatest < most and least > -most)

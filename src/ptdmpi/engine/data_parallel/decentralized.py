@@ -1,4 +1,5 @@
-"""Decentralised SGD: each replica averages with its neighbours on a graph, not with all others."""
+"""Decentralized SGD: each replica averages its weights with its neighbours on a graph, not with all
+replicas."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from ptdmpi.plan.schedule.ops import Op
 
 @dataclass(frozen=True)
 class _Exchange:
-    """A piece of the state, all or part of unit `number`, that is being exchanged with the
-    neighbours."""
+    """An exchange with the neighbours that is not complete. It concerns a piece of the state, which
+    is all or part of shard unit `number`."""
 
     number: int
     own: Tensor
@@ -26,11 +27,11 @@ class _Exchange:
     terms: Sequence[tuple[int | None, float]]
 
     def finish(self) -> None:
-        """Set own to sum_j w_ij x_j over this rank and its sources, added one after the other,
-        ascending."""
+        """Wait for the neighbours' values x_j, and replace `own` by the weighted sum sum_j w_ij x_j
+        over this rank and its sources, added in ascending order."""
         self.handle.wait()
-        # Multiply and add separately. A kernel that fuses the two for some elements only would make
-        # the bits depend on how the state is cut. The send is over, so `own` may change now.
+        # Multiply and add separately. A kernel that fuses the two for only some elements would make
+        # the bits depend on how the state is cut. The send is complete, so `own` may change now.
         terms = [
             (self.own if place is None else self.arrived[place]).mul_(weight)
             for place, weight in self.terms
@@ -43,21 +44,22 @@ class _Exchange:
 
 
 class Decentralized(DataParallel):
-    """Adapt, then combine: x_i <- sum_j w_ij (x_j - rate * update_j), with W a `topology` over the
-    replicas, that of the step if it changes (Lopes and Sayed 2008, IEEE Trans. Signal Process. 56;
-    Chen and Sayed 2012, 60: diffusion). Each replica keeps its own moments, or they are averaged in
-    the same way (`average_moments`). A skipped step averages nothing.
+    """Adapt, then combine (diffusion): x_i <- sum_j w_ij (x_j - rate * update_j). W is a `topology`
+    over the replicas, which may change from step to step (Lopes and Sayed 2008, IEEE Trans. Signal
+    Process. 56; Chen and Sayed 2012, 60). Each replica keeps its own moments, or they are averaged
+    in the same way (`average_moments`). A skipped step averages nothing.
 
-    With `average_every` = H > 0 each H-th step averages over all replicas instead: Gossip-PGA (Chen
-    et al. 2021, arXiv 2105.09080, algorithm 1). Steps are counted from 0, also in a resumed run.
+    With `average_every` = H > 0, each H-th step averages over all replicas instead: Gossip-PGA
+    (Chen et al. 2021, arXiv 2105.09080, algorithm 1). Steps are counted from step 0 of the run,
+    also in a resumed run.
 
-    With `overlap` the exchange of step k continues during the forward of step k + 1: the arrived
-    values of each place (embedding, layers, head) are added when the forward enters it. The values
-    are the same bits as without it; only the time of their arrival differs. Code that reads the
-    state between steps calls `settle` first, which finishes the exchange.
+    With `overlap` the exchange of step k continues during the forward of step k + 1: the values
+    that have arrived for each module (embedding, layer, head) are added when the forward reaches
+    it. The values have the same bits as without `overlap`; only the time of their arrival differs.
+    Code that reads the state between steps calls `settle` first, which finishes the exchange.
 
-    Bits are equal for every t, p and schedule with equal gradients: every operation is element by
-    element, in ascending order of replicas.
+    The bits are the same for every t, p and schedule if the gradients are: every operation is
+    element by element, in ascending order of replicas.
     """
 
     differs = ("replicate",)
@@ -69,7 +71,7 @@ class Decentralized(DataParallel):
         self.topology = topology_of(config)
         check(self.topology)
         self._graphs: list[Neighbourhood] = []
-        if self.topology.period is not None:  # if it is None, each step has its own graph
+        if self.topology.period is not None:  # if it is None, each step has a different graph
             self._graphs = [self._graph(step, True) for step in range(self.topology.period)]
         self._under_way: list[_Exchange] = []
         if self.settings.overlap:
@@ -84,29 +86,29 @@ class Decentralized(DataParallel):
         )
 
     def reduce(self) -> None:
-        """Multiply the gradients by d, to get the gradient of this replica's own mean loss. The
-        mean over replicas is then the gradient of the global batch, with the same weight for each
-        token."""
+        """Multiply the gradients by d, which gives the gradient of this replica's own mean loss.
+        The mean over replicas is then the gradient of the global batch, with the same weight for
+        each token."""
         self.settle()
         self.replica.buffer.gradients.mul_(self.data.size)
 
     def begin_step(self) -> None:
-        """Finish the exchange before the step, except with `overlap`."""
+        """Finish the exchange before the step begins, unless `overlap` is set."""
         if not self.settings.overlap:
             self.settle()
 
     def begin(self, op: Op) -> None:
-        """Test the exchanges under way: MPI makes progress only in its calls."""
+        """Test whether exchanges are complete, because MPI makes progress only in its calls."""
         for exchange in self._under_way:
             exchange.handle.done()
 
     def end(self, op: Op) -> None:
-        """Test the exchanges under way once more, after the op."""
+        """Test again, after the op, whether exchanges are complete."""
         super().end(op)
         self.begin(op)
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Begin the exchange; without `overlap` also finish it."""
+        """Begin the exchange with the neighbours. Without `overlap` also finish it."""
         if skipped:
             return
         every = self.settings.average_every
@@ -121,9 +123,9 @@ class Decentralized(DataParallel):
         places: dict[int, int | None] = {peer: n for n, peer in enumerate(graph.sources)}
         terms = [(places.get(peer), float(weight)) for peer, weight in row.items()]
         for number, part in self._averaged_parts():
-            # `.data` has its own version counter. All places are in one flat tensor, so without it
-            # autograd would take the arrival of a later place for a change of the earlier places
-            # that it has saved.
+            # `.data` has its own version counter. All modules share one flat tensor, so without
+            # `.data` autograd would mistake the arrival of values for a later module for a change
+            # of the weights of earlier modules that it has saved.
             for own in part.data.split(BUCKET_ELEMENTS):
                 exchange = _Exchange(number, own, *graph.gather_begin(own), terms)
                 self._under_way.append(exchange)
@@ -133,7 +135,8 @@ class Decentralized(DataParallel):
             self.settle()
 
     def _averaged_parts(self) -> list[tuple[int, Tensor]]:
-        """Return the parts of the state that are averaged, each with the number of its unit."""
+        """Return the parts of the state that are averaged, each with the number of its shard
+        unit."""
         names = ["weights"]
         if self.settings.average_moments:
             names += self.replica.config.optimizer.moments
@@ -142,15 +145,16 @@ class Decentralized(DataParallel):
 
     @property
     def settled(self) -> bool:
-        """Return True if no exchange is under way."""
+        """Return True if no exchange is incomplete."""
         return not self._under_way
 
     def settle(self) -> None:
-        """Finish all exchanges under way, and update the weights from the masters."""
+        """Finish all exchanges, and update the weights from the master weights."""
         self.arrive(range(len(self.replica.buffer.units)))
 
     def arrive(self, units: Sequence[int]) -> None:
-        """Finish the exchanges of these units, and update their weights from the masters."""
+        """Finish the exchanges of these shard units, and update their weights from the master
+        weights."""
         if not self._under_way:
             return
         wanted = set(units)
@@ -167,20 +171,21 @@ class Decentralized(DataParallel):
 
 
 class _Arriving(Walk):
-    """A walk through a stage's places that waits for the weights of each in forward."""
+    """A pass through the modules of a stage that waits, before the forward of each module, until
+    its averaged weights have arrived."""
 
     def __init__(self, parameters: dict[str, list[Parameter]], method: Decentralized) -> None:
         super().__init__(parameters, None, None, method.replica.buffer)
         self._method = method
 
     def forward(self, place: str) -> None:
-        """Wait for the weights of the place."""
+        """Wait for the weights of the module `place`."""
         self._method.arrive(self._uses[place])
 
     def backward(self, place: str | None) -> None:
-        """Do nothing: every place was in forward before."""
+        """Do nothing: the forward has already waited for every module."""
 
     def enter(self, place: str, x: Tensor) -> Tensor:
-        """Wait for the weights of the place, and return its input unchanged."""
+        """Wait for the weights of the module `place`, and return its input unchanged."""
         self.forward(place)
         return x

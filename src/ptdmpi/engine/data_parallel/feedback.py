@@ -1,5 +1,5 @@
-"""Error feedback: the mean over replicas of their compressed gradients, and the use of what a code
-leaves out, its remainder, by the rule of `error_feedback`."""
+"""Error feedback: the mean over replicas of their compressed gradients, and how the part that a
+code leaves out is used later, by the rule that `error_feedback` names."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,13 +19,14 @@ from ptdmpi.engine.data_parallel.method import Replica
 from ptdmpi.model.random import fold
 from ptdmpi.model.state import Kept, State
 
-# Separates the draws of compression from all other draws of a seed.
+# This number separates the random numbers of compression from all other random numbers of a seed.
 PURPOSE = 1_000_003
 
 
 @dataclass(frozen=True)
 class CompressedTiles:
-    """Some tiles in one step: how their numbers are sent, and the state that is kept of them."""
+    """Some tiles in one step, with everything that is needed to send them, and the state that is
+    kept for them."""
 
     batch: TileBatch
     state: State
@@ -35,16 +36,16 @@ class CompressedTiles:
     rounds: int
 
     def read(self, kind: str) -> Tensor:
-        """Return a copy [tiles, width] of one kind of the state."""
+        """Return a copy [tiles, width] of these tiles of one kind of state."""
         return self.batch.read(self.state.kinds[kind].parts[0])
 
     def write(self, kind: str, values: Tensor) -> None:
-        """Write values [tiles, width] to one kind of the state."""
+        """Write values [tiles, width] to these tiles of one kind of state."""
         self.batch.write(self.state.kinds[kind].parts[0], values)
 
     def code_bytes(self) -> int:
-        """Return the bytes that this replica sends of the tiles, or, for factors and uncompressed
-        tiles, the bytes that are summed."""
+        """Return the number of bytes that this replica sends for the tiles. For factors and
+        uncompressed tiles this is the number of bytes that are all-reduced."""
         size = self.batch.tiles * self.batch.width
         dtype = self.state.buffer.precision.master
         if not isinstance(self.compressor, LowRank):
@@ -62,7 +63,8 @@ class CompressedTiles:
         return Coder(self.compressor, self.batch, self.key, self.rounds)
 
     def mean(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return C(x) of this replica, and the mean of all replicas' C(x), for x [tiles, width]."""
+        """Return C(x) of this replica, and the mean of C(x) over all replicas, for x [tiles,
+        width]."""
         if not isinstance(self.compressor, LowRank):
             return gathered_mean(self.coder, x, self.data)
         if not self.compressor.shrinks(self.batch.lines, self.batch.length):
@@ -70,8 +72,8 @@ class CompressedTiles:
         return self._low_rank_mean(self.compressor, x)
 
     def _low_rank_mean(self, compressor: LowRank, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Do `mean` for the compressor "low_rank". The first lines of a tile in the state
-        "low_rank" keep the factor with which the next step starts."""
+        """Compute `mean` for low-rank compression. In the state "low_rank" the first lines of each
+        tile store the factor with which the next step starts."""
         lines = self.batch.lines
         length = self.batch.length
         rank = compressor.rank
@@ -85,13 +87,13 @@ class CompressedTiles:
 
 
 def plain(place: CompressedTiles, x: Tensor) -> Tensor:
-    """Return the mean of C(x); the remainder is lost."""
+    """Return the mean of C(x). What the code leaves out is lost."""
     return place.mean(x)[1]
 
 
 def mem_sgd(place: CompressedTiles, x: Tensor) -> Tensor:
-    """Return the mean of C(x + error); the remainder of a code is added to the next x (Seide et al.
-    2014; Stich et al. 2018, arXiv 1809.07599, algorithm 1)."""
+    """Return the mean of C(x + error). What the code leaves out becomes the new error, which is
+    added to the next x (Seide et al. 2014; Stich et al. 2018, arXiv 1809.07599, algorithm 1)."""
     x += place.read("error")
     own, mean = place.mean(x)
     place.write("error", x - own)
@@ -99,9 +101,9 @@ def mem_sgd(place: CompressedTiles, x: Tensor) -> Tensor:
 
 
 def double_squeeze(place: CompressedTiles, x: Tensor) -> Tensor:
-    """Return the mean, compressed by the replicas and again by the servers, each with a memory of
-    its own (Tang et al. 2019, arXiv 1905.05957, algorithm 1). With codes of several rounds this is
-    NEOLITHIC (Huang et al. 2022, arXiv 2206.03665, algorithm 2)."""
+    """Return the mean, which the replicas compress and the servers compress again, each with its
+    own stored error (Tang et al. 2019, arXiv 1905.05957, algorithm 1). With codes of several rounds
+    this is NEOLITHIC (Huang et al. 2022, arXiv 2206.03665, algorithm 2)."""
     x += place.read("error")
     left = place.read("server_error")
     own, mean = squeezed_mean(place.coder, x, left, place.data)
@@ -111,9 +113,10 @@ def double_squeeze(place: CompressedTiles, x: Tensor) -> Tensor:
 
 
 def ef21(place: CompressedTiles, x: Tensor) -> Tensor:
-    """Return the mean of the replicas' estimates of their gradients. Each adds C(x - estimate) to
-    its estimate (Richtarik et al. 2021, arXiv 2106.05203, algorithm 2). The paper begins with C of
-    the first gradient, and so do estimates that begin as zero."""
+    """Return the mean of the replicas' estimates of their gradients. Each replica adds C(x -
+    estimate) to its estimate (Richtarik et al. 2021, arXiv 2106.05203, algorithm 2). In the paper
+    the first estimate is C of the first gradient; an estimate that begins as zero gives the
+    same."""
     estimate = place.read("estimate")
     own, change = place.mean(x - estimate)
     place.write("estimate", estimate + own)
@@ -132,7 +135,8 @@ FEEDBACK: Mapping[str, Callable[[CompressedTiles, Tensor], Tensor]] = {
 
 
 def kinds_of(section: DataParallelConfig) -> dict[str, Kept]:
-    """Return the kinds of state that a method of this section keeps of each parameter, by name."""
+    """Return the kinds of state, by name, that a method with this section [data_parallel] keeps for
+    each parameter."""
     return {
         name: Kept(
             () if name in COMMON else ("replicate",),
@@ -143,9 +147,9 @@ def kinds_of(section: DataParallelConfig) -> dict[str, Kept]:
 
 
 class Compression:
-    """The codes of a flat tensor of all parameters of a rank, some tiles after the other.
+    """The compression of a flat tensor of all parameters of a rank, batch by batch.
 
-    `bits_per_element` is that of the last codes; None if there is nothing to encode.
+    `bits_per_element` is the average over the last codes; None if there is nothing to encode.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -155,7 +159,7 @@ class Compression:
         self.data = replica.axes["data"]
         self.compressor = compressor_of(self.section)
         self.bits_per_element: float | None = None
-        # every legal size of the tensor axis divides both (`config.legality`)
+        # every legal size of the tensor axis divides both numbers (`config.legality`)
         most_tensor = math.gcd(config.model.heads, config.model.ffn_hidden)
         self.batches = batches(
             list(slabs(replica.buffer, most_tensor)),
@@ -164,7 +168,8 @@ class Compression:
         )
 
     def places(self, state: State) -> Iterator[CompressedTiles]:
-        """Yield all tiles, with the draws for the number of updates that `state` counts."""
+        """Yield all tiles, batch by batch. Their random numbers depend on the number of updates in
+        `state`."""
         rounds = 1
         if self.section.error_feedback == "neolithic":
             rounds = self.section.rounds
@@ -180,8 +185,8 @@ class Compression:
             self.bits_per_element = 8 * code_bytes / elements
 
     def mean(self, state: State, flat: Tensor) -> None:
-        """Replace each replica's `flat`, in the flat order, by the mean of the decoded codes of all
-        replicas, the same bits on all of them."""
+        """Replace each replica's tensor `flat`, in the order of the flat buffer, by the mean of the
+        decoded codes of all replicas. All of them get the same bits."""
         rule = FEEDBACK[self.section.error_feedback]
         for place in self.places(state):
             place.batch.write(flat, rule(place, place.batch.read(flat)))

@@ -1,4 +1,5 @@
-"""Local steps, then an average: messages once in a round, not once in a step."""
+"""Local SGD: several local steps, then an average, so that replicas communicate once in a round and
+not in every step."""
 
 import torch
 
@@ -8,20 +9,21 @@ from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 
 class Local(DataParallel):
     """Local SGD, or FedAvg (McMahan et al. 2017, arXiv 1602.05629; Stich 2019, arXiv 1805.09767):
-    each replica takes `local_steps` steps of the optimizer on its own samples. Then all continue
-    from the mean of their parameters, and of their moments with `average_moments`.
+    each replica does `local_steps` steps of the optimizer on its own samples. Then all replicas
+    continue from the mean of their parameters, and, with `average_moments`, of their moments.
 
     An outer step (DiLoCo: Douillard et al. 2023, arXiv 2311.08105, algorithm 1) uses the change of
-    the mean in a round as a gradient. `anchor` has the parameters at the beginning of the round,
-    and Nesterov's method with `outer_learning_rate` and `outer_momentum` updates them.
+    the mean in a round as a gradient. `anchor` stores the parameters at the beginning of the round,
+    and Nesterov's method updates them with `outer_learning_rate` and `outer_momentum`.
 
     With a compressor each replica sends a code of its change in the round, and the mean of the
-    decoded codes is used as the change. This is FedPAQ (Reisizadeh et al. 2020, arXiv 1909.13014,
-    algorithm 1). With `error_feedback` = "mem_sgd" it is Qsparse-local-SGD (Basu et al. 2019, arXiv
-    1906.02367, algorithm 1).
+    decoded codes replaces the change of the mean. This is FedPAQ (Reisizadeh et al. 2020, arXiv
+    1909.13014, algorithm 1). With `error_feedback` = "mem_sgd" it is Qsparse-local-SGD (Basu et al.
+    2019, arXiv 1906.02367, algorithm 1).
 
-    Rounds are counted from step 0, also in a resumed run. Bits are equal for every t and p with
-    equal gradients: every operation is element by element, over replicas in ascending order.
+    Rounds are counted from step 0 of the run, also in a resumed run. The bits are the same for
+    every t and p if the gradients are: every operation is element by element, over replicas in
+    ascending order.
     """
 
     differs = ("replicate",)
@@ -35,13 +37,13 @@ class Local(DataParallel):
             self.compression = Compression(replica)
 
     def reduce(self) -> None:
-        """Multiply the gradients by d, to get the gradient of this replica's own mean loss. The
-        mean over replicas is then the gradient of the global batch, with the same weight for each
-        token."""
+        """Multiply the gradients by d, which gives the gradient of this replica's own mean loss.
+        The mean over replicas is then the gradient of the global batch, with the same weight for
+        each token."""
         self.replica.buffer.gradients.mul_(self.data.size)
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Average at the end of a round; all replicas are then equal again, bit by bit."""
+        """Average at the end of a round. All replicas are then equal again, bit by bit."""
         self.bits_per_element = None
         if (step + 1) % self.settings.local_steps:
             return
@@ -58,13 +60,13 @@ class Local(DataParallel):
             self._outer_step()
 
     def _outer_step(self) -> None:
-        """Do a step of torch.optim.SGD with nesterov = True; the gradient is (the parameters at the
-        beginning of the round) - (their mean). It overwrites the gradients."""
+        """Do a step of torch.optim.SGD with nesterov = True. Its gradient is (the parameters at the
+        beginning of the round) - (their mean at the end). This overwrites the gradients."""
         rate = self.settings.outer_learning_rate
         momentum = self.settings.outer_momentum
         kinds = self.state.kinds
         buffer = self.replica.buffer
-        # this method does not divide the flat order into places: it is one part
+        # this method does not divide the flat buffer into several shard units: it is one part
         (master,) = buffer.masters
         (anchor,) = kinds["anchor"].parts
         moved = torch.sub(anchor, master, out=buffer.gradients[: len(master)])

@@ -1,7 +1,8 @@
-"""Sums over the data axis that begin while the last backward is still under way.
+"""Overlap of communication with the last backward: sums of gradients over the data axis that begin
+before it ends.
 
-They need a wire that makes progress in the meantime (`overlaps`). Every unit of the flat order, a
-place of the model such as a layer, is summed as soon as its gradient is complete, in reverse order.
+The overlap needs a transport that makes progress in the meantime (`overlaps`). Every shard unit,
+which is a module such as a layer, is summed as soon as its gradient is complete, in reverse order.
 The replicas execute the same program, so they begin the same sums in the same order.
 """
 
@@ -19,14 +20,14 @@ from ptdmpi.plan.schedule.ops import Op
 
 
 class BegunSums:
-    """The sums of all units of a rank. Each begins once in a step, by a call of `begin` with the
-    gradients and the unit."""
+    """The sums of all shard units of a rank. Each sum begins once in a step, by a call of `begin`
+    with the gradients and the unit."""
 
     def __init__(self, replica: Replica, begin: Callable[[Tensor, Unit], Handle]) -> None:
         self.replica = replica
         self.sum_begin = begin
         self._open: Sequence[int] = ()
-        self._last = False  # True in the backward that completes gradients
+        self._last = False  # True during the backward that completes gradients
         self._looking = False
         self._begun: dict[int, Handle] = {}
         self._units: dict[int, list[int]] = {}
@@ -36,34 +37,33 @@ class BegunSums:
                 self._units[number] = stage.walk.units
 
     def enter(self, op: Op) -> None:
-        """Note that `op` is about to be computed."""
+        """Note that `op` will be computed next."""
         last = op.microbatch == self.replica.schedule.microbatches - 1
         complete = self.replica.schedule.completes_gradients(op)
         self._last = last and complete and not self._looking
         self._open = ()
 
     def leave(self, op: Op) -> None:
-        """Begin the sums of the stage of `op` that have not begun; called after `op` was
-        computed."""
+        """After `op` was computed, begin those sums of its stage that have not begun."""
         if self._last:
             for unit in self._units.get(op.stage, ()):
                 self._begin(unit)
         self._last = False
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """Note the units whose gradients are being computed."""
+        """Note the shard units whose gradients are computed next."""
         self.end()
         self._open = numbers
 
     def end(self) -> None:
-        """Begin the sums of the units that were being computed."""
+        """Begin the sums of the shard units whose gradients have just been computed."""
         if self._last:
             for unit in self._open:
                 self._begin(unit)
         self._open = ()
 
     def finish(self) -> None:
-        """Begin the sums of the last units."""
+        """Begin the sums of the last shard units."""
         self.end()
 
     def forget(self) -> None:
@@ -71,8 +71,8 @@ class BegunSums:
 
     @contextlib.contextmanager
     def looked_at(self, look: Callable[[Parameter], None]) -> Iterator[None]:
-        """Begin no sums within the context, so that the gradients at the end of an op are this
-        rank's."""
+        """Begin no sums within the context, so that at the end of an op the buffer has the
+        gradients of this rank alone."""
         self._looking = True
         try:
             yield
@@ -86,7 +86,7 @@ class BegunSums:
         self._begun = {}
 
     def complete(self) -> None:
-        """Begin the sums that have not begun, and wait for all units."""
+        """Begin the sums that have not begun, and wait until all are complete."""
         for unit in range(len(self.replica.buffer.gradient_units)):
             self._begin(unit)
         self.wait()

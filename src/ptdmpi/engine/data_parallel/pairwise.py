@@ -1,5 +1,5 @@
-"""The sum of all gradients by messages between pairs of ranks. The result has the same bits as that
-of `all_reduce`, and the cost is that of the algorithms in textbooks."""
+"""Sums of all gradients by messages between pairs of ranks. The result has the same bits as that of
+`all_reduce`, and the cost is that of the algorithms in textbooks."""
 
 from collections.abc import Iterator
 
@@ -11,19 +11,20 @@ from ptdmpi.plan.layout.run_method import MESSAGE_ELEMENTS
 
 
 class Ring(DataParallel):
-    """A reduction and a gather around a ring (Patarasuk and Yuan 2009): each rank sends at
-    most 2 (n - 1) messages, each a part of 1 / (n - 1).
+    """A reduction and then a gather around a ring (Patarasuk and Yuan 2009): each rank sends at
+    most 2 (n - 1) messages, and each message is a part of 1 / (n - 1) of the gradients.
 
-    The textbook's ring begins part c at rank c, and so adds each part in another order. Here every
-    part begins at rank 0 and ends at rank n - 1, in ascending order, one after the other; then the
-    sums go from there to 0, 1, .., n - 2. All ranks together send as many bytes as in the textbook,
-    2 (n - 1) times the gradients. But each rank sends them twice, not 2 (n - 1) / n times, except
-    ranks n - 2 and n - 1, which send them once. For n = 3 and parts a and b:
+    In the textbook, the ring begins part c at rank c, and so adds the parts in different orders.
+    Here every part begins at rank 0 and ends at rank n - 1, so that all are added in ascending rank
+    order; then the sums go from there to 0, 1, .., n - 2. All ranks together send as many bytes as
+    in the textbook, 2 (n - 1) times the gradients. But each rank sends the gradients twice, not 2
+    (n - 1) / n times, except ranks n - 2 and n - 1, which send them once. For n = 3 and parts a and
+    b:
 
         0 -a0-> 1 -a01-> 2      0 -b0-> 1 -b01-> 2       then      2 -a-> 0 -a-> 1      2 -b-> ..
 
-    The gather begins when all of the reduction is over. So no rank waits for a rank that waits for
-    it, even if a send ends only when its receive begins.
+    The gather begins when the reduction is complete. So ranks cannot wait for each other in a
+    circle, even if a send completes only when its receive begins.
     """
 
     def reduce(self) -> None:
@@ -66,9 +67,9 @@ class Ring(DataParallel):
 
 
 class ParameterServer(DataParallel):
-    """A server, data rank 0: it receives the gradients of the other ranks, one after the other,
-    adds them in rank order, and sends the sum to each of them (Li et al. 2014). It sends and
-    receives n - 1 times the gradients; each other rank sends and receives them once."""
+    """A parameter server on data rank 0: it receives the gradients of the other ranks, one after
+    the other, adds them in rank order, and sends the sum to each of them (Li et al. 2014). It sends
+    and receives n - 1 times the gradients; each other rank sends and receives them once."""
 
     def reduce(self) -> None:
         """Replace the gradients by their sum over data ranks."""

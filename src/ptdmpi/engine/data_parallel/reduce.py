@@ -1,5 +1,5 @@
-"""Methods that sum the gradients of all replicas before each update: replicas stay equal, bit by
-bit."""
+"""Methods that sum the gradients of all replicas before each update, so that replicas stay equal,
+bit by bit."""
 
 import itertools
 from collections.abc import Callable
@@ -18,23 +18,23 @@ Begin = Callable[[Tensor, Unit], Handle]
 
 
 class EarlySums(DataParallel):
-    """A method whose sums begin within the last backward, so that communication overlaps with
-    it."""
+    """A method whose sums begin during the last backward, so that communication overlaps with
+    computation."""
 
     by_unit = True
 
     def __init__(self, replica: Replica, begin: Begin | None) -> None:
         super().__init__(replica)
         self.sums: BegunSums | None = None
-        # if this rank's own gradient is measured, no sum begins before it is complete
+        # if this rank's own gradient is measured, no sum begins before that gradient is complete
         whole = replica.config.log.gradient_noise_every_steps > 0
         everybody = replica.axes[LOSSES]
         if begin is not None and everybody.overlaps and everybody.size > 1 and not whole:
             self.sums = BegunSums(replica, begin)
 
     def groups(self, unit: Unit, done: tuple[str, ...] = ()) -> list[Communicator]:
-        """Return the groups over which a unit's gradients are summed, one after the other; `done`
-        are the axes over which they are already summed."""
+        """Return the groups over which the gradients of a shard unit are summed, one after the
+        other. `done` are the axes over which they are already summed."""
         axes = self.replica.axes
         without = {*unit.apart, *done}
         if not without:
@@ -42,12 +42,12 @@ class EarlySums(DataParallel):
         return [axes[axis] for axis in axes.grid.along(LOSSES) if axis not in without]
 
     def begin_step(self) -> None:
-        """Wait for sums that a step without `reduce` has left under way."""
+        """Wait for sums that an earlier step without `reduce` has begun."""
         if self.sums is not None:
             self.sums.wait()
 
     def begin(self, op: Op) -> None:
-        """Note that `op` begins; sums may begin within it."""
+        """Note that `op` begins. Sums may begin while it runs."""
         if self.sums is not None:
             self.sums.enter(op)
 
@@ -58,15 +58,15 @@ class EarlySums(DataParallel):
 
 
 class AllReduce(EarlySums):
-    """The sum over the data axis, in ascending data rank; each rank adds its microbatches in the
-    order of the schedule."""
+    """The sum of gradients over the data axis, in ascending rank order. Each rank adds its
+    microbatches in the order of the schedule."""
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica, self._begin)
 
     def reduce(self) -> None:
         """Sum the gradients over data ranks, or complete the sums that were begun. Neighbouring
-        parameters of the flat buffer that are summed over the same ranks share one sum."""
+        parameters of the flat buffer that are summed over the same ranks share one all-reduce."""
         if self.sums is not None:
             self.sums.complete()
             return
@@ -84,11 +84,12 @@ class AllReduce(EarlySums):
 
 
 class Sharded(EarlySums):
-    """The sum over the data axis, of which each rank of a shard group gets its part (`zero`).
-    Gradients are summed first within the group, then over the groups, each in ascending rank.
+    """The sum of gradients over the data axis, of which each rank of a shard group gets its part
+    (`zero`). Gradients are summed first within the shard group, then over the groups, each in
+    ascending rank order.
 
-    With `zero` = 1 the gradients are whole and are reduced unit by unit, here or during the last
-    backward. Otherwise each gradient was reduced as it was computed.
+    With `zero` = 1 the gradients are unsharded, and are reduced one shard unit at a time, here or
+    during the last backward. With higher `zero` each gradient was reduced when it was computed.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -99,7 +100,7 @@ class Sharded(EarlySums):
         return self.replica.buffer.portion.group.reduce_scatter_in_place(gradients)
 
     def reduce(self) -> None:
-        """Put the sums into `buffer.reduced`; all other elements of the gradients are undefined
+        """Write the sums to `buffer.reduced`. All other elements of the gradients are undefined
         afterwards."""
         buffer = self.replica.buffer
         if self.sums is not None:
@@ -114,18 +115,18 @@ class Sharded(EarlySums):
 
 
 class TreeSum(DataParallel):
-    """The sum over the global batch's microbatches along one fixed binary tree.
+    """The sum of gradients over the microbatches of the global batch along one fixed binary tree.
 
-    Microbatches are the leaves 0 .. M-1; node (k, j) covers the leaves [j 2^k, (j+1) 2^k) and is
-    the sum of its two children, or its only child if the other is empty. The assignment of leaves
-    to ranks does not change the tree, nor therefore any bit of the sum. Each stage keeps at most
-    log2(m) + 1 partial sums; every data rank sends its part of the tree to all others.
+    Microbatches are the leaves 0 .. M-1. Node (k, j) covers the leaves [j 2^k, (j+1) 2^k) and is
+    the sum of its two children, or its only child if the other is empty. The tree, and so every bit
+    of the sum, is independent of which rank has which leaves. Each stage stores at most log2(m) + 1
+    partial sums; every data rank sends its part of the tree to all others.
     """
 
     def __init__(self, replica: Replica) -> None:
         super().__init__(replica)
         self.leaves = replica.schedule.microbatches * self.data.size
-        # the gradients of each stage, which are copied from the flat buffer into one leaf
+        # the gradients of each stage, which are copied from the flat buffer into a leaf
         self.views = {
             number: [weight.main_grad for _, weight in stage.trained_parameters()]
             for number, stage in replica.stages.items()
@@ -136,27 +137,28 @@ class TreeSum(DataParallel):
         }
 
     def begin_step(self) -> None:
-        """Remove the nodes that a step without `reduce` has left."""
+        """Remove the nodes that an earlier step without `reduce` has left."""
         for nodes in self._nodes.values():
             nodes.clear()
 
     def leaf(self, stage: int, microbatch: int) -> None:
-        """Move the gradient of one microbatch from the buffer into the stage's tree."""
-        if stage not in self.views:  # no parameter of it trains
+        """Move the gradient of one microbatch from the buffer into the tree of its stage."""
+        if stage not in self.views:  # no parameter of this stage trains
             return
         leaf = self.data.rank * self.replica.schedule.microbatches + microbatch
-        # a copy: a node of the tree is kept while the buffer gets the next leaf
+        # copy it: a node of the tree must stay while the buffer gets the next leaf
         value = torch.cat([view.flatten() for view in self.views[stage]])
         for view in self.views[stage]:
-            view.zero_()  # the next microbatch is a leaf of its own
+            view.zero_()  # the next microbatch is a separate leaf
         self._merge(self._nodes[stage], (0, leaf), value)
 
     def reduce(self) -> None:
-        """Join the data ranks' parts of the tree and put its root into the buffer."""
+        """Join the parts of the tree that the data ranks have, and copy its root into the
+        buffer."""
         for stage, nodes in self._nodes.items():
             mine = dict(nodes)
             nodes.clear()
-            # all ranks go through ranks and nodes in the same order, so that broadcasts match
+            # all ranks visit ranks and nodes in the same order, so that broadcasts match
             for rank, keys in enumerate(self.data.all_gather_object(sorted(mine))):
                 for key in keys:
                     here = rank == self.data.rank
@@ -175,7 +177,8 @@ class TreeSum(DataParallel):
     def _merge(
         self, nodes: dict[tuple[int, int], Tensor], key: tuple[int, int], value: Tensor
     ) -> None:
-        """Add a node and climb as long as its sibling is present or cannot exist."""
+        """Add a node to the tree, and merge it upwards as long as its sibling is present or cannot
+        exist."""
         level, index = key
         while (1 << level) < self.leaves:
             sibling = index ^ 1
@@ -183,7 +186,8 @@ class TreeSum(DataParallel):
                 if (level, sibling) not in nodes:
                     break
                 other = nodes.pop((level, sibling))
-                # always left child + right child: their order of arrival depends on the layout
+                # always left child + right child, because their order of arrival depends on the
+                # layout
                 value = other.add_(value) if sibling < index else value.add_(other)
             level = level + 1
             index = index // 2

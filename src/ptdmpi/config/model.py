@@ -11,6 +11,7 @@ from ptdmpi.config.choices import CodesName
 from ptdmpi.config.section import (
     MOST,
     Bound,
+    FileName,
     Fraction,
     NonNegative,
     Positive,
@@ -132,6 +133,10 @@ class ModelConfig(Section):
     sliding_layers: Bound[
         Literal["all", "even"] | Annotated[tuple[NonNegative, ...], Field(strict=False)]
     ] = "all"
+    sublayers: Bound[Annotated[tuple[FileName, ...], Field(min_length=1, strict=False)]] = (
+        "attention",
+        "mlp",
+    )
     block_norm: Bound[Literal["pre", "post", "sandwich"]]
     embedding_norm: Bound[bool]
     output_head: Bound[Literal["linear", "mlm", "classes"]]

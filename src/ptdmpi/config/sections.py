@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from ptdmpi.base.plugins import plugin
 from ptdmpi.config.choices import OffloadName, RecomputeMode, ScheduleName, default_schedule
 from ptdmpi.config.model import MASK_FRACTION
 from ptdmpi.config.precision import PRECISIONS, PrecisionName
@@ -45,6 +46,7 @@ class RunConfig(Section):
     threads: Reported[Annotated[int, Field(ge=1, le=1024)]] = 1
     reproducible: Reported[bool] = False
     compile: Reported[bool] = False
+    loss: Reported[str] = ""
     kernels: Free[Literal["kept", "anew"]] = "kept"
     max_minutes: Free[Annotated[float, Field(ge=0)]] = 0.0
     stall_s: Free[Annotated[float, Field(ge=0)]] = 600.0
@@ -151,9 +153,10 @@ class OptimizerConfig(Section):
     the layers' matrices with AdamW on the rest (Jordan et al. 2024); warm-up, decay and clipping.
     `decay_steps`: how many steps `decay = "wsd"` ends with, or which share of all. `muon_scale`:
     how long an orthogonal update is, by torch.optim.Muon's names. `ema_decay` above 0: the state
-    has the weights' moving average, too."""
+    has the weights' moving average, too. `kind = "own"`: the optimizer that `own` names."""
 
-    kind: Reported[Literal["adamw", "sgd", "lion", "muon"]] = "adamw"
+    kind: Reported[Literal["adamw", "sgd", "lion", "muon", "own"]] = "adamw"
+    own: Reported[str] = ""
     learning_rate: Reported[Annotated[float, Field(gt=0)]] = 3e-4
     min_learning_rate: Reported[Annotated[float, Field(ge=0)]] = 0.0
     warmup_steps: Reported[NonNegative] = 0
@@ -190,6 +193,8 @@ class OptimizerConfig(Section):
                 return (MOMENTUM,)
             case "sgd":
                 return ()
+            case "own":
+                return tuple(plugin("optimizers", self.own).moments)
         return ("exp_avg",)
 
     @property

@@ -31,7 +31,7 @@ from ptdmpi.model.flat import ALL, Portion
 from ptdmpi.model.kernels import Kernels, compiler
 from ptdmpi.model.kernels import compute_by as hand
 from ptdmpi.model.kernels.choice import HostChoice
-from ptdmpi.model.output.losses import TASK, SummedLoss, kinds_of, weights
+from ptdmpi.model.output.losses import COUNT, TASK, SummedLoss, kinds_of, weights
 from ptdmpi.model.parameters import data_types
 from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.sharded import GatheredWeights, ReducedGradients, Walk
@@ -118,7 +118,7 @@ class Engine:
         )
         self.context = ContextAxis(axes["context"])
         self.stages = _stages(config, axes, vocab_size, self.schedule, context=self.context)
-        self.losses = kinds_of(config.model)  # the losses by name
+        self.losses = kinds_of(config.model, own_loss=bool(config.run.loss))  # by name
         tensor = axes["tensor"]
         portion = Portion(tensor.rank, tensor.size, config.parallel.zero, axes["shard"])
         overlaps = _sums_early(config, axes)
@@ -175,14 +175,14 @@ class Engine:
         results."""
         watch = self.stopwatch()
         before = self.axes.traffic()
-        scale = self.loss_scale.value
-        counts, passes = self.accumulate(step, batches, watch)
+        loss_scale = self.loss_scale.value
+        passes, counts, scale = self.accumulate(step, batches, watch)
         valid = counts[TASK] or 1.0
         with watch.span("reduce"):
             own = self.reduction.reduce(step)
         rate = learning_rate(self.config.optimizer, step, self.config.run.steps)
         with watch.span("optimizer"):
-            # the norm, and so clipping, uses the gradients without fp16's loss scale
+            # the norm, and so clipping, is of the gradients of the mean loss
             self.optimizer.expect(scale)
             arriving = self._arriving(passes, *own, self.reduction.global_norm())
             # The host waits for the device only here (and if gradients are compressed): it decides
@@ -218,7 +218,7 @@ class Engine:
             loss=loss,
             grad_norm=agreed_norm,
             learning_rate=rate,
-            loss_scale=scale,
+            loss_scale=loss_scale,
             skipped=skipped,
             overflow=overflow,
             compute_s=compute_s,
@@ -237,18 +237,21 @@ class Engine:
 
     def accumulate(
         self, step: int, batches: Sequence[Microbatch], watch: Stopwatch
-    ) -> tuple[dict[str, float], list[MicrobatchPass]]:
-        """Run forward and backward of all microbatches, and leave the sums of their gradients, over
-        the microbatches of this rank, in the buffer.
+    ) -> tuple[list[MicrobatchPass], dict[str, float], float]:
+        """Run forward and backward of all microbatches, and leave the sums of their gradients on
+        this rank in the buffer.
 
-        Return two values: the number of terms of each loss in the global batch, by name, and the
-        microbatches. These contain their losses if this rank has the last stage.
+        Return the microbatches, which have their losses if this rank has the last stage; the number
+        of terms of each loss in the global batch, by name; and the factor by which the gradients
+        are larger than those of the mean loss: fp16's loss scale, and for a loss of the user's own
+        the number of its terms over the number of tokens.
         """
         # Count the terms before anything runs: gradients are weighted by 1 / valid as they are
         # computed, so microbatches with unequal numbers of tokens need no further weights in any
         # sum. (The loss of a batch without valid tokens is 0, not 0 / 0.)
         counts = self._counts(batches)
-        scale = self.loss_scale.value / (counts[TASK] or 1.0)
+        tokens = counts[TASK] or 1.0
+        scale = self.loss_scale.value / tokens
         by_name = weights(counts)
         passes = [
             MicrobatchPass(number, batch, step, scale, by_name)
@@ -257,7 +260,8 @@ class Engine:
         self.policy.begin_step()
         self.buffer.gradients.zero_()
         self.runner.run(self.schedule, self.program, passes, watch)
-        return counts, passes
+        counts = self._with_own_count(counts, passes)
+        return passes, counts, self.loss_scale.value * ((counts[TASK] or 1.0) / tokens)
 
     def evaluate(self, batches: Sequence[Microbatch]) -> dict[str, SummedLoss]:
         """Return the losses, by name, of the `batches` of all data ranks, without training. They
@@ -271,7 +275,7 @@ class Engine:
         arriving = self._arriving(passes)
         self.axes.settle()
         sums = self._summed(arriving.tolist())
-        return _named(sums, self._counts(batches))
+        return _named(sums, self._with_own_count(self._counts(batches), passes))
 
     def _counts(self, batches: Sequence[Microbatch]) -> dict[str, float]:
         """Return the number of terms of each loss in the global batch, by name; equal on all
@@ -284,6 +288,17 @@ class Engine:
         }
         every = self.axes[LOSSES].all_gather_object(mine)
         return {name: sum(counts[name] for counts in every) for name in self.losses}
+
+    def _with_own_count(
+        self, counts: dict[str, float], passes: Sequence[MicrobatchPass]
+    ) -> dict[str, float]:
+        """Return the counts with that of the task, if it is the user's own loss, as the loss itself
+        has counted; the host waits for it."""
+        if COUNT not in self.losses:
+            return counts
+        arriving = self._arriving(passes)
+        self.axes.settle()
+        return {**counts, TASK: self._summed(arriving.tolist())[COUNT]}
 
     def _arriving(self, passes: Sequence[MicrobatchPass], *more: Tensor) -> Tensor:
         """Begin to copy the losses of this rank's microbatches, and the tensors `more`, to the host

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from ptdmpi.base.plugins import plugin
 from ptdmpi.config import OptimizerConfig
 from ptdmpi.engine.offload import Alike
 
@@ -91,9 +92,15 @@ def lion_update(config: OptimizerConfig, group: Alike, rate: float, updates: Ten
             kept.mul_(config.beta2).add_(gradient, alpha=1 - config.beta2)
 
 
+def own_update(config: OptimizerConfig, group: Alike, rate: float, updates: Tensor) -> None:
+    """Do the update of the user's own optimizer, `optimizer.own`."""
+    plugin("optimizers", config.own).update(config, group, rate, updates)
+
+
 UPDATES: Mapping[str, Callable[[OptimizerConfig, Alike, float, Tensor], None]] = {
     "adamw": adamw_update,
     "sgd": sgd_update,
     "lion": lion_update,
+    "own": own_update,
     "muon": adamw_update,  # for the parameters that `engine/muon.py` does not update
 }

@@ -33,7 +33,7 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.attention import Attend, GatherKeys, SplitHeads
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
-from ptdmpi.plan.layer.operator import Operator
+from ptdmpi.plan.layer.operator import Operator, OwnOperator
 from ptdmpi.plan.layer.products import Multiply
 
 
@@ -289,6 +289,13 @@ def _residual(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Te
     return lambda x, y, context: x + drop_hidden(y, context, rate, place, build.axis)
 
 
+def _own(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
+    assert isinstance(row, OwnOperator)
+    module: nn.Module = row.module(build)
+    add(owner, row.name, module)
+    return module
+
+
 Maker = Callable[[nn.Module, Operator, Build], Callable[..., Tensor | tuple[Tensor, ...]]]
 # Kind of row -> what makes and registers its module. A new kind of operator has a line here.
 MAKERS: Mapping[type[Operator], Maker] = {
@@ -300,6 +307,12 @@ MAKERS: Mapping[type[Operator], Maker] = {
     Activate: _activation,
     AddResidual: _residual,
 }
+
+
+def maker_of(row: Operator) -> Maker:
+    """Return what makes and registers the module of a row: a row of a sublayer of the user's own
+    makes its module itself."""
+    return _own if isinstance(row, OwnOperator) else MAKERS[type(row)]
 
 
 def add(owner: nn.Module, name: str, module: nn.Module) -> None:
@@ -317,7 +330,7 @@ def install(owner: nn.Module, rows: Sequence[Operator], build: Build) -> tuple[R
     steps = []
     for number, row in enumerate(rows):
         last = frozenset(name for name in row.inputs if not _read_after(rows[number + 1 :], name))
-        steps.append(RowStep(row, MAKERS[type(row)](owner, row, build), last))
+        steps.append(RowStep(row, maker_of(row)(owner, row, build), last))
     return tuple(steps)
 
 

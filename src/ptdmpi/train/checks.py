@@ -19,6 +19,7 @@ from ptdmpi.config import (
 from ptdmpi.config.adapt import WHOLE
 from ptdmpi.config.configuration import Sections
 from ptdmpi.config.files import parsed
+from ptdmpi.data.own import is_own
 from ptdmpi.data.shards import Dataset, find_shards, verify
 from ptdmpi.evaluate import tasks
 from ptdmpi.evaluate.labelled import items
@@ -92,6 +93,7 @@ def checked_data(config: Config) -> int:
     course = Course(config, begun(config, source.train))
     if config.data.verify == "start" and config.task.kind == "none":
         paths = [*(part.path for part in config.data.train), *config.data.valid_paths]
+        paths = [path for path in paths if not is_own(path)]
         mistakes += _mistakes([partial(_verify, path) for path in dict.fromkeys(paths)])
     if config.data.change != FROM_HERE:  # else samples are counted from the step of the checkpoint
         mistakes += _mistakes([course.check])
@@ -126,7 +128,7 @@ def _section_checks(sections: Sections) -> Iterator[Callable[[], object]]:
         for path in dict.fromkeys(paths):
             if task is not None and task.kind != "none":
                 yield partial(items, Path(path), task)
-            else:
+            elif not is_own(path):
                 yield partial(_dataset, path, sections.model)
     adapt = sections.adapt
     if adapt is not None and adapt.adapts:

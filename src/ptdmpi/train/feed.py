@@ -24,6 +24,7 @@ from ptdmpi.data.documents import (
 from ptdmpi.data.labelled import LabelledBatches, in_order
 from ptdmpi.data.masked import MaskedSamples
 from ptdmpi.data.order import SampleOrder
+from ptdmpi.data.own import is_own
 from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate.labelled import read
 from ptdmpi.inference.tensors import as_tensors
@@ -31,6 +32,7 @@ from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import Samples, begun
 from ptdmpi.model.batch import Microbatch, Placing
 from ptdmpi.model.sequence.context import ContextAxis
+from ptdmpi.train.own_source import OwnSource
 from ptdmpi.train.tasks.files import task_framing
 
 if TYPE_CHECKING:  # its import starts MPI, and data is also opened without MPI
@@ -231,6 +233,8 @@ def source_of(config: Config) -> SampleSource:
         return TaskSource(config)
     if config.model.classifies:
         raise InputError('model.output_head = "classes" is trained by a [task]')
+    if any(is_own(part.path) for part in config.data.train):
+        return OwnSource(config)
     return ShardSource(config)
 
 

@@ -1,17 +1,19 @@
 """A training run as an object that yields its steps, so that a program can write the loop."""
 
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from ptdmpi.base.plugins import name_of
 from ptdmpi.comm import ulfm
 from ptdmpi.comm.world import Axes, World, end_together
 from ptdmpi.config import Config, load, with_values
+from ptdmpi.model.output.own import LossInput
 from ptdmpi.model.state import State
 from ptdmpi.train.checks import checked
 from ptdmpi.train.hooks import Hook, Hooks
@@ -50,13 +52,18 @@ class Run:
         config: str | Path | Mapping[str, Any],
         settings: Mapping[str, Any] | None = None,
         *,
+        loss: Callable[[LossInput], tuple[Tensor, Tensor | float]] | None = None,
+        data: type | None = None,
+        optimizer: type | None = None,
         hooks: Sequence[Hook] = (),
         launch: Launch | None = None,
     ) -> None:
         """Prepare the run, and load its state.
 
         `config` is a TOML file, or its sections. `settings` replace values by their names, such as
-        "run.steps". `hooks` are called at each step, validation, save and stop. `launch` has the
+        "run.steps". `loss`, `data` and `optimizer` are the user's own, defined at the top of a
+        module; they set the keys `run.loss`, `data.train` and `optimizer.own` to their names.
+        `hooks` are called at each step, validation, save and stop. `launch` has the
         ranks and the signals of a caller who already has them. Otherwise the run takes all ranks,
         and handles signals while it lasts. Raises InputError, on all ranks, if the run cannot
         begin. If one rank does not catch an exception, all ranks end.
@@ -66,7 +73,8 @@ class Run:
         self._launch = _all_ranks() if launch is None else launch
         try:
             world = self._launch.world
-            tree = world.on_root(lambda: with_values(_tree(config), settings or {}))
+            named = _named(loss, data, optimizer)
+            tree = world.on_root(lambda: with_values(_tree(config), {**named, **(settings or {})}))
             self.config: Config = world.on_root(lambda: checked(tree, world.size, world.local_size))
             self._hooks = Hooks(hooks)
             self._survivors: Survivors | None = None
@@ -198,6 +206,20 @@ def _all_ranks() -> Launch:
     world = World()
     end_together(world)
     return Launch(world, signals)
+
+
+def _named(loss: Any, data: Any, optimizer: Any) -> dict[str, Any]:
+    """Return the keys that name the user's own loss, data and optimizer, as far as they are given.
+    Raises InputError for an object that cannot be imported by its name."""
+    named: dict[str, Any] = {}
+    if loss is not None:
+        named["run.loss"] = name_of(loss)
+    if data is not None:
+        named["data.train"] = [{"path": name_of(data)}]
+    if optimizer is not None:
+        named["optimizer.kind"] = "own"
+        named["optimizer.own"] = name_of(optimizer)
+    return named
 
 
 def _tree(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,7 @@ of each channel, between two linears.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import pytest
@@ -18,23 +17,22 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.model import operators as modules
-from ptdmpi.model.operators import add
 from ptdmpi.model.parameters import Split, declare
 from ptdmpi.plan.cost.layer import LayerTimes
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.account import Item, Kernel, MemoryPass
-from ptdmpi.plan.layer.operator import Operator
+from ptdmpi.plan.layer.operator import OwnOperator
 from ptdmpi.plan.layer.parts import Linear, Part, Table
 from ptdmpi.plan.layer.sizes import Sizes
-from ptdmpi.plan.machine.cluster import load_cluster, load_model
+from ptdmpi.plan.machine.cluster import Model, load_cluster, load_model
 from ptdmpi.plan.machine.measured import machine_of
 from ptdmpi.plan.shape.flops import model_flops
 from ptdmpi.plan.shape.parameters import layer_elements
 from tests._configs import layout, small
 from tests._engines import build, steps_of
 from tests._layers import tensor_axis
-from tests.model.layer.test_rows import wrong
+from tests.model.layer.test_rows import SHAPES, wrong
 from tests.parallel import parallel
 
 TAPS = 3
@@ -43,10 +41,13 @@ WIDTH = 16
 
 # 1. The row: what it is called, its parts, and its account.
 @dataclass(frozen=True)
-class Convolve(Operator):
+class Convolve(OwnOperator):
     """[s, b, 2 w/t] -> [s, b, w/t]: a causal filter of one half, gated by the other."""
 
     taps: Table
+
+    def module(self, build: modules.Build) -> nn.Module:
+        return Convolution(self, build.axis.size)
 
     def parts(self) -> dict[str, Part]:
         return {self.name: self.taps}
@@ -76,9 +77,9 @@ class Convolve(Operator):
         return 3 * self._elements(sizes) * sizes.compute_bytes
 
 
-# 2. The module that computes it, and its line in the table of makers.
+# 2. The module that computes it.
 class Convolution(nn.Module):
-    def __init__(self, row: Convolve, tensor: int) -> None:
+    def __init__(self, row: "Convolve", tensor: int) -> None:
         super().__init__()
         split = Split(0, (row.taps.rows,))
         shape = (row.taps.rows, row.taps.hidden)
@@ -93,14 +94,7 @@ class Convolution(nn.Module):
         return gate * total
 
 
-def make_convolution(owner: nn.Module, row: Operator, build: modules.Build) -> nn.Module:
-    assert isinstance(row, Convolve)
-    module = Convolution(row, build.axis.size)
-    add(owner, row.name, module)
-    return module
-
-
-# 3. The sublayer, in the list of a layer's sublayers.
+# 3. The sublayer, whose name the model has among its sublayers.
 def convolution(build: describe.LayerBuild) -> describe.Sublayer:
     model = build.model
     up = Linear(model.hidden, (WIDTH, WIDTH), False, model.init_std, "columns")
@@ -115,32 +109,27 @@ def convolution(build: describe.LayerBuild) -> describe.Sublayer:
     )
 
 
-@contextmanager
-def with_convolution() -> Iterator[None]:
-    """Every layer has the sublayer between attention and MLP."""
-    attention, mlp = describe.SUBLAYERS
-    with ExitStack() as stack:
-        makers = {**modules.MAKERS, Convolve: make_convolution}
-        stack.enter_context(mock.patch.object(modules, "MAKERS", makers))
-        sublayers = (attention, convolution, mlp)
-        stack.enter_context(mock.patch.object(describe, "SUBLAYERS", sublayers))
-        yield
+SUBLAYERS = ("attention", f"{__name__}:convolution", "mlp")
+
+
+def convolved(model: ModelConfig) -> ModelConfig:
+    """The model with the convolution between attention and MLP."""
+    return model.model_copy(update={"sublayers": SUBLAYERS})
 
 
 def test_the_planner_counts_prices_and_holds_it():
     model = load_model("l=4,h=512,a=8,s=128")
     machine = machine_of(load_cluster("dgx-h100"), "bf16", 2)
 
-    def account() -> tuple[int, float, int]:
+    def account(model: Model) -> tuple[int, float, int]:
         times = LayerTimes(machine, model, Layout(2, 1, 1))
         kept = MemoryModel(model.config, model.vocab_size, "bf16").stages.kept_bytes(
             Layout(2, 1, 1), 0
         )
         return layer_elements(model.config), times.forward.compute, kept
 
-    without = account()
-    with with_convolution():
-        with_it = account()
+    without = account(model)
+    with_it = account(replace(model, config=convolved(model.config)))
     norm, linears, taps = 2 * 512, 3 * WIDTH * 512, WIDTH * TAPS
     assert with_it[0] - without[0] == norm + linears + taps
     assert with_it[1] > without[1] and with_it[2] > without[2]
@@ -153,8 +142,7 @@ def test_its_flops_count_twice_backward_only_if_it_trains():
     frozen = model.config.adapted(AdaptConfig(method="lora", rank=4))
     for config, times in ((model.config, 3), (frozen, 2)):
         without = model_flops(config, model.vocab_size, 1)
-        with with_convolution():
-            assert model_flops(config, model.vocab_size, 1) - without == times * each
+        assert model_flops(convolved(config), model.vocab_size, 1) - without == times * each
 
 
 @pytest.mark.parametrize("taken", [0, 1, 2, 3])
@@ -164,20 +152,21 @@ def test_a_mask_number_that_is_taken_is_refused(taken):
     def same_place(build: describe.LayerBuild) -> describe.Sublayer:
         return build.sublayer("other", taken, *convolution(build).operators[1:-1])
 
-    sublayers = (*describe.SUBLAYERS, same_place)
+    sublayers = {**describe.SUBLAYERS, "other": same_place}
+    model = small({}).model.model_copy(update={"sublayers": ("attention", "mlp", "other")})
     with (
         mock.patch.object(describe, "SUBLAYERS", sublayers),
         pytest.raises(ValueError, match=rf"other\.residual has the number {taken} of .*another"),
     ):
-        describe.layer(small({}).model)
+        describe.layer(model)
 
 
 @parallel(ranks=[1, 2])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_its_rows_do_what_they_say(comm, sequence_parallel):
     """All rows but the dummy's own, whose filter is three kernels of PyTorch, are exact."""
-    with with_convolution():
-        mistakes = wrong("gpt", tensor_axis(comm, sequence_parallel))
+    with mock.patch.dict(SHAPES, convolved={"model.sublayers": SUBLAYERS}):
+        mistakes = wrong("convolved", tensor_axis(comm, sequence_parallel))
     assert [text for text in mistakes if not text.startswith("convolution.filter")] == []
 
 
@@ -187,9 +176,9 @@ def test_it_trains_alike_in_every_layout(comm):
 
     layouts = {1: {}, 2: layout(t=2), 4: layout(t=2, p=2)}
     changes = {"model.layers": 2, "precision.compute": "fp64", "batch.global_size": 4}
-    with with_convolution():
-        losses = losses_of(comm, changes | layouts[comm.size])
-        alone = losses_of(MPI.COMM_SELF, changes)
+    changes |= {"model.sublayers": SUBLAYERS}
+    losses = losses_of(comm, changes | layouts[comm.size])
+    alone = losses_of(MPI.COMM_SELF, changes)
     assert losses == pytest.approx(alone, rel=1e-12)
     assert alone[0] > alone[-1]
 

@@ -22,7 +22,13 @@ from ptdmpi.config.rules.ranks import (
     split_rules,
     zero_rules,
 )
-from ptdmpi.config.rules.run import compile_rules, length_rules, run_rules, validation_rules
+from ptdmpi.config.rules.run import (
+    compile_rules,
+    length_rules,
+    own_loss_rules,
+    run_rules,
+    validation_rules,
+)
 from ptdmpi.config.rules.task import task_rules
 from ptdmpi.config.sections import CommConfig
 from ptdmpi.config.wires import wire_mistakes
@@ -54,6 +60,7 @@ def rules(sections: Sections, ranks: int) -> Iterator[str]:
     yield from adapt_rules(sections)
     yield from optimizer_rules(sections)
     yield from compile_rules(sections)
+    yield from own_loss_rules(sections)
     yield from context_rules(sections)
     yield from task_rules(sections)
 

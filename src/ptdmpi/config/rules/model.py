@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 
+from ptdmpi.base.errors import InputError
 from ptdmpi.base.near import divisors, nearest
+from ptdmpi.base.plugins import plugin
 from ptdmpi.config.model import ModelConfig, QuantizeConfig
 from ptdmpi.config.sections import LogConfig
 
@@ -36,7 +38,21 @@ def shape_rules(model: ModelConfig) -> Iterator[str]:
             f"model.rope_low_factor = {model.rope_low_factor} must be below rope_high_factor = "
             f"{model.rope_high_factor}"
         )
+    yield from _sublayer_rules(model)
     yield from _objective_rules(model)
+
+
+def _sublayer_rules(model: ModelConfig) -> Iterator[str]:
+    """Yield the names of sublayers that are repeated, missing or cannot be imported."""
+    names = model.sublayers
+    for name in ("attention", "mlp"):
+        if names.count(name) > 1:
+            yield f"model.sublayers names {name} more than once"
+    for name in sorted({*names} - {"attention", "mlp"}):
+        try:
+            plugin("sublayers", name)
+        except InputError as error:
+            yield f"model.sublayers: {error}"
 
 
 def _objective_rules(model: ModelConfig) -> Iterator[str]:

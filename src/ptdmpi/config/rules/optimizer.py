@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
+from ptdmpi.base.errors import InputError
+from ptdmpi.base.plugins import plugin
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.configuration import Sections
 from ptdmpi.config.methods import DIFFERING, DataParallelConfig, toml_text
@@ -11,11 +13,12 @@ from ptdmpi.config.sections import OptimizerConfig, ParallelConfig, PrecisionCon
 
 # A key of [optimizer] -> the kinds that use it.
 OPTIMIZED_BY: Mapping[str, tuple[str, ...]] = {
-    "beta1": ("adamw", "lion", "muon"),
-    "beta2": ("adamw", "lion", "muon"),
-    "eps": ("adamw", "muon"),
-    "momentum": ("sgd", "muon"),
-    "nesterov": ("sgd", "muon"),
+    "own": ("own",),
+    "beta1": ("adamw", "lion", "muon", "own"),
+    "beta2": ("adamw", "lion", "muon", "own"),
+    "eps": ("adamw", "muon", "own"),
+    "momentum": ("sgd", "muon", "own"),
+    "nesterov": ("sgd", "muon", "own"),
     "muon_scale": ("muon",),
 }
 
@@ -31,6 +34,11 @@ def optimizer_rules(sections: Sections) -> Iterator[str]:
     if optimizer.min_learning_rate > optimizer.learning_rate:
         yield "optimizer.min_learning_rate is above learning_rate"
     yield from _optimizer_keys(optimizer)
+    if optimizer.kind == "own":
+        mistake = _own_mistake(optimizer.own)
+        if mistake:
+            yield mistake
+            return
     if optimizer.has_matrices:
         yield from where_known(_matrices_and_offload, sections.parallel)
         yield from where_known(_matrices_and_adapters, sections.adapt)
@@ -103,6 +111,20 @@ def _average_rules(optimizer: OptimizerConfig, section: DataParallelConfig) -> I
             f'"{section.method}" mixes them after it; legal: ema_decay = 0, or method = '
             '"all_reduce"'
         )
+
+
+def _own_mistake(name: str) -> str:
+    """Return what is wrong with the name of the user's own optimizer; "" if nothing is."""
+    if not name:
+        return 'optimizer.kind = "own" needs optimizer.own = "module:class"'
+    try:
+        own = plugin("optimizers", name)
+    except InputError as error:
+        return f"optimizer.own: {error}"
+    lacking = [part for part in ("moments", "update") if not hasattr(own, part)]
+    if lacking:
+        return f"optimizer.own: {name} has no {lacking[0]}; legal: a class with moments and update"
+    return ""
 
 
 def _optimizer_keys(optimizer: OptimizerConfig) -> Iterator[str]:

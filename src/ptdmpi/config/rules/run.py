@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ptdmpi.base.errors import InputError
+from ptdmpi.base.plugins import plugin
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.configuration import Sections
 from ptdmpi.config.model import ModelConfig
@@ -57,6 +59,28 @@ def _task_file_rules(log: LogConfig) -> Iterator[str]:
         yield f"log.tasks_every_steps = {log.tasks_every_steps} needs log.tasks = [FILE, ...]"
     twice = [path for path in dict.fromkeys(log.tasks) if log.tasks.count(path) > 1]
     yield from (f"log.tasks names {path} more than once" for path in twice)
+
+
+def own_loss_rules(sections: Sections) -> Iterator[str]:
+    """Yield the settings that a loss of the user's own excludes, and a mistake in its name."""
+    if sections.run is None or not sections.run.loss:
+        return
+    try:
+        plugin("losses", sections.run.loss)
+    except InputError as error:
+        yield f"run.loss: {error}"
+    model = sections.model
+    if model is not None and (model.classifies or model.sentence_order):
+        yield (
+            "run.loss replaces the loss of tokens, and this model also predicts classes or the "
+            "order of segments; legal: another output_head, or sentence_order = false"
+        )
+    log = sections.log
+    if log is not None and log.gradient_noise_every_steps:
+        yield (
+            f"log.gradient_noise_every_steps = {log.gradient_noise_every_steps} weights gradients "
+            "by their tokens, and run.loss counts its own terms; legal: 0"
+        )
 
 
 def compile_rules(sections: Sections) -> Iterator[str]:

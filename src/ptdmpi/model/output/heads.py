@@ -15,7 +15,8 @@ from ptdmpi.model import built
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.operators import Context, Norm
 from ptdmpi.model.output.cross_entropy import cross_entropy
-from ptdmpi.model.output.losses import ORDER, RIGHT, TASK
+from ptdmpi.model.output.losses import COUNT, ORDER, RIGHT, TASK
+from ptdmpi.model.output.own import OwnLoss
 from ptdmpi.model.tensor_parallel import TensorAxis, select_positions
 from ptdmpi.model.transformer import Classes, MaskedTransform, SentenceOrder
 from ptdmpi.plan.layer.parts import Parts
@@ -24,7 +25,9 @@ from ptdmpi.plan.shape import parameters
 
 class Output(ABC):
     """The part of a model after the last layer. `modules` are registered by the stage under their
-    names."""
+    names. `own` is the user's own loss; None: the cross-entropy."""
+
+    own: OwnLoss | None = None
 
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         self.axis = axis
@@ -81,8 +84,14 @@ class TokenOutput(Output):
 
     def losses(self, batch: Microbatch, x: Tensor, context: Context) -> dict[str, Tensor]:
         """Return the loss of all tokens."""
-        logits = self.token_logits(x)
-        return {TASK: cross_entropy(logits, batch.labels, batch.weights, self.axis)}
+        return self.token_losses(batch, self.token_logits(x))
+
+    def token_losses(self, batch: Microbatch, logits: Tensor) -> dict[str, Tensor]:
+        """Return the loss of the logits, and the number of its terms if it is the user's own."""
+        if self.own is None:
+            return {TASK: cross_entropy(logits, batch.labels, batch.weights, self.axis)}
+        total, count = self.own(logits, batch)
+        return {TASK: total, COUNT: count.to(total.dtype)}
 
 
 class MaskedOutput(TokenOutput):
@@ -130,13 +139,13 @@ class MaskedOutput(TokenOutput):
             return super().losses(batch, x, context)
         first = torch.zeros_like(batch.masked[:1])
         x = select_positions(x, torch.cat((first, batch.masked)), self.axis)
-        loss = cross_entropy(self.token_logits(x[1:]), batch.labels, batch.weights, self.axis)
+        losses = self.token_losses(batch, self.token_logits(x[1:]))
         if self.sentence is None:
-            return {TASK: loss}
+            return losses
         assert batch.order is not None, "a model that judges the order of segments needs to know it"
-        logits = self.sentence(x[0]).to(loss.dtype)
+        logits = self.sentence(x[0]).to(losses[TASK].dtype)
         order = F.cross_entropy(logits, batch.order, ignore_index=-1, reduction="sum")
-        return {TASK: loss, ORDER: order}
+        return {**losses, ORDER: order}
 
 
 class ClassOutput(Output):

@@ -14,6 +14,7 @@ from ptdmpi.model.batch import Microbatch
 TASK = "task"
 ORDER = "order"
 RIGHT = "right"
+COUNT = "count"
 
 
 @dataclass(frozen=True)
@@ -50,20 +51,27 @@ class LossKind:
     trains: bool = True
 
 
-# The task's loss comes first: per token, or per classified sample. `right` is not a loss: it counts
-# the samples that were classified correctly.
+# The task's loss comes first: per token, or per classified sample. `right` and `count` are not
+# losses: `right` counts the samples that were classified correctly, and `count` the terms of a loss
+# of the user's own (`ptdmpi.model.output.own`), which are known only when it has been computed.
 LOSS_KINDS: Mapping[str, LossKind] = {
     TASK: LossKind(lambda model: True, lambda batch: batch.tokens),
     ORDER: LossKind(
         lambda model: model.sentence_order, lambda batch: batch.orders, "sentence_order_loss"
     ),
     RIGHT: LossKind(lambda model: model.classifies, lambda batch: batch.tokens, trains=False),
+    COUNT: LossKind(lambda model: False, lambda batch: batch.tokens, trains=False),
 }
 
 
-def kinds_of(model: ModelConfig) -> dict[str, LossKind]:
-    """Return the losses that a model has, by name; the task's is the first."""
-    return {name: kind for name, kind in LOSS_KINDS.items() if kind.used_by(model)}
+def kinds_of(model: ModelConfig, *, own_loss: bool = False) -> dict[str, LossKind]:
+    """Return the losses that a model has, by name; the task's is the first. `own_loss`: the task's
+    is a loss of the user's own."""
+    return {
+        name: kind
+        for name, kind in LOSS_KINDS.items()
+        if kind.used_by(model) or (own_loss and name == COUNT)
+    }
 
 
 def weights(counts: Mapping[str, float]) -> dict[str, float]:

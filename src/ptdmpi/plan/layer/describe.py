@@ -10,9 +10,10 @@ There is no other list. The model is built from it and computes it row by row
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from ptdmpi.base.plugins import plugin
 from ptdmpi.config import ModelConfig
 from ptdmpi.config.adapt import targets_of
 from ptdmpi.plan.layer.attention import Attend, GatherKeys, SplitHeads
@@ -138,7 +139,8 @@ def mlp(build: LayerBuild) -> Sublayer:
     )
 
 
-SUBLAYERS = (attention, mlp)
+# The sublayers that `model.sublayers` may name without a module.
+SUBLAYERS: Mapping[str, Callable[[LayerBuild], Sublayer]] = {"attention": attention, "mlp": mlp}
 
 
 def layer(model: ModelConfig, number: int | None = None) -> tuple[Sublayer, ...]:
@@ -147,7 +149,8 @@ def layer(model: ModelConfig, number: int | None = None) -> tuple[Sublayer, ...]
     at = model.layers - 1 if number is None else number
     adapted = model.adapt.adapts and at >= model.adapt.first_layer
     build = LayerBuild(model, adapted)
-    sublayers = tuple(sublayer(build) for sublayer in SUBLAYERS)
+    makers = [SUBLAYERS.get(name) or plugin("sublayers", name) for name in model.sublayers]
+    sublayers = tuple(make(build) for make in makers)
     _require_own_masks(sublayers)
     return sublayers
 

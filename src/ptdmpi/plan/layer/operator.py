@@ -8,7 +8,7 @@ nothing but these methods.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ptdmpi.config import ModelConfig
 from ptdmpi.plan.layer.account import Item, Kernel, Message, Phase
@@ -117,3 +117,17 @@ class Operator:
 def hash_bytes(elements: int) -> int:
     """Return the bytes for drawing a dropout mask: three int64 values per element at a time."""
     return 3 * 8 * min(elements, MASK_CHUNK_ELEMENTS)
+
+
+@dataclass(frozen=True)
+class OwnOperator(Operator):
+    """A row of a sublayer of the user's own (`model.sublayers`), which also makes its module."""
+
+    def module(self, build: Any) -> Any:
+        """Return the module that computes this row on one rank, a `torch.nn.Module`.
+
+        Its `forward(*inputs, context)` returns the outputs. `build`, of the class
+        `ptdmpi.model.operators.Build`, has the model's configuration, the tensor axis and the
+        number of the layer. Parameters are made with `ptdmpi.model.parameters.declare`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} makes no module")

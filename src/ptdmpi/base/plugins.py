@@ -1,0 +1,76 @@
+"""Objects of other packages that a configuration names: losses, datasets, optimizers, sublayers.
+
+A name is either "module:object", which is imported, or a name that an installed package has
+registered as an entry point of the group "ptdmpi.losses", "ptdmpi.datasets", "ptdmpi.optimizers" or
+"ptdmpi.sublayers".
+"""
+
+import functools
+import importlib
+import re
+from importlib.metadata import entry_points
+from typing import Any
+
+from ptdmpi.base.errors import InputError
+
+IMPORTED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+@functools.cache
+def plugin(group: str, name: str) -> Any:
+    """Return the object that `name` names, such as "my_package.losses:smoothed".
+
+    `group` is the kind of object: "losses", "datasets", "optimizers" or "sublayers". Raises
+    InputError if nothing has this name, or if its import fails.
+    """
+    if IMPORTED.fullmatch(name):
+        return _imported(name)
+    registered = _registered(group)
+    if name in registered:
+        return _imported(registered[name])
+    others = ", ".join(sorted(registered)) or "none is installed"
+    raise InputError(
+        f'{name}: no installed package registers it among the {group}; legal: "module:object", or '
+        f"a registered name ({others})"
+    )
+
+
+def is_plugin(group: str, name: str) -> bool:
+    """Return True if `name` has the form of an object that is imported, or is registered."""
+    return IMPORTED.fullmatch(name) is not None or name in _registered(group)
+
+
+def _registered(group: str) -> dict[str, str]:
+    """Return the registered objects of a group: name -> "module:object"."""
+    return {entry.name: entry.value for entry in entry_points(group=f"ptdmpi.{group}")}
+
+
+def _imported(name: str) -> Any:
+    """Import `module:object`. Raise InputError if that fails."""
+    module, _, path = name.partition(":")
+    try:
+        value: Any = importlib.import_module(module)
+        for attribute in path.split("."):
+            value = getattr(value, attribute)
+    except (ImportError, AttributeError) as error:
+        hint = ""
+        if module == "__main__":
+            hint = "; it belongs to a program, which has to continue the run itself"
+        raise InputError(f"{name} cannot be imported: {error}{hint}") from None
+    return value
+
+
+def name_of(value: Any) -> str:
+    """Return the name "module:object" by which a function or class can be imported again. Raises
+    InputError for an object without such a name."""
+    name = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
+    try:
+        found = _imported(name) if IMPORTED.fullmatch(name) else None
+    except InputError:
+        found = None
+    if found is None or found is not value:
+        raise InputError(
+            f"{value!r} cannot be imported by its name; legal: a function or a class that is "
+            "defined at the top of a module"
+        )
+    return name

@@ -1,0 +1,153 @@
+"""Samples that the user's own program makes, instead of shards.
+
+The program's class is named by a dataset's path, "module:class". It is made with the sequence
+length s, and has `vocab_size`, a length, and `sample(number)`: s + 1 token ids, or these and the
+weight of each of the s labels. `sample` has to be a pure function. The order of the numbers, their
+mixture with other datasets and their epochs are those of shards.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptdmpi.base.errors import InputError
+from ptdmpi.base.plugins import is_plugin, plugin
+from ptdmpi.data.batches import MicrobatchRows
+from ptdmpi.data.order import SampleOrder
+
+
+def is_own(path: str) -> bool:
+    """Return True if a dataset's path names a class of the user's own; directories take
+    precedence."""
+    return not Path(path).exists() and is_plugin("datasets", path)
+
+
+class OwnDataset:
+    """A dataset of the user's own, as a run identifies and reads it."""
+
+    def __init__(self, path: str, seq_length: int) -> None:
+        """Make the user's object for sequences of `seq_length` tokens. Raises InputError if it
+        cannot be made, or its first sample has another length."""
+        self.path = path
+        self.seq_length = seq_length
+        self._own = plugin("datasets", path)(seq_length)
+        self.vocab_size = int(self._own.vocab_size)
+        if not len(self._own):
+            raise InputError(f"{path} has no samples")
+        self.tokenizer = str(getattr(self._own, "tokenizer", path))
+        self.tokenizer_sha256 = _hash(self.tokenizer, self.vocab_size)
+        # enough to recognize other content without reading all of it
+        ends = [self.row(number)[0].tolist() for number in (0, len(self._own) - 1)]
+        self.sha256 = _hash(path, len(self._own), seq_length, ends)
+
+    def samples(self, length: int) -> int:
+        """Return the number of samples."""
+        return len(self._own)
+
+    def row(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the ids [s + 1] of a sample, and the weights [s] of its labels (None: 1 each).
+        Raises InputError if they have other sizes, or an id is outside the vocabulary."""
+        sample: Any = self._own.sample(int(number))
+        ids, weights = sample if isinstance(sample, tuple) else (sample, None)
+        ids = np.asarray(ids, dtype=np.int64)
+        if ids.shape != (self.seq_length + 1,):
+            raise InputError(
+                f"{self.path}: sample {number} has ids of shape {list(ids.shape)}; legal: "
+                f"[{self.seq_length + 1}], one more than model.seq_length"
+            )
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            raise InputError(
+                f"{self.path}: sample {number} has token ids from {ids.min()} to {ids.max()}; "
+                f"legal: 0 to {self.vocab_size - 1}"
+            )
+        if weights is None:
+            return ids, None
+        weights = np.asarray(weights, dtype=np.float32)
+        if weights.shape != (self.seq_length,):
+            raise InputError(
+                f"{self.path}: sample {number} has weights of shape {list(weights.shape)}; legal: "
+                f"[{self.seq_length}]"
+            )
+        return ids, weights
+
+
+def _hash(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+Row = tuple[np.ndarray, np.ndarray | None]
+
+
+def microbatch(rows: Sequence[Row], numbers: np.ndarray) -> MicrobatchRows:
+    """Return samples as one microbatch; `numbers` [b] are their global numbers."""
+    ids = np.stack([ids for ids, _ in rows])
+    weights = None
+    if any(given is not None for _, given in rows):
+        ones = np.ones(ids.shape[1] - 1, dtype=np.float32)
+        weights = np.stack([ones if given is None else given for _, given in rows])
+    return MicrobatchRows(ids[:, :-1], ids[:, 1:], weights, numbers)
+
+
+class OwnBatches:
+    """The training microbatches of one data rank, with the samples that `TrainBatches` would have
+    from shards: step k has the global samples k B to (k + 1) B - 1, and data rank r the r-th part
+    of them."""
+
+    def __init__(
+        self,
+        datasets: Sequence[OwnDataset],
+        order: SampleOrder,
+        *,
+        global_size: int,
+        micro_size: int,
+        ranks: range,
+    ) -> None:
+        """`ranks` is range(data rank, data size)."""
+        self._datasets = datasets
+        self._order = order
+        self._global_size = global_size
+        self._micro_size = micro_size
+        self._each = global_size // ranks.stop
+        self._begin = ranks.start * self._each
+
+    def step(self, k: int) -> list[MicrobatchRows]:
+        """Return this rank's microbatches of step k (from 0)."""
+        start = self._order.start
+        first = start.sample + (k - start.step) * self._global_size + self._begin
+        numbers = np.arange(first, first + self._each)
+        places = zip(*(column.tolist() for column in self._order.locate(numbers)), strict=True)
+        rows = [self._datasets[dataset].row(sample) for dataset, sample in places]
+        return [
+            microbatch(rows[at : at + self._micro_size], numbers[at : at + self._micro_size])
+            for at in range(0, self._each, self._micro_size)
+        ]
+
+
+def in_order(
+    dataset: OwnDataset, most: int | None, *, micro_size: int, ranks: range
+) -> Iterator[MicrobatchRows]:
+    """Yield this data rank's microbatches of the first `most` samples (None: all), for validation.
+
+    Every data rank has the same number of microbatches: rows after the last sample repeat it, with
+    weights of 0. `ranks` is range(data rank, data size).
+    """
+    samples = dataset.samples(dataset.seq_length)
+    if most is not None:
+        samples = min(samples, most)
+    count = -(-samples // (micro_size * ranks.stop))
+    for number in range(ranks.start * count, (ranks.start + 1) * count):
+        numbers = np.arange(number * micro_size, (number + 1) * micro_size)
+        rows = [dataset.row(sample) for sample in np.minimum(numbers, samples - 1)]
+        yield microbatch(
+            [_counted(row, n < samples) for row, n in zip(rows, numbers, strict=True)], numbers
+        )
+
+
+def _counted(row: Row, counts: bool) -> Row:
+    """Return a row whose labels have weights of 0 unless it counts."""
+    if counts:
+        return row
+    return row[0], np.zeros(len(row[0]) - 1, dtype=np.float32)

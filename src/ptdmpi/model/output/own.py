@@ -1,0 +1,136 @@
+"""A loss of the user's own in place of the cross-entropy.
+
+It is a function `loss(inputs) -> (sum, count)`. The sum and the number of its terms are those of
+one microbatch on one rank. The trainer adds both over all microbatches and ranks and minimizes sum
+/ count, so the mean is exact in every layout.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ptdmpi.base.plugins import plugin
+from ptdmpi.comm.communicator import Communicator
+from ptdmpi.model.batch import Microbatch
+from ptdmpi.model.sequence.context import ContextAxis
+from ptdmpi.model.tensor_parallel import TensorAxis
+
+
+@dataclass(frozen=True)
+class LossInput:
+    """What a loss is computed from: the logits and the batch of one microbatch on one rank.
+
+    `logits` [s, b, V/t] are at this rank's positions, and have the columns of the vocabulary from
+    `first_column` on. All ranks of the tensor axis compute the loss together, each from its own
+    columns. `batch` has the `labels` [s, b], their `weights` [s, b] (None: 1 each), the `inputs`
+    and the numbers of the `samples` [b]. In a masked language model only the k masked positions
+    have logits, labels and weights.
+    """
+
+    logits: Tensor
+    batch: Microbatch
+    tensor: TensorAxis
+    context: ContextAxis
+
+    @property
+    def first_column(self) -> int:
+        """The id of the token that the first column of `logits` stands for."""
+        return self.tensor.rank * self.logits.shape[-1]
+
+    def log_softmax(self) -> Tensor:
+        """Return log softmax(logits) over the whole vocabulary, at this rank's columns [s, b, V/t],
+        in float32 at least."""
+        wide = self.logits.to(torch.promote_types(self.logits.dtype, torch.float32))
+        top = self.tensor.comm.all_reduce(wide.detach().amax(-1), "max")
+        shifted = wide - top[..., None]
+        return shifted - self.sum_over_vocabulary(shifted.exp().sum(-1)).log()[..., None]
+
+    def log_probabilities(self, log_softmax: Tensor | None = None) -> Tensor:
+        """Return the log-probability of each label [s, b], from `log_softmax` if it is given."""
+        logs = self.log_softmax() if log_softmax is None else log_softmax
+        columns = self.batch.labels - self.first_column
+        here = (columns >= 0) & (columns < logs.shape[-1])
+        own = logs.gather(-1, columns.clamp(0, logs.shape[-1] - 1)[..., None])[..., 0]
+        return self.sum_over_vocabulary(own * here)
+
+    def sum_over_vocabulary(self, values: Tensor) -> Tensor:
+        """Return the sum over the tensor axis: `values`, of any shape, are sums over this rank's
+        columns. The result is equal on all ranks of the axis."""
+        return _Sum.apply(values, self.tensor.comm)
+
+    def sum_over_sequence(self, values: Tensor) -> Tensor:
+        """Return the sums [b] of `values` [s, b] over all positions of each sequence, equal on all
+        ranks of the context axis."""
+        return _Sum.apply(values.sum(0), self.context.comm)
+
+    def of_tokens(self, losses: Tensor) -> tuple[Tensor, float]:
+        """Return (sum, count) of a loss of each label [s, b], counted by the labels' weights."""
+        if self.batch.weights is not None:
+            losses = losses * self.batch.weights
+        return losses.sum(), self.batch.tokens
+
+    def of_sequences(self, losses: Tensor) -> tuple[Tensor, float]:
+        """Return (sum, count) of a loss of each sequence [b], which all ranks of the context axis
+        have computed: each of them counts its share."""
+        return losses.sum() / self.context.size, len(losses) / self.context.size
+
+
+class _Sum(Function):
+    """A sum over an axis. The losses of all ranks depend on it, so its gradient is summed, too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm = comm
+        return comm.all_reduce(values.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return ctx.comm.all_reduce(dy.clone(memory_format=torch.contiguous_format)), None
+
+
+class _CountedOnce(Function):
+    """A loss that all ranks of an axis have computed together: as `_Sum` adds the gradients of all
+    their losses, each has a share of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy / ctx.ranks, None
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """The loss that `run.loss` names, and the axes over which it is computed."""
+
+    name: str
+    function: Callable[[LossInput], tuple[Tensor, Tensor | float]]
+    tensor: TensorAxis
+    context: ContextAxis
+
+    @classmethod
+    def of(cls, name: str, tensor: TensorAxis, context: ContextAxis) -> "OwnLoss | None":
+        """Return the loss of this name; None if the name is "", for the cross-entropy. Raises
+        InputError for a name that cannot be imported."""
+        if not name:
+            return None
+        return cls(name, plugin("losses", name), tensor, context)
+
+    def __call__(self, logits: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Return the sum and the count of a microbatch, without dims. Raises TypeError unless the
+        function returns them."""
+        result = self.function(LossInput(logits, batch, self.tensor, self.context))
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
+            raise TypeError(f"{self.name} returned {type(result).__name__}, not (sum, count)")
+        total, count = result
+        if total.dim():
+            raise TypeError(f"{self.name} returned a sum of shape {list(total.shape)}, not one sum")
+        total = _CountedOnce.apply(total, self.tensor.size)
+        return total, torch.as_tensor(count, dtype=torch.float64, device=total.device).detach()

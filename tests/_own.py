@@ -1,0 +1,60 @@
+"""Losses, an optimizer and a dataset as a user would write them, importable by their names."""
+
+import numpy as np
+
+from tests._runs import VOCAB_SIZE
+
+
+def plain(inputs):
+    """The cross-entropy, from the parts that a loss may use."""
+    return inputs.of_tokens(-inputs.log_probabilities())
+
+
+def even(inputs):
+    """The cross-entropy of the labels whose id is even; other labels do not count."""
+    counts = (inputs.batch.labels % 2 == 0).double()
+    if inputs.batch.weights is not None:
+        counts = counts * inputs.batch.weights
+    losses = -inputs.log_probabilities() * counts
+    return losses.sum(), counts.sum()
+
+
+def squared(inputs):
+    """A loss of sequences: the square of the sequence's log-probability."""
+    return inputs.of_sequences(inputs.sum_over_sequence(inputs.log_probabilities()) ** 2)
+
+
+class Momentum:
+    """SGD with momentum, as torch.optim.SGD computes it."""
+
+    moments = ("own_momentum",)
+
+    @staticmethod
+    def update(config, group, rate, updates):
+        parts = (group.masters, group.gradients, group.moments[0])
+        for weights, gradients, momentum in zip(*parts, strict=True):
+            momentum.mul_(config.momentum).add_(gradients + group.decay * weights)
+            weights.add_(momentum, alpha=-rate)
+
+
+class Counting:
+    """Sequences that count upward by a step of their own; the last label has no weight."""
+
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self, seq_length):
+        self.seq_length = seq_length
+
+    def __len__(self):
+        return 60
+
+    def sample(self, number):
+        ids = (number + np.arange(self.seq_length + 1) * (1 + number % 3)) % VOCAB_SIZE
+        weights = np.ones(self.seq_length)
+        weights[-1] = 0.0
+        return ids, weights
+
+
+class Short(Counting):
+    def sample(self, number):
+        return [1, 2, 3]

@@ -1,0 +1,218 @@
+"""The user's own loss, data and optimizer: the same maths in every layout, and names that can be
+found again."""
+
+import json
+import os
+import sys
+
+import pytest
+import tomlkit
+from mpi4py import MPI
+
+from ptdmpi.base.plugins import name_of, plugin
+from ptdmpi.comm.world import World
+from ptdmpi.config import InputError
+from ptdmpi.train.run import Launch, Run
+from ptdmpi.watch.requests import StopRequest
+from tests._configs import layout, small
+from tests._engines import build, microbatches, steps_of
+from tests._mpirun import mpirun
+from tests._own import Counting, Momentum, Short, even, plain, squared
+from tests._runs import configuration, corpus
+from tests.parallel import parallel
+
+LAYOUTS = {
+    1: [{}],
+    2: [layout(t=2), layout(p=2), layout(d=2), {"parallel.context": 2}],
+    4: [layout(t=2, d=2), layout(t=2) | {"parallel.context": 2}, layout(d=2, p=2)],
+}
+EXACT = {"precision.compute": "fp64", "batch.micro_size": 1}
+
+
+def trained(comm, changes) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each of three steps."""
+    engine = build(World(comm), changes)
+    steps = []
+    for number in range(3):
+        batches = microbatches(engine.config, number, engine.axes["data"].rank)
+        result = engine.step(number, [batch.at(engine.context.positions) for batch in batches])
+        steps.append((result.loss, result.grad_norm))
+    return steps
+
+
+def close(steps, rel=1e-12):
+    return [pytest.approx(step, rel=rel) for step in steps]
+
+
+@parallel(ranks=[1, 2, 4])
+def test_a_loss_of_ones_own_is_the_same_in_every_layout(comm):
+    """The numbers of terms differ from microbatch to microbatch."""
+    for loss in (even, plain, squared):
+        changes = EXACT | {"run.loss": name_of(loss)}
+        alone = trained(MPI.COMM_SELF, changes)
+        for where in LAYOUTS[comm.size]:
+            assert trained(comm, changes | where) == close(alone), (loss, where)
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("compute", ["fp64", "fp16"])
+def test_a_loss_that_counts_tokens_is_the_cross_entropy(comm, compute):
+    changes = {"precision.compute": compute, "parallel.tensor": comm.size}
+    usual = trained(comm, changes)
+    rel = 1e-12 if compute == "fp64" else 2e-3
+    assert trained(comm, changes | {"run.loss": name_of(plain)}) == close(usual, rel)
+
+
+@parallel(ranks=[1])
+@pytest.mark.parametrize("compute", ["fp64", "fp16"])
+def test_the_mean_is_over_the_terms_that_the_loss_counts(comm, compute):
+    """As the cross-entropy with weights of 0 where the loss counts nothing: loss, norm, update."""
+    changes = {"precision.compute": compute, "batch.micro_size": 1}
+    usual = build(World(comm), changes)
+    own = build(World(comm), changes | {"run.loss": name_of(even)})
+    for step in range(3):
+        batches = microbatches(own.config, step, 0)
+        counted = [
+            type(batch)(
+                batch.inputs,
+                batch.labels,
+                batch.weights * (batch.labels % 2 == 0),
+                batch.samples,
+            )
+            for batch in batches
+        ]
+        ours, theirs = own.step(step, batches), usual.step(step, counted)
+        rel = 1e-12 if compute == "fp64" else 2e-3
+        assert ours.loss == pytest.approx(theirs.loss, rel=rel)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=rel)
+        assert ours.loss_scale == theirs.loss_scale
+    evaluated = own.evaluate(batches)["task"].mean
+    assert evaluated == pytest.approx(usual.evaluate(counted)["task"].mean, rel=rel)
+
+
+@parallel(ranks=[2])
+def test_an_optimizer_of_ones_own_updates_sharded_state(comm):
+    """Written as torch's SGD is: the same numbers in one process and under ZeRO."""
+    sgd = {"optimizer.kind": "sgd", "optimizer.momentum": 0.9}
+    own = sgd | {"optimizer.kind": "own", "optimizer.own": name_of(Momentum)}
+    alone = trained(MPI.COMM_SELF, EXACT | sgd)
+    for zero in (0, 1, 3):
+        engine = build(World(comm), EXACT | own | layout(d=2) | {"parallel.zero": zero})
+        losses = [(result.loss, result.grad_norm) for result in steps_of(engine, 3)]
+        assert losses == close(alone)
+        assert "own_momentum" in engine.state.kinds
+
+
+def made(comm, folder, changes, **own):
+    """The run on the ranks of a test's communicator."""
+    if comm.rank == 0 and not (folder / "train").exists():
+        corpus(folder)
+    comm.Barrier()
+    launch = Launch(World(comm), StopRequest())
+    return Run(configuration(folder, changes), launch=launch, **own)
+
+
+@parallel(ranks=[1, 2])
+def test_data_of_ones_own_comes_in_the_same_order_in_every_layout(comm, tmp_path):
+    """Also after a resume; and padded validation samples do not count."""
+    own = {"data": Counting, "loss": even, "optimizer": Momentum}
+    changes = {"data.valid": name_of(Counting), "log.validate_samples": 5, "run.steps": 4}
+    losses = [step.result.loss for step in made(comm, tmp_path, changes, **own)]
+    records = read_records(tmp_path / "run/metrics.jsonl")
+    checks = [record for record in records if "validation_loss" in record]
+    assert len(checks) == 1 and "validation_perplexity" not in checks[0]
+    changes["run.dir"] = str(tmp_path / "stopped")
+    run = made(comm, tmp_path, changes, **own)
+    for step in run:
+        if step.step == 2:
+            run.save()
+            break
+    rest = [step.result.loss for step in made(comm, tmp_path, changes, **own)]
+    assert rest == losses[2:]
+    if comm.rank == 0:
+        changes["run.dir"] = str(tmp_path / "alone")
+        alone = [step.result.loss for step in made(MPI.COMM_SELF, tmp_path, changes, **own)]
+        assert alone == pytest.approx(losses, rel=1e-5)
+
+
+def read_records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@parallel(ranks=[1])
+def test_data_of_another_length_is_refused(comm, tmp_path):
+    with pytest.raises(InputError, match=r"sample 0 has ids of shape \[3\]; legal: \[17\]"):
+        made(comm, tmp_path, {}, data=Short)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"run.loss": "nowhere"}, "run.loss: nowhere: no installed package .*none is installed"),
+        ({"run.loss": "no_module:loss"}, "run.loss: no_module:loss cannot be imported: No module"),
+        ({"run.loss": "__main__:nothing"}, "belongs to a program, which has to continue"),
+        ({"optimizer.kind": "own"}, 'optimizer.kind = "own" needs optimizer.own'),
+        ({"optimizer.own": "json:dumps"}, 'optimizer.own is of no use to optimizer.kind = "adamw"'),
+        (
+            {"optimizer.kind": "own", "optimizer.own": "json:dumps"},
+            "json:dumps has no moments; legal: a class with moments and update",
+        ),
+        (
+            {"run.loss": "json:dumps", "log.gradient_noise_every_steps": 2, "batch.micro_size": 1},
+            "counts its own terms; legal: 0",
+        ),
+        ({"model.sublayers": ("attention", "json:nothing")}, "model.sublayers: json:nothing"),
+        ({"model.sublayers": ("mlp", "mlp")}, "model.sublayers names mlp more than once"),
+    ],
+)
+def test_names_that_mean_nothing_are_refused(changes, text):
+    with pytest.raises(InputError, match=text):
+        small(changes)
+
+
+def test_an_object_without_a_name_is_refused():
+    for value in (lambda inputs: None, Momentum()):
+        with pytest.raises(InputError, match="defined at the top of a module"):
+            name_of(value)
+    assert plugin("losses", name_of(plain)) is plain
+
+
+def test_an_installed_plugin_is_found_by_its_name(tmp_path):
+    """A package with entry points, as pip installs it; `ptdmpi train` names its objects."""
+    site = tmp_path / "site"
+    info = site / "shapes-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "shapes.py").write_text(PACKAGE)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shapes\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    corpus(tmp_path)
+    keys = {"run.steps": 2, "run.loss": "smooth", "optimizer.kind": "own", "optimizer.own": "sign"}
+    (tmp_path / "config.toml").write_text(tomlkit.dumps(configuration(tmp_path, keys)))
+    paths = os.pathsep.join([str(site), *filter(None, sys.path)])
+    command = ["-m", "ptdmpi", "train", str(tmp_path / "config.toml")]
+    mpirun(2, command, env={"PYTHONPATH": paths})
+    steps = [record for record in read_records(tmp_path / "run/metrics.jsonl") if "loss" in record]
+    assert len(steps) == 2
+
+
+PACKAGE = """
+def smooth(inputs):
+    logs = inputs.log_softmax()
+    mean = inputs.sum_over_vocabulary(logs.sum(-1)) / (logs.shape[-1] * inputs.tensor.size)
+    return inputs.of_tokens(-0.9 * inputs.log_probabilities(logs) - 0.1 * mean)
+
+
+class Sign:
+    moments = ()
+
+    @staticmethod
+    def update(config, group, rate, updates):
+        for weights, gradients in zip(group.masters, group.gradients):
+            weights.sub_(rate * gradients.sign())
+"""
+ENTRY_POINTS = """[ptdmpi.losses]
+smooth = shapes:smooth
+
+[ptdmpi.optimizers]
+sign = shapes:Sign
+"""

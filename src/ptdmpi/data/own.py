@@ -142,7 +142,8 @@ def in_order(
         numbers = np.arange(number * micro_size, (number + 1) * micro_size)
         rows = [dataset.row(sample) for sample in np.minimum(numbers, samples - 1)]
         yield microbatch(
-            [_counted(row, n < samples) for row, n in zip(rows, numbers, strict=True)], numbers
+            [_counted(row, bool(n < samples)) for row, n in zip(rows, numbers, strict=True)],
+            numbers,
         )
 
 

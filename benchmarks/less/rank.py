@@ -77,7 +77,9 @@ def train(data: Path, case: MethodCase, steps: int, world) -> dict[str, Any]:
     whole = case.section["method"] in ("all_reduce", "ring", "parameter_server")
     elements = buffer.gradient_size if whole else buffer.size
     size = buffer.gradients.element_size()
-    numbers = told_of(config.model, feed.vocab_size, elements, size, size)
+    numbers = told_of(
+        config.model, feed.vocab_size, elements, gradient_bytes=size, master_bytes=size
+    )
     return {
         "name": case.name,
         "losses": losses,

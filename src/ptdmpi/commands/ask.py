@@ -83,7 +83,7 @@ def ranks_command(
     price: float | None,
 ) -> Reply:
     """Find the number of ranks that is cheapest by a deadline."""
-    return cheapest(pricer_of_names(model, cluster, batch), ranks, tokens, days, price)
+    return cheapest(pricer_of_names(model, cluster, batch), ranks, tokens, days=days, price=price)
 
 
 @command.command("restarts")
@@ -109,7 +109,14 @@ def restarts_command(
     pricer = pricer_of_names(model, cluster, batch)
     note("ptdmpi ask: searching the fastest layout, for the time of a step")
     step_s = search(pricer, Space(ranks), 1)[0].step_time_s
-    return restarts.answer(pricer, ranks, step_s, node_days, write_gb_s * 1e9, restart_minutes * 60)
+    return restarts.answer(
+        pricer,
+        ranks,
+        step_time_s=step_s,
+        node_days=node_days,
+        bytes_per_s=write_gb_s * 1e9,
+        restart_s=restart_minutes * 60,
+    )
 
 
 @command.command("network")
@@ -206,7 +213,8 @@ def days_command(
     utilisation: float | None,
 ) -> Reply:
     """Convert days to utilisation, or utilisation to days."""
-    return inverse.days_answer(pricer_of_names(model, cluster, 1), ranks, tokens, days, utilisation)
+    pricer = pricer_of_names(model, cluster, 1)
+    return inverse.days_answer(pricer, ranks, tokens, taken=days, utilisation=utilisation)
 
 
 @command.command("size")

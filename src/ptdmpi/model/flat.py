@@ -242,8 +242,8 @@ class FlatOrder:
     def slices(self, entry: Entry) -> list[Slice]:
         """Return the slice of an entry that each shard has. The entry must be one that trains."""
         unit = self.units[unit_number(self.units, entry)]
-        stop = entry.start + entry.elements
-        return slices(entry.start, stop, unit.start, unit.stop, self.portion.shards)
+        own = range(entry.start, entry.start + entry.elements)
+        return slices(own, range(unit.start, unit.stop), self.portion.shards)
 
     def own_parts(self, names: Collection[str] | None = None) -> Iterator[OwnPart]:
         """Yield `own_part` of all entries that train, or of those with these names."""

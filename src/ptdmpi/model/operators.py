@@ -215,9 +215,10 @@ class Activation(Computing):
 
 
 def drop_hidden(
-    x: Tensor, context: Context, rate: float, place: tuple[int, ...], axis: TensorAxis
+    x: Tensor, context: Context, rate: float, *, place: tuple[int, ...], axis: TensorAxis
 ) -> Tensor:
-    """Return [s, b, h], or this rank's positions of it, after dropout."""
+    """Return [s, b, h], or this rank's positions of it, after dropout; `place` has the numbers of
+    the layer and of the mask."""
     if context.stream is None or rate == 0.0:
         return x
     stream = context.stream.at(*place, positions=axis.between_blocks(context.positions))
@@ -286,7 +287,7 @@ def _activation(owner: nn.Module, row: Operator, build: Build) -> Callable[..., 
 def _residual(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
     assert isinstance(row, AddResidual)
     rate, place = build.model.dropout, (build.layer, row.place)
-    return lambda x, y, context: x + drop_hidden(y, context, rate, place, build.axis)
+    return lambda x, y, context: x + drop_hidden(y, context, rate, place=place, axis=build.axis)
 
 
 def _own(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:

@@ -170,7 +170,7 @@ class Embedding(nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         # the embedding counts as the layer before the first
-        return drop_hidden(x, context, self.rate, (-1, 0), self.axis)
+        return drop_hidden(x, context, self.rate, place=(-1, 0), axis=self.axis)
 
 
 class MaskedTransform(Computing):
@@ -225,5 +225,5 @@ class Classes(nn.Module):
         """Return the scores [1, b, n] of activations [1, b, h]."""
         if self.pooler is not None:
             x = self.pooler(x).tanh()
-            x = drop_hidden(x, context, self.rate, self.place, self.axis)
+            x = drop_hidden(x, context, self.rate, place=self.place, axis=self.axis)
         return self.classes(x)

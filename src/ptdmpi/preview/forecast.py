@@ -22,7 +22,7 @@ from ptdmpi.lineage.trained_on import begun
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.shape.matrices import matrix_elements
-from ptdmpi.plan.shape.parameters import parameter_count, rank_elements
+from ptdmpi.plan.shape.parameters import parameter_count, trained_count
 from ptdmpi.preview.first_samples import first_samples
 from ptdmpi.preview.ranks import RankCount
 from ptdmpi.preview.resume import resumed
@@ -217,9 +217,7 @@ def stored_bytes(config: Config, vocab_size: int) -> int:
     model = config.model
     moments = config.optimizer.numbers
     numbers = stored_numbers(config.data_parallel, moments, config.data_size)
-    whole = (model.layers, (True, True), 1, model.idle())
-    _, trained, _ = rank_elements(model, vocab_size, *whole)
-    size = numbers * element * trained
+    size = numbers * element * trained_count(model, vocab_size)
     if config.optimizer.has_matrices:  # for matrices the optimizer keeps one moment less
         fewer = stored_numbers(config.data_parallel, moments - 1, config.data_size)
         size -= (numbers - fewer) * element * model.layers * matrix_elements(model, 1)

@@ -25,7 +25,7 @@ from ptdmpi.model.kernels.choice import HostChoice
 from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.topology import topology_of
-from ptdmpi.plan.shape.parameters import parameter_count, rank_elements
+from ptdmpi.plan.shape.parameters import parameter_count, trained_count
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.live import Handover
 from ptdmpi.train.records.directory import RunDirectory, mark_done
@@ -58,6 +58,7 @@ class Attempt:
         world: World,
         engine: Engine,
         checkpoints: Checkpoints,
+        *,
         start: Handover,
         copies: MemoryCopies | None = None,
     ) -> None:
@@ -255,9 +256,8 @@ class Attempt:
         how = ", ".join(filter(None, (config.parallel.schedule, layout.sharding)))
         trained = ""
         if config.adapt.adapts:
-            whole = (config.model.layers, (True, True), 1, config.model.idle())
-            _, train, _ = rank_elements(config.model, vocab_size, *whole)
-            trained = f"of which {short(train)} train, "
+            count = trained_count(config.model, vocab_size)
+            trained = f"of which {short(count)} train, "
         return (
             f"{counted(world.size, 'rank')} on {counted(world.nodes, 'node')}, "
             f"{layout}, {how}, {config.precision.compute}; "

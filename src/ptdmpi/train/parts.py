@@ -114,7 +114,7 @@ def _with_state(
     checkpoints = _checkpoints(engine, feed, hooks)
     start = handover or Handover(config.checkpoint.resume)
     copies = copies_of_run(engine, world, checkpoints)
-    attempt = Attempt(world, engine, checkpoints, start, copies)
+    attempt = Attempt(world, engine, checkpoints, start=start, copies=copies)
     hooks.restore(checkpoints.resumption.extras)
     concluded = attempt.first
     if start.unfinished is not None:

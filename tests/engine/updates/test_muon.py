@@ -257,8 +257,8 @@ def test_memory_is_what_the_account_says(comm, compute, half):
     assert foreseen.optimizer <= kept <= foreseen.optimizer + 3 * wide * padding(engine.buffer)
     left, most = measured(lambda: engine.optimizer._muon.step(1e-3))
     every = matrices.wholes(config.model, comm.size)
-    told = (comm.size, 8 if compute == "fp64" else 4, widens)
-    room = max(matrices.room_bytes(one, one.local, *told) for one in every)
+    how = {"compute_bytes": 8 if compute == "fp64" else 4, "widens": widens}
+    room = max(matrices.room_bytes(one, one.local, comm.size, **how) for one in every)
     assert left == 0 and room <= most <= 1.03 * room
     assert room <= foreseen.activations + foreseen.working
 

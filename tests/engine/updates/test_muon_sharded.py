@@ -148,7 +148,8 @@ def test_memory_is_what_the_account_says(comm, compute, half):
         assert max(comm.allgather(kept)) == pytest.approx(foreseen.optimizer, rel=0.01)
         left, most = measured(lambda engine=engine: engine.optimizer._muon.step(1e-3))
         dealt = memory.stages.dealt(*held_by(config.layout))
-        rooms = [one.room_bytes(1, 8 if compute == "fp64" else 2, widens) for one in dealt]
+        size = 8 if compute == "fp64" else 2
+        rooms = [one.room_bytes(1, size, widens=widens) for one in dealt]
         assert left == 0 and most == pytest.approx(rooms[comm.rank], rel=0.03)
         assert max(rooms) <= foreseen.activations + foreseen.working
         comm.Barrier()

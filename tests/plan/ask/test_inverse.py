@@ -4,7 +4,7 @@ import pytest
 
 from ptdmpi.config import InputError
 from ptdmpi.plan.ask import inverse
-from ptdmpi.plan.ask.inverse import Loss
+from ptdmpi.plan.ask.inverse import Loss, Training
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 
@@ -16,31 +16,31 @@ def pricer(model, cluster="selene"):
 
 def test_days_of_narayanan_2021():
     """Section 5.1: GPT-3 on 1024 GPUs at 140 TFLOP/s takes 34 days, 1T on 3072 at 163 84 days."""
-    assert inverse.days(175e9, 300e9, 1024, 140e12, 8) == pytest.approx(34, abs=0.5)
-    assert inverse.days(1008e9, 450e9, 3072, 163e12, 8) == pytest.approx(84, abs=0.5)
+    assert Training(175e9, 300e9, 1024).days(140e12, 8) == pytest.approx(34, abs=0.5)
+    assert Training(1008e9, 450e9, 3072).days(163e12, 8) == pytest.approx(84, abs=0.5)
 
 
 def test_utilisation_from_published_days():
-    gpt = inverse.days_answer(pricer("gpt3-175b"), 1024, 300e9, 34, None).numbers
+    gpt = inverse.days_answer(pricer("gpt3-175b"), 1024, 300e9, taken=34).numbers
     assert gpt["hardware_tflops_per_rank"] == pytest.approx(140, rel=0.01)
     # Touvron et al. 2023 (arXiv 2302.13971), section 2.4: 1.4T tokens in 21 days on 2048 A100, 380
     # tokens/s each
-    llama = inverse.days_answer(pricer("llama-65b"), 2048, 1.4e12, 21, None).numbers
+    llama = inverse.days_answer(pricer("llama-65b"), 2048, 1.4e12, taken=21).numbers
     by_speed = 6 * llama["parameters"] * 380 / 1e12
     assert llama["model_tflops_per_rank"] == pytest.approx(by_speed, rel=0.02)
     # 288 years on one V100, 36 on eight (Narayanan et al. 2021, section 1): a third of the peak
-    v100 = inverse.days_answer(pricer("gpt3-175b", "v100-dgx2"), 1, 300e9, 288 * 365, None).numbers
+    v100 = inverse.days_answer(pricer("gpt3-175b", "v100-dgx2"), 1, 300e9, taken=288 * 365).numbers
     assert v100["mfu"] == pytest.approx(0.277, abs=0.003)
 
 
 def test_there_and_back():
     asked = pricer("llama-65b")
-    days = inverse.days_answer(asked, 2048, 1.4e12, None, 0.4).numbers["days"]
-    assert inverse.days_answer(asked, 2048, 1.4e12, days, None).numbers["mfu"] == pytest.approx(0.4)
+    days = inverse.days_answer(asked, 2048, 1.4e12, utilisation=0.4).numbers["days"]
+    assert inverse.days_answer(asked, 2048, 1.4e12, taken=days).numbers["mfu"] == pytest.approx(0.4)
     with pytest.raises(InputError, match="one of the two"):
-        inverse.days_answer(asked, 2048, 1.4e12, None, None)
+        inverse.days_answer(asked, 2048, 1.4e12)
     with pytest.raises(InputError, match=r"A100-SXM-80GB has 312: at least 9.9 days"):
-        inverse.days_answer(asked, 2048, 1.4e12, 5, None)
+        inverse.days_answer(asked, 2048, 1.4e12, taken=5)
 
 
 def test_compute_optimal_is_chinchillas():

@@ -25,7 +25,7 @@ def ask(question, *arguments):
 
 
 def test_the_cheapest_by_a_deadline_is_the_cheapest_of_those_in_time():
-    every = ranks.answer(SMALL, 32, 1e9, None, None).numbers
+    every = ranks.answer(SMALL, 32, 1e9).numbers
     costs = {one["ranks"]: one for one in every["choices"]}
     assert list(costs) == [8, 16, 32]
     for count, one in costs.items():
@@ -37,13 +37,13 @@ def test_the_cheapest_by_a_deadline_is_the_cheapest_of_those_in_time():
     assert every["best_ranks"] == min(costs, key=lambda count: costs[count]["rank_hours"])
     # a deadline between those of 16 and 32 ranks: 24 is asked too
     days = (costs[16]["days"] + costs[32]["days"]) / 2
-    told = ranks.answer(SMALL, 32, 1e9, days, 2.0).numbers
+    told = ranks.answer(SMALL, 32, 1e9, days=days, price=2.0).numbers
     in_time = [one for one in told["choices"] if one["days"] <= days]
     assert {16, 32} <= {one["ranks"] for one in told["choices"]}
     best = min(in_time, key=lambda one: one["rank_hours"])
     assert told["best_ranks"] == best["ranks"] and best["money"] == 2 * best["rank_hours"]
     with pytest.raises(InputError, match=r"takes \S+ days on 32 ranks .*: not within"):
-        ranks.answer(SMALL, 32, 1e9, costs[32]["days"] / 2, None)
+        ranks.answer(SMALL, 32, 1e9, days=costs[32]["days"] / 2)
 
 
 def test_rungs():

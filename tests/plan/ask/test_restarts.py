@@ -61,7 +61,9 @@ def test_llama_3_trained_more_than_90_percent_of_its_time():
     """Dubey et al. 2024 (arXiv 2407.21783), section 3.3: 419 failures in 54 days on 16384 GPUs, 2
     TB/s of storage, more than 90 % of the time effective."""
     node_days = 2048 * 54 / 419
-    told = restarts.answer(LLAMA, 16384, 40.0, node_days, 2e12, 600.0).numbers
+    told = restarts.answer(
+        LLAMA, 16384, step_time_s=40.0, node_days=node_days, bytes_per_s=2e12, restart_s=600.0
+    ).numbers
     assert told["failures"]["between_s"] == pytest.approx(54 * 86400 / 419)
     assert told["failures"]["save_s"] == pytest.approx(12 * told["parameters"] / 2e12, rel=1e-6)
     assert 0.90 < told["useful"] < 0.96
@@ -70,4 +72,6 @@ def test_llama_3_trained_more_than_90_percent_of_its_time():
 
 def test_what_leaves_no_time_is_refused():
     with pytest.raises(InputError, match="a failure every 422 s leaves no time to save"):
-        restarts.answer(LLAMA, 16384, 40.0, 10, 1e9, 600.0)
+        restarts.answer(
+            LLAMA, 16384, step_time_s=40.0, node_days=10, bytes_per_s=1e9, restart_s=600.0
+        )

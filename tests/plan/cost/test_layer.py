@@ -10,6 +10,7 @@ from ptdmpi.plan.cost.layer import LayerTimes
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.machine.kernels import Machine
+from ptdmpi.plan.shape.parameters import ModelPart
 
 SELENE = load_cluster("selene")
 MODEL = load_model("l=2,h=4096,a=32")
@@ -61,12 +62,13 @@ def test_lists_of_parts_cost_by_their_number():
     """ZeRO 3 as published: a view and a copy for each rank's part of each of twelve tensors."""
     pricer = Pricer.of(SELENE, MODEL, 512, "fp16")
     layouts = [Layout(1, 1, d, micro_size=512 // d, zero=3) for d in (256, 512)]
-    few, many = (sum(pricer.times.data.in_ops(one, 2, (True, True))[:2]) for one in layouts)
+    stage = ModelPart(2, True, True)
+    few, many = (sum(pricer.times.data.in_ops(one, stage)[:2]) for one in layouts)
     each_s = VIEW_S + SELENE.device.kernel_s
     small = 2 * 8  # biases and norms, whose bytes are next to nothing
     assert many - few > small * 3 * 256 * each_s
     newer = Pricer.of(load_cluster("dgx-h100"), MODEL, 512, "bf16")
-    assert sum(newer.times.data.in_ops(layouts[1], 2, (True, True))[:2]) < many / 8
+    assert sum(newer.times.data.in_ops(layouts[1], stage)[:2]) < many / 8
 
 
 def test_no_layer_is_faster_than_its_host(machine):

@@ -6,7 +6,7 @@ import pytest
 
 from ptdmpi.config.choices import SCHEDULES
 from ptdmpi.config.legality import chunk_rule
-from ptdmpi.plan.schedule.flight import fullest, fullest_alike
+from ptdmpi.plan.schedule.flight import RankOrder, fullest, fullest_alike
 from ptdmpi.plan.schedule.held import held
 from ptdmpi.plan.schedule.ops import ACTIVATIONS
 from ptdmpi.plan.schedule.orders import KINDS, build
@@ -28,7 +28,7 @@ def exceeds(one, other):
 def test_the_fullest_moment_of_any_sizes_is_among_them(kind, p, v, m):
     """Walked op by op with sizes of each stage, however long the step is."""
     for rank, order in enumerate(build(kind, p, v, m).orders):
-        flight = fullest(kind, p, v, m, rank)
+        flight = fullest(RankOrder(kind, p, v, m, rank))
         for seed in (1, 2, 3):
             keeps = {
                 store: 1 + (31 + len(store[0])) ** seed * (store[1] + 1) % 97
@@ -64,7 +64,7 @@ def test_the_fullest_moment_of_any_sizes_is_among_them(kind, p, v, m):
 def test_an_earlier_rank_holds_no_less(kind, p, v, m):
     """What `MemoryModel.distinct_ranks` rests on, as the table says it."""
     for rank in range(1, p):
-        before, here = (fullest(kind, p, v, m, r) for r in (rank - 1, rank))
+        before, here = (fullest(RankOrder(kind, p, v, m, r)) for r in (rank - 1, rank))
         chunk = {stage: at for f in (before, here) for at, (_, stage) in enumerate(f.stores)}
         for one in here.moments:
             assert any(
@@ -78,8 +78,8 @@ def test_stages_of_equal_sizes_may_be_counted_together(kind, p, v, m):
     """Chunks 0 and 2 on are alike, chunk 1 is not."""
     alike = tuple(int(chunk == 1) for chunk in range(v))
     for rank in range(p):
-        flight = fullest(kind, p, v, m, rank)
-        short = fullest_alike(kind, p, v, m, rank, alike)
+        flight = fullest(RankOrder(kind, p, v, m, rank))
+        short = fullest_alike(RankOrder(kind, p, v, m, rank), alike)
         assert len(short.moments) <= len(flight.moments)
         for keeps, works in (((5, 3), (2, 9, 0)), ((1, 40), (7, 1, 0)), ((4, 4), (0, 0, 0))):
             stages = dict.fromkeys(stage for _, stage in flight.stores)
@@ -100,7 +100,7 @@ def test_stages_of_equal_sizes_may_be_counted_together(kind, p, v, m):
 def test_the_most_in_all_chunks_is_that_of_the_schedule(kind, p, v, m):
     peaks = build(kind, p, v, m).peak_activations()
     for rank in range(p):
-        flight = fullest(kind, p, v, m, rank)
+        flight = fullest(RankOrder(kind, p, v, m, rank))
         counted = [inventory == ACTIVATIONS for inventory, _ in flight.stores]
         most = max(sum(itertools.compress(one.held, counted)) for one in flight.moments)
         assert most == peaks[rank]
@@ -119,5 +119,5 @@ def test_forwards_ahead_of_what_frees_are_not_overcounted(kind, p, v, m):
 
 def test_validation_keeps_nothing():
     """Each forward's activations go with it."""
-    found = fullest("forward", 2, 2, 5, 0).moments
+    found = fullest(RankOrder("forward", 2, 2, 5, 0)).moments
     assert sorted(one.held for one in found) == [(0, 1), (1, 0)]

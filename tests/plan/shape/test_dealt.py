@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from ptdmpi.config.zero import Sharing
 from ptdmpi.plan.shape.dealt import Slice, dealt, owners, slices
 from ptdmpi.plan.shape.matrices import matrix_elements
+from ptdmpi.plan.shape.parameters import ModelPart
 from tests._configs import small
 
 
@@ -26,7 +27,7 @@ def test_slices_are_what_the_equal_parts_of_a_unit_have(shards, share, data):
         begin, end = max(begin, start), min(end, stop)
         if begin < end:
             wanted.append(Slice(shard, begin - start, end - start))
-    assert slices(start, stop, first, last, shards) == wanted
+    assert slices(range(start, stop), range(first, last), shards) == wanted
 
 
 def test_an_owner_holds_a_part_and_has_least_to_do():
@@ -45,7 +46,7 @@ def test_an_owner_holds_a_part_and_has_least_to_do():
 @pytest.mark.parametrize("method", ["none", "lora"])
 def test_all_is_made_once_and_what_one_gives_another_takes(method, zero, shards):
     config = small({"model.kind": "llama", "model.layers": 6, "adapt.method": method})
-    told = (config.model, 101, 6, (True, True), 1, Sharing(zero, shards))
+    told = (config.model, 101, ModelPart(6, True, True), Sharing(zero, shards))
     every = dealt(*told)
     assert sum(one.elements for one in every) == 6 * matrix_elements(config.model, 1)
     per_layer = 14 if method == "lora" else 4

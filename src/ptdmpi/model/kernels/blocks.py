@@ -33,7 +33,9 @@ class Scores:
 
 
 @cache
-def _band(queries: int, keys: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _band(
+    queries: int, keys: int, window: int, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Return -inf above the diagonal that ends in the lower right corner, and from `window` below
     it: [queries, keys], to be added."""
     every = torch.ones(queries, keys, dtype=torch.bool, device=device)
@@ -97,7 +99,7 @@ def blocks(
             yield (rows, every, queries), (rows, every, slice(begin, piece.end)), None
             continue
         # every block uses the same lower right corner: it depends only on distances
-        band = _band(block, length, scores.window, q.dtype, q.device)
+        band = _band(block, length, scores.window, dtype=q.dtype, device=q.device)
         for first in range(piece.first, piece.last, block):
             last = min(first + block, piece.last)
             oldest = begin

@@ -18,21 +18,33 @@ TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), Table 3
 CURVE = 60  # points of a curve
 
 
-def days(parameters: float, tokens: float, ranks: int, flops_per_s: float, factor: int) -> float:
-    """Return the days of a training: `factor` T P / (n X).
+class Training(NamedTuple):
+    """The training of P `parameters` on T `tokens` by n `ranks`.
 
-    Narayanan et al. 2021, equation 4, has the factor 8, which counts recomputation.
+    Each token and parameter takes `factor` FLOPs. Narayanan et al. 2021, equation 4, has the factor
+    8, which counts recomputation.
     """
-    return factor * tokens * parameters / (ranks * flops_per_s) / DAY_S
 
+    parameters: float
+    tokens: float
+    ranks: int
 
-def speed(parameters: float, tokens: float, ranks: int, taken: float, factor: int) -> float:
-    """Return the FLOP/s of a rank in a training of `taken` days."""
-    return factor * tokens * parameters / (ranks * taken * DAY_S)
+    def days(self, flops_per_s: float, factor: int = MODEL_FLOPS) -> float:
+        """Return the days at X FLOP/s of each rank: `factor` T P / (n X)."""
+        return factor * self.tokens * self.parameters / (self.ranks * flops_per_s) / DAY_S
+
+    def flops_per_s(self, days: float, factor: int = MODEL_FLOPS) -> float:
+        """Return the FLOP/s of a rank in a training of so many days."""
+        return factor * self.tokens * self.parameters / (self.ranks * days * DAY_S)
 
 
 def days_answer(
-    pricer: Pricer, ranks: int, tokens: float, taken: float | None, utilisation: float | None
+    pricer: Pricer,
+    ranks: int,
+    tokens: float,
+    *,
+    taken: float | None = None,
+    utilisation: float | None = None,
 ) -> Reply:
     """Return the model FLOPs utilisation of a training that takes `taken` days, or the days of a
     training with a given `utilisation`.
@@ -43,16 +55,17 @@ def days_answer(
         raise InputError("give --days or --utilisation, one of the two")
     config, peak = pricer.model.config, pricer.machine.peak
     count = parameter_count(config, pricer.model.vocab_size)
+    training = Training(count, tokens, ranks)
     if taken is None:
         assert utilisation is not None
-        taken = days(count, tokens, ranks, peak * utilisation, MODEL_FLOPS)
-    model = speed(count, tokens, ranks, taken, MODEL_FLOPS)
-    hardware = speed(count, tokens, ranks, taken, HARDWARE_FLOPS)
+        taken = training.days(peak * utilisation)
+    model = training.flops_per_s(taken)
+    hardware = training.flops_per_s(taken, HARDWARE_FLOPS)
     if model > peak:
         raise InputError(
             f"{tokens:.3g} tokens in {taken:g} days are {model / 1e12:.0f} TFLOP/s per rank, and "
             f"{pricer.cluster.device.name} has {peak / 1e12:.0f}: at least "
-            f"{days(count, tokens, ranks, peak, MODEL_FLOPS):.1f} days"
+            f"{training.days(peak):.1f} days"
         )
     rows = [
         ["counted", "TFLOP/s per rank", "of the peak", ""],
@@ -65,7 +78,7 @@ def days_answer(
         ],
     ]
     shares = [0.1 + 0.6 * i / (CURVE - 1) for i in range(CURVE)]
-    line = [(100 * u, days(count, tokens, ranks, peak * u, MODEL_FLOPS)) for u in shares]
+    line = [(100 * u, training.days(peak * u)) for u in shares]
     return Reply(
         f"{short(count)} parameters on {short(tokens)} tokens with {ranks:,} ranks: "
         f"{taken:.1f} days are {model / 1e12:.1f} TFLOP/s per rank, {model / peak:.1%} of the peak "

@@ -13,6 +13,7 @@ from ptdmpi.plan.cost.step import StepTimes
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.search.search import search
 from ptdmpi.plan.search.space import Space
+from ptdmpi.plan.shape.parameters import ModelPart
 from ptdmpi.terminal.say import note
 
 LATENCY = 10  # times as long
@@ -89,10 +90,10 @@ class TieredAxis(DataAxis):
             return self.outside.behind(layout, elements)
         return super().behind(layout, elements)
 
-    def in_ops(self, layout: Layout, layers: int, ends: tuple[bool, bool], idle: int = 0) -> InOps:
+    def in_ops(self, layout: Layout, stage: ModelPart) -> InOps:
         if self._tapered(layout):
-            return self.outside.in_ops(layout, layers, ends, idle)
-        return super().in_ops(layout, layers, ends, idle)
+            return self.outside.in_ops(layout, stage)
+        return super().in_ops(layout, stage)
 
     def least_in_ops_s(self, layout: Layout, layers: float) -> float:
         if self._tapered(layout):

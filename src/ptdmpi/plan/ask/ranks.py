@@ -68,12 +68,17 @@ def between(fewer: int, more: int, devices: int) -> list[int]:
 
 
 def answer(
-    pricer: Pricer, most: int, tokens: float, days: float | None, price: float | None
+    pricer: Pricer,
+    most: int,
+    tokens: float,
+    *,
+    days: float | None = None,
+    price: float | None = None,
 ) -> Reply:
     """Return the answer for trainings on up to `most` ranks.
 
-    `days` is the deadline and `price` the price of a rank-hour; both may be None. Raises InputError
-    if no layout fits, or no training ends in time.
+    `days` is the deadline and `price` the price of a rank-hour; None: there is none. Raises
+    InputError if no layout fits, or no training ends in time.
     """
     devices = pricer.cluster.node.devices
     count = parameter_count(pricer.model.config, pricer.model.vocab_size)

@@ -66,6 +66,7 @@ class Failures:
 def answer(
     pricer: Pricer,
     ranks: int,
+    *,
     step_time_s: float,
     node_days: float,
     bytes_per_s: float,

@@ -24,7 +24,7 @@ from ptdmpi.plan.layer.parts import ALIGNMENT, trained
 from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.machine.kernels import Group, Machine
 from ptdmpi.plan.shape import parameters
-from ptdmpi.plan.shape.parameters import frozen_places
+from ptdmpi.plan.shape.parameters import ModelPart, frozen_places
 
 VIEW_S = 2e-6  # the host's time for an operation in Python (pytorch/pytorch issue 41383, July 2020)
 
@@ -48,18 +48,13 @@ class Behind(NamedTuple):
 class StagePlaces(NamedTuple):
     """The properties of a stage that determine the messages in its ops under ZeRO 2 or 3.
 
-    The first `idle` of its `layers` have no backward. `ends` says whether the stage is the first,
-    and whether it is the last, of the model. `stays` is the number of places whose weights are
-    still gathered when an op begins. `gathers` is how often DeepSpeed gathers a tensor in a
-    microbatch.
+    `held` is the stage's part of the model. `stays` is the number of places whose weights are still
+    gathered when an op begins. `gathers` is how often DeepSpeed gathers a tensor in a microbatch.
     """
 
+    held: ModelPart
     gathers_weights: bool
-    tensor: int
     group: Group
-    layers: int
-    ends: tuple[bool, bool]
-    idle: int
     stays: int
     gathers: int
 
@@ -155,56 +150,50 @@ class DataAxis:
 
     # -- in the ops ------------------------------------------------------------------------------
 
-    def in_ops(self, layout: Layout, layers: int, ends: tuple[bool, bool], idle: int = 0) -> InOps:
-        """Return the seconds of ZeRO's messages in the ops of one microbatch in a stage.
-
-        The first `idle` of its `layers` have no backward; `ends` says whether the stage is the
-        first, and the last, of the model. ZeRO 0 and 1 send nothing there.
-        """
+    def in_ops(self, layout: Layout, stage: ModelPart) -> InOps:
+        """Return the seconds of ZeRO's messages in the ops of one microbatch in a stage. ZeRO 0 and
+        1 send nothing there."""
         if not layout.shards_gradients:
             return InOps()
-        stage = StagePlaces(
+        places = StagePlaces(
+            held=stage,
             gathers_weights=layout.shards_weights,
-            tensor=layout.tensor,
             group=self.shard_group(layout),
-            layers=layers,
-            ends=ends,
-            idle=idle,
             # only 1F1B alternates forwards and backwards on one chunk: each op begins where the
             # last ended
             stays=int(layout.schedule == "1f1b"),
-            gathers=3 if layout.recompute == "full" else 2,
+            gathers=_gathers(layout),
         )
-        return self._in_ops(stage)
+        return self._in_ops(places)
 
     def _counted_in_ops(self, stage: StagePlaces) -> InOps:
         """Price the messages of a stage, unit by unit or, as DeepSpeed, tensor by tensor."""
-        gathers_weights, tensor, group, layers, ends, idle, stays, gathers = stage
+        held, group = stage.held, stage.group
+        places = parameters.places(self.model, self.vocab_size, held)
         if self.cluster.software.zero_unit == "tensor":
-            gathered_s, summed_s = self._all_tensors_s(tensor, layers, any(ends), group)
-            if not gathers_weights:
-                places = parameters.places(self.model, self.vocab_size, layers, ends, tensor)
+            gathered_s, summed_s = self._all_tensors_s(held, group)
+            if not stage.gathers_weights:
                 size = sum(map(sum, places))
                 whole_s = self.machine.reduce_scatter_s(size * self.gradient_bytes, group)
                 return InOps(0.0, whole_s, whole_s)
             # Rajbhandari et al. 2020, section 7.2.2: the weights are freed after each use
-            return InOps(gathered_s, (gathers - 1) * gathered_s + summed_s, summed_s / (layers + 1))
-        held = (layers, ends, tensor)
-        places = parameters.places(self.model, self.vocab_size, *held, idle=idle)
+            again_s = (stage.gathers - 1) * gathered_s
+            return InOps(gathered_s, again_s + summed_s, summed_s / (held.layers + 1))
         pairs = []
         for units in places:
             parts = [self._unit_pair_s(unit, group) for unit in units]
             pairs.append((sum(part[0] for part in parts), sum(part[1] for part in parts)))
         summed_s = sum(pair[1] for pair in pairs)
-        if not gathers_weights:
+        if not stage.gathers_weights:
             return InOps(0.0, summed_s, pairs[0][1])
         gathered = [
             pair[0] + sum(self._unit_pair_s(unit, group)[0] for unit in units)
-            for pair, units in zip(pairs, self._frozen(*held), strict=True)
+            for pair, units in zip(pairs, self._frozen(held), strict=True)
         ]
-        skipped = idle + (idle > 0 and ends[0])  # before idle layers there are only frozen weights
-        forward_s = sum(gathered[stays:])
-        backward_s = sum(gathered[skipped : len(gathered) - stays])
+        # before idle layers there are only frozen weights
+        skipped = held.idle + (held.idle > 0 and held.first)
+        forward_s = sum(gathered[stage.stays :])
+        backward_s = sum(gathered[skipped : len(gathered) - stage.stays])
         # the first forward of a step finds no gathered weights, since the update has changed them
         first_s = gathered[0]
         return InOps(forward_s, backward_s + summed_s, pairs[0][1] + first_s)
@@ -215,17 +204,17 @@ class DataAxis:
         if not layout.shards_gradients:
             return 0.0
         group = self.shard_group(layout)
+        layer = ModelPart(1, first=False, last=False, tensor=layout.tensor)
         if self.cluster.software.zero_unit == "tensor":
-            gathered_s, summed_s = self._all_tensors_s(layout.tensor, 1, False, group)
+            gathered_s, summed_s = self._all_tensors_s(layer, group)
             if not layout.shards_weights:
                 return 0.0
-            gathers = 3 if layout.recompute == "full" else 2
-            return layers * (gathers * gathered_s + summed_s)
+            return layers * (_gathers(layout) * gathered_s + summed_s)
         unit = self.layer_elements(layout.tensor)
         gathered_s, summed_s = self._unit_pair_s(unit, group)
         if not layout.shards_weights:
             return layers * summed_s
-        (frozen,) = self._frozen(1, (False, False), layout.tensor)
+        (frozen,) = self._frozen(layer)
         gathered_s += sum(self._unit_pair_s(size, group)[0] for size in frozen)
         return layers * summed_s + 2 * max(0.0, layers - 1) * gathered_s
 
@@ -248,19 +237,18 @@ class DataAxis:
     def _table_elements(self, tensor: int) -> int:
         return parameters.table_elements(self.model, self.vocab_size, tensor)
 
-    def _all_tensors_s(
-        self, tensor: int, layers: int, has_table: bool, group: Group
-    ) -> tuple[float, float]:
+    def _all_tensors_s(self, held: ModelPart, group: Group) -> tuple[float, float]:
         """Return the seconds of gathering, and of summing, all tensors of a stage's layers and the
         vocabulary's table, one by one. Small tensors cost mostly latency, so the total size
         alone would not give the time."""
-        sizes = self.layer_tensors(tensor)
+        sizes = self.layer_tensors(held.tensor)
         pairs = [self._tensor_pair_s(size, group) for size in sizes]
-        gathered_s, summed_s = (layers * sum(part) for part in zip(*pairs, strict=True))
-        for units in self._frozen(layers, (False, False), tensor):  # each unit as one tensor
+        gathered_s, summed_s = (held.layers * sum(part) for part in zip(*pairs, strict=True))
+        layers_alone = held._replace(first=False, last=False)
+        for units in self._frozen(layers_alone):  # each unit as one tensor
             gathered_s += sum(self._tensor_pair_s(unit, group)[0] for unit in units)
-        if has_table:
-            table_s = self._tensor_pair_s(self._table_elements(tensor), group)
+        if held.first or held.last:
+            table_s = self._tensor_pair_s(self._table_elements(held.tensor), group)
             gathered_s, summed_s = gathered_s + table_s[0], summed_s + table_s[1]
         return gathered_s, summed_s
 
@@ -280,3 +268,9 @@ class DataAxis:
         moved_s = self.machine.stream_s(2 * elements * self.machine.element_bytes)
         copied_s = max(ranks * self.cluster.device.kernel_s, moved_s)
         return ranks * VIEW_S + copied_s
+
+
+def _gathers(layout: Layout) -> int:
+    """Return how often DeepSpeed gathers a tensor in a microbatch: for the forward and for the
+    backward, and once more if the forward is recomputed."""
+    return 2 + (layout.recompute == "full")

@@ -22,7 +22,7 @@ from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.layout.stages import placement_of
 from ptdmpi.plan.machine.cluster import TRAINER, Software
-from ptdmpi.plan.schedule.flight import NOTHING, fullest_alike
+from ptdmpi.plan.schedule.flight import NOTHING, RankOrder, fullest_alike
 from ptdmpi.plan.schedule.ops import ACTIVATIONS
 from ptdmpi.plan.schedule.orders import KINDS, Placement
 from ptdmpi.plan.shape.codes import largest_tile
@@ -231,9 +231,8 @@ class MemoryModel:
 
     def _in_flight(self, layout: Layout, rank: int, microbatches: int) -> tuple[int, int]:
         examples, alike = self.sorts(Cut.of(layout), layout.recompute_layers, rank)
-        flight = fullest_alike(
-            layout.schedule, layout.pipeline, layout.virtual, microbatches, rank, alike
-        )
+        order = RankOrder(layout.schedule, layout.pipeline, layout.virtual, microbatches, rank)
+        flight = fullest_alike(order, alike)
         keeps = [
             self.stages.stored_bytes[name](layout, examples[like]) for name, like in flight.stores
         ]
@@ -412,7 +411,8 @@ def _beside(memory: MemoryModel, layout: Layout, rank: int, *, kept: int, workin
         how = (Cut.of(layout), layout.tensor, rank, layout.sharing)
         size, widens = memory.compute_bytes, memory.software.wide_products
         room = max(
-            work.room_bytes(layout.tensor, size, widens) for work in memory.stages.dealt(*how)
+            work.room_bytes(layout.tensor, size, widens=widens)
+            for work in memory.stages.dealt(*how)
         )
         working = max(working, room - kept)  # after the backwards, like the messages
     if method.section.overlap:

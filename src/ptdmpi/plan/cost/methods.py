@@ -111,9 +111,14 @@ class Told:
 
 
 def told_of(
-    model: ModelConfig, vocab_size: int, elements: float, gradient_bytes: int, master_bytes: int
+    model: ModelConfig,
+    vocab_size: int,
+    elements: float,
+    *,
+    gradient_bytes: int,
+    master_bytes: int,
 ) -> Told:
-    """Return the message sizes of a rank with `elements` parameters.
+    """Return the message sizes of a rank with `elements` parameters; the bytes are of one element.
 
     In attention a tile of PowerSGD has the lines of one head. In the MLP and in the vocabulary it
     has one n-th of the lines, with n = gcd(heads, ffn_hidden). If n does not divide the vocabulary,
@@ -195,7 +200,13 @@ class MethodAxis(DataAxis):
 
     def has(self, elements: float) -> Told:
         """Return the message sizes of a rank with `elements` parameters."""
-        return told_of(self.model, self.vocab_size, elements, self.gradient_bytes, FLOAT32.bytes)
+        return told_of(
+            self.model,
+            self.vocab_size,
+            elements,
+            gradient_bytes=self.gradient_bytes,
+            master_bytes=FLOAT32.bytes,
+        )
 
     def behind(self, layout: Layout, elements: float) -> Behind:
         """Return the seconds of the method's messages after the last backward, or after the

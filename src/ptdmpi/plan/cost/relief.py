@@ -13,7 +13,7 @@ from ptdmpi.config.legality import is_legal
 from ptdmpi.config.methods import may_share, replicas_differ
 from ptdmpi.config.zero import covers_gradients
 from ptdmpi.plan.cost.memory import Footprint, MemoryModel
-from ptdmpi.plan.shape.parameters import parameter_count, rank_elements
+from ptdmpi.plan.shape.parameters import parameter_count, trained_count
 
 MOST_CHANGES = 3  # that are made at once
 MOST_SIZES = 8  # that are tried for a microbatch or an axis
@@ -141,9 +141,7 @@ def _least_state_bytes(step: Step) -> float:
     memory, model = step.memory, step.memory.model
     count, frozen = parameter_count(model, memory.vocab_size), 0.0
     if model.adapt.adapts:
-        idle = model.idle()
-        whole = (model.layers, (True, True), 1, idle)
-        _, train, _ = rank_elements(model, memory.vocab_size, *whole)
+        train = trained_count(model, memory.vocab_size)
         rest = count - train
         count, frozen = train, memory.least_frozen_bytes(step.layout, rest, model.layers, 1)
     return (count * memory.parameter_bytes(step.layout) + frozen) / step.model_ranks

@@ -21,7 +21,7 @@ from ptdmpi.plan.schedule.ops import ACTIVATIONS, OPERANDS
 from ptdmpi.plan.schedule.orders import Placement, placement
 from ptdmpi.plan.shape import parameters
 from ptdmpi.plan.shape.dealt import Dealt, dealt
-from ptdmpi.plan.shape.parameters import frozen_layer, frozen_places
+from ptdmpi.plan.shape.parameters import ModelPart, frozen_layer, frozen_places
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,18 @@ def _cut(schedule: str, pipeline: int, virtual: int, first: int | None) -> Cut:
     return Cut(placement(schedule, pipeline, virtual), first)
 
 
+class ActivationKey(NamedTuple):
+    """The settings of a layout that determine the activations of a stage; `sends`: there is a next
+    stage."""
+
+    tensor: int
+    context: int
+    micro_size: int
+    sequence_parallel: bool
+    partition_activations: bool
+    sends: bool
+
+
 class StageMemory:
     """Bytes and elements of the stages of one model in one compute type, as a program runs it.
 
@@ -109,7 +121,9 @@ class StageMemory:
 
     def _split(self, cut: "Cut") -> tuple[range, ...]:
         balanced = self.software.balanced_stages
-        return tuple(split_model(self.model, self.vocab_size, cut.placed, balanced, cut.first))
+        return tuple(
+            split_model(self.model, self.vocab_size, cut.placed, balanced=balanced, first=cut.first)
+        )
 
     def trained(self, layout: Layout, rank: int) -> int:
         """Return the number of trained parameters of a pipeline rank."""
@@ -125,23 +139,11 @@ class StageMemory:
 
     def _counted_elements(self, cut: Cut, tensor: int, rank: int) -> tuple[int, int, int]:
         """Return `parameters.rank_elements` of a pipeline rank."""
-        ends, layers = self._ends(cut, rank), self.layer_count(cut, rank)
-        idle = self._idle_count(cut, rank)
-        return parameters.rank_elements(self.model, self.vocab_size, layers, ends, tensor, idle)
+        return parameters.rank_elements(self.model, self.vocab_size, self._part(cut, tensor, rank))
 
-    def _ends(self, cut: Cut, rank: int) -> tuple[bool, bool]:
-        """Return whether a pipeline rank has (the first stage, the last stage)."""
-        stages = cut.placed.stages_of(rank)
-        return 0 in stages, cut.placed.stages - 1 in stages
-
-    def layer_count(self, cut: Cut, rank: int) -> int:
-        """Return the number of layers of a pipeline rank."""
-        return sum(len(self.layers_of(cut)[stage]) for stage in cut.placed.stages_of(rank))
-
-    def _idle_count(self, cut: Cut, rank: int) -> int:
-        """Return the number of layers of a pipeline rank that have no backward."""
-        layers = self.layers_of(cut)
-        return sum(self.model.idle(layers[stage]) for stage in cut.placed.stages_of(rank))
+    def _part(self, cut: Cut, tensor: int, rank: int) -> ModelPart:
+        """Return the part of the model that a pipeline rank has."""
+        return ModelPart.of(self.model, self.layers_of(cut), cut.placed.stages_of(rank), tensor)
 
     def _backward(self, layout: Layout, stage: int) -> range:
         """Return the layers of a stage that have a backward; no other layer keeps anything."""
@@ -154,15 +156,14 @@ class StageMemory:
         Quantized weights count with codes and scales, which are not sharded.
         """
         elements, packed = frozen_layer(self.model, tensor)
-        layers = self.layer_count(cut, rank)
+        layers = self._part(cut, tensor, rank).layers
         in_full = -(-(frozen - layers * elements) // shards)
         return in_full * PRECISIONS[self.precision].compute.bytes + layers * packed
 
     def _counted_dealt(self, cut: Cut, tensor: int, rank: int, sharing: Sharing) -> list[Dealt]:
         """Return `dealt` of a pipeline rank."""
-        ends, layers = self._ends(cut, rank), self.layer_count(cut, rank)
-        layers -= self._idle_count(cut, rank)
-        return dealt(self.model, self.vocab_size, layers, ends, tensor, sharing)
+        part = self._part(cut, tensor, rank)
+        return dealt(self.model, self.vocab_size, part, sharing)
 
     def kept_bytes(self, layout: Layout, stage: int) -> int:
         """Return the bytes that one microbatch keeps in a stage from its forward to its backward.
@@ -173,7 +174,9 @@ class StageMemory:
         kept = sum(count * parts.layers[mode].kept for mode, count in segments(layout, own))
         if stage == 0:
             kept += parts.embedding
-        return kept + (parts.head if stage == layout.stages - 1 else parts.sent)
+        if stage == layout.stages - 1:
+            return kept + parts.head
+        return kept + parts.sent
 
     def operand_bytes(self, layout: Layout, stage: int) -> int:
         """Return the bytes that one microbatch keeps in a stage from its I to its W."""
@@ -181,7 +184,9 @@ class StageMemory:
         kept = len(self._backward(layout, stage)) * split.layer
         if stage == 0:
             kept += split.embedding
-        return kept + (split.head if stage == layout.stages - 1 else 0)
+        if stage == layout.stages - 1:
+            kept += split.head
+        return kept
 
     def input_bytes(self, layout: Layout, stage: int) -> int:
         """Return the most bytes that a microbatch takes in a stage during its I.
@@ -208,8 +213,9 @@ class StageMemory:
     def weight_bytes(self, layout: Layout, stage: int) -> int:
         """Return the bytes that a stage's W needs in addition to the operands."""
         split = self.parts(layout).split
-        last = stage == layout.stages - 1
-        return max(split.layer_adds, split.head_adds if last else 0)
+        if stage == layout.stages - 1:
+            return max(split.layer_adds, split.head_adds)
+        return split.layer_adds
 
     def working_bytes(self, layout: Layout, stage: int) -> int:
         """Return the most bytes that a stage's backward needs in addition to the kept activations.
@@ -237,13 +243,11 @@ class StageMemory:
             up = parameters.layer(self.model)["mlp.up"]
             assert isinstance(up, Linear)
             return (up.inputs * sum(up.outputs) // tensor,) * 3
-        layers, last, most = self.layers_of(cut), cut.placed.stages - 1, (0, 0, 0)
+        most = (0, 0, 0)
         for stage in cut.placed.stages_of(rank):
-            held = (len(layers[stage]), (stage == 0, stage == last))
-            shape = (self.model, self.vocab_size, *held, tensor)
-            idle = self.model.idle(layers[stage])
-            sizes = [*map(sum, parameters.places(*shape, idle=idle)), 0]
-            frozen = [*map(sum, frozen_places(*shape)), 0]
+            held = ModelPart.of(self.model, self.layers_of(cut), (stage,), tensor)
+            sizes = [*map(sum, parameters.places(self.model, self.vocab_size, held)), 0]
+            frozen = [*map(sum, frozen_places(self.model, self.vocab_size, held)), 0]
             every = [sum(both) for both in zip(sizes, frozen, strict=True)]
             pair, whole = (max(map(sum, itertools.pairwise(some))) for some in (sizes, every))
             most = (max(most[0], *sizes), max(most[1], pair), max(most[2], whole))
@@ -251,7 +255,7 @@ class StageMemory:
 
     def parts(self, layout: Layout) -> PartBytes:
         """Return the bytes of each part that the stages of a layout may consist of."""
-        return self._parts(
+        key = ActivationKey(
             layout.tensor,
             layout.context,
             layout.micro_size,
@@ -259,33 +263,24 @@ class StageMemory:
             layout.partition_activations,
             layout.pipeline > 1,
         )
+        return self._parts(key)
 
-    def _counted(
-        self,
-        tensor: int,
-        context: int,
-        micro_size: int,
-        divides: bool,
-        partitions: bool,
-        sends: bool,
-    ) -> PartBytes:
-        """Return `parts` by the fields of a layout; `divides`: under sequence parallelism;
-        `partitions`: the activations that full recomputation keeps; `sends`: there is a next
-        stage."""
+    def _counted(self, key: ActivationKey) -> PartBytes:
+        """Return `parts` of layouts with these settings."""
         layout = Layout(
-            tensor,
+            key.tensor,
             1,
             1,
-            micro_size=micro_size,
-            sequence_parallel=divides,
-            partition_activations=partitions,
-            context=context,
+            micro_size=key.micro_size,
+            sequence_parallel=key.sequence_parallel,
+            partition_activations=key.partition_activations,
+            context=key.context,
         )
         sizes = Sizes(self.model, layout, self.precision, self.software)
         layer = describe.layer(self.model)
         embedding = self._embedding()
         head = self._head()
-        sent = sizes.boundary_bytes if sends and self.software.keeps_outputs else 0
+        keeps_sent = key.sends and self.software.keeps_outputs
         return PartBytes(
             sizes=sizes,
             layers={mode: folds.layer_bytes(layer, sizes, mode) for mode in RECOMPUTE_MODES},
@@ -293,7 +288,7 @@ class StageMemory:
             embedding=folds.kept_bytes(embedding, sizes),
             head=folds.kept_bytes(head, sizes),
             loss_works=max(row.backward_bytes(sizes) for row in head),
-            sent=sent,
+            sent=sizes.boundary_bytes * keeps_sent,
             split=SplitBytes(
                 layer=folds.operand_bytes(folds.operators(layer), sizes),
                 embedding=folds.operand_bytes(embedding, sizes),
@@ -306,7 +301,9 @@ class StageMemory:
     def _embedding(self) -> tuple[Operator, ...]:
         """Return the rows of the embedding that have a backward: none if nothing of it trains."""
         rows = describe.embedding(self.model, self.vocab_size)
-        return rows if any(row.trains for row in rows) else ()
+        if any(row.trains for row in rows):
+            return rows
+        return ()
 
     def _head(self) -> tuple[Operator, ...]:
         """Return the rows of the head that have a backward."""
@@ -320,9 +317,9 @@ class StageMemory:
 def _forward_bytes(memory: StageMemory, layout: Layout, stage: int) -> int:
     """Return the most bytes that the forward of a layer without a backward needs, minus the bytes
     that the stage keeps of its microbatch. The caller adds the kept bytes."""
-    idle = memory.model.idle(memory.split(layout)[stage])
-    whole = memory.parts(layout).idle if idle else 0
-    return max(0, whole - memory.kept_bytes(layout, stage))
+    if not memory.model.idle(memory.split(layout)[stage]):
+        return 0
+    return max(0, memory.parts(layout).idle - memory.kept_bytes(layout, stage))
 
 
 def segments(layout: Layout, layers: Sequence[int]) -> Iterator[tuple[str, int]]:

@@ -18,6 +18,7 @@ from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.measured import machine_of
 from ptdmpi.plan.schedule.orders import KINDS
 from ptdmpi.plan.shape.matrices import wholes
+from ptdmpi.plan.shape.parameters import ModelPart
 
 
 class StepTimes:
@@ -144,27 +145,23 @@ class StepTimes:
         """
         if not layout.shards_gradients:  # most layouts of a search
             return [(0.0, 0.0)] * len(seconds)
-        last = len(seconds) - 1
-        skips = self.model.config.adapt.first_layer > 0
-        alike: dict[tuple[int, tuple[bool, bool], int], InOps] = {}
+        alike: dict[ModelPart, InOps] = {}  # most stages of a layout are alike
         added = []
-        for stage, (own, (forward, backward)) in enumerate(
-            zip(self.memory.stages.split(layout), seconds, strict=True)
-        ):
-            ends = (stage == 0, stage == last)
-            idle = self.model.config.idle(own) if skips else 0
-            key = (len(own), ends, idle)  # most stages of a layout are alike
-            if key not in alike:
-                alike[key] = self.data.in_ops(layout, len(own), ends, idle)
-            sent = alike[key]
-            hidden = (forward.total, backward.total) if layout.dp_overlap else (0.0, 0.0)
-            added.append(
-                (
-                    max(0.0, sent.forward_s - hidden[0]),
-                    max(0.0, sent.backward_s - hidden[1]),
-                )
-            )
+        for stage, (forward, backward) in enumerate(seconds):
+            part = self._part(layout, stage)
+            if part not in alike:
+                alike[part] = self.data.in_ops(layout, part)
+            forward_s, backward_s, _ = alike[part]
+            if layout.dp_overlap:
+                forward_s = max(0.0, forward_s - forward.total)
+                backward_s = max(0.0, backward_s - backward.total)
+            added.append((forward_s, backward_s))
         return added
+
+    def _part(self, layout: Layout, stage: int) -> ModelPart:
+        """Return the part of the model that a stage has on a tensor rank."""
+        layers = self.memory.stages.split(layout)
+        return ModelPart.of(self.model.config, layers, (stage,), layout.tensor)
 
     def _way_s(self, layout: Layout, crosses: bool) -> float:
         """Return the seconds of one message between two stages.
@@ -199,9 +196,7 @@ class StepTimes:
             hidden = ((behind.gradients_s, backward.total), (behind.weights_s, forward.total))
             data_s = sum(max(whole / own, whole - over) for whole, over in hidden)
             # for the last message of each microbatch no op is left to overlap with
-            idle = self.model.config.idle(layers[0])
-            sent = self.data.in_ops(layout, len(layers[0]), (True, len(layers) == 1), idle)
-            data_s += sent.last_s
+            data_s += self.data.in_ops(layout, self._part(layout, 0)).last_s
         data_s += self.update.own_norm_s(elements, self.method.noise_every)
         optimizer_s = self.update.optimizer_s(layout, elements)
         return data_s, optimizer_s + self.matrices_s(layout, ranks)

@@ -30,6 +30,7 @@ from ptdmpi.plan.schedule.orders import KINDS, build
 from ptdmpi.plan.schedule.places import gathers
 from ptdmpi.plan.shape.dealt import Dealt, dealt
 from ptdmpi.plan.shape.matrices import gathered_bytes, iteration_bytes
+from ptdmpi.plan.shape.parameters import ModelPart
 
 
 class StepTraffic:
@@ -257,11 +258,8 @@ def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
     if not of.method.matrices:
         return Dealt()
     stages, layout = of.placed.stages_of(rank), of.layout
-    held = [of.held.layers[stage] for stage in stages]
-    layers = sum(len(some) - of.model.idle(some) for some in held)
-    ends = (0 in stages, of.held.last in stages)
-    every = dealt(of.model, of.vocab_size, layers, ends, layout.tensor, layout.sharing)
-    return every[shard]
+    part = ModelPart.of(of.model, of.held.layers, stages, layout.tensor)
+    return dealt(of.model, of.vocab_size, part, layout.sharing)[shard]
 
 
 def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
@@ -273,7 +271,9 @@ def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
     weights = [size for unit, size in units.items() if unit != SECOND]
     if of.method.tells_codes(step):
         coded = of.held.elements(rank)
-        sizes = told_of(of.model, of.vocab_size, coded, element, element)
+        sizes = told_of(
+            of.model, of.vocab_size, coded, gradient_bytes=element, master_bytes=element
+        )
         gossip = section.method == "decentralized"
         times = of.method.neighbours(tally.ranks, data, step) if gossip else 1
         for kind, size in code_messages(section, sizes, tally.ranks).items():

@@ -27,6 +27,7 @@ def split_model(
     model: ModelConfig,
     vocab_size: int,
     placed: Placement,
+    *,
     balanced: bool = True,
     first: int | None = None,
 ) -> list[range]:
@@ -35,7 +36,9 @@ def split_model(
     `balanced`: the output head counts as work of some layers. `first` is the number of layers in
     the first stage; None: the best number.
     """
-    head = head_in_layers(model, vocab_size) if balanced else 0.0
+    head = 0.0
+    if balanced:
+        head = head_in_layers(model, vocab_size)
     return split_layers(model.layers, placed, head, first)
 
 

@@ -12,13 +12,29 @@ from operator import ge, itemgetter
 from typing import NamedTuple
 
 from ptdmpi.plan.schedule.ops import OP_KINDS
-from ptdmpi.plan.schedule.orders import order, placement
+from ptdmpi.plan.schedule.orders import Placement, placement
+from ptdmpi.plan.schedule.orders import order as ops_of_rank
 
 # A schedule is in steady state after so many rounds of the pipeline. Later rounds hold the same
 # or, if all microbatches are kept, p more of each store per round.
 ROUNDS = 3
 NOTHING = ("", -1)
 KIND_AND_STAGE = itemgetter(0, 1)  # of an op
+
+
+class RankOrder(NamedTuple):
+    """The key of the order of one rank: the schedule `kind` with p, v and m, and the rank."""
+
+    kind: str
+    pipeline: int
+    virtual: int
+    microbatches: int
+    rank: int
+
+    @property
+    def placed(self) -> Placement:
+        """Return the placement of the schedule's stages."""
+        return placement(self.kind, self.pipeline, self.virtual)
 
 
 class Moment(NamedTuple):
@@ -45,20 +61,18 @@ class Flight(NamedTuple):
 
 
 @lru_cache(maxsize=16384)
-def fullest(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int) -> Flight:
-    """Return the moments of one step at which pipeline rank `rank` may hold the most memory.
-
-    The schedule is `kind`, for p = `pipeline`, v = `virtual` and m = `microbatches`.
-    """
+def fullest(order: RankOrder) -> Flight:
+    """Return the moments of one step at which a pipeline rank may hold the most memory."""
+    pipeline, microbatches = order.pipeline, order.microbatches
     # this count has the same remainder as m: interleaving pads the last round, so its moments
     # depend on the remainder
     shorter = ROUNDS * pipeline + microbatches % pipeline
     if microbatches <= shorter + pipeline:
-        return _walked(kind, pipeline, virtual, microbatches, rank)
-    first = _walked(kind, pipeline, virtual, shorter, rank)
+        return _walked(order)
+    first = _walked(order._replace(microbatches=shorter))
     if all(max(moment.held) < shorter for moment in first.moments):
         return first  # no stage keeps all microbatches
-    second = _walked(kind, pipeline, virtual, shorter + pipeline, rank)
+    second = _walked(order._replace(microbatches=shorter + pipeline))
     # schedules such as GPipe keep all m: every further round adds as much as one round
     rounds = (microbatches - shorter) // pipeline
     later = []
@@ -69,16 +83,14 @@ def fullest(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int
 
 
 @lru_cache(maxsize=16384)
-def fullest_alike(
-    kind: str, pipeline: int, virtual: int, microbatches: int, rank: int, alike: tuple[int, ...]
-) -> Flight:
+def fullest_alike(order: RankOrder, alike: tuple[int, ...]) -> Flight:
     """Return `fullest` for a rank some of whose stages have equal sizes.
 
     `alike[i]` is the group of the rank's i-th stage: stages with equal sizes have the same number.
     The result has these numbers in place of stages.
     """
-    flight = fullest(kind, pipeline, virtual, microbatches, rank)
-    own = placement(kind, pipeline, virtual).stages_of(rank)
+    flight = fullest(order)
+    own = order.placed.stages_of(order.rank)
     like = {NOTHING[1]: NOTHING[1], **dict(zip(own, alike, strict=True))}
     grouped = [(inventory, like[stage]) for inventory, stage in flight.stores]
     stores = tuple(dict.fromkeys(grouped))
@@ -97,8 +109,8 @@ def fullest_alike(
 
 
 @lru_cache(maxsize=16384)
-def _walked(kind: str, pipeline: int, virtual: int, microbatches: int, rank: int) -> Flight:
-    ops = order(kind, placement(kind, pipeline, virtual), microbatches, rank)
+def _walked(order: RankOrder) -> Flight:
+    ops = ops_of_rank(order.kind, order.placed, order.microbatches, order.rank)
     rows = {(letter, stage): OP_KINDS[letter] for letter, stage in set(map(KIND_AND_STAGE, ops))}
     kept = {(row.keeps, stage) for (_, stage), row in rows.items() if row.keeps}
     freed = {(row.frees, stage) for (_, stage), row in rows.items() if row.frees}

@@ -26,6 +26,7 @@ from ptdmpi.plan.shape.matrices import (
     room_bytes,
     wholes,
 )
+from ptdmpi.plan.shape.parameters import ModelPart
 
 
 class Slice(NamedTuple):
@@ -36,14 +37,16 @@ class Slice(NamedTuple):
     end: int
 
 
-def slices(start: int, stop: int, first: int, last: int, shards: int) -> list[Slice]:
-    """Return the slice of each shard in the elements [start, stop) of the flat order, for the unit
-    [first, last). Shards that hold none of these elements are left out."""
-    share = (last - first) // shards
-    low, high = (start - first) // share, (stop - 1 - first) // share
-    cuts = [start, *(first + share * k for k in range(low + 1, high + 1)), stop]
+def slices(own: range, unit: range, shards: int) -> list[Slice]:
+    """Return the slice of each shard in a parameter with the elements `own` of the flat order. Each
+    shard has an equal share of the elements of `unit`, which has all of `own`. Shards that hold
+    none of these elements are left out."""
+    share = len(unit) // shards
+    low = (own.start - unit.start) // share
+    high = (own.stop - 1 - unit.start) // share
+    cuts = [own.start, *(unit.start + share * k for k in range(low + 1, high + 1)), own.stop]
     pairs = enumerate(itertools.pairwise(cuts), low)
-    return [Slice(shard, begin - start, end - start) for shard, (begin, end) in pairs]
+    return [Slice(shard, begin - own.start, end - own.start) for shard, (begin, end) in pairs]
 
 
 def owners(matrices: Iterable[tuple[Sequence[Slice], int]]) -> Iterator[int]:
@@ -77,33 +80,30 @@ class Dealt:
     takes: Counter[int] = field(default_factory=Counter)
     most: int = 0
 
-    def room_bytes(self, tensor: int, compute_bytes: int, widens: bool) -> int:
+    def room_bytes(self, tensor: int, compute_bytes: int, *, widens: bool) -> int:
         """Return the most working memory, in bytes, of the rank's update.
 
         Elements sent and received are in memory while the matrices are updated one after the other.
         `widens` is explained in `matrices.room_bytes`.
         """
         travels = self.gives.total() + self.takes.total()
-        each = [room_bytes(*matrix, tensor, compute_bytes, widens) for matrix in self.makes]
+        each = [
+            room_bytes(whole, own, tensor, compute_bytes=compute_bytes, widens=widens)
+            for whole, own in self.makes
+        ]
         most = max(given_bytes(self.most, compute_bytes), *each, 0)
         return travels * iteration_bytes(compute_bytes) + most
 
 
-def dealt(
-    model: ModelConfig,
-    vocab_size: int,
-    layers: int,
-    ends: tuple[bool, bool],
-    tensor: int,
-    sharing: Sharing,
-) -> list[Dealt]:
-    """Return the work of each rank of a shard group, on a pipeline rank with `layers` layers.
+def dealt(model: ModelConfig, vocab_size: int, part: ModelPart, sharing: Sharing) -> list[Dealt]:
+    """Return the work of each rank of a shard group, on a pipeline rank that has the part `part` of
+    a model.
 
-    `ends` says whether the rank has the first stage, and whether it has the last. `sharing` has the
-    stage of ZeRO, which decides how units are cut, and the number of ranks of the group.
+    `sharing` has the stage of ZeRO, which decides how units are cut, and the number of ranks of the
+    group.
     """
     work = [Dealt() for _ in range(sharing.ranks)]
-    cut = list(_cut(model, vocab_size, layers, ends, tensor, sharing))
+    cut = list(_cut(model, vocab_size, part, sharing))
     for (whole, held), owner in zip(
         cut, owners((held, effort(whole.shapes)) for whole, held in cut), strict=True
     ):
@@ -120,38 +120,43 @@ def dealt(
 
 
 def _cut(
-    model: ModelConfig,
-    vocab_size: int,
-    layers: int,
-    ends: tuple[bool, bool],
-    tensor: int,
-    sharing: Sharing,
+    model: ModelConfig, vocab_size: int, part: ModelPart, sharing: Sharing
 ) -> Iterator[tuple[Whole, list[Slice]]]:
     """Yield each matrix with its slices, in the flat order.
 
     In each unit tables and matrices come before vectors. A unit is a layer under ZeRO 2 and 3;
     under ZeRO 1 it is everything but a tied table.
     """
-    by_layer = covers_gradients(sharing.zero)
-    units, each = (layers, 1) if by_layer else (1, layers)
-    front, length = 0, each * _aligned(parameters.layer(model).values(), tensor)
-    if not by_layer:
-        first, last = parameters.embedding(model, vocab_size), parameters.head(model, vocab_size)
-        word = first[WORD_TABLE]
-        tied = _aligned([word], tensor) * model.tie_embeddings
-        if ends[0]:
-            tables = (part for part in first.values() if isinstance(part, Table))
-            front = _aligned(tables, tensor) - tied
-            length += _aligned(first.values(), tensor) - tied
-        if ends[1]:
-            length += _aligned(last.values(), tensor) - tied
+    units = part.layers - part.idle
+    unit_layers = 1
+    front = ends = 0
+    if not covers_gradients(sharing.zero):
+        unit_layers = units
+        units = 1
+        front, ends = _elements_of_ends(model, vocab_size, part)
+    length = unit_layers * _aligned(parameters.layer(model).values(), part.tensor) + ends
     grain = ALIGNMENT * sharing.ranks
-    stop = -(-length // grain) * grain
+    unit = range(-(-length // grain) * grain)
     for _ in range(units):
         place = front
-        for whole in wholes(model, tensor) * each:
-            yield whole, slices(place, place + whole.local, 0, stop, sharing.ranks)
+        for whole in wholes(model, part.tensor) * unit_layers:
+            yield whole, slices(range(place, place + whole.local), unit, sharing.ranks)
             place += aligned(whole.local)
+
+
+def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> tuple[int, int]:
+    """Return the elements of a part's embedding and head in a flat buffer, without a tied table:
+    (those of tables, which come before the layers; all of them)."""
+    first = parameters.embedding(model, vocab_size)
+    tied = _aligned([first[WORD_TABLE]], part.tensor) * model.tie_embeddings
+    front = every = 0
+    if part.first:
+        tables = (table for table in first.values() if isinstance(table, Table))
+        front = _aligned(tables, part.tensor) - tied
+        every = _aligned(first.values(), part.tensor) - tied
+    if part.last:
+        every += _aligned(parameters.head(model, vocab_size).values(), part.tensor) - tied
+    return front, every
 
 
 def _aligned(parts: Iterable[Part], tensor: int) -> int:

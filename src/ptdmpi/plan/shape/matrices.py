@@ -64,7 +64,7 @@ def gathered_bytes(whole: Whole, tensor: int, compute_bytes: int) -> int:
     return tensor * iteration_bytes(compute_bytes) * whole.local * gathers
 
 
-def room_bytes(whole: Whole, own: int, tensor: int, compute_bytes: int, widens: bool) -> int:
+def room_bytes(whole: Whole, own: int, tensor: int, *, compute_bytes: int, widens: bool) -> int:
     """Return the most working memory, in bytes, of a parameter's update on its owner.
 
     This rank has `own` elements of the slice. The peak is at one of three times. First, the own

@@ -1,7 +1,8 @@
 """Counts of a model's parameters, by part: folds over its description (`plan.layer.describe`)."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from ptdmpi.config import ModelConfig
 from ptdmpi.plan.layer import describe
@@ -9,6 +10,39 @@ from ptdmpi.plan.layer.describe import WORD_TABLE
 from ptdmpi.plan.layer.folds import operators, parts_of
 from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.plan.layer.parts import Linear, Part, as_linear, elements, trained
+
+
+class ModelPart(NamedTuple):
+    """A part of a model on one of `tensor` tensor ranks: a stage, or all stages of a pipeline rank.
+
+    It has `layers` layers, of which `idle` have no backward; these come first. It has the embedding
+    if it is the `first` stage, or has it, and the head if it is the `last`.
+    """
+
+    layers: int
+    first: bool
+    last: bool
+    tensor: int = 1
+    idle: int = 0
+
+    @classmethod
+    def whole(cls, model: ModelConfig) -> "ModelPart":
+        """Return the whole model on one rank."""
+        return cls(model.layers, True, True, idle=model.idle())
+
+    @classmethod
+    def of(
+        cls, model: ModelConfig, layers: Sequence[range], stages: Sequence[int], tensor: int
+    ) -> "ModelPart":
+        """Return the part of a model with some of its stages; `layers` has the layers of every
+        stage."""
+        return cls(
+            sum(len(layers[stage]) for stage in stages),
+            0 in stages,
+            len(layers) - 1 in stages,
+            tensor,
+            sum(model.idle(layers[stage]) for stage in stages),
+        )
 
 
 def layer(model: ModelConfig, number: int | None = None) -> dict[str, Part]:
@@ -67,64 +101,47 @@ def head_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
 
 
 def places(
-    model: ModelConfig,
-    vocab_size: int,
-    layers: int,
-    ends: tuple[bool, bool],
-    tensor: int,
-    trains: bool = True,
-    idle: int = 0,
+    model: ModelConfig, vocab_size: int, stage: ModelPart, *, trains: bool = True
 ) -> list[list[int]]:
     """Return the elements of each unit that sharding gathers and sums at once, on a tensor rank.
-    Units are listed by place of a stage (embedding, a layer, the head).
+    Units are listed by place of the stage (embedding, a layer, the head).
 
-    The stage has `layers` layers, of which the first `idle` have no backward. `ends` says whether
-    it is the first, and whether it is the last, of the model. A tied table is a unit of its own at
-    both places. With `trains` the units are those of trained parameters. Without it they are those
-    of frozen parameters, which are gathered alone (`low_bit.frozen_places`).
+    A tied table is a unit of its own at both places. With `trains` the units are those of trained
+    parameters. Without it they are those of frozen parameters, which are gathered alone
+    (`frozen_places`).
     """
 
     def counted(parts: Iterable[Part]) -> int:
-        return elements((part for part in parts if part.trains == trains), tensor)
+        return elements((part for part in parts if part.trains == trains), stage.tensor)
 
-    first, last = ends
     table = counted([embedding(model, vocab_size)[WORD_TABLE]]) * model.tie_embeddings
-    units = [[counted(layer(model, 0).values())]] * idle
-    units += [[counted(layer(model).values())]] * (layers - idle)
-    if first:
+    units = [[counted(layer(model, 0).values())]] * stage.idle
+    units += [[counted(layer(model).values())]] * (stage.layers - stage.idle)
+    if stage.first:
         front = counted(embedding(model, vocab_size).values())
         units = [[table, front - table], *units]
-    if last:
+    if stage.last:
         behind = counted(head(model, vocab_size).values())
         units = [*units, [table, behind - table]]
     return [[unit for unit in place if unit] for place in units]
 
 
-def rank_elements(
-    model: ModelConfig,
-    vocab_size: int,
-    layers: int,
-    ends: tuple[bool, bool],
-    tensor: int,
-    idle: int,
-) -> tuple[int, int, int]:
-    """Return (parameters, trained parameters, trained parameters with a second use) of a rank.
+def rank_elements(model: ModelConfig, vocab_size: int, held: ModelPart) -> tuple[int, int, int]:
+    """Return (parameters, trained parameters, trained parameters with a second use) of a rank that
+    has the part `held` of a model.
 
-    The rank has `layers` layers, `idle` of them without a backward. `ends` says whether it has the
-    first stage, and whether it has the last. A tied table is counted once; its second use has its
-    own gradient.
+    A tied table is counted once; its second use has its own gradient.
     """
-    first, last = ends
     table = embedding(model, vocab_size)
-    held = ((idle, layer(model, 0)), (layers - idle, layer(model)))
-    held_ends = ((int(first), table), (int(last), head(model, vocab_size)))
+    held_layers = ((held.idle, layer(model, 0)), (held.layers - held.idle, layer(model)))
+    held_ends = ((int(held.first), table), (int(held.last), head(model, vocab_size)))
     count = train = 0
-    for times, parts in (*held, *held_ends):
-        count += times * elements(parts.values(), tensor)
-        train += times * elements(trained(parts.values()), tensor)
-    if not (first and last and model.tie_embeddings):
+    for times, parts in (*held_layers, *held_ends):
+        count += times * elements(parts.values(), held.tensor)
+        train += times * elements(trained(parts.values()), held.tensor)
+    if not (held.first and held.last and model.tie_embeddings):
         return count, train, 0
-    shared = elements([table[WORD_TABLE]], tensor)
+    shared = elements([table[WORD_TABLE]], held.tensor)
     twice = shared * table[WORD_TABLE].trains
     return count - shared, train - twice, twice
 
@@ -136,6 +153,12 @@ def parameter_count(model: ModelConfig, vocab_size: int) -> int:
     count += (model.layers - idle) * layer_elements(model)
     count += embedding_elements(model, vocab_size) + head_elements(model, vocab_size)
     return count - table_elements(model, vocab_size) * model.tie_embeddings
+
+
+def trained_count(model: ModelConfig, vocab_size: int) -> int:
+    """Return the number of trained parameters of the whole model; a tied head counts once."""
+    _, train, _ = rank_elements(model, vocab_size, ModelPart.whole(model))
+    return train
 
 
 def _frozen(model: ModelConfig, tensor: int) -> list[tuple[int, int]]:
@@ -155,15 +178,13 @@ def frozen_layer(model: ModelConfig, tensor: int) -> tuple[int, int]:
     return sum(map(math.prod, shapes)), sum(sizes)
 
 
-def frozen_places(
-    model: ModelConfig, vocab_size: int, layers: int, ends: tuple[bool, bool], tensor: int
-) -> list[list[int]]:
+def frozen_places(model: ModelConfig, vocab_size: int, stage: ModelPart) -> list[list[int]]:
     """Return `places` for the frozen weights that are not quantized, which ZeRO 3 gathers.
 
     Idle layers have as many as others.
     """
-    units_of_places = places(model, vocab_size, layers, ends, tensor, trains=False)
-    packed, _ = frozen_layer(model, tensor)
-    for place in units_of_places[int(ends[0]) :][:layers]:
+    units_of_places = places(model, vocab_size, stage, trains=False)
+    packed, _ = frozen_layer(model, stage.tensor)
+    for place in units_of_places[int(stage.first) :][: stage.layers]:
         place[:] = [unit - packed for unit in place]
     return units_of_places

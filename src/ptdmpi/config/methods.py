@@ -109,6 +109,13 @@ def encodes(section: DataParallelConfig) -> bool:
     return section.method in COMPRESSING and section.compressor != "none"
 
 
+def rounds_of(section: DataParallelConfig) -> int:
+    """Return how many codes of a gradient travel as one message."""
+    if section.error_feedback == "neolithic":
+        return section.rounds
+    return 1
+
+
 def kept_by(section: DataParallelConfig) -> tuple[str, ...]:
     """Return the kinds of state that the method keeps in addition to the optimizer's."""
     kinds: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.config import DataParallelConfig
-from ptdmpi.config.methods import BEGIN_AS_WEIGHTS, COMMON
+from ptdmpi.config.methods import BEGIN_AS_WEIGHTS, COMMON, rounds_of
 from ptdmpi.engine.compress.choose import compressor_of
 from ptdmpi.engine.compress.compressor import Compressor, Draws
 from ptdmpi.engine.compress.line import Coder, gathered_mean, squeezed_mean
@@ -170,9 +170,7 @@ class Compression:
     def places(self, state: State) -> Iterator[CompressedTiles]:
         """Yield all tiles, batch by batch. Their random numbers depend on the number of updates in
         `state`."""
-        rounds = 1
-        if self.section.error_feedback == "neolithic":
-            rounds = self.section.rounds
+        rounds = rounds_of(self.section)
         key = fold(self.seed, PURPOSE, state.counters.updates)
         code_bytes = elements = 0
         for batch in self.batches:

@@ -1,6 +1,6 @@
 """The best layout at each of several batches or sequence lengths."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,38 +14,39 @@ from ptdmpi.plan.show import table
 from ptdmpi.terminal.say import note
 
 
-def batches(pricer: Pricer, sizes: Sequence[int]) -> list[Pricer]:
-    """Return pricers of the same model at other global batches."""
+def batches(pricer: Pricer, sizes: Sequence[int]) -> dict[int, Pricer]:
+    """Return pricers of the same model at other global batches, by batch."""
     cluster, model, dtype = pricer.cluster, pricer.model, pricer.machine.dtype
-    return [Pricer.of(cluster, model, size, dtype) for size in sizes]
+    return {size: Pricer.of(cluster, model, size, dtype) for size in sizes}
 
 
-def lengths(pricer: Pricer, sizes: Sequence[int]) -> list[Pricer]:
-    """Return pricers of the same model at other sequence lengths, with as many tokens in a step.
+def lengths(pricer: Pricer, sizes: Sequence[int]) -> dict[int, Pricer]:
+    """Return pricers of the same model at other sequence lengths, by length, with as many tokens in
+    a step.
 
     Raises InputError if that is not a whole number of sequences.
     """
     tokens = pricer.batch * pricer.model.config.seq_length
-    pricers = []
+    pricers = {}
     for size in sizes:
         batch, rest = divmod(tokens, size)
         if rest or not batch:
             raise InputError(f"a step of {tokens:,} tokens is no number of sequences of {size}")
         config = pricer.model.config.model_copy(update={"seq_length": size})
         model = replace(pricer.model, config=config)
-        pricers.append(Pricer.of(pricer.cluster, model, batch, pricer.machine.dtype))
+        pricers[size] = Pricer.of(pricer.cluster, model, batch, pricer.machine.dtype)
     return pricers
 
 
-def answer(pricers: Sequence[Pricer], ranks: int, over: str) -> Reply:
-    """Return the best layout of each pricer; `over`: "batch" or "sequence length".
+def answer(pricers: Mapping[int, Pricer], ranks: int, over: str) -> Reply:
+    """Return the best layout of each pricer, by size; `over` names the sizes: "batch" or "sequence
+    length".
 
     Raises InputError if no pricer has a layout that fits.
     """
     fastest: list[tuple[int, Pricer, Price]] = []
     reason = ""
-    for pricer in pricers:
-        size = pricer.batch if over == "batch" else pricer.model.config.seq_length
+    for size, pricer in pricers.items():
         note(f"ptdmpi ask: searching layouts at a {over} of {size:,}")
         try:
             fastest.append((size, pricer, search(pricer, Space(ranks), 1)[0]))
@@ -67,15 +68,17 @@ def answer(pricers: Sequence[Pricer], ranks: int, over: str) -> Reply:
         entries.append({over.replace(" ", "_"): size, "tokens_per_s": tokens / price.step_time_s})
         entries[-1] |= entry
     best, least = (choose(speeds, key=lambda point: point[1]) for choose in (max, min))
-    where = f"{counted(ranks, 'rank')} of {pricers[0].cluster.name}"
-    left = [f"{p.batch if over == 'batch' else p.model.config.seq_length:,}" for p in pricers]
-    left = [size for size in left if size not in {row[0] for row in rows}]
+    of_all = next(iter(pricers.values()))
+    where = f"{counted(ranks, 'rank')} of {of_all.cluster.name}"
+    notes = []
+    if left := [f"{size:,}" for size in pricers if size not in {size for size, _, _ in fastest}]:
+        notes.append(f"no layout fits at {', '.join(left)}")
     return Reply(
         f"On {where} most tokens per second come at a {over} of {best[0]:,.0f}: {best[1]:,.0f} per "
         f"rank; at {least[0]:,.0f} it is {least[1] / best[1]:.0%} of that.",
         rows,
         {"ranks": ranks, "choices": entries},
-        f"{pricers[0].model.name} on {where}: by {over}",
+        f"{of_all.model.name} on {where}: by {over}",
         [
             Panel(over, "tokens/s per rank", {"tokens/s": speeds}, logarithmic="x"),
             Panel(
@@ -85,5 +88,5 @@ def answer(pricers: Sequence[Pricer], ranks: int, over: str) -> Reply:
                 logarithmic="x",
             ),
         ],
-        [f"no layout fits at {', '.join(left)}"] if left else (),
+        notes,
     )

@@ -36,8 +36,9 @@ class HeldParts:
         """Return the parts of a place."""
         if place in (EMBEDDING, HEAD):
             return self.table[place]
-        idle = int(place) < self.model.adapt.first_layer
-        return self.table["idle" if idle else "layer"]
+        if int(place) < self.model.adapt.first_layer:
+            return self.table["idle"]
+        return self.table["layer"]
 
     def _of_places(self, stage: int, trains: bool = True) -> Iterator[tuple[str, str, Part]]:
         """Yield (place, name in the table, part) for the parts of a stage that train, or that do
@@ -95,8 +96,9 @@ class HeldParts:
                 sizes = list(enumerate(part.weights(self.tensor)))
                 for number, size in sizes[self._is_packed(place, part) :]:
                     tied = self.model.tie_embeddings and number == 0 and self._is_tied(place, name)
-                    unit = TIED if tied and shards > 1 else place if apart else ""
-                    unit = unit if trains else f"frozen {unit}"
+                    unit = _unit_name(place, tied=tied and shards > 1, apart=apart)
+                    if not trains:
+                        unit = f"frozen {unit}"
                     uses[place].append(unit)
                     if tied and place == HEAD and both:  # the head uses the same table again
                         if not trains:
@@ -156,5 +158,15 @@ class HeldParts:
         """Return the elements, on a tensor rank, of the trained table that embedding and head
         share, or 0."""
         word = self.table["embedding"][WORD_TABLE]
-        shared = self.model.tie_embeddings and word.trains
-        return sum(word.weights(self.tensor)) if shared else 0
+        if not self.model.tie_embeddings or not word.trains:
+            return 0
+        return sum(word.weights(self.tensor))
+
+
+def _unit_name(place: str, *, tied: bool, apart: bool) -> str:
+    """Return the name of the unit that a part of a place is in."""
+    if tied:
+        return TIED
+    if apart:
+        return place
+    return ""

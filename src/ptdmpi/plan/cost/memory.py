@@ -82,8 +82,12 @@ class StateBytes(NamedTuple):
 
 def _placed(offload: str, optimizer: int, rooms: int, on_host: bool) -> tuple[int, int]:
     """Return (bytes of the optimizer on the device, bytes in the memory of a separate host)."""
-    held = min(optimizer, 2 * CHUNK_BYTES) if offload == "disk" else optimizer
-    return (held, 0) if on_host or offload == "none" else (0, held + rooms)
+    held = optimizer
+    if offload == "disk":
+        held = min(optimizer, 2 * CHUNK_BYTES)
+    if on_host or offload == "none":
+        return held, 0
+    return 0, held + rooms
 
 
 def _how(layout: Layout) -> tuple[Sharing, str]:
@@ -306,10 +310,10 @@ class MemoryModel:
         if self.method.matrices:  # the shard with the fewest matrix elements has most state
             fewest = min(work.elements for work in self.stages.dealt(cut, tensor, rank, sharing))
             optimizer -= fewest * self.wide_bytes
-        # buffers on the host for each parameter that is updated there: for its gradient, and for
-        # its weight if the master is the weight
+        # buffers on a separate host for each parameter that is updated there: for its gradient, and
+        # for its weight if the master is the weight
         rooms = (1 + (self.compute_bytes >= FLOAT32.bytes)) * self.wide_bytes
-        rooms *= 0 if self.on_host else -(-train // sharing.state_shards)
+        rooms *= -(-train // sharing.state_shards)
         held, host = _placed(offload, optimizer, rooms, self.on_host)
         return StateBytes(weights, summed + widened, held, host)
 

@@ -32,7 +32,7 @@ from functools import cache
 from ptdmpi.base.traffic import PASSES
 from ptdmpi.config import DataParallelConfig, ModelConfig
 from ptdmpi.config.layout import Layout
-from ptdmpi.config.methods import encodes
+from ptdmpi.config.methods import encodes, rounds_of
 from ptdmpi.config.precision import FLOAT32
 from ptdmpi.plan.cost.data_axis import Behind, DataAxis
 from ptdmpi.plan.cost.step import StepTimes
@@ -77,11 +77,6 @@ def neighbours(name: str, ranks: int) -> float:
     period."""
     every = messages(name, ranks, ranks)
     return sum(map(sum, every)) / len(every)
-
-
-def rounds_of(section: DataParallelConfig) -> int:
-    """Return how many codes of a gradient travel as one message."""
-    return section.rounds if section.error_feedback == "neolithic" else 1
 
 
 @dataclass(frozen=True)
@@ -142,8 +137,11 @@ def told_of(
 
 def share_of_averages(section: DataParallelConfig) -> float:
     """Return the share of steps in which all replicas take their mean; 0 if they never do."""
-    every = section.local_steps if section.method == "local" else section.average_every
-    return 1 / every if every else 0.0
+    if section.method == "local":
+        return 1 / section.local_steps
+    if section.average_every:
+        return 1 / section.average_every
+    return 0.0
 
 
 def code_messages(section: DataParallelConfig, sizes: Told, n: int) -> dict[str, float]:
@@ -173,21 +171,29 @@ def sent_bytes(section: DataParallelConfig, sizes: Told, n: int, moments: int = 
             return neighbours(section.topology, n) * sizes.code(section)
         case "decentralized" | "local" if not encodes(section):
             averaging = share_of_averages(section)
-            sent = neighbours(section.topology, n) if section.method == "decentralized" else 0.0
-            mixed = averaging * 2 * (n - 1) / n + (1 - averaging) * sent
-            return mixed * sizes.masters * (1 + (moments if section.average_moments else 0))
-        case "compressed" | "local":
-            every = section.local_steps if section.method == "local" else 1
-            codes = code_messages(section, sizes, n)
-            return (
-                sum(
-                    PASSES[kind] * size * (n - 1) / n if kind in PASSES else size
-                    for kind, size in codes.items()
-                )
-                / every
-            )
+            mixed = averaging * 2 * (n - 1) / n
+            if section.method == "decentralized":
+                mixed += (1 - averaging) * neighbours(section.topology, n)
+            return mixed * sizes.masters * (1 + moments * section.average_moments)
+        case "compressed":
+            return _codes_bytes(section, sizes, n)
+        case "local":
+            return _codes_bytes(section, sizes, n) / section.local_steps
         case _:
             return whole
+
+
+def _codes_bytes(section: DataParallelConfig, sizes: Told, n: int) -> float:
+    """Return the bytes that a data rank sends in one exchange of codes."""
+    codes = code_messages(section, sizes, n)
+    return sum(_sent_of(kind, size, n) for kind, size in codes.items())
+
+
+def _sent_of(kind: str, size: float, n: int) -> float:
+    """Return the bytes that one of n ranks sends in a message of a kind."""
+    if kind in PASSES:
+        return PASSES[kind] * size * (n - 1) / n
+    return size
 
 
 class MethodAxis(DataAxis):
@@ -226,8 +232,10 @@ class MethodAxis(DataAxis):
             case "parameter_server":
                 # all ranks use the server's link, first in and then out; on its node no other rank
                 # sends
-                alone = min(1.0, machine.adapter_share) if group.nodes > 1 else 1.0
-                return 2 * self._send_s((n - 1) * sizes.gradients * alone, group)
+                size = (n - 1) * sizes.gradients
+                if group.nodes > 1:
+                    size *= min(1.0, machine.adapter_share)
+                return 2 * self._send_s(size, group)
             case "decentralized" | "local" if not encodes(section):
                 averaging, mixed = share_of_averages(section), self.kinds * sizes.masters
                 told_s = averaging * machine.all_reduce_s(mixed, group)
@@ -296,10 +304,12 @@ class MethodAxis(DataAxis):
     def _ways_s(self, size: float, far: float, near: float, group: Group) -> float:
         """Return the seconds of messages of `size` bytes that a rank sends at once: `far` to other
         nodes and `near` within its own node, both as means."""
-        ways = ((far, True), (near, False)) if group.nodes > 1 else ((far + near, False),)
+        if group.nodes == 1:
+            near += far
+            far = 0.0
         sent = [
             self.machine.send_s(count * size, crosses_nodes=crosses)
-            for count, crosses in ways
+            for count, crosses in ((far, True), (near, False))
             if count
         ]
         return max(sent, default=0.0)

@@ -46,19 +46,25 @@ class StageTimes:
         """Return the seconds for which `op` occupies its rank; they include its input's message
         unless messages overlap."""
         own_s: float = getattr(self, op.row.cost)[op.stage] * op.row.share
-        return own_s if self.overlap else own_s + self._way_s(op)
+        if self.overlap:
+            return own_s
+        return own_s + self._way_s(op)
 
     def travel_s(self, op: Op) -> float:
         """Return the seconds from the end of the source of `op` to when `op` may start on another
         rank."""
-        return self._way_s(op) if self.overlap else 0.0
+        if not self.overlap:
+            return 0.0
+        return self._way_s(op)
 
     def _way_s(self, op: Op) -> float:
         """Return the seconds of the message into `op`: of an activation from the stage before, or
         of a gradient from the stage after. Return 0 if there is no message."""
         if op.row.neighbour == 0:
             return 0.0
-        return (self.forward_in_s if op.row.neighbour < 0 else self.backward_in_s)[op.stage]
+        if op.row.neighbour < 0:
+            return self.forward_in_s[op.stage]
+        return self.backward_in_s[op.stage]
 
     def busy_s(self, rank: int, microbatches: int) -> float:
         """Return the seconds that a rank spends in its forwards and backwards."""
@@ -75,7 +81,7 @@ class StageTimes:
         compute at the same time.
         """
         bound = before = after = 0.0
-        way = 0.0 if self.overlap else 1.0
+        way = float(not self.overlap)
         seen: set[int] = set()
         for stage in range(self.placed.stages):
             rank = self.placed.rank_of(stage)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.memory import Footprint
-from ptdmpi.plan.cost.step import StepTimes, splits
+from ptdmpi.plan.cost.step import StepTimes, backward_of, splits
 from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.schedule.simulate import Span, Timeline
@@ -140,7 +140,7 @@ class Pricer:
         key = (*sizes, *how, layout.sequence_parallel, layout.scatter_gather, splits(layout))
         if key not in self._roughly:
             (layer, ends), config = self.times.kernels(layout), self.model.config
-            back = layer.split_backward if splits(layout) else layer.backward
+            back = backward_of(layer, layout)
             # if only some layers are recomputed: as if none of them were
             if layout.recompute_layers is None:
                 back = back + layer.recomputed(layout)
@@ -149,8 +149,11 @@ class Pricer:
             layers_s = (config.layers - idle) * each + idle * ahead_s
             work = layout.microbatches(self.batch) * (layers_s + ends.total_s)
             # after split backwards nothing waits at the end, see StageTimes.lower_bound_s
-            passed = layer.forward.total if splits(layout) else each
-            passed = min(passed, ahead_s) if idle else passed
+            passed = each
+            if splits(layout):
+                passed = layer.forward.total
+            if idle:
+                passed = min(passed, ahead_s)
             self._roughly[key] = work / layout.pipeline, passed
         return self._roughly[key]
 

@@ -10,7 +10,7 @@ from ptdmpi.base.near import divisors
 from ptdmpi.base.words import counted
 from ptdmpi.config import Config, Layout
 from ptdmpi.config.legality import is_legal
-from ptdmpi.config.methods import may_share, replicas_differ
+from ptdmpi.config.methods import may_share, replicas_differ, toml_text
 from ptdmpi.config.zero import covers_gradients
 from ptdmpi.plan.cost.memory import Footprint, MemoryModel
 from ptdmpi.plan.shape.parameters import parameter_count, trained_count
@@ -130,8 +130,9 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
                 if not tried.fits(capacity_bytes):
                     continue
                 fitting.append(keys)
-                words = [f"{key} = {_toml(value)}" for key, value in keys.items()]
-                words += [counted(tried.layout.ranks, "rank")] if grown > 1 else []
+                words = [f"{key} = {toml_text(value)}" for key, value in keys.items()]
+                if grown > 1:
+                    words.append(counted(tried.layout.ranks, "rank"))
                 yield ", ".join(words), tried.largest()[1]
 
 
@@ -145,10 +146,6 @@ def _least_state_bytes(step: Step) -> float:
         rest = count - train
         count, frozen = train, memory.least_frozen_bytes(step.layout, rest, model.layers, 1)
     return (count * memory.parameter_bytes(step.layout) + frozen) / step.model_ranks
-
-
-def _toml(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
 def _some(numbers: list[int]) -> list[int]:
@@ -168,11 +165,14 @@ def _steps(step: Step, grown: int) -> list[Keys]:
     partitions = layout.partition_activations
     if layout.tensor > 1 and not layout.sequence_parallel:
         # this divides all activations that a partition divides, and more
-        without: Keys = {"recompute.partition_activations": False} if partitions else {}
-        steps.append({"parallel.sequence_parallel": True, **without})
+        divides: Keys = {"parallel.sequence_parallel": True}
+        if partitions:
+            divides["recompute.partition_activations"] = False
+        steps.append(divides)
     # ZeRO 1 also divides the update, and sends no more than ZeRO 0
     sharded = range(layout.zero + 1, step.most_zero + 1)
-    sharded = sharded if layout.data * grown > 1 else range(0)
+    if layout.data * grown == 1:
+        sharded = range(0)
     steps += [{"parallel.zero": zero} for zero in sharded if not covers_gradients(zero)]
     smaller = _some(list(reversed(divisors(layout.micro_size)[:-1])))
     steps += [{"batch.micro_size": size} for size in smaller]
@@ -198,9 +198,9 @@ def _steps(step: Step, grown: int) -> list[Keys]:
 
 def _places(step: Step) -> tuple[str, ...]:
     """Return the other places for state: farther from the device, or nearer if the host is full."""
+    places: tuple[str, ...] = ("none", "optimizer", "disk")
     if step.memory.on_host:
-        return ("disk",) if step.layout.offload != "disk" else ()
-    places = ("none", "optimizer", "disk")
+        places = ("disk",)
     return tuple(place for place in places if place != step.layout.offload)
 
 

@@ -68,7 +68,7 @@ class StepTimes:
         """Return (forward, backward) of each stage, for one microbatch."""
         layer, ends = self.kernels(layout)
         # a recomputed layer runs (part of) its forward again before its backward
-        layer_backward = layer.split_backward if splits(layout) else layer.backward
+        layer_backward = backward_of(layer, layout)
         layer_forward, recomputed_s = layer.forward.launched, layer.recomputed(layout)
         again = (layer_backward + recomputed_s).launched
         layer_backward = layer_backward.launched
@@ -225,6 +225,13 @@ class StepTimes:
 def splits(layout: Layout) -> bool:
     """Return True if the schedule splits a backward in two parts."""
     return KINDS[layout.schedule].splits
+
+
+def backward_of(layer: LayerTimes, layout: Layout) -> Seconds:
+    """Return the times of a layer's backward, whole or split as in the layout's schedule."""
+    if splits(layout):
+        return layer.split_backward
+    return layer.backward
 
 
 def _layer_key(layout: Layout) -> tuple[object, ...]:

@@ -43,6 +43,32 @@ NF4 = (
 
 
 @dataclass(frozen=True)
+class Codes:
+    """A kind of codes: the `bits` of each, and their `levels`, ascending and exact in float32.
+
+    `reach` is the level of a block's largest magnitude; with a minimum, of its largest value.
+    `numbers`: how many float32 values a block has, its scale and perhaps its minimum.
+    """
+
+    bits: int
+    levels: tuple[float, ...]
+    reach: float
+    numbers: int = 1
+
+
+def _integers(first: int, bits: int) -> tuple[float, ...]:
+    return tuple(float(level) for level in range(first, first + 2**bits))
+
+
+FORMS: dict[CodesName, Codes] = {
+    "int8": Codes(8, _integers(-128, 8), reach=127.0),
+    "int4": Codes(4, _integers(-8, 4), reach=-8.0),
+    "nf4": Codes(4, NF4, reach=1.0),
+    "uint4": Codes(4, _integers(0, 4), reach=15.0, numbers=2),
+}
+
+
+@dataclass(frozen=True)
 class LowBit:
     """The format of a quantized matrix [o, i]: a code for each element, and a scale for each
     `block` of a row.
@@ -59,30 +85,29 @@ class LowBit:
     @classmethod
     def of(cls, section: QuantizeConfig) -> "LowBit | None":
         """Return the format that a run asks for; None if its products use weights unquantized."""
-        return None if section.weights == "none" else cls(section.weights, section.block)
+        if section.weights == "none":
+            return None
+        return cls(section.weights, section.block)
 
     @property
     def bits(self) -> int:
         """Return the bits of a code."""
-        return 8 if self.codes == "int8" else 4
+        return FORMS[self.codes].bits
 
     @property
     def levels(self) -> tuple[float, ...]:
         """Return the value of each code, ascending; each is exact in float32."""
-        if self.codes == "nf4":
-            return NF4
-        first = 0 if self.codes == "uint4" else -(2 ** (self.bits - 1))
-        return tuple(float(level) for level in range(first, first + 2**self.bits))
+        return FORMS[self.codes].levels
 
     @property
     def numbers(self) -> int:
         """Return the number of float32 values of a block: its scale and, for uint4, its minimum."""
-        return 2 if self.codes == "uint4" else 1
+        return FORMS[self.codes].numbers
 
     @property
     def reach(self) -> float:
         """Return the level of a block's largest magnitude, or, for uint4, of its largest value."""
-        return self.levels[0 if self.codes == "int4" else -1]
+        return FORMS[self.codes].reach
 
     @property
     def middles(self) -> tuple[float, ...]:
@@ -111,7 +136,9 @@ class LowBit:
 
 def chunk_elements(on_host: bool) -> int:
     """Return the number of elements of a matrix that a device unpacks at once."""
-    return CHUNK_ELEMENTS * (1 if on_host else DEVICE_CHUNKS)
+    if on_host:
+        return CHUNK_ELEMENTS
+    return CHUNK_ELEMENTS * DEVICE_CHUNKS
 
 
 def unpacking(

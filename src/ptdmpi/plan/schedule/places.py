@@ -12,9 +12,12 @@ EMBEDDING, HEAD = "embedding", "head"
 
 def places_of(layers: range, model_layers: int) -> tuple[str, ...]:
     """Return the places of a stage that holds `layers`, in the order of its forward."""
-    first = (EMBEDDING,) if layers.start == 0 else ()
-    last = (HEAD,) if layers.stop == model_layers else ()
-    return (*first, *map(str, layers), *last)
+    places = [*map(str, layers)]
+    if layers.start == 0:
+        places.insert(0, EMBEDDING)
+    if layers.stop == model_layers:
+        places.append(HEAD)
+    return tuple(places)
 
 
 def place_of(name: str) -> str:
@@ -22,14 +25,18 @@ def place_of(name: str) -> str:
     first, _, rest = name.partition(".")
     if first == "layers":
         return rest.partition(".")[0]
-    return EMBEDDING if first == EMBEDDING else HEAD
+    if first == EMBEDDING:
+        return EMBEDDING
+    return HEAD
 
 
 def at_hand(places: Sequence[str], place: str, step: int) -> tuple[str, ...]:
     """Return `place` and the next one, if any; `step` is +1 in a forward, -1 in a backward."""
     here = places.index(place)
     ahead = here + step
-    return (place, places[ahead]) if 0 <= ahead < len(places) else (place,)
+    if 0 <= ahead < len(places):
+        return place, places[ahead]
+    return (place,)
 
 
 def gathers(

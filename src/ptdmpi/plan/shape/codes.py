@@ -8,6 +8,7 @@ parameter or in a bias may be shorter; its scale then serves fewer elements.
 import math
 
 from ptdmpi.config import DataParallelConfig, ModelConfig
+from ptdmpi.config.methods import rounds_of
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Part, Scale
 from ptdmpi.plan.shape.parameters import embedding, head, layer
 
@@ -40,10 +41,9 @@ def _tile(part: Part, cut: int) -> int:
     if isinstance(part, Scale):
         return _lines(part.size, min(cut, part.most or cut))
     if isinstance(part, LowRankPair):
-        rows = part.split == "rows"
-        a = _lines(part.inputs, cut) if rows else part.inputs
-        b = part.outputs if rows else _lines(part.outputs, min(cut, part.most or cut))
-        return part.rank * max(a, b)
+        if part.split == "rows":
+            return part.rank * max(_lines(part.inputs, cut), part.outputs)
+        return part.rank * max(part.inputs, _lines(part.outputs, min(cut, part.most or cut)))
     if not isinstance(part, Linear):
         return _lines(part.rows, cut if part.split else 1) * part.hidden
     if part.split == "rows":
@@ -59,7 +59,9 @@ def _lines(lines: int, shares: int) -> int:
     """Return how many of `lines` lines are never cut. If `shares` divides them, it is that share of
     the lines; otherwise it is one line, as in a padded vocabulary, which may be cut after any
     line."""
-    return lines // shares if lines % shares == 0 else 1
+    if lines % shares:
+        return 1
+    return lines // shares
 
 
 def scratch_bytes(
@@ -72,8 +74,7 @@ def scratch_bytes(
     numbers += 2 if section.method == "decentralized" else 0
     if section.compressor == "power_sgd":
         return most * (numbers + 1) * number_bytes
-    rounds = section.rounds if section.error_feedback == "neolithic" else 1
-    code = most * rounds * bits_per_element(section, 8 * number_bytes, (1.0, 1.0)) / 8
+    code = most * rounds_of(section) * bits_per_element(section, 8 * number_bytes, (1.0, 1.0)) / 8
     return round(most * (numbers * number_bytes + 8 * INTEGERS) + (n + 1) * code)
 
 

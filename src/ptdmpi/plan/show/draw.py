@@ -9,11 +9,11 @@ waiting for an input is hatched.
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ptdmpi.base.disk import replacing
 from ptdmpi.config import InputError
-from ptdmpi.plan.schedule.ops import OP_KINDS, Op, OpKind, kind_of_span
+from ptdmpi.plan.schedule.ops import OP_KINDS, Ink, Op, OpKind, kind_of_span
 from ptdmpi.plan.schedule.simulate import Span, Timeline
 
 if TYPE_CHECKING:
@@ -23,6 +23,15 @@ if TYPE_CHECKING:
 
 _SHADES = 4  # of each colour, for the chunks of a rank
 _DARK_SHADES = 2  # the darkest shades, on which letters are white
+_WHITE, _BLACK = (15, "white"), (16, "#1c2733")  # letters: in a terminal, in a picture
+# how a number is written into its bar, by whether it lies there: else it stands upright
+_TURNS = {
+    True: {"va": "center_baseline", "rotation": "horizontal"},
+    False: {"va": "center", "rotation": "vertical"},
+}
+# The date would make two pictures of the same timeline differ.
+_METADATA = {"svg": {"Date": None}}
+_LEGEND_COLUMNS, _SHORT_ENTRY = 5, 18  # with only short entries there are more columns
 _COLORS = {
     "send": "#e0a458",
     "gather": "#c77dbb",
@@ -59,7 +68,9 @@ class _Chunks:
         return chunk * (_SHADES - 1) // max(self.count - 1, 1)
 
     def shade_of(self, span: Span) -> int:
-        """Return the index of the shade of a span that computes."""
+        """Return the index of the shade of a span; 0 if the span does not compute."""
+        if not span.computes:
+            return 0
         return self.shade(self.stages[span.rank].index(Op.parse(span.op).stage))
 
 
@@ -81,27 +92,41 @@ def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
             continue
         first, end = _cells(span, timeline, columns_per_s)
         kind = kind_of_span(span.kind)
-        text, fill = ("", _LETTERS[span.kind]) if kind is None else (label(span), kind.mark)
-        if color and kind is not None:
-            fill = " "
-        cells = list(text.ljust(end - first, fill)[: end - first])
-        if color and cells and kind is not None:
-            shade = chunks.shade_of(span)
-            letters = 15 if shade < _DARK_SHADES else 16
-            background = kind.ink.ansi[shade]
-            cells[0] = f"\x1b[38;5;{letters};48;5;{background}m{cells[0]}"
-            cells[-1] += "\x1b[0m"
+        if kind is None:
+            cells = [_LETTERS[span.kind]] * (end - first)
+        elif color:
+            cells = _colored(label(span), end - first, kind.ink, chunks.shade_of(span))
+        else:
+            cells = list(label(span).ljust(end - first, kind.mark)[: end - first])
         lanes[span.rank][first:end] = cells
     kinds = {span.kind for span in timeline.spans}
-    signs = [
-        f"{kind.ink.name}: {kind.span}" if color else f"{kind.mark} {kind.span}"
-        for kind in _drawn_kinds([timeline])
-    ]
+    drawn = _drawn_kinds([timeline])
+    signs = [f"{kind.mark} {kind.span}" for kind in drawn]
+    if color:
+        signs = [f"{kind.ink.name}: {kind.span}" for kind in drawn]
     legend = ["number: microbatch", *signs, ". idle"]
     legend += [f"{letter} {kind}" for kind, letter in _LETTERS.items() if kind in kinds]
     lines = [names[rank] + "".join(lanes[rank]) for rank in ranks]
-    head = [timeline.title] if timeline.title else []
-    return "\n".join([*head, *lines, ", ".join(legend), *note])
+    if timeline.title:
+        lines.insert(0, timeline.title)
+    return "\n".join([*lines, ", ".join(legend), *note])
+
+
+def _colored(text: str, width: int, ink: Ink, shade: int) -> list[str]:
+    """Return `width` cells of a terminal: `text`, then blanks, on a shade of a colour."""
+    cells = list(text.ljust(width)[:width])
+    if cells:
+        letters, _ = _letters_on(shade)
+        cells[0] = f"\x1b[38;5;{letters};48;5;{ink.ansi[shade]}m{cells[0]}"
+        cells[-1] += "\x1b[0m"
+    return cells
+
+
+def _letters_on(shade: int) -> tuple[int, str]:
+    """Return the colour of letters on a shade, in a terminal and in a picture."""
+    if shade < _DARK_SHADES:
+        return _WHITE
+    return _BLACK
 
 
 def _drawn_kinds(timelines: Sequence[Timeline]) -> list[OpKind]:
@@ -113,8 +138,10 @@ def _drawn_kinds(timelines: Sequence[Timeline]) -> list[OpKind]:
 def _columns_per_s(timeline: Timeline, columns: int) -> float:
     """Return the widest scale that fits, in columns per second. If all ops start and end at
     multiples of the shortest op's time, this time is a whole number of columns."""
+    if timeline.makespan_s <= 0:
+        return 0.0
     computes = [span for span in timeline.spans if span.computes]
-    widest = columns / timeline.makespan_s if timeline.makespan_s > 0 else 0.0
+    widest = columns / timeline.makespan_s
     tick_s = min((span.end_s - span.start_s for span in computes), default=0.0)
     if tick_s <= 0 or widest * tick_s < 1:
         return widest
@@ -183,7 +210,10 @@ def figure(timelines: Sequence[Timeline], path: str | Path) -> None:
     heights = [_LANE_INCHES * count + _MARGIN_INCHES for count in lanes]
     with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": "ptdmpi", "hatch.linewidth": 0.6}):
         handles = _legend(timelines)
-        columns = min(len(handles), 7 if max(len(str(h.get_label())) for h in handles) < 18 else 5)
+        columns = _LEGEND_COLUMNS
+        if all(len(str(handle.get_label())) < _SHORT_ENTRY for handle in handles):
+            columns += 2
+        columns = min(columns, len(handles))
         rows = math.ceil(len(handles) / columns)
         below = _LEGEND_INCHES + _LEGEND_ROW_INCHES * (rows - 1)
         drawing = Figure(figsize=(_WIDTH_INCHES, sum(heights) + below), dpi=160)
@@ -209,9 +239,8 @@ def save(drawing: "Figure", path: str | Path) -> None:
     """Write a picture as a whole or not at all. Raises InputError as `figure` does."""
     check_picture(path)
     kind = Path(path).suffix.lower()[1:]
-    # The date would make two pictures of the same timeline differ.
-    options: dict[str, Any] = {"metadata": {"Date": None}} if kind == "svg" else {}
-    fill(Path(path), lambda file: drawing.savefig(file, format=kind, **options))
+    metadata = _METADATA.get(kind)
+    fill(Path(path), lambda file: drawing.savefig(file, format=kind, metadata=metadata))
 
 
 def _legend(timelines: Sequence[Timeline]) -> list["Patch"]:
@@ -226,9 +255,11 @@ def _legend(timelines: Sequence[Timeline]) -> list["Patch"]:
             for chunk in range(chunks.count):
                 alike.setdefault(chunks.shade(chunk), []).append(chunk)
             for shade, own in alike.items():
-                name = f"{kind.span}, chunk {own[0]}" if chunks.count > 1 else kind.span
+                name = kind.span
                 if len(own) > 1:
                     name = f"{kind.span}, chunks {own[0]} to {own[-1]}"
+                elif chunks.count > 1:
+                    name = f"{kind.span}, chunk {own[0]}"
                 handles[name] = Patch(color=kind.ink.shades[shade], label=name)
     waiting = "waiting for input"
     handles["idle"] = Patch(color=_IDLE, label="idle, or not measured")
@@ -248,8 +279,10 @@ def _draw_all(
     left, right = _SIDES_INCHES
     top = total
     units = {timeline.time_unit for timeline in timelines}
-    longest_s = max(timeline.makespan_s for timeline in timelines)
-    for timeline, height in zip(timelines, heights, strict=True):
+    extents_s = [timeline.makespan_s for timeline in timelines]
+    if len(units) == 1:
+        extents_s = [max(extents_s)] * len(extents_s)
+    for timeline, height, extent_s in zip(timelines, heights, extents_s, strict=True):
         bottom = top - height
         axes = drawing.add_axes(
             (
@@ -259,7 +292,7 @@ def _draw_all(
                 (height - _MARGIN_INCHES) / total,
             )
         )
-        _draw_lanes(axes, timeline, longest_s if len(units) == 1 else timeline.makespan_s)
+        _draw_lanes(axes, timeline, extent_s)
         top = bottom
 
 
@@ -270,8 +303,7 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, extent_s: float) -> None:
     lane = {rank: place for place, rank in enumerate(ranks)}
     bars: dict[tuple[str, int], list[Span]] = {}
     for span in timeline.spans:
-        shade = chunks.shade_of(span) if span.computes else 0
-        bars.setdefault((span.kind, shade), []).append(span)
+        bars.setdefault((span.kind, chunks.shade_of(span)), []).append(span)
 
     def x(moment_s: float) -> float:
         return (moment_s - timeline.start_s) / unit_s
@@ -315,11 +347,17 @@ def _draw_bars(
         style = {"fc": _IDLE, "ec": _HATCH, "hatch": "/////"}
         axes.add_collection(PathCollection([outline], linewidths=0, **style))
         return
-    row = kind_of_span(kind)
-    tint = _COLORS[kind] if row is None else row.ink.shades[shade]
     # A white rim separates neighbouring bars; thousands of bars would be all rim.
     rim = min(0.7, 60 / len(bars))
-    axes.add_collection(PolyCollection(corners, fc=tint, ec="white", linewidths=rim))
+    axes.add_collection(PolyCollection(corners, fc=_tint(kind, shade), ec="white", linewidths=rim))
+
+
+def _tint(kind: str, shade: int) -> str:
+    """Return the colour of the spans of a kind in a picture."""
+    row = kind_of_span(kind)
+    if row is None:
+        return _COLORS[kind]
+    return row.ink.shades[shade]
 
 
 def _draw_numbers(
@@ -355,10 +393,9 @@ def _draw_numbers(
             timeline.ranks.index(span.rank),
             str(Op.parse(span.op).microbatch),
             ha="center",
-            va="center_baseline" if lying[span] >= _LEAST_LETTER else "center",
-            rotation="horizontal" if lying[span] >= _LEAST_LETTER else "vertical",
             fontsize=min(8.5, size),
-            color="white" if chunks.shade_of(span) < _DARK_SHADES else "#1c2733",
+            color=_letters_on(chunks.shade_of(span))[1],
+            **_TURNS[lying[span] >= _LEAST_LETTER],
         )
 
 

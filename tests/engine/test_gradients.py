@@ -7,6 +7,7 @@ from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
 from ptdmpi.engine.data_parallel.method import Replica
 from ptdmpi.engine.data_parallel.reduce import TreeSum
+from ptdmpi.model.batch import MicrobatchPass
 from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.orders import build as build_schedule
 from tests._configs import layout
@@ -117,8 +118,8 @@ def test_tree_sum_follows_the_tree(comm, microbatches):
     for _ in range(2):  # nothing of the first step is left in the second
         for i in range(microbatches):
             stage.weight.main_grad += leaves[comm.rank * microbatches + i]
-            tree.end(Op("F", 0, i))
-            tree.end(Op("B", 0, i))
+            for letter in "FB":
+                tree.end(Op(letter, 0, i), MicrobatchPass(i, None))
             assert not stage.weight.main_grad.any()
         tree.reduce()
         assert torch.equal(stage.weight.main_grad, tree_of(list(leaves)))

@@ -52,7 +52,7 @@ class Diary(OpHook):
     def begin(self, op) -> None:
         self.lines.append(f"{op} begins")
 
-    def end(self, op) -> None:
+    def end(self, op, microbatch) -> None:
         self.lines.append(f"{op} ends")
 
 

@@ -78,7 +78,7 @@ def test_a_hook_goes_with_its_context_whatever_happens_in_it(comm):
         def begin(self, op):
             heard.append(f"{op} begins")
 
-        def end(self, op):
+        def end(self, op, microbatch):
             heard.append(f"{op} ends")
 
     with pytest.raises(RuntimeError), engine.runner.hooked(Listener()):

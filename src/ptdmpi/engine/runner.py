@@ -19,7 +19,7 @@ from ptdmpi.model.stage import Stage
 from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.orders import Schedule
 from ptdmpi.plan.schedule.program import Action, Compute, Receive, Send
-from ptdmpi.watch.stopwatch import Spanned, Stopwatch
+from ptdmpi.watch.stopwatch import Stopwatch
 
 
 class Transfer(NamedTuple):
@@ -37,11 +37,20 @@ class OpHook:
     def begin(self, op: Op) -> None:
         """Act before `op` is computed, when its input has arrived."""
 
-    def end(self, op: Op) -> None:
+    def end(self, op: Op, microbatch: MicrobatchPass) -> None:
         """Act after `op` was computed. The time of this call does not count as time of the op.
 
-        If `op` adds to gradients, the buffer already contains them.
+        If `op` adds to gradients, the buffer already contains them. If it is the forward of the
+        last stage, `microbatch` has its losses.
         """
+
+
+class _Work(NamedTuple):
+    """The work of one `run`: the schedule, its microbatches, and the stopwatch of its spans."""
+
+    schedule: Schedule
+    microbatches: Sequence[MicrobatchPass]
+    watch: Stopwatch
 
 
 class Runner:
@@ -68,8 +77,6 @@ class Runner:
         self.inside: dict[str, Communicator] = {"tensor": self.boundary.axis.comm}
         self._inside: dict[str, Total] = {}
         self._counted: list[tuple[Communicator, Total]] = []
-        self._watch: Stopwatch | None = None
-        self.microbatches: Sequence[MicrobatchPass] = ()  # the microbatches of the last `run`
         self._ready: dict[Op, Tensor] = {}
         self._arriving: dict[Op, Transfer] = {}
         self._leaving: list[Transfer] = []
@@ -86,8 +93,7 @@ class Runner:
 
         If an exception is raised, a note is added that shows its position in the schedule.
         """
-        self._watch = watch
-        self.microbatches = microbatches
+        work = _Work(schedule, microbatches, watch)
         for stage in self.stages.values():
             stage.begin_step()
         self._inside = {group: Total() for group in self.inside}
@@ -96,13 +102,13 @@ class Runner:
         self.most_in_flight = 0
         for place, action in enumerate(program):
             try:
-                self._act(schedule, action)
+                self._act(work, action)
             except Exception as error:
                 error.add_note(_here(program, place))
                 raise
         # the step ends only after its messages are sent, because the next step reuses their memory
         for handle, _, peer in self._leaving:
-            with self._span("send", "", peer):
+            with watch.span("send", "", peer):
                 handle.wait()
         self._leaving = []
 
@@ -126,7 +132,7 @@ class Runner:
         """Return the messages that are not yet completely sent or received."""
         return [*self._arriving.values(), *self._leaving]
 
-    def _act(self, schedule: Schedule, action: Action) -> None:
+    def _act(self, work: _Work, action: Action) -> None:
         match action:
             case Receive(op, peer):
                 # do not wait here: the op that needs the message waits for it, and earlier ops run
@@ -141,9 +147,9 @@ class Runner:
                 self._leaving = [kept for kept in self._leaving if not kept.handle.done()]
                 self._leaving.append(Transfer(self.axis.isend(message, peer), message, peer))
             case Compute(op):
-                self._compute(op, self._input(schedule.source(op)))
+                self._compute(work, op)
 
-    def _input(self, source: Op | None) -> Tensor | None:
+    def _input(self, source: Op | None, watch: Stopwatch) -> Tensor | None:
         """Return the output of `source`, computed on this rank or received; None if there is no
         `source`."""
         if source is None:
@@ -151,25 +157,27 @@ class Runner:
         if source in self._ready:
             return self._ready.pop(source)
         handle, buffer, peer = self._arriving.pop(source)
-        with self._span("receive", str(source), peer):
+        with watch.span("receive", str(source), peer):
             handle.wait()
         # a message that is not scattered needs no gather, so no time is recorded
         if not self.boundary.scattered:
             return self.boundary.unpack(buffer)
-        with self._span("gather", str(source)):
+        with watch.span("gather", str(source)):
             return self.boundary.unpack(buffer)
 
-    def _compute(self, op: Op, given: Tensor | None) -> None:
-        work: Callable[[MicrobatchPass, Tensor | None], Tensor | None] = getattr(
+    def _compute(self, work: _Work, op: Op) -> None:
+        compute: Callable[[MicrobatchPass, Tensor | None], Tensor | None] = getattr(
             self.stages[op.stage], op.row.method
         )
+        given = self._input(work.schedule.source(op), work.watch)
+        microbatch = work.microbatches[op.microbatch]
         for hook in self.hooks:
             hook.begin(op)
         for comm, waits in self._counted:
             comm.count(waits)
         try:
-            with self._span(op.row.span, str(op)):
-                result = work(self.microbatches[op.microbatch], given)
+            with work.watch.span(op.row.span, str(op)):
+                result = compute(microbatch, given)
         finally:
             for comm, _ in self._counted:
                 comm.count(None)
@@ -179,11 +187,7 @@ class Runner:
         held = sum(stage.in_flight for stage in self.stages.values())
         self.most_in_flight = max(self.most_in_flight, held)
         for hook in self.hooks:
-            hook.end(op)
-
-    def _span(self, kind: str, op: str, peer: int | None = None) -> Spanned:
-        assert self._watch is not None, "only inside of run"
-        return self._watch.span(kind, op, peer)
+            hook.end(op, microbatch)
 
 
 def _here(program: Sequence[Action], place: int) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ptdmpi.engine.engine import Engine, StepResult
 from ptdmpi.engine.runner import OpHook
-from ptdmpi.model.batch import Microbatch
+from ptdmpi.model.batch import Microbatch, MicrobatchPass
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.stage import Stage
 from ptdmpi.model.transformer import Block
@@ -190,10 +190,10 @@ class _Watcher(OpHook):
         self._calls = -1
         self._broken.clear()
 
-    def end(self, op: Op) -> None:
-        """Test the gradients of an op, before they are removed from the buffer."""
+    def end(self, op: Op, microbatch: MicrobatchPass) -> None:
+        """Test the loss and the gradients of an op, before they are removed from the buffer."""
         if op.row.gradients:
-            self.look_at_gradients(op.stage, op.microbatch)
+            self.look_at_gradients(op.stage, microbatch)
 
     def hook(self, name: str) -> Callable[[nn.Module, tuple[object, ...], object], None]:
         """Return a forward hook that tests the outputs of the module `name`."""
@@ -220,11 +220,13 @@ class _Watcher(OpHook):
         if not _finite(weight.main_grad):
             self._broken.add(id(weight))
 
-    def look_at_gradients(self, number: int, microbatch: int) -> None:
+    def look_at_gradients(self, number: int, microbatch: MicrobatchPass) -> None:
         """Test the loss and the gradients of a backward pass through stage `number`."""
         stage: Stage = self.engine.stages[number]
-        if stage.last and not self._has(ValueKind.LOSS) and not _finite(self._loss(microbatch)):
-            self._add(ValueKind.LOSS, microbatch, (number, 0), "loss")
+        if stage.last and not self._has(ValueKind.LOSS):
+            assert microbatch.total is not None, "the last stage has left it"
+            if not _finite(microbatch.total):
+                self._add(ValueKind.LOSS, microbatch.number, (number, 0), "loss")
         if self._has(ValueKind.GRADIENT):
             return
         # if gradients are reduced as they arise (ZeRO 2 and 3), they are freed by now, and `see`
@@ -233,13 +235,9 @@ class _Watcher(OpHook):
         # from the last layer to the first, because the last layer's gradient causes the others
         for place, (name, weight) in enumerate(reversed(stage.trained_parameters())):
             if id(weight) in self._broken or (still_here and not _finite(weight.main_grad)):
-                self._add(ValueKind.GRADIENT, microbatch, (-number, place), f"gradient of {name}")
+                what = f"gradient of {name}"
+                self._add(ValueKind.GRADIENT, microbatch.number, (-number, place), what)
                 return
-
-    def _loss(self, microbatch: int) -> Tensor:
-        total = self.engine.runner.microbatches[microbatch].total
-        assert total is not None, "the last stage has left it"
-        return total
 
     def _has(self, kind: ValueKind) -> bool:
         return any(finding.kind == kind for finding in self.findings)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ptdmpi.comm.communicator import Handle, Neighbourhood
 from ptdmpi.engine.data_parallel.method import DataParallel, Replica
+from ptdmpi.model.batch import MicrobatchPass
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.sharded import Walk
 from ptdmpi.plan.layout.run_method import BUCKET_ELEMENTS
@@ -102,9 +103,9 @@ class Decentralized(DataParallel):
         for exchange in self._under_way:
             exchange.handle.done()
 
-    def end(self, op: Op) -> None:
+    def end(self, op: Op, microbatch: MicrobatchPass) -> None:
         """Test again, after the op, whether exchanges are complete."""
-        super().end(op)
+        super().end(op, microbatch)
         self.begin(op)
 
     def after_update(self, step: int, skipped: bool) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config
 from ptdmpi.engine.runner import OpHook
+from ptdmpi.model.batch import MicrobatchPass
 from ptdmpi.model.buffer import ParameterBuffer
 from ptdmpi.model.stage import Stage
 from ptdmpi.model.state import Kept, State
@@ -76,7 +77,7 @@ class DataParallel(OpHook):
         """Discard what remains of a step that was not reduced, such as one that was only observed.
         This is called before the gradients are set to zero and the first op begins."""
 
-    def end(self, op: Op) -> None:
+    def end(self, op: Op, microbatch: MicrobatchPass) -> None:
         """Call `leaf` if the gradient of a microbatch is complete. If its backward is split into
         several ops, this is after the last of them."""
         if self.replica.schedule.completes_gradients(op):

@@ -10,6 +10,7 @@ from torch import Tensor
 from ptdmpi.comm.communicator import DONE, Communicator, Handle
 from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 from ptdmpi.engine.data_parallel.overlap import BegunSums
+from ptdmpi.model.batch import MicrobatchPass
 from ptdmpi.model.flat import Unit
 from ptdmpi.plan.layout.grid import LOSSES
 from ptdmpi.plan.schedule.ops import Op
@@ -51,7 +52,7 @@ class EarlySums(DataParallel):
         if self.sums is not None:
             self.sums.enter(op)
 
-    def end(self, op: Op) -> None:
+    def end(self, op: Op, microbatch: MicrobatchPass) -> None:
         """Begin the remaining sums of the stage of `op`, if its gradients are complete."""
         if self.sums is not None:
             self.sums.leave(op)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ptdmpi.base.progress import progress
+from ptdmpi.base.say import note
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.terminal.program import CommandGroup, run
-from ptdmpi.terminal.progress import progress
-from ptdmpi.terminal.say import note
 
 if TYPE_CHECKING:
     from data_prep.corpus import Corpus, OutputOptions

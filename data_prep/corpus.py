@@ -19,8 +19,8 @@ from data_prep.group_writer import GroupWriter
 from data_prep.launch import Team
 from data_prep.state import CorpusCounters, RunState
 from data_prep.vocabulary import Vocabulary
+from ptdmpi.base.progress import progress
 from ptdmpi.config import InputError
-from ptdmpi.terminal.progress import progress
 
 Result = TypeVar("Result")
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ptdmpi.terminal.launched import launched_size
+from ptdmpi.base.launched import launched_size
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from data_prep.vocabulary import (
     load_tokenizer,
     tokenizer_file,
 )
+from ptdmpi.base.progress import progress
 from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate, find_template
 from ptdmpi.data.shard_writer import ShardWriter
-from ptdmpi.terminal.progress import progress
 
 OPEN_ROWS = 64  # a conversation is added to the first of these rows that has room for it
 # The CorpusCounters in the final table.

@@ -18,7 +18,7 @@ from ptdmpi.evaluate.questions import Answers, Asking
 from ptdmpi.evaluate.sandbox import PASSED, TIMEOUT, Sandbox
 from ptdmpi.generate.generator import Continuation
 from ptdmpi.generate.sampling import GREEDY
-from ptdmpi.generate.text import Text
+from ptdmpi.inference.text import Text
 from tests._texts import metaspace
 
 TASK = CodeTask(

@@ -21,8 +21,8 @@ from ptdmpi.evaluate import scoring
 from ptdmpi.evaluate.harness import Harness
 from ptdmpi.evaluate.perplexity import perplexity, windows
 from ptdmpi.evaluate.scoring import Request, score
-from ptdmpi.generate.text import Text
 from ptdmpi.inference.model import open_inference
+from ptdmpi.inference.text import Text
 from tests import _stored
 from tests.parallel import mpirun, parallel
 

@@ -14,7 +14,7 @@ from ptdmpi.evaluate.choice import accuracies, continuation
 from ptdmpi.evaluate.perplexity import windows
 from ptdmpi.evaluate.scoring import Score
 from ptdmpi.evaluate.tasks import TaskItem
-from ptdmpi.generate.text import Text
+from ptdmpi.inference.text import Text
 
 BYTES = Text(ByteTokenizer(), (), frozenset({256}), 256)
 LLAMA_LIKE = Text(ByteTokenizer(), (1,), frozenset({2}), 2)

@@ -18,9 +18,9 @@ from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.generate.chat import Chat
 from ptdmpi.generate.dialogue import Dialogue
 from ptdmpi.generate.generator import Continuation
-from ptdmpi.generate.text import Text
 from ptdmpi.generate.write import Writer
 from ptdmpi.inference.stored import open_model
+from ptdmpi.inference.text import Text
 from ptdmpi.lineage.trained_on import Source, Stretch, TrainedOn
 from tests import _stored
 from tests._texts import metaspace

@@ -12,7 +12,7 @@ import pytest
 import data_prep.cli
 import ptdmpi.cli
 from ptdmpi.config import InputError
-from ptdmpi.terminal.program import Command, CommandGroup, explained, mendable_paths, missing, run
+from ptdmpi.terminal.program import Command, CommandGroup, run
 from tests.parallel import ROOT, mpirun
 
 PROGRAMS = {"ptdmpi": ptdmpi.cli, "ptdmpi-data": data_prep.cli}
@@ -126,24 +126,6 @@ def _raising(monkeypatch, capsys, error):
 def test_what_goes_wrong_is_one_line(monkeypatch, capsys, error, code, text):
     found, line = _raising(monkeypatch, capsys, error)
     assert found == code and text in line and line.strip().count("\n") == 0
-
-
-def test_mistakes_of_our_own_keep_their_traceback():
-    for error in (ValueError("x"), OSError("x"), ModuleNotFoundError("no", name="ptdmpi.nothing")):
-        assert explained(error) is None
-
-
-def test_what_to_install():
-    assert missing("tokenizers").endswith("pip install 'ptdmpi[data]'")
-    assert missing("lm_eval").endswith("pip install 'ptdmpi[eval]'")
-    assert missing("torch").endswith("pip install torch")
-
-
-def test_paths_that_can_be_mended(tmp_path):
-    with pytest.raises(InputError, match=r"nothing: No such file"), mendable_paths():
-        (tmp_path / "nothing").read_text()
-    with pytest.raises(OSError, match="full"), mendable_paths():
-        raise OSError(28, "full", "x")
 
 
 @pytest.mark.parametrize(

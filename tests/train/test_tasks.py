@@ -12,8 +12,8 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.evaluate.questions import Asking, Limits, read
-from ptdmpi.generate.text import find_text
 from ptdmpi.inference.model import open_inference
+from ptdmpi.inference.text import find_text
 from ptdmpi.sinks.record import scalars
 from ptdmpi.train.checks import checked
 from ptdmpi.watch.requests import Asked, Save

@@ -165,6 +165,10 @@ class Reader:
             f"checkpoint {self.directory}: {name} {state}, this model needs {list(shape)}"
         )
 
+    def read_whole(self, name: str, target: Array) -> None:
+        """Fill `target`, which has the tensor's shape, as `read` does."""
+        self.read(name, Box.whole(target.shape), target)
+
     def read(self, name: str, wanted: Box, target: Array) -> None:
         """Fill `target` with the slice `wanted` of tensor `name`, converted to the type of
         `target`.

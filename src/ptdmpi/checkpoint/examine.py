@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ptdmpi.base.box import Box, rows_of
+from ptdmpi.base.progress import progress
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.boxes import Array, Damaged, Reader, header
 from ptdmpi.checkpoint.manifest import (
@@ -22,7 +23,6 @@ from ptdmpi.checkpoint.manifest import (
     sound_manifest,
 )
 from ptdmpi.config import InputError
-from ptdmpi.terminal.progress import progress
 
 # The number of bytes of a tensor that are compared at a time.
 SLAB_BYTES = 1 << 25

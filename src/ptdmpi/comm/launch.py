@@ -10,10 +10,10 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 
+from ptdmpi.base import launched
+from ptdmpi.base.say import note
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
-from ptdmpi.terminal import launched
-from ptdmpi.terminal.say import note
 
 # The variables in which launchers pass on the number of ranks that they have started.
 SIZE_VARIABLES = (*launched.SIZE_VARIABLES, "SLURM_NTASKS")

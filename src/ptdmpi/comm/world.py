@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 from mpi4py import MPI
 
+from ptdmpi.base.outside import mendable_paths
 from ptdmpi.base.traffic import Traffic
 from ptdmpi.comm.clock import Clock
 from ptdmpi.comm.communicator import Communicator
@@ -27,7 +28,6 @@ from ptdmpi.comm.traits import WireError
 from ptdmpi.comm.wires import Wire, wire_named
 from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.plan.layout.grid import WORLD, Coordinates, Grid
-from ptdmpi.terminal.program import mendable_paths
 
 T = TypeVar("T")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ptdmpi.base.say import note
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import complete, parse
 from ptdmpi.config.legality import layout_mistakes
@@ -22,7 +23,6 @@ from ptdmpi.plan.search.space import Space
 from ptdmpi.plan.show.draw import check_picture
 from ptdmpi.terminal.options import AS_JSON, PATH, Number, NumberList
 from ptdmpi.terminal.program import CommandGroup
-from ptdmpi.terminal.say import note
 
 MODEL = click.option("--model", required=True, help="A preset[,s=8192], or l=96,h=12288,a=96.")
 CLUSTER = click.option(

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ptdmpi.base.say import note
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError
 from ptdmpi.terminal.options import AS_JSON
 from ptdmpi.terminal.program import Command
-from ptdmpi.terminal.say import note
 
 if TYPE_CHECKING:
     from ptdmpi.comm.world import World

@@ -6,9 +6,10 @@ from typing import Any
 
 import click
 
+from ptdmpi.base.outside import mendable_paths
 from ptdmpi.comm import launch
 from ptdmpi.terminal.options import PATH, options_of_a_trained_model
-from ptdmpi.terminal.program import Command, mendable_paths
+from ptdmpi.terminal.program import Command
 
 
 @click.command(cls=Command)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ptdmpi.base.outside import mendable_paths
+from ptdmpi.base.say import note
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError
 from ptdmpi.terminal.options import PATH, options_of_a_trained_model
-from ptdmpi.terminal.program import Command, mendable_paths
-from ptdmpi.terminal.say import note
+from ptdmpi.terminal.program import Command
 
 if TYPE_CHECKING:
     from ptdmpi.comm.world import World

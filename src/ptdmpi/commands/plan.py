@@ -8,6 +8,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from ptdmpi.base.say import note
 from ptdmpi.config import InputError, load
 from ptdmpi.config.choices import OFFLOADS, RECOMPUTE_MODES, SCHEDULES
 from ptdmpi.config.section import MOST_BATCH, MOST_RANKS
@@ -18,7 +19,6 @@ from ptdmpi.plan.show import table
 from ptdmpi.plan.show.draw import check_picture
 from ptdmpi.terminal.options import AS_JSON, Number, ShardGroup
 from ptdmpi.terminal.program import Command
-from ptdmpi.terminal.say import note
 
 LEGAL_WITH_CONFIG = ("config", "ranks", "cluster", "as_json")
 LAYOUT_OPTIONS = (

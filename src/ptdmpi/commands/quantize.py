@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from ptdmpi.base.outside import mendable_paths
 from ptdmpi.base.words import file_size, short
 from ptdmpi.comm import launch
 from ptdmpi.config import InputError
@@ -13,7 +14,7 @@ from ptdmpi.config.choices import CodesName
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.terminal.options import AS_JSON, EMA, PATH
-from ptdmpi.terminal.program import Command, mendable_paths
+from ptdmpi.terminal.program import Command
 
 INTEGER_CODES: dict[str, CodesName] = {"8": "int8", "4": "int4"}
 FOUR_BIT_CODES: dict[str, CodesName] = {"nf4": "nf4", "asymmetric": "uint4"}

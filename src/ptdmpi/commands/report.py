@@ -8,12 +8,12 @@ from pathlib import Path
 import click
 
 from ptdmpi import report
+from ptdmpi.base.say import note
 from ptdmpi.config import InputError
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.plan.show import draw
 from ptdmpi.report import compare, page, several
 from ptdmpi.terminal.program import Command
-from ptdmpi.terminal.say import note
 
 
 @click.command(cls=Command)

@@ -8,8 +8,8 @@ from typing import Any
 import click
 from pydantic import ValidationError
 
+from ptdmpi.base.launched import launched_size
 from ptdmpi.config import InputError, RunConfig, load
-from ptdmpi.terminal.launched import launched_size
 from ptdmpi.terminal.options import Number
 from ptdmpi.terminal.program import Command
 

@@ -388,7 +388,7 @@ def _tokenizer_of(stored: StoredModel) -> str:
     """Return the name of the base model's tokenizer, for [task]. Return "" if the tokenizer is in
     the model's own folder or is not known."""
     # import h5py only here: adapters of imported models have no shards
-    from ptdmpi.generate.text import name_of
+    from ptdmpi.inference.text import name_of
 
     if (stored.path / KEPT).is_dir():
         return ""

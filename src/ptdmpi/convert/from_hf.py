@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from ptdmpi.base.box import Box
 from ptdmpi.base.disk import write_whole
+from ptdmpi.base.progress import progress
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.boxes import Array, Outgoing, write
 from ptdmpi.checkpoint.manifest import Progress, write_manifest
@@ -28,7 +29,6 @@ from ptdmpi.convert.plan import Plan, make_plan
 from ptdmpi.convert.tensors import WeightFiles, slabs
 from ptdmpi.inference.stored import CONFIG, KEPT, config_of, declarations, open_model
 from ptdmpi.model.state import WEIGHTS, Counters, key
-from ptdmpi.terminal.progress import progress
 
 NO_CHOICES = (
     "config.json does not say how many candidates a question has: add task.choices to train further"

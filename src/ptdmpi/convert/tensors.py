@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ptdmpi.base.box import Box, rows_of
+from ptdmpi.base.progress import progress
 from ptdmpi.config import InputError
-from ptdmpi.terminal.progress import progress
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -9,7 +9,7 @@ from typing import Any
 from ptdmpi.config import InputError
 from ptdmpi.evaluate.choice import standard_error
 from ptdmpi.evaluate.tasks import TaskItem
-from ptdmpi.generate.text import Text
+from ptdmpi.inference.text import Text
 
 NUMBER = re.compile(r"[-+]?(\d[\d,]*(\.\d+)?|\.\d+)\.?")
 ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ptdmpi.evaluate.scoring import Request, Score
 from ptdmpi.evaluate.tasks import TaskItem
-from ptdmpi.generate.text import Text
+from ptdmpi.inference.text import Text
 
 
 def continuation(text: Text, context: str, rest: str, place: str = "") -> Request:

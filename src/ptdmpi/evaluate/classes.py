@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from ptdmpi.base.progress import progress
 from ptdmpi.config import Config
 from ptdmpi.data.labelled import LabelledFile, LabelledForm, in_order
 from ptdmpi.evaluate.choice import standard_error
 from ptdmpi.evaluate.labelled import framing, read
 from ptdmpi.evaluate.scoring import BATCH_TOKENS
-from ptdmpi.generate.text import find_text, name_of
 from ptdmpi.inference.model import InferenceModel
 from ptdmpi.inference.stored import StoredModel
 from ptdmpi.inference.tensors import as_tensors
-from ptdmpi.terminal.progress import progress
+from ptdmpi.inference.text import find_text, name_of
 
 
 def files_of(

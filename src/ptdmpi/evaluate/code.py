@@ -21,8 +21,8 @@ from ptdmpi.evaluate.sandbox import PASSED, Sandbox
 from ptdmpi.evaluate.tasks import values_of
 from ptdmpi.generate.generator import Prompt, generate
 from ptdmpi.generate.sampling import Sampling
-from ptdmpi.generate.text import Text
 from ptdmpi.inference.lines import numbered_lines
+from ptdmpi.inference.text import Text
 
 if TYPE_CHECKING:  # this import starts MPI, but files are also read without MPI
     from ptdmpi.inference.model import InferenceModel

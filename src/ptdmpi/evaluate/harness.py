@@ -15,8 +15,8 @@ from ptdmpi.evaluate.perplexity import windows
 from ptdmpi.evaluate.scoring import Request, score
 from ptdmpi.generate.generator import Prompt, generate
 from ptdmpi.generate.sampling import Sampling
-from ptdmpi.generate.text import Text
 from ptdmpi.inference.model import InferenceModel
+from ptdmpi.inference.text import Text
 
 MAX_NEW_TOKENS = 256  # the default of lm-evaluation-harness
 

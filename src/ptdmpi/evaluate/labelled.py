@@ -18,8 +18,8 @@ from ptdmpi.config import InputError, ModelConfig, TaskConfig
 from ptdmpi.data.labelled import LabelledFile, LabelledForm, LabelledRow
 from ptdmpi.data.words import special_ids
 from ptdmpi.evaluate.tasks import TaskItem, item_of, values_of
-from ptdmpi.generate.text import Text, token_ids
 from ptdmpi.inference.lines import numbered_lines
+from ptdmpi.inference.text import Text, token_ids
 
 # this separates passage, question and answer for a model that reads them as one text
 BETWEEN = "\n"

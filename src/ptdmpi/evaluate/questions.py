@@ -15,7 +15,7 @@ from ptdmpi.evaluate.scoring import Request, fitted, score
 from ptdmpi.evaluate.tasks import TaskItem
 from ptdmpi.generate.generator import Prompt, generate
 from ptdmpi.generate.sampling import GREEDY, Sampling
-from ptdmpi.generate.text import Text
+from ptdmpi.inference.text import Text
 
 if TYPE_CHECKING:  # this import starts MPI, but questions are also prepared without MPI
     from ptdmpi.inference.model import InferenceModel

@@ -17,9 +17,9 @@ from ptdmpi.evaluate.questions import Asking, Limits, questions
 from ptdmpi.evaluate.sandbox import Sandbox, without_network
 from ptdmpi.evaluate.tasks import TaskItem
 from ptdmpi.generate.sampling import Sampling
-from ptdmpi.generate.text import Text, find_text
 from ptdmpi.inference.model import InferenceModel, open_inference
 from ptdmpi.inference.stored import StoredModel, kind_of, open_adapter, open_model
+from ptdmpi.inference.text import Text, find_text
 from ptdmpi.inference.tokenizer import tokenizer_sha256
 
 Options = Mapping[str, Any]

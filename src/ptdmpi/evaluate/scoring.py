@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ptdmpi.base.progress import progress
 from ptdmpi.config import SharedInputError
 from ptdmpi.generate.sampling import NOT_FINITE
-from ptdmpi.terminal.progress import progress
 
 if TYPE_CHECKING:  # this import starts MPI, but questions are also prepared without MPI
     from ptdmpi.inference.model import InferenceModel

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
+from ptdmpi.base.say import note
 from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.generate.dialogue import Dialogue
 from ptdmpi.generate.generator import Prompt, generate
 from ptdmpi.generate.write import MAX_NEW_TOKENS, Writer
 from ptdmpi.inference.stored import open_adapter
-from ptdmpi.terminal.say import note
 
 SIGN = "> "
 QUIT = "/quit"

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Self
 
 from ptdmpi.data.chat_template import ANSWER, ChatTemplate
-from ptdmpi.generate.text import Text, ends_of, find_chat
 from ptdmpi.inference.stored import StoredAdapter, StoredModel
+from ptdmpi.inference.text import Text, ends_of, find_chat
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ptdmpi.base.progress import progress
 from ptdmpi.config import SharedInputError
 from ptdmpi.generate.sampling import Sampling, choose
-from ptdmpi.terminal.progress import progress
 
 if TYPE_CHECKING:  # this import starts MPI, but questions are also prepared without MPI
     from ptdmpi.inference.model import InferenceModel

@@ -8,15 +8,15 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from ptdmpi.base.progress import progress
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.generate.generator import Prompt, check, generate
 from ptdmpi.generate.prompts import Given, read_prompts
 from ptdmpi.generate.sampling import Sampling
-from ptdmpi.generate.text import Text, find_text
 from ptdmpi.inference.model import InferenceModel, open_inference
 from ptdmpi.inference.stored import StoredModel, kind_of
-from ptdmpi.terminal.progress import progress
+from ptdmpi.inference.text import Text, find_text
 
 MAX_NEW_TOKENS = 100
 # the options that can be changed without loading the model again

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ptdmpi.base.box import Box
 from ptdmpi.checkpoint import examine
 from ptdmpi.checkpoint.base import fingerprint
 from ptdmpi.checkpoint.boxes import Reader
@@ -271,8 +270,7 @@ def loaded_layer(
     named = stage.named_logical_parameters()
     buffer = ParameterBuffer(named, precision, host, Portion(), trains=False)
     for name, entry in buffer.entries.items():
-        whole = entry.view(buffer.weights)
-        reader.read(key(WEIGHTS, name), Box.whole(whole.shape), whole.numpy())
+        reader.read_whole(key(WEIGHTS, name), entry.view(buffer.weights).numpy())
     stage.place_tables(config.model, host)
     return stage, buffer
 

@@ -5,12 +5,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ptdmpi.base.launched import launched_rank, launched_size
 from ptdmpi.config import InputError
 from ptdmpi.plan.search.choose import settled
 from ptdmpi.preview.as_text import as_text
 from ptdmpi.preview.forecast import preview
 from ptdmpi.preview.ranks import RankCount, needed_ranks
-from ptdmpi.terminal.launched import launched_rank, launched_size
 from ptdmpi.train.checks import checked_data, with_form
 
 LOCAL_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PALS_LOCAL_SIZE")

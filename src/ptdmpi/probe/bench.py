@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from ptdmpi.base.progress import SOON_S, progress
+from ptdmpi.base.say import note
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.model.kernels import USUAL
-from ptdmpi.terminal.progress import SOON_S, progress
-from ptdmpi.terminal.say import note
 
 TRIALS = 5
 TRIAL_S = 2e-3  # short work is repeated until a trial takes this long

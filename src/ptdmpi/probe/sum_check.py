@@ -4,13 +4,13 @@ import time
 
 import torch
 
+from ptdmpi.base.say import note
 from ptdmpi.comm import wires
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError, SharedInputError
 from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.probe.finding import MachineFinding
-from ptdmpi.terminal.say import note
 
 ALL_REDUCE_BYTES = (4 * 1024, 16 * 1024 * 1024)
 TRIALS = 5

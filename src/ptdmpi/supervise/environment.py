@@ -9,11 +9,10 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
+from ptdmpi.base.launched import COPIES
 from ptdmpi.config import InputError
 
 SCRIPT = "mpi-env.sh"
-# The variable with the folder on each node for copies of the state in its memory.
-COPIES = "PTDMPI_COPIES"
 # Open MPI passes its own variables on; a rank on another host also needs these.
 PASSED_ON = ("OMP_NUM_THREADS", "MPI4PY_LIBMPI", "PYTHONPATH", COPIES)
 MEMORY = Path("/dev/shm")

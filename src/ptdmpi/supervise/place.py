@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ptdmpi.base.launched import COPIES
 from ptdmpi.config import InputError
-from ptdmpi.supervise.environment import COPIES, PASSED_ON
+from ptdmpi.supervise.environment import PASSED_ON
 
 # A node that does not start `true` within this time is lost.
 PROBE_S = 20.0

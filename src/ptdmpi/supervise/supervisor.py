@@ -15,10 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ptdmpi.base.launched import COPIES
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError, RunConfig, resolve
 from ptdmpi.config.methods import replicas_differ
-from ptdmpi.supervise.environment import COPIES, folder_of_copies
+from ptdmpi.supervise.environment import folder_of_copies
 from ptdmpi.supervise.judge import Starts, judged
 from ptdmpi.supervise.place import LaunchHost, LaunchPlace
 from ptdmpi.supervise.progress import RunProgress

@@ -1,1 +1,1 @@
-"""Shared parts of both programs at the terminal: options, errors of one line, progress."""
+"""Shared parts of both programs at the terminal: options, help, exit codes, errors of one line."""

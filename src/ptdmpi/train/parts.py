@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ptdmpi.base.heap import give_back, keep_freed
+from ptdmpi.base.launched import COPIES
 from ptdmpi.checkpoint.memory import MemoryCopies
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.wires import wire_named
@@ -16,7 +17,6 @@ from ptdmpi.comm.world import Axes, World
 from ptdmpi.config import Config
 from ptdmpi.engine.engine import Engine
 from ptdmpi.plan.layout.grid import grid_of
-from ptdmpi.supervise.environment import COPIES
 from ptdmpi.train.attempt import Attempt
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.feed import Feed

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import click
 import pytest
 
+from ptdmpi.base.say import QUIET
 from ptdmpi.engine.engine import StepResult
-from ptdmpi.terminal.say import QUIET
 from ptdmpi.train.live import Completed
 from ptdmpi.train.records.directory import RunDirectory
 from ptdmpi.train.records.journal import Journal

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ptdmpi.base.box import Box
 from ptdmpi.base.near import divisors, nearest
+from ptdmpi.base.progress import progress
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint import examine
 from ptdmpi.checkpoint.boxes import Array, Damaged, Outgoing, Reader, write
@@ -39,7 +40,6 @@ from ptdmpi.model.state import WEIGHTS, key
 from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.shape import parameters
-from ptdmpi.terminal.progress import progress
 
 Json = Mapping[str, Any]
 # The keys of a manifest that describe the weights themselves. They are not copied from the original

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from ptdmpi.base.errors import InputError
+from ptdmpi.base.say import note
 from ptdmpi.base.words import counted
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.choices import CodesName
@@ -20,7 +21,6 @@ from ptdmpi.plan.search.space import Space, contradiction, of_a_node
 from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.plan.show import draw, draw_memory, table
 from ptdmpi.plan.show.trace import chrome_trace
-from ptdmpi.terminal.say import note
 
 MOST_DRAWN = 10_000  # microbatches of a step
 BASE_BLOCK = 64  # elements of a frozen matrix that share a scale

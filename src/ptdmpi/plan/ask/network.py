@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ptdmpi.base.errors import InputError
+from ptdmpi.base.say import note
 from ptdmpi.base.words import counted
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.ask.answer import Panel, Reply
@@ -14,7 +15,6 @@ from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.search.search import search
 from ptdmpi.plan.search.space import Space
 from ptdmpi.plan.shape.parameters import ModelPart
-from ptdmpi.terminal.say import note
 
 LATENCY = 10  # times as long
 

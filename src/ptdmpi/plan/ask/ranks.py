@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptdmpi.base.errors import InputError
+from ptdmpi.base.say import note
 from ptdmpi.base.words import counted
 from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.ask.inverse import DAY_S, MODEL_FLOPS
@@ -12,7 +13,6 @@ from ptdmpi.plan.search.search import search
 from ptdmpi.plan.search.space import Space
 from ptdmpi.plan.shape.parameters import parameter_count
 from ptdmpi.plan.show import table
-from ptdmpi.terminal.say import note
 
 LEAST_STATE_BYTES = 2  # of a parameter on a device, whatever is sharded and offloaded
 

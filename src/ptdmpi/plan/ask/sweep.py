@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from ptdmpi.base.errors import InputError
+from ptdmpi.base.say import note
 from ptdmpi.base.words import counted
 from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.search.search import search
 from ptdmpi.plan.search.space import Space
 from ptdmpi.plan.show import table
-from ptdmpi.terminal.say import note
 
 
 def batches(pricer: Pricer, sizes: Sequence[int]) -> dict[int, Pricer]:

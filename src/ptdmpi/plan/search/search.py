@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ptdmpi.base.near import divisors
+from ptdmpi.base.progress import SOON_S, progress
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import Layout
@@ -39,7 +40,6 @@ from ptdmpi.plan.search.space import (
     uneven_firsts,
     variants,
 )
-from ptdmpi.terminal.progress import SOON_S, progress
 
 MOST_LAYOUTS = 1_000_000  # a visit to so many takes a minute and half a gigabyte
 

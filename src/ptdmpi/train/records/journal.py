@@ -5,11 +5,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ptdmpi.base.say import quiet
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config
 from ptdmpi.engine.engine import StepResult
 from ptdmpi.model.output.losses import recorded
-from ptdmpi.terminal.say import quiet
 from ptdmpi.train.live import Completed
 from ptdmpi.train.records.directory import RunDirectory
 from ptdmpi.train.records.rates import Rates, duration

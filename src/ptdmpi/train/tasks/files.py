@@ -9,8 +9,8 @@ from ptdmpi.checkpoint.manifest import Manifest, Progress, StoredTensor
 from ptdmpi.config import Config, InputError
 from ptdmpi.evaluate.labelled import Framing, framing
 from ptdmpi.evaluate.questions import Asking, Limits, Questions, read
-from ptdmpi.generate.text import Text, find_text, name_of
 from ptdmpi.inference.stored import StoredModel
+from ptdmpi.inference.text import Text, find_text, name_of
 from ptdmpi.lineage.course import Course
 from ptdmpi.model.stage import TIED_NAME
 from ptdmpi.model.state import WEIGHTS, Counters, key

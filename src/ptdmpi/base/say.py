@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from ptdmpi.terminal.launched import launched_rank
+from ptdmpi.base.launched import launched_rank
 
 QUIET = "ptdmpi.quiet"  # in the `meta` of the command's context
 

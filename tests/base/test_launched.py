@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from ptdmpi.base.launched import launched_rank, launched_size
 from ptdmpi.cli import COMMANDS, group
 from ptdmpi.comm import launch
-from ptdmpi.terminal.launched import launched_rank, launched_size
 
 
 @pytest.mark.parametrize(

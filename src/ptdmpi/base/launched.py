@@ -1,4 +1,5 @@
-"""Size and rank from the launcher's environment variables, before MPI is imported."""
+"""What the environment says of this process, before MPI is imported: size and rank by the launcher,
+and the folder for copies of the state."""
 
 import os
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ RANK_VARIABLES = (
     "PALS_RANKID",
     "SLURM_PROCID",
 )
+# Set by `ptdmpi run`: the folder on each node for copies of the state in its memory.
+COPIES = "PTDMPI_COPIES"
 
 
 def launched_size(environ: Mapping[str, str] = os.environ) -> int:

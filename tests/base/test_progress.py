@@ -5,8 +5,8 @@ import sys
 
 import click
 
-from ptdmpi.terminal.progress import SOON_S, progress
-from ptdmpi.terminal.say import QUIET, note
+from ptdmpi.base.progress import SOON_S, progress
+from ptdmpi.base.say import QUIET, note
 
 
 class Terminal(io.StringIO):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+from ptdmpi.base.launched import launched_rank
+from ptdmpi.base.say import quiet
 from ptdmpi.base.words import counted, file_size
-from ptdmpi.terminal.launched import launched_rank
-from ptdmpi.terminal.say import quiet
 
 FIRST_S = 30.0  # until the first line of a log: shorter work prints none
 SOON_S = 2.0  # the same for work that a person waits for

@@ -1,0 +1,98 @@
+"""Errors whose cause is outside the program, in one line: a path, a disk, a missing package."""
+
+import errno
+import importlib.metadata
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ptdmpi.base.errors import InputError
+
+PACKAGES = ("ptdmpi", "data_prep")
+# Errors of a path that the user can correct count as bad input. A full or broken disk is a failure.
+MENDABLE = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOENT,
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EROFS,
+}
+
+
+def explained(error: BaseException) -> tuple[str, int] | None:
+    """Return one line and an exit code for an error whose cause is outside the program.
+
+    Such errors come from a missing package or MPI library, a path, a disk, or a child process that
+    died. Return None for any other error.
+    """
+    if isinstance(error, ChildProcessError):
+        return escaped(str(error)), 1
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        if package in PACKAGES:
+            return None
+        return missing(package), 2
+    if isinstance(error, RuntimeError | ImportError) and _loads_mpi(error):
+        return (
+            "no MPI library can be loaded: load the site's MPI module (MPI4PY_LIBMPI may name the "
+            "library), or pip install 'ptdmpi[mpi]'",
+            2,
+        )
+    if isinstance(error, OSError) and error.errno is not None:
+        where = f"{error.filename}: " if error.filename else ""
+        text = escaped(f"{where}{error.strerror or error}")
+        if error.errno in MENDABLE and error.filename:
+            return text, 2
+        return text, 1
+    return None
+
+
+def escaped(text: str) -> str:
+    """Return the text as one line; a file name may contain line ends."""
+    return "\\n".join(text.splitlines())
+
+
+def _loads_mpi(error: Exception) -> bool:
+    """Return True if mpi4py raised the error because it found no MPI library.
+
+    Return False if a library was found but did not start because another rank was lost.
+    """
+    where = "mpi4py" if isinstance(error, ImportError) else "_mpiabi"
+    frames = traceback.extract_tb(error.__traceback__)
+    return "MPI" in str(error) and any(where in frame.filename for frame in frames)
+
+
+def missing(package: str) -> str:
+    """Return a message that says how to install a missing package.
+
+    It names the smallest extra of this project that contains the package, or the package itself.
+    """
+    extras: dict[str, set[str]] = {}
+    for line in importlib.metadata.requires("ptdmpi") or []:
+        named = re.match(r"[\w.-]+", line)
+        extra = re.search(r'extra == [\'"](\w+)[\'"]', line)
+        if named and extra and extra[1] != "test":
+            extras.setdefault(extra[1], set()).add(named[0].lower())
+    containing = [name for name, packages in extras.items() if package.lower() in packages]
+    wanted = package
+    if containing:
+        smallest = min(containing, key=lambda name: len(extras[name]))
+        wanted = f"'ptdmpi[{smallest}]'"
+    return f"the package {package} is not installed: pip install {wanted}"
+
+
+@contextmanager
+def mendable_paths() -> Iterator[None]:
+    """Raise InputError for an error of a path that the user can correct (missing, unreadable)."""
+    try:
+        yield
+    except OSError as error:
+        explanation = explained(error)
+        if explanation is None or explanation[1] != 2:
+            raise
+        raise InputError(explanation[0]) from error

@@ -1,0 +1,24 @@
+"""Errors whose cause is outside the program: which ones they are, and their one line."""
+
+import pytest
+
+from ptdmpi.base.errors import InputError
+from ptdmpi.base.outside import explained, mendable_paths, missing
+
+
+def test_mistakes_of_our_own_keep_their_traceback():
+    for error in (ValueError("x"), OSError("x"), ModuleNotFoundError("no", name="ptdmpi.nothing")):
+        assert explained(error) is None
+
+
+def test_what_to_install():
+    assert missing("tokenizers").endswith("pip install 'ptdmpi[data]'")
+    assert missing("lm_eval").endswith("pip install 'ptdmpi[eval]'")
+    assert missing("torch").endswith("pip install torch")
+
+
+def test_paths_that_can_be_mended(tmp_path):
+    with pytest.raises(InputError, match=r"nothing: No such file"), mendable_paths():
+        (tmp_path / "nothing").read_text()
+    with pytest.raises(OSError, match="full"), mendable_paths():
+        raise OSError(28, "full", "x")

@@ -17,10 +17,10 @@ from ptdmpi.model.kernels.attention import AttentionCore
 from ptdmpi.model.kernels.blocks import BlockedAttention, Scores, Sight
 from ptdmpi.model.kernels.choice import AttentionByLibrary, AttentionByProducts, HostChoice
 from ptdmpi.model.kernels.norm import soft_cap
-from ptdmpi.plan.layer import folds
 from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.machine.cluster import TRAINER
 from tests._configs import small
+from tests._items import layer_items
 
 HALF = [("float64", 1e-12), ("bfloat16", 2e-2)]
 SIZE = 8
@@ -265,7 +265,7 @@ def test_kept_probabilities_have_the_bits_of_those_computed_again(block, precisi
                 {"bfloat16": "bf16", "float32": "fp32"}[precision],
                 TRAINER.model_copy(update={"kept_block": block}),
             )
-            items = {item.name: item.bytes for item in folds.layer_items(sizes, "none")}
+            items = {item.name: item.bytes for item in layer_items(sizes, "none")}
             assert most - least == items["attention.probabilities"]
 
 

@@ -10,10 +10,10 @@ from ptdmpi.model.kernels import attention as attention_core
 from ptdmpi.model.kernels import host
 from ptdmpi.model.kernels.attention import AttentionCore
 from ptdmpi.model.kernels.blocks import Scores
-from ptdmpi.plan.layer import folds
 from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.machine.cluster import TRAINER
 from tests._configs import small
+from tests._items import layer_items
 
 TRIED = [
     ("bfloat16", True, 16, True),
@@ -67,7 +67,7 @@ def test_copies_of_keys_and_values_are_counted():
         changes = {"model.kind": "llama", "model.kv_heads": 2, **keys}
         software = TRAINER.model_copy(update={"repeats_keys": repeats})
         sizes = Sizes(small(changes).model, Layout(1, 1, 1, micro_size=2), precision, software)
-        items = {item.name: item.bytes for item in folds.layer_items(sizes, "none")}
+        items = {item.name: item.bytes for item in layer_items(sizes, "none")}
         return items.get("attention.key_value.copy", 0)
 
     model = small({"model.kind": "llama", "model.kv_heads": 2}).model

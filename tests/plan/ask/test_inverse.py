@@ -4,7 +4,7 @@ import pytest
 
 from ptdmpi.config import InputError
 from ptdmpi.plan.ask import inverse
-from ptdmpi.plan.ask.inverse import Loss, Training
+from ptdmpi.plan.ask.inverse import Loss, TrainingWork
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 
@@ -16,8 +16,8 @@ def pricer(model, cluster="selene"):
 
 def test_days_of_narayanan_2021():
     """Section 5.1: GPT-3 on 1024 GPUs at 140 TFLOP/s takes 34 days, 1T on 3072 at 163 84 days."""
-    assert Training(175e9, 300e9, 1024).days(140e12, 8) == pytest.approx(34, abs=0.5)
-    assert Training(1008e9, 450e9, 3072).days(163e12, 8) == pytest.approx(84, abs=0.5)
+    assert TrainingWork(175e9, 300e9, 1024).days(140e12, 8) == pytest.approx(34, abs=0.5)
+    assert TrainingWork(1008e9, 450e9, 3072).days(163e12, 8) == pytest.approx(84, abs=0.5)
 
 
 def test_utilisation_from_published_days():

@@ -98,7 +98,10 @@ def test_a_measured_machine_has_no_rates_to_change():
 
 def test_lengths_keep_the_tokens_of_a_step():
     pricers = sweep.lengths(SMALL, [1024, 4096])
-    assert [(one.model.config.seq_length, one.batch) for one in pricers] == [(1024, 64), (4096, 16)]
+    assert [(one.model.config.seq_length, one.batch) for one in pricers.values()] == [
+        (1024, 64),
+        (4096, 16),
+    ]
     told = sweep.answer(pricers, 8, "sequence length").numbers["choices"]
     assert [one["sequence_length"] for one in told] == [1024, 4096]
     assert told[0]["tokens_per_s"] == pytest.approx(32 * 2048 / told[0]["step_time_s"])

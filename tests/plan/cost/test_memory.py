@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from ptdmpi.config import Layout
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layer.account import kept, total_bytes
-from ptdmpi.plan.layer.folds import layer_items
 from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.layout.run_method import BUCKET_ELEMENTS, MESSAGE_ELEMENTS
 from ptdmpi.plan.layout.stages import placement_of
@@ -18,6 +17,7 @@ from ptdmpi.plan.schedule.ops import FORWARD
 from ptdmpi.plan.schedule.orders import build
 from ptdmpi.plan.shape.parameters import parameter_count
 from tests import _configs
+from tests._items import layer_items
 
 VOCAB_SIZE = 101
 SHAPE = {

@@ -16,7 +16,7 @@ from ptdmpi.plan.schedule.program import (
     post_early,
     programs,
 )
-from ptdmpi.plan.schedule.queues import check_queues
+from tests.plan.schedule._queues import check_queues
 from tests.plan.schedule.test_program import SCHEDULES, TWO_RANKS, build_any, put
 
 WAYS = [

@@ -14,12 +14,13 @@ from ptdmpi.plan.shape.parameters import parameter_count
 
 DAY_S = 86400
 MODEL_FLOPS, HARDWARE_FLOPS = 6, 8  # per token and parameter, without and with recomputation
+RECOMPUTED = "full recomputation counted: Narayanan et al. 2021, equation 4"
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), Table 3
 CURVE = 60  # points of a curve
 
 
-class Training(NamedTuple):
-    """The training of P `parameters` on T `tokens` by n `ranks`.
+class TrainingWork(NamedTuple):
+    """The work of training P `parameters` on T `tokens` by n `ranks`.
 
     Each token and parameter takes `factor` FLOPs. Narayanan et al. 2021, equation 4, has the factor
     8, which counts recomputation.
@@ -55,7 +56,7 @@ def days_answer(
         raise InputError("give --days or --utilisation, one of the two")
     config, peak = pricer.model.config, pricer.machine.peak
     count = parameter_count(config, pricer.model.vocab_size)
-    training = Training(count, tokens, ranks)
+    training = TrainingWork(count, tokens, ranks)
     if taken is None:
         assert utilisation is not None
         taken = training.days(peak * utilisation)
@@ -67,23 +68,17 @@ def days_answer(
             f"{pricer.cluster.device.name} has {peak / 1e12:.0f}: at least "
             f"{training.days(peak):.1f} days"
         )
-    rows = [
-        ["counted", "TFLOP/s per rank", "of the peak", ""],
-        ["6 P T", f"{model / 1e12:.1f}", f"{model / peak:.1%}", "the model's work"],
-        [
-            "8 P T",
-            f"{hardware / 1e12:.1f}",
-            f"{hardware / peak:.1%}",
-            "full recomputation counted: Narayanan et al. 2021, equation 4",
-        ],
-    ]
     shares = [0.1 + 0.6 * i / (CURVE - 1) for i in range(CURVE)]
     line = [(100 * u, training.days(peak * u)) for u in shares]
     return Reply(
         f"{short(count)} parameters on {short(tokens)} tokens with {ranks:,} ranks: "
         f"{taken:.1f} days are {model / 1e12:.1f} TFLOP/s per rank, {model / peak:.1%} of the peak "
         f"of {pricer.cluster.device.name}.",
-        rows,
+        [
+            ["counted", "TFLOP/s per rank", "of the peak", ""],
+            _speed_row("6 P T", model, peak, "the model's work"),
+            _speed_row("8 P T", hardware, peak, RECOMPUTED),
+        ],
         {
             "parameters": count,
             "tokens": tokens,
@@ -104,6 +99,10 @@ def days_answer(
             )
         ],
     )
+
+
+def _speed_row(counted: str, flops_per_s: float, peak: float, meaning: str) -> list[str]:
+    return [counted, f"{flops_per_s / 1e12:.1f}", f"{flops_per_s / peak:.1%}", meaning]
 
 
 class Loss(NamedTuple):

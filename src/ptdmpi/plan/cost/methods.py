@@ -157,12 +157,9 @@ def code_messages(section: DataParallelConfig, sizes: Told, n: int) -> dict[str,
     return {"all_gather": n * code}
 
 
-def sent_bytes(section: DataParallelConfig, sizes: Told, n: int, moments: int = 0) -> float:
+def sent_bytes(section: DataParallelConfig, sizes: Told, n: int) -> float:
     """Return the bytes that a data rank sends in a step, the mean over steps and ranks, by the
-    convention of `ptdmpi.base.traffic`.
-
-    `moments` is the number of moments of the optimizer; it counts if they are averaged too.
-    """
+    convention of `ptdmpi.base.traffic`. Averages of moments are not counted."""
     whole = 2 * sizes.gradients * (n - 1) / n
     match section.method:
         case "parameter_server":
@@ -174,7 +171,7 @@ def sent_bytes(section: DataParallelConfig, sizes: Told, n: int, moments: int = 
             mixed = averaging * 2 * (n - 1) / n
             if section.method == "decentralized":
                 mixed += (1 - averaging) * neighbours(section.topology, n)
-            return mixed * sizes.masters * (1 + moments * section.average_moments)
+            return mixed * sizes.masters
         case "compressed":
             return _codes_bytes(section, sizes, n)
         case "local":

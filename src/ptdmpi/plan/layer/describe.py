@@ -10,7 +10,7 @@ There is no other list. The model is built from it and computes it row by row
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ptdmpi.base.plugins import plugin
@@ -35,7 +35,6 @@ from ptdmpi.plan.layer.products import Multiply
 WORD_TABLE = "word"  # the part of the embedding that a tied head shares
 # numbers of a layer's dropout masks outside of residual sums (`RandomStream.at`)
 OTHER_MASKS = {2: "attention's weights", 3: "the adapters"}
-Adapters = Mapping[str, tuple[tuple[str, LowRankPair | Scale], ...]]
 
 
 @dataclass(frozen=True)

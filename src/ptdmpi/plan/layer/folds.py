@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ptdmpi.config import ModelConfig
-from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.account import Item, Message, Phase, kept, total_bytes
 from ptdmpi.plan.layer.describe import Sublayer
 from ptdmpi.plan.layer.low_bit import CHUNK_BYTES, chunk_elements
@@ -79,11 +78,6 @@ def items(rows: Rows, sizes: Sizes, mode: str) -> list[Item]:
     for row in rows:
         tensors += [item for item in row.kept(sizes, mode) if item.name != first]
     return tensors
-
-
-def layer_items(sizes: Sizes, mode: str) -> list[Item]:
-    """Return `items` of a layer of the sizes' model."""
-    return items(operators(describe.layer(sizes.model)), sizes, mode)
 
 
 def kept_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:

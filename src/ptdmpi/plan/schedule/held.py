@@ -47,10 +47,7 @@ def held(
         yield Held(op, during, now)
 
 
-def most_held(
-    order: Sequence[Op],
-    size: Callable[[str, int], float],
-    beside: Callable[[str, int], float] = lambda works, stage: 0,
-) -> float:
-    """Return the most memory that a rank holds during its `order`; 0 for no ops. See `held`."""
-    return max((moment.during for moment in held(order, size, beside)), default=0)
+def most_held(order: Sequence[Op], size: Callable[[str, int], float]) -> float:
+    """Return the most memory that a rank holds during its `order`, without working memory; 0 for no
+    ops. See `held`."""
+    return max((moment.during for moment in held(order, size)), default=0)

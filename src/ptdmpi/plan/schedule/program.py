@@ -61,10 +61,11 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
     Take the first unfinished action in the total order. Each rank that takes part in it has done
     all its earlier actions. So each of these ranks has reached the action, and the action proceeds.
     For the same reason messages between two ranks match in order. The argument also holds on
-    devices that execute queues (`check_queues` in `queues.py`). It holds for collectives inside an
-    op or started at its end, too: replicas execute the same program, so these collectives have the
-    place of their op in the total order. No compute comes between an op and its Send: the output is
-    sent as soon as it is computed. Raises DeadlockError if the schedule itself waits in a circle.
+    devices that execute queues (`tests/plan/schedule/_queues.py`). It holds for collectives inside
+    an op or started at its end, too: replicas execute the same program, so these collectives have
+    the place of their op in the total order. No compute comes between an op and its Send: the
+    output is sent as soon as it is computed. Raises DeadlockError if the schedule itself waits in a
+    circle.
     """
     # any positive costs give an order that cannot deadlock; these are near the real ones
     times = execute(schedule, Costs(forward_s=1.0, backward_s=2.0, transfer_s=0.0))

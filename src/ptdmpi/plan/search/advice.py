@@ -22,6 +22,7 @@ from ptdmpi.plan.search.space import (
     shardings,
 )
 
+MOST_ADVICE = 3  # layouts
 # fields of a Layout that are on or off
 SWITCHES = ("sequence_parallel", "scatter_gather", "partition_activations", "dp_overlap")
 
@@ -99,8 +100,8 @@ def difference(layout: Layout, changed: Layout) -> str:
     return ", ".join(words)
 
 
-def improvements(price: Price, pricer: Pricer, count: int = 3) -> tuple[int, list[Price]]:
-    """Return the number of changes and the layouts that help most, at most `count`.
+def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
+    """Return the number of changes and the layouts that help most, at most `MOST_ADVICE`.
 
     If the layout fits, these are the fastest layouts that are one change away. If it does not fit,
     they are the fastest layouts that fit, one or two changes away. If no such layout fits, they are
@@ -110,19 +111,19 @@ def improvements(price: Price, pricer: Pricer, count: int = 3) -> tuple[int, lis
     if price.fits:
         prices = (pricer.price(layout) for layout in single)
         faster = [other for other in prices if other.fits and other.step_time_s < price.step_time_s]
-        return 1, sorted(faster, key=lambda other: other.step_time_s)[:count]
+        return 1, sorted(faster, key=lambda other: other.step_time_s)[:MOST_ADVICE]
     double = {twice for layout in single for twice in neighbours(layout, pricer)} - {price.layout}
     fitting = [layout for layout in {*single, *double} if pricer.fits(layout)]
-    best = _fastest(pricer, fitting, count)
+    best = _fastest(pricer, fitting)
     if best:
         return 1 + any(other.layout not in single for other in best), best
     prices = (pricer.price(layout) for layout in single)
-    return 1, sorted(prices, key=lambda other: other.memory.total)[:count]
+    return 1, sorted(prices, key=lambda other: other.memory.total)[:MOST_ADVICE]
 
 
-def _fastest(pricer: Pricer, layouts: list[Layout], count: int) -> list[Price]:
-    """Return the `count` fastest layouts. They are simulated in ascending order of their bounds."""
-    best = Best(count, same=lambda layout: layout)
+def _fastest(pricer: Pricer, layouts: list[Layout]) -> list[Price]:
+    """Return the fastest layouts. They are simulated in ascending order of their bounds."""
+    best = Best(MOST_ADVICE, same=lambda layout: layout)
     bounds = ((pricer.bound_s(layout), layout) for layout in layouts)
     for bound_s, layout in sorted(bounds, key=lambda pair: pair[0]):
         if bound_s >= best.limit_s:

@@ -9,7 +9,7 @@ waiting for an input is hatched.
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ptdmpi.base.disk import replacing
 from ptdmpi.config import InputError
@@ -25,7 +25,7 @@ _SHADES = 4  # of each colour, for the chunks of a rank
 _DARK_SHADES = 2  # the darkest shades, on which letters are white
 _WHITE, _BLACK = (15, "white"), (16, "#1c2733")  # letters: in a terminal, in a picture
 # how a number is written into its bar, by whether it lies there: else it stands upright
-_TURNS = {
+_TURNS: dict[bool, dict[str, Any]] = {
     True: {"va": "center_baseline", "rotation": "horizontal"},
     False: {"va": "center", "rotation": "vertical"},
 }

@@ -102,6 +102,8 @@ class TensorRank:
         compute = 0.0
         launches = 0
         for kernel in kernels:
+            if not kernel.priced:
+                continue
             compute += self.kernel_s(kernel)
             launches += kernel.launches
         waited = 0.0

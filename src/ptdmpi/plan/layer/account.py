@@ -2,6 +2,9 @@
 
 An operator (`operator.py`) describes its work in these terms. A cluster prices kernels and messages
 (`plan.cost.layer`); memory and traffic add up items and bytes (`folds.py`).
+
+Some kernels are launched but not `priced`: the efficiencies of clusters were calibrated with
+published steps of whole layers, without these kernels, so that others' prices include them.
 """
 
 from collections.abc import Iterable
@@ -21,6 +24,7 @@ class MatrixProduct:
     batch: int = 1
 
     launches = 1
+    priced = True
 
     @property
     def flops(self) -> float:
@@ -38,6 +42,7 @@ class MemoryPass:
 
     moved_bytes: float
     launches: int = 1
+    priced: bool = True
     flops = 0.0
 
 
@@ -53,6 +58,7 @@ class Elementwise:
     kind: str
     elements: int
     element_bytes: tuple[float, ...]
+    priced: bool = True
     flops = 0.0
 
     @property
@@ -75,6 +81,7 @@ class FusedAttention:
     products: int
     seen: float = 1.0
     launches = 1
+    priced = True
 
     @property
     def flops(self) -> float:

@@ -54,27 +54,53 @@ class SplitHeads(Operator):
         return dict(self.norms)
 
     def _normalised(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
-        """Yield the kernels of both norms, priced as one norm."""
+        """Yield the kernels of both norms, of queries and of keys, priced as one norm of both."""
         if not self.norms:
             return
-        heads = sum(_priced_heads(sizes))
-        elements = sizes.tokens * heads * sizes.model.head_size
+        heads, kv_heads = _priced_heads(sizes)
+        each = sizes.tokens * sizes.model.head_size
         e = sizes.compute_bytes
+        name: str = sizes.model.norm
+        moved: tuple[int, ...] = (2 * e,)
         if backward:
-            yield Elementwise(f"{sizes.model.norm}_backward", elements, (3 * e, 2 * e, 3 * e))
-        else:
-            yield Elementwise(sizes.model.norm, elements, (2 * e,))
+            name = f"{name}_backward"
+            moved = (3 * e, 2 * e, 3 * e)
+        yield Elementwise(name, each * (heads + kv_heads), moved)
+        yield Elementwise(name, each * kv_heads, moved, priced=False)
+
+    def _rotated(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Yield the kernels of the rotation: two products, a difference and a sum. Queries and keys
+        are rotated together unless norms have separated them. They are not priced."""
+        if not self.rotates:
+            return
+        heads, kv_heads = _priced_heads(sizes)
+        rotations: tuple[int, ...] = (heads + kv_heads,)
+        if self.norms:
+            rotations = heads, kv_heads
+        for count in rotations:
+            # each product reads and writes all; each other kernel reads two halves and writes one
+            moved = 2 * _moved_bytes(sizes, count) * (1 + 0.75)
+            yield MemoryPass(moved, launches=4, priced=False)
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Yield the kernels of norms and rotation. Next to rotated queries and keys, values are
+        copied, because a view would keep them all."""
         yield from self._normalised(sizes, backward=False)
+        yield from self._rotated(sizes)
+        if self.rotates:
+            _, kv_heads = _priced_heads(sizes)
+            yield MemoryPass(_moved_bytes(sizes, kv_heads), priced=False)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that join the gradients of queries, keys and values, and the norms'
-        backward."""
+        """Yield the kernels that join the gradients of queries, keys and values, and the backward
+        of norms and rotation. Gradients of queries and keys that were rotated together are joined
+        before."""
         yield from self._normalised(sizes, backward=True)
+        yield from self._rotated(sizes)
         heads, kv_heads = _priced_heads(sizes)
-        width = (heads + 2 * kv_heads) * sizes.model.head_size
-        yield MemoryPass(sizes.tokens * width * 2 * sizes.compute_bytes)
+        if self.rotates and not self.norms:
+            yield MemoryPass(_moved_bytes(sizes, heads + kv_heads), priced=False)
+        yield MemoryPass(_moved_bytes(sizes, heads + 2 * kv_heads))
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
         """Yield the norms' input: the linear's whole output, because queries and keys are views of
@@ -90,6 +116,11 @@ class SplitHeads(Operator):
     def operands(self, sizes: Sizes) -> Iterator[Item]:
         for name, norm in self.norms:
             yield from norm_operands(sizes, name, norm)
+
+
+def _moved_bytes(sizes: Sizes, heads: int) -> int:
+    """Return the bytes of a pass that reads and writes every position of some heads."""
+    return 2 * sizes.tokens * heads * sizes.model.head_size * sizes.compute_bytes
 
 
 def _priced_heads(sizes: Sizes) -> tuple[int, int]:

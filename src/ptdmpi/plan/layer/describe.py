@@ -10,7 +10,7 @@ There is no other list. The model is built from it and computes it row by row
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ptdmpi.base.plugins import plugin

@@ -1,0 +1,88 @@
+"""How torch.distributed starts with our backend: from MPI, whose ranks and store it uses."""
+
+import atexit
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
+
+from ptdmpi.comm import launch
+from ptdmpi.comm.c10d.group import BACKEND, TransportGroup
+
+
+class MpiSession:
+    """MPI as a process uses it for torch.distributed: all ranks, and their store."""
+
+    now: ClassVar["MpiSession | None"] = None
+
+    def __init__(self) -> None:
+        from ptdmpi.comm.store import MpiStore
+        from ptdmpi.comm.wires import preferred, wire_named
+        from ptdmpi.comm.world import World
+
+        self.world = World()
+        self.store = MpiStore(self.world.control)
+        device = self.world.device()
+        name, _ = preferred(device)
+        if name == "torch":  # it needs torch.distributed, which starts only now
+            name = "mpi"
+        self.wire = wire_named(name, device)
+        self.wire.open(self.world.control)
+
+    @classmethod
+    def begun(cls) -> "MpiSession":
+        """Return the session of this process. All ranks begin it together."""
+        if cls.now is None:
+            launch.prepare()
+            cls.now = cls()
+            atexit.register(cls.now.close)
+        return cls.now
+
+    def group(self, ranks: Sequence[int], name: str) -> TransportGroup:
+        """Return the group of these ranks of the world; only these ranks call it. A group of ranks
+        that have GPUs sends over their transport."""
+        from mpi4py import MPI
+
+        everyone = self.world.control
+        assert isinstance(everyone, MPI.Intracomm)
+        # groups of the same ranks are made in the same order, so one tag for all is enough
+        control = everyone.Create_group(everyone.Get_group().Incl(list(ranks)))
+        return TransportGroup(self.wire.connect(control, name), name)
+
+    def close(self) -> None:
+        """End the store's thread before MPI is finalized; all ranks do so."""
+        self.store.leave()
+        self.store.join()
+
+
+def _create(options: Any, _: Any) -> TransportGroup:
+    """Make a group as torch asks for it: `options.global_ranks_in_group` is empty for the group of
+    all ranks."""
+    session = MpiSession.begun()
+    ranks = list(options.global_ranks_in_group) or list(range(session.world.size))
+    return session.group(ranks, options.group_id)
+
+
+def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    """Yield the store, this rank and the number of ranks, which MPI knows."""
+    session = MpiSession.begun()
+    yield session.store, session.world.rank, session.world.size
+
+
+def register() -> None:
+    """Register the backend, and how its ranks meet: by `ptdmpi://`, and without an init_method
+    where the environment has no RANK, as under plain mpirun."""
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    register_rendezvous_handler(BACKEND, _meet)
+    by_environment = _rendezvous_handlers["env"]
+
+    def meet_by_environment(url: str, **given: Any) -> Iterator[tuple[Store, int, int]]:
+        """Meet as torch does if the environment says how, else by MPI."""
+        if "RANK" in os.environ or "rank=" in url:
+            return by_environment(url, **given)
+        return _meet(url)
+
+    _rendezvous_handlers["env"] = meet_by_environment

@@ -112,6 +112,20 @@ def test_state_off_a_gpu_is_held_against_its_host(corpus, monkeypatch):
     assert forecast["memory"]["fits"] is False and "memory of the host" in forecast["mistake"]
 
 
+def test_copies_in_memory_are_shown_and_counted(corpus):
+    """On one node twice the state, on two nodes four times each rank's share."""
+    asked = configured(corpus, {"checkpoint.memory_every_steps": 2})
+    for ranks, times in ((ONE, 2), (RankCount(2, "as were started", 1), 2)):
+        forecast = preview(asked, ranks)
+        assert (
+            forecast["memory"]["parts_bytes"]["copies"] == times * forecast["checkpoint"]["bytes"]
+        )
+        assert "copies" in as_text(forecast)
+    gpus = preview(asked, ONE, "selene")
+    assert gpus["memory"]["host_bytes"] == 2 * gpus["checkpoint"]["bytes"]
+    assert "a rank on the host" in as_text(gpus)
+
+
 def test_shard_groups_are_of_the_nodes_that_were_started_on(corpus):
     """The preview takes the groups that the run would choose: 4 ranks on nodes of 2."""
     asked = configured(corpus, {"parallel.zero": 3, "parallel.shard_group": "node"})

@@ -1,15 +1,18 @@
 """Too little memory: said before anything is allocated, or explained when an allocation fails."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ptdmpi.base.launched import COPIES
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.model.kernels import Kernels
 from ptdmpi.model.kernels.choice import AttentionByProducts, HostChoice
+from ptdmpi.plan.cost import relief
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.preview import forecast
 from ptdmpi.train import capacity
@@ -42,6 +45,26 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(monkeypatch):
     with pytest.raises(RuntimeError) as caught, memory.explained():
         raise RuntimeError("something else")
     assert not hasattr(caught.value, "__notes__")
+
+
+def test_copies_in_memory_need_room_under_a_supervisor(monkeypatch):
+    config = small({"checkpoint.memory_every_steps": 3})
+    model = MemoryModel.of(config, 53)
+    needed = model.largest(config.layout, config.microbatches)[1].total
+    monkeypatch.setattr(capacity, "rank_memory_bytes", lambda device, ranks: needed - 1)
+    monkeypatch.delenv(COPIES, raising=False)
+    assert Memory(config, 53, World(), CPU).step.largest()[1].copies == 0
+    monkeypatch.setenv(COPIES, "/dev/shm/copies")
+    with pytest.raises(InputError, match="does not fit into memory") as caught:
+        Memory(config, 53, World(), CPU)
+    assert "\n  copies" in str(caught.value)
+
+
+def test_copies_next_to_a_device_need_room_on_its_host():
+    step = relief.Step.of(small({"checkpoint.memory_every_steps": 3}), 53, on_host=False)
+    assert step.fits(step.largest()[1].total)
+    full = replace(step, host_capacity_bytes=step.on_hosts() - 1)
+    assert not full.fits(1e12) and "checkpoint.memory_every_steps" in relief.explain(full, 1e12)
 
 
 def test_what_kernels_need_counts_once_they_are_chosen(monkeypatch):

@@ -14,6 +14,7 @@ from ptdmpi.checkpoint.share import share
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config
 from ptdmpi.model.state import WEIGHTS
+from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.preview.forecast import stored_bytes
 from tests._configs import Changes, layout
 from tests._engines import VOCAB_SIZE, build, foreseen_by
@@ -101,6 +102,10 @@ def test_what_is_kept_is_stored_shown_counted_and_compared(comm, choice):
     everywhere = sum(comm.allgather(stored), Counter())
     assert everywhere.keys() == state.kinds.keys()
     assert everywhere.total() == stored_bytes(config, VOCAB_SIZE)
+
+    copied = comm.allreduce(sum(part.values.nbytes for part in share(state, engine.axes)))
+    foreseen = MemoryModel.of(config.replace("checkpoint", memory_every_steps=1), VOCAB_SIZE)
+    assert foreseen.copies_bytes(config.layout, 0) == pytest.approx(2 * copied / comm.size, abs=2)
 
     apart = [kind for kind in state.kinds if kind != WEIGHTS or not buffer.one_type]
     held = sum(part.nbytes for kind in apart for part in state.kinds[kind].parts)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 # Each launcher's variable for the ranks of this job step. SLURM_NTASKS is not used, because a batch
 # script also has it when it starts a program without srun.
+OPEN_MPI = "OMPI_COMM_WORLD_SIZE"  # set by Open MPI's mpirun
 SIZE_VARIABLES = (
-    "OMPI_COMM_WORLD_SIZE",
+    OPEN_MPI,
     "PMI_SIZE",
     "SLURM_STEP_NUM_TASKS",
     "PALS_NRANKS",
@@ -36,3 +37,17 @@ def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
         return 0
     ranks = [environ.get(name, "") for name in RANK_VARIABLES]
     return next((int(rank) for rank in ranks if rank.isdigit()), 0)
+
+
+def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return True in a rank that `ptdmpi run` has started."""
+    return COPIES in environ
+
+
+def launcher_kills(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return True in a rank that its launcher kills after Ctrl-C or SIGTERM before it could save.
+
+    Open MPI's mpirun waits a quarter of a second (PRRTE, `kill_local_procs` in odls/base). `ptdmpi
+    run` keeps these signals from it.
+    """
+    return OPEN_MPI in environ and not is_supervised(environ)

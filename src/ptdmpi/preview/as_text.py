@@ -63,7 +63,10 @@ def _memory_rows(memory: dict[str, Any]) -> list[tuple[str, str]]:
     if memory["capacity_bytes"] is not None:
         needed += f" of {size(memory['capacity_bytes'])}"
     parts = ", ".join(f"{name} {size(part)}" for name, part in memory["parts_bytes"].items())
-    return [("memory", f"{needed} ({memory['capacity_from']})"), ("", parts)]
+    rows = [("memory", f"{needed} ({memory['capacity_from']})"), ("", parts)]
+    if memory["host_bytes"]:
+        rows.append(("", f"and {size(memory['host_bytes'])} a rank on the host"))
+    return rows
 
 
 def _time(times: dict[str, Any]) -> str:

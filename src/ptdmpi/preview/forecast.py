@@ -139,7 +139,11 @@ def _room(config: Config, vocab_size: int, ranks: RankCount, pricer: Pricer | No
     host_bytes = math.inf
     capacity_bytes = None
     source = "not known: give --cluster, or start it by mpirun as the run"
+    nodes = 1
+    if ranks.local:
+        nodes = math.ceil(ranks.count / ranks.local)
     if pricer is not None:
+        nodes = math.ceil(ranks.count / pricer.cluster.node.devices)
         capacity_bytes = pricer.capacity_bytes
         source = "of the cluster"
         on_host = pricer.memory.on_host
@@ -151,7 +155,7 @@ def _room(config: Config, vocab_size: int, ranks: RankCount, pricer: Pricer | No
         on_host = not torch.cuda.is_available()
         if not on_host:
             host_bytes = rank_memory_bytes(torch.device("cpu"), ranks.local)
-    step = relief.Step.of(config, vocab_size, on_host=on_host)
+    step = relief.Step.of(config, vocab_size, on_host=on_host, nodes=nodes)
     return _Room(replace(step, host_capacity_bytes=host_bytes), capacity_bytes, source)
 
 
@@ -159,14 +163,16 @@ def _memory(room: _Room) -> dict[str, Any]:
     """Return the bytes that the rank with the greatest need needs, and the bytes that it has.
     "fits" is None if the latter is unknown."""
     rank, need = room.step.largest()
+    on_hosts = room.step.on_hosts()
     fits = None
     if room.capacity_bytes is not None:
         on_device = need.total <= room.capacity_bytes
-        fits = on_device and room.step.on_hosts() <= room.step.host_capacity_bytes
+        fits = on_device and on_hosts <= room.step.host_capacity_bytes
     return {
         "pipeline_rank": rank,
         "parts_bytes": {name: n for name, n in need.parts.items() if n or name != "runtime"},
         "bytes": need.total,
+        "host_bytes": on_hosts,
         "capacity_bytes": room.capacity_bytes,
         "capacity_from": room.source,
         "fits": fits,

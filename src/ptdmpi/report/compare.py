@@ -1,6 +1,7 @@
 """Comparison of a measured and a predicted step: their timelines, and the seconds of their
 parts."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,11 +94,13 @@ def pricer_of(config: Config, vocab_size: int, cluster: str) -> Pricer:
 
     Raise InputError if the cluster cannot be used.
     """
+    machines = load_cluster(cluster)
+    nodes = math.ceil(config.layout.ranks / machines.node.devices)
     times = MethodTimes(
-        load_cluster(cluster),
+        machines,
         Model(config.run.name, config.model, vocab_size),
         config.precision.compute,
-        RunMethod.of(config),
+        RunMethod.of(config, nodes),
     )
     return Pricer(times, config.batch.global_size)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ptdmpi.base.launched import is_supervised
 from ptdmpi.config import Config, InputError
 from ptdmpi.model.kernels import USUAL
 from ptdmpi.model.kernels.agreement import Choice, DeviceChoice
@@ -46,6 +47,8 @@ class Memory:
         Raises InputError on every rank if a node cannot hold what its ranks need.
         """
         self._config = config
+        if not is_supervised():  # nobody would use copies in memory, so none are made
+            self._config = config.replace("checkpoint", memory_every_steps=0)
         self._vocab_size = vocab_size
         self._world = world
         self._on_host = device.type == "cpu"
@@ -53,7 +56,7 @@ class Memory:
         products = (types.compute, types.iteration)
         self._wide = any(USUAL.widens(device.type, dtype) for dtype in products)
         self.capacity_bytes = rank_memory_bytes(device, ranks_sharing(world, device))
-        # the host's share for this rank, for state that is offloaded from a device
+        # the host's share for this rank, for state that is not on the device
         host_bytes = rank_memory_bytes(torch.device("cpu"), world.local_size)
         self._host_bytes = math.inf if self._on_host else host_bytes
         self._least_host_bytes = min(world.control.allgather(self._host_bytes))
@@ -95,6 +98,7 @@ class Memory:
             wide_products=wide,
             on_host=self._on_host,
             kept_block=kept_block,
+            nodes=self._world.nodes,
         )
         return replace(step, host_capacity_bytes=self._least_host_bytes)
 
@@ -154,7 +158,8 @@ class _Use(NamedTuple):
 
 
 class _Need(NamedTuple):
-    """A rank's use of its own device's memory, and of its host's memory for offloaded state."""
+    """A rank's use of its own device's memory, and of its host's memory for offloaded state and
+    copies of the state."""
 
     own: _Use
     host: _Use

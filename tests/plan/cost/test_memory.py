@@ -1,5 +1,6 @@
 """The inventory against published formulas, and against what must hold for any sizes."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -236,3 +237,27 @@ def test_messages_have_room_when_nothing_is_in_flight_or_beside_it(keys, element
     assert 0 < held < room
     more = room if elements is None else room - held
     assert after.total - before.total == more
+
+
+COPIED = {"checkpoint.memory_every_steps": 5, "model.tie_embeddings": False}
+
+
+@pytest.mark.parametrize(("nodes", "files"), [(1, 2), (2, 4), (5, 4)])
+def test_copies_in_memory_count_on_the_host(nodes, files):
+    """The new copy and the previous one, of the neighbour's ranks too if there are several nodes;
+    12 bytes per parameter, of which two data ranks have a half each."""
+    config = _small(COPIED | _configs.layout(d=2), ranks=2)
+    share = 12 * parameter_count(config.model, VOCAB_SIZE) // 2
+    memory = MemoryModel.of(config, VOCAB_SIZE, nodes=nodes)
+    peak = memory.peak(config.layout, 0, 1)
+    plain = replace(memory.method, copies=0)
+    without = MemoryModel(config.model, VOCAB_SIZE, "fp32", method=plain).peak(config.layout, 0, 1)
+    assert peak.copies == peak.parts["copies"] == peak.total - without.total == files * share
+    assert "copies" not in without.parts
+    assert memory.fits(config.layout, 1, peak.total) and peak.host == 0
+    assert not memory.fits(config.layout, 1, peak.total - 1)
+    apart = MemoryModel.of(config, VOCAB_SIZE, on_host=False, nodes=nodes)
+    assert apart.uses_host(config.layout) and not memory.uses_host(config.layout)
+    assert apart.host_bytes(config.layout, 0) == files * share
+    beside = apart.peak(config.layout, 0, 1)
+    assert (beside.host, beside.copies, beside.total) == (files * share, 0, without.total)

@@ -8,7 +8,7 @@ type. With S shards and 16-bit weights, a parameter takes 2 + 4 + 12/S bytes und
 2 + (4 + 12)/S under ZeRO 2, and 18/S under ZeRO 3.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from operator import mul
 from typing import NamedTuple
@@ -39,7 +39,8 @@ Sort = tuple[int, tuple[tuple[str, int], ...], bool, bool]  # the properties of 
 @dataclass(frozen=True)
 class Footprint:
     """Bytes of one rank at its peak, by part. `host` counts the state that is offloaded to the
-    host's memory, and the buffers there for tensors that are updated on the host."""
+    memory of a separate host, the buffers there for tensors that are updated on the host, and the
+    copies of the state there."""
 
     weights: float
     gradients: float
@@ -47,17 +48,21 @@ class Footprint:
     activations: float
     working: float  # further needs of one backward pass
     runtime: float = 0.0  # context of the device, buffers of messages
+    copies: float = 0.0  # of the state, if the device is the host (checkpoint.memory_every_steps)
     host: float = 0.0
 
     @property
     def parts(self) -> dict[str, float]:
-        """Return the parts of the total by name."""
-        return {name: count for name, count in asdict(self).items() if name != "host"}
+        """Return the parts of the total by name; without "copies" if there are none."""
+        every = {name: count for name, count in asdict(self).items() if name != "host"}
+        if not self.copies:
+            del every["copies"]
+        return every
 
     @property
     def standing(self) -> float:
         """Return the bytes that are in use all the time."""
-        return self.weights + self.gradients + self.optimizer + self.runtime
+        return self.weights + self.gradients + self.optimizer + self.runtime + self.copies
 
     @property
     def total(self) -> float:
@@ -113,7 +118,8 @@ class MemoryModel:
 
     `stages`: the account of its stages. `runtime_bytes`: bytes in use before the first tensor.
     `on_host`: the device is the host, so offloading to its memory moves nothing. `method`: gives
-    the kinds of optimizer state per master, and the receive buffers of the data axis.
+    the kinds of optimizer state per master, the receive buffers of the data axis, and the copies of
+    the state in the host's memory.
     """
 
     def __init__(
@@ -152,11 +158,13 @@ class MemoryModel:
         *,
         on_host: bool = True,
         kept_block: int = 0,
+        nodes: int = 1,
     ) -> "MemoryModel":
-        """Return the model for a training; `wide_products` and `kept_block` as in `Software`."""
+        """Return the model for a training on `nodes` nodes; `wide_products` and `kept_block` as in
+        `Software`."""
         named = (config.model, vocab_size, config.precision.compute)
         software = _ours(wide_products, kept_block, on_host)
-        return cls(*named, software, on_host=on_host, method=RunMethod.of(config))
+        return cls(*named, software, on_host=on_host, method=RunMethod.of(config, nodes))
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
         """Return pipeline ranks that include the one with the highest peak: one rank of each kind
@@ -214,6 +222,7 @@ class MemoryModel:
         """
         kept, working = self._held(layout, rank, microbatches)
         weights, gradients, optimizer, host = self._state(layout, rank)
+        copies = self.copies_bytes(layout, rank)
         return Footprint(
             weights=weights,
             gradients=gradients,
@@ -221,7 +230,8 @@ class MemoryModel:
             activations=kept,
             working=_beside(self, layout, rank, kept=kept, working=working),
             runtime=self.runtime_bytes,
-            host=host,
+            copies=copies * self.on_host,
+            host=host + copies * (not self.on_host),
         )
 
     def _held(self, layout: Layout, rank: int, microbatches: int) -> tuple[int, int]:
@@ -264,6 +274,9 @@ class MemoryModel:
         room = capacity_bytes - self.runtime_bytes
         ranks = self.distinct_ranks(layout)
         standing = self._stands(Cut.of(layout), layout.tensor, _how(layout), ranks)
+        if self.on_host and self.method.copies:
+            copies = (self.copies_bytes(layout, rank) for rank in ranks)
+            standing = [own + copied for own, copied in zip(standing, copies, strict=True)]
         if max(standing) > room:
             return False
         least = (_least_held(self, layout, rank, microbatches) for rank in ranks)
@@ -275,9 +288,30 @@ class MemoryModel:
             for kept, working in (self._held(layout, rank, microbatches),)
         )
 
+    def uses_host(self, layout: Layout) -> bool:
+        """Return True if ranks have state, or copies of it, in the memory of a separate host."""
+        return not self.on_host and (layout.offload != "none" or self.method.copies > 0)
+
     def host_bytes(self, layout: Layout, rank: int) -> int:
-        """Return the bytes of a pipeline rank's state in the host's memory."""
-        return self._state(layout, rank).host
+        """Return the bytes of a pipeline rank's state, and of its copies, in the memory of a
+        separate host."""
+        copies = self.copies_bytes(layout, rank)
+        return self._state(layout, rank).host + copies * (not self.on_host)
+
+    def copies_bytes(self, layout: Layout, rank: int) -> int:
+        """Return the bytes of the copies of the state in the host's memory, for one rank of
+        pipeline rank `rank`. The ranks with the same state share its copy evenly."""
+        method = self.method
+        if not method.copies:
+            return 0
+        each = method.copied_numbers(layout.data)
+        numbers = each * self.stages.trained(layout, rank)
+        if method.matrices:  # a moment less is stored for each element of a matrix
+            fewer = replace(method, moments=method.moments - 1).copied_numbers(layout.data)
+            (work,) = self.stages.dealt(Cut.of(layout), layout.tensor, rank, Sharing())
+            numbers -= (each - fewer) * work.elements
+        holders = layout.data * layout.context
+        return method.copies * -(-numbers * self.wide_bytes // holders)
 
     def _state(self, layout: Layout, rank: int) -> "StateBytes":
         """Return the bytes of a pipeline rank's state."""

@@ -193,7 +193,9 @@ class Pricer:
         microbatches = layout.microbatches(self.batch)
         if not self.memory.fits(layout, microbatches, self.capacity_bytes):
             return False
-        ranks = self.memory.distinct_ranks(layout) if layout.offload != "none" else ()
+        if not self.memory.uses_host(layout):
+            return True
+        ranks = self.memory.distinct_ranks(layout)
         return all(self.memory.host_bytes(layout, r) <= self.host_capacity_bytes for r in ranks)
 
     def footprint(self, layout: Layout) -> Footprint:

@@ -46,11 +46,12 @@ class Step:
         *,
         on_host: bool = True,
         kept_block: int = 0,
+        nodes: int = 1,
     ) -> "Step":
-        """Return the step of a resolved configuration; `wide_products` and `kept_block` as in
-        `Software`, `on_host` as in `MemoryModel`."""
+        """Return the step of a resolved configuration on `nodes` nodes; `wide_products` and
+        `kept_block` as in `Software`, `on_host` as in `MemoryModel`."""
         memory = MemoryModel.of(
-            config, vocab_size, wide_products, on_host=on_host, kept_block=kept_block
+            config, vocab_size, wide_products, on_host=on_host, kept_block=kept_block, nodes=nodes
         )
         section, whole = config.data_parallel, config.optimizer.has_matrices
         most_zero = max(may_share(section, config.run.reproducible))
@@ -82,8 +83,9 @@ class Step:
         return self.memory.fits(self.layout, self.microbatches, capacity_bytes)
 
     def on_hosts(self) -> int:
-        """Return the bytes of state offloaded to the host by the rank that offloads most."""
-        if self.layout.offload == "none":
+        """Return the bytes of state, and of its copies, in the memory of a separate host, for the
+        rank that has most there."""
+        if not self.memory.uses_host(self.layout):
             return 0
         ranks = self.memory.distinct_ranks(self.layout)
         return max(self.memory.host_bytes(self.layout, rank) for rank in ranks)
@@ -215,8 +217,11 @@ def explain(step: Step, capacity_bytes: float) -> str:
     parts = [(name, n) for name, n in peak.parts.items() if n or name != "runtime"]
     lines += [f"  {name:<12}{size(amount):>12}" for name, amount in parts]
     if (on_hosts := step.on_hosts()) > step.host_capacity_bytes:
+        settings = [f'parallel.offload = "{step.layout.offload}"']
+        if step.memory.method.copies:
+            settings.append("checkpoint.memory_every_steps")
         lines.append(
-            f'memory of the host: with parallel.offload = "{step.layout.offload}" a rank keeps '
+            f"memory of the host: with {' and '.join(settings)} a rank keeps "
             f"{size(on_hosts)} there, and it has at most {size(step.host_capacity_bytes)}"
         )
     fitting = list(itertools.islice(changes(step, capacity_bytes), 3))

@@ -10,7 +10,7 @@ from functools import cache
 
 from ptdmpi.base.traffic import Tally
 from ptdmpi.config import Config, DataParallelConfig, InputError
-from ptdmpi.config.methods import DIFFERING, encodes
+from ptdmpi.config.methods import DIFFERING, encodes, stored_numbers
 from ptdmpi.plan.layout.topology import topology
 from ptdmpi.plan.shape.codes import scratch_bytes
 
@@ -35,7 +35,8 @@ class RunMethod:
     `moments` is the number of values that the optimizer keeps for each parameter (AdamW: 2). With
     `matrices` it updates the layers' matrices as wholes and keeps one value less for them (Muon).
     The run has `steps` steps; if the consensus distance is measured, the last step measures it. The
-    norm of each rank's own gradient is computed every `noise_every` steps; 0: never.
+    norm of each rank's own gradient is computed every `noise_every` steps; 0: never. A node has
+    `copies` files of each of its ranks' shares of a checkpoint in its memory; 0: none.
     """
 
     section: DataParallelConfig = field(default_factory=DataParallelConfig)
@@ -44,10 +45,11 @@ class RunMethod:
     steps: int | None = None
     matrices: bool = False
     noise_every: int = 0
+    copies: int = 0
 
     @classmethod
-    def of(cls, config: Config) -> "RunMethod":
-        """Return the method of a resolved configuration."""
+    def of(cls, config: Config, nodes: int = 1) -> "RunMethod":
+        """Return the method of a resolved configuration that runs on `nodes` nodes."""
         return cls(
             config.data_parallel,
             moments=config.optimizer.numbers,
@@ -55,6 +57,7 @@ class RunMethod:
             steps=config.run.steps,
             matrices=config.optimizer.has_matrices,
             noise_every=config.log.gradient_noise_every_steps,
+            copies=copies_at_once(config, nodes),
         )
 
     @property
@@ -62,6 +65,12 @@ class RunMethod:
         """Return the number of values, in the masters' type, that are kept for a parameter in
         addition to its master."""
         return self.moments + len(self.section.kinds)
+
+    def copied_numbers(self, replicas: int) -> int:
+        """Return how many numbers per parameter a copy in the nodes' memory has, of all replicas
+        together. Unlike a checkpoint, it always has each replica."""
+        section = self.section.model_copy(update={"checkpoint": "replicas"})
+        return stored_numbers(section, self.moments, replicas)
 
     @property
     def averaged_kinds(self) -> int:
@@ -176,6 +185,15 @@ class RunMethod:
             for size in mixed:
                 for part in pieces(size, BUCKET_ELEMENTS):
                     tally.add("neighbours", part * element_bytes, times)
+
+
+def copies_at_once(config: Config, nodes: int) -> int:
+    """Return how many files a node has for each of its ranks while a copy of the state is made in
+    the memory of `nodes` nodes: the new one and the previous one, and if there are several nodes,
+    those of a rank of the neighbour."""
+    if not config.checkpoint.memory_every_steps:
+        return 0
+    return 2 * min(2, nodes)
 
 
 @cache

@@ -4,6 +4,7 @@ The search replaces the file's sizes of the axes, schedule, microbatch and recom
 of the configuration stays. A run with a checkpoint keeps its layout.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,8 @@ def choose(
     pricer. Raises InputError if none fits."""
     model = Model(config.run.name, config.model, vocab_size)
     batch, precision = config.batch.global_size, config.precision.compute
-    pricer = Pricer.of(cluster, model, batch, precision, method=RunMethod.of(config))
+    method = RunMethod.of(config, math.ceil(ranks / cluster.node.devices))
+    pricer = Pricer.of(cluster, model, batch, precision, method=method)
     whole = config.optimizer.has_matrices
     space = Space(
         ranks,

@@ -20,8 +20,6 @@ PARTS = {
     "data": "data axis",
     "optimizer": "optimizer",
 }
-MEMORY = ("weights", "gradients", "optimizer", "activations", "working", "runtime")
-
 
 LEGEND = (
     "t tensor, p pipeline, d data ranks, v chunks per pipeline rank, b sequences per microbatch",
@@ -148,8 +146,8 @@ def _details(entry: dict[str, Any]) -> Iterator[str]:
         seconds = entry["step_parts_s"][key]
         yield f"  {word:<16}{duration(seconds, step_s):>12}  {seconds / step_s:>6.1%}"
     yield f"  memory {size(total)} of {size(entry['capacity_bytes'])} per rank"
-    for key in MEMORY:
-        yield f"  {key:<16}{size(entry['memory_bytes'][key]):>14}"
+    for key, amount in entry["memory_bytes"].items():
+        yield f"  {key:<16}{size(amount):>14}"
     if entry["host_memory_bytes"]:
         yield f"  {'on the host':<16}{size(entry['host_memory_bytes']):>14}"
     hardware = entry["hardware_tflops_per_rank"]

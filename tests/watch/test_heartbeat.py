@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from ptdmpi.base.launched import COPIES, OPEN_MPI
 from ptdmpi.comm.world import World
 from ptdmpi.plan.layout.grid import training_grid
 from ptdmpi.watch import heartbeat
@@ -369,6 +370,21 @@ def test_signals_within_five_seconds_are_one():
     assert len(said) == 1 and not rank_0.stop_at_once
     rank_0.hear(1, report(1.0, signals=((usr1, 4.0), (term, 0.5))), 107.0)
     assert rank_0.stop_at_once and said[1].startswith("SIGTERM on rank 1 (b), again")
+
+
+def test_a_stop_is_not_promised_where_mpirun_kills(monkeypatch):
+    """Open MPI's mpirun sends SIGTERM, and SIGKILL a quarter of a second later."""
+    monkeypatch.setenv(OPEN_MPI, "2")
+    acknowledged = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        for supervised in (False, True):
+            monkeypatch.delenv(COPIES, raising=False)
+            if supervised:
+                monkeypatch.setenv(COPIES, "/dev/shm/copies")
+            rank_0, said = judge(10.0)
+            rank_0.hear(1, report(1.0, signals=((int(number), 0.0),)), 100.0)
+            acknowledged += said
+    assert ["unless mpirun kills" in line for line in acknowledged] == [True, False, False, False]
 
 
 @pytest.mark.long

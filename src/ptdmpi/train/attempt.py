@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ptdmpi.base.launched import is_supervised, launcher_kills
 from ptdmpi.base.words import counted, short
 from ptdmpi.checkpoint.base import base_told, take_base
 from ptdmpi.checkpoint.memory import MemoryCopies
@@ -244,9 +245,12 @@ class Attempt:
 
     def _how_to_stop(self) -> str:
         ways = [f"kill -USR1 {os.getpid()} on {self.world.host}", f"touch {self.path / 'STOP'}"]
-        if self.world.size == 1:
+        loss = ""
+        if launcher_kills():
+            loss = "; Ctrl-C loses the steps since the last save (under `ptdmpi run` it saves)"
+        elif self.world.size == 1 or is_supervised():
             ways.append("Ctrl-C")
-        return f"to stop and keep all: {', or '.join(ways)}"
+        return f"to stop and keep all: {', or '.join(ways)}{loss}"
 
     def _size_line(self, vocab_size: int) -> str:
         """Return the line on ranks, layout, parameters and batches."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from ptdmpi.base.disk import write_whole
+from ptdmpi.base.launched import launcher_kills
 from ptdmpi.comm.mailbox import Mailbox
 from ptdmpi.comm.world import Axes
 from ptdmpi.watch.deputy import Deputy
@@ -376,7 +377,7 @@ class Judge:
         if self._acknowledged_s is None:
             self._acknowledged_s = now_s
             if not self.stopping:
-                self.say(f"{who}: stops after this step; one more from 5 s on stops it at once")
+                self.say(f"{who}: {_answer(number)}")
         elif came_s - self._acknowledged_s >= SECOND_SIGNAL_S and not self.stop_at_once:
             self.stop_at_once = True
             self.say(
@@ -397,3 +398,13 @@ class Judge:
             self.say(f"{self.ranks.name(rank)} is heard of again, after {away_s:.0f} s")
         for rank in silent:
             self._called_silent.setdefault(rank, self.table[rank].at_s)
+
+
+def _answer(number: int) -> str:
+    """Return the line that acknowledges the first signal to a rank."""
+    if number == signal.SIGTERM and launcher_kills():
+        return (
+            "stops after this step, unless mpirun kills the ranks before: it waits a quarter of a "
+            "second; `ptdmpi run` waits until the state is saved"
+        )
+    return "stops after this step; one more from 5 s on stops it at once"

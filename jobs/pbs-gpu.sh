@@ -21,10 +21,14 @@
 #PBS -r y
 RANKS_PER_NODE=${RANKS_PER_NODE:-4}
 CORES_PER_RANK=${CORES_PER_RANK:-8}
-# PBS_NODEFILE has lines for each node. The flags are those of PALS (HPE Cray) and MPICH.
-NODES=$(sort -u "$PBS_NODEFILE" | wc -l)
-FLAGS="--ppn $RANKS_PER_NODE --depth $CORES_PER_RANK --cpu-bind depth"
-LAUNCH=${LAUNCH:-mpiexec -n $((NODES * RANKS_PER_NODE)) $FLAGS}
+# PBS_NODEFILE has lines for each node.
+NODES=$(sort -u "$PBS_NODEFILE")
+HOSTS=$(sed "s/\$/:$RANKS_PER_NODE/" <<< "$NODES" | paste -sd,)
+# `ptdmpi run` starts the ranks, and starts lost ranks again within the job. With fewer RANKS the
+# last nodes are spare.
+RANKS=${RANKS:-$(($(wc -l <<< "$NODES") * RANKS_PER_NODE))}
+# Flags of PALS (HPE Cray) and MPICH. `ptdmpi run` adds -n, --ppn and --hosts.
+LAUNCH=${LAUNCH:-mpiexec --depth $CORES_PER_RANK --cpu-bind depth}
 # Commands that give the job its software, for example `module load conda`.
 SETUP=${SETUP:-}
 # This file, as seen from the folder where qsub was called.

@@ -2,11 +2,15 @@
 # complete. Every template of this folder ends by sourcing it; settings are in the templates.
 #
 #   LAUNCH="srun --mpi=pmix"          # the launcher and its flags
+#   RANKS=8                           # start them under `ptdmpi run`
 #   . jobs/run.sh CONFIG.toml [--set SECTION.KEY=VALUE ...]
 #
 # Read from the environment or the template:
 #   BATCH         slurm or pbs: how to request another attempt; unset: there is none
-#   LAUNCH        launcher and flags, split at blanks
+#   LAUNCH        launcher and flags, split at blanks; with RANKS, without those of ranks and hosts
+#   RANKS         number of ranks: `ptdmpi run` starts them, and starts lost ranks again within the
+#                 job; unset: the launcher starts them once (Slurm: as many as the allocation has)
+#   HOSTS         with RANKS: a,b or a:4,b:4; unset: those of the allocation, or this machine
 #   SETUP         commands that give the job its software (module load ...)
 #   MAX_ATTEMPTS  attempts in a row that may end without a new checkpoint (5)
 #   SCRIPT        PBS only: the job script to submit again
@@ -94,13 +98,16 @@ forward() { if [ -n "$launcher" ]; then kill -USR1 "$launcher" 2> /dev/null; fi;
 trap 'asked=yes; forward' USR1
 trap 'asked=yes; ending=yes; forward' TERM INT HUP
 
-read -ra launch <<< "$LAUNCH"
+if [ -n "${RANKS:-}" ]; then
+    start=("$ptdmpi" run --launcher "$LAUNCH" -n "$RANKS" ${HOSTS:+--hosts "$HOSTS"})
+else
+    read -ra start <<< "$LAUNCH"
+    start+=("$ptdmpi" train)
+fi
 say "attempt $attempt of $limit from $before on ${SLURM_JOB_NODELIST:-$(hostname)}: $LAUNCH"
 # Bash runs a trap during `wait`, never during a foreground command. A trap ends `wait`, which is
-# therefore repeated. Without a batch system, the launcher has a session of its own: Ctrl-C must not
-# reach mpirun, which kills its ranks half a second later, but this script, which asks them to save.
-[ -n "${BATCH:-}" ] || launch=(setsid "${launch[@]}")
-"${launch[@]}" "$ptdmpi" train "$@" &
+# therefore repeated.
+"${start[@]}" "$@" &
 launcher=$!
 [ -z "$asked" ] || forward
 code=0

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,23 @@ fi
 [ -z "$finishes" ] || echo "{\\"steps\\": $finishes}" > runs/r/done
 exit "${code:-0}"
 """
+# Starts the program itself.
+PTDMPI = f'#!/bin/bash\nexec {sys.executable} -m ptdmpi "$@"\n'
+# Dies after step 5 at its first start, when node b is lost; then no program starts on b.
+LOSES_B = """#!/bin/bash
+case "$*" in
+    *" true") [ ! -e lost ] || [[ "$*" != *"--hosts b "* ]]; exit ;;
+    --version | *" rm "*) exit ;;
+esac
+echo "$*" >> calls
+if [ -e lost ]; then
+    echo '{"steps": 9}' > runs/r/done
+else
+    touch lost
+    echo '{"step": 5, "loss": 1.0, "rank_count": 8}' > runs/r/metrics.jsonl
+    kill -9 $$
+fi
+"""
 PRINTS = '#!/bin/bash\necho "$(basename "$0") $*$state"; exit "${refused:-0}"\n'
 CONFIG = '[run]\nname = "r"\nsteps = 9\n'
 
@@ -40,7 +58,7 @@ def environment(home: Path, script: str, **env: str) -> dict[str, str]:
         shutil.copy(ROOT / "jobs" / name, home / "jobs")
     bin_ = home / ".venv/bin"
     bin_.mkdir(parents=True, exist_ok=True)
-    stand_ins = {"ptdmpi": "", "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n'}
+    stand_ins = {"ptdmpi": LAUNCHER, "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n'}
     stand_ins |= dict.fromkeys(("mpirun", "srun", "mpiexec"), LAUNCHER)
     stand_ins |= dict.fromkeys(("scontrol", "qsub"), PRINTS)
     for name, text in stand_ins.items():
@@ -58,9 +76,14 @@ def environment(home: Path, script: str, **env: str) -> dict[str, str]:
     return kept | {"PATH": path, "VIRTUAL_ENV": str(home / ".venv")} | system | env
 
 
-def start(home: Path, script: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a script of jobs/ as its batch system would: a copy of it, in `home`."""
+def start(
+    home: Path, script: str, *args: str, programs: Mapping[str, str] = {}, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script of jobs/ as its batch system would: a copy of it, in `home`. `programs` replace
+    the stand-ins of these names."""
     variables = environment(home, script, **env)
+    for name, text in programs.items():
+        (home / ".venv/bin" / name).write_text(text)
     if script == "cpu-mpirun.sh":
         shutil.copy(ROOT / "jobs" / script, home / "jobs")
         script = str(home / "jobs" / script)
@@ -165,8 +188,8 @@ def test_pbs_job_submits_its_successor(tmp_path):
     settings = {"ARGS": "c.toml --set run.seed=1", "saves": "5", "code": "75"}
     done = start(tmp_path, "pbs-gpu.sh", **settings)
     called = lines(done)
-    flags = "-n 8 --ppn 4 --depth 8 --cpu-bind depth"
-    assert called[0].startswith(f"mpiexec {flags} {tmp_path}/.venv/bin/ptdmpi train c.toml --set")
+    launcher = "--launcher mpiexec --depth 8 --cpu-bind depth"
+    assert called[0].startswith(f"ptdmpi run {launcher} -n 8 --hosts a:4,b:4 c.toml --set run.seed")
     assert "qsub -W depend=afterany:9.pbs -v ARGS,PTDMPI_CHAIN jobs/pbs-gpu.sh" in done.stdout
     finished = start(tmp_path, "pbs-gpu.sh", **settings | {"finishes": "9", "code": "0"})
     assert finished.returncode == 0 and "qsub" not in finished.stdout
@@ -177,15 +200,35 @@ def test_pbs_job_submits_its_successor(tmp_path):
 def test_mpirun_shares_cores_only_where_ranks_outnumber_them(tmp_path):
     def yields(**env: str) -> bool:
         done = start(tmp_path, "cpu-mpirun.sh", "c.toml", **env)
-        assert "ptdmpi train c.toml" in done.stdout, done.stderr
+        assert f"ptdmpi run --launcher mpirun -n {env['RANKS']} c.toml" in done.stdout, done.stderr
         return lines(done)[0].endswith("/1")
 
     assert not yields(RANKS="1")
     assert yields(RANKS="100000")
 
 
+@pytest.mark.parametrize("script", ["pbs-gpu.sh", "cpu-mpirun.sh", "slurm-cpu.sbatch"])
+def test_lost_ranks_start_again_within_the_job(tmp_path, script):
+    """The supervisor itself, with a launcher of MPICH: the ranks are killed, and node b is lost."""
+    programs = {"ptdmpi": PTDMPI, "mpiexec": LOSES_B}
+    settings = {"LAUNCH": "mpiexec --depth 2", "RANKS": "8", "HOSTS": "a:4,b:4,c:4"}
+    if script.startswith("pbs"):
+        settings |= {"ARGS": "c.toml", "HOSTS": ""}
+        (tmp_path / "hosts").write_text("a\na\nb\nc\n")
+        settings["PBS_NODEFILE"] = "hosts"
+    done = start(tmp_path, script, "c.toml", programs=programs, **settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call.partition(" /")[0] for call in calls] == [
+        "--depth 2 -n 8 --ppn 4 --hosts a,b",
+        "--depth 2 -n 8 --ppn 4 --hosts a,c",
+    ]
+    assert "after step 5; lost: b; starting 8 ranks again" in done.stderr
+    assert not any(line.startswith(("qsub", "scontrol")) for line in lines(done))
+
+
 def test_mpirun_alone_is_not_started_again(tmp_path):
-    done = start(tmp_path, "cpu-mpirun.sh", "c.toml", saves="5", SLURM_JOB_ID="9")
+    done = start(tmp_path, "cpu-mpirun.sh", "c.toml", saves="5", code="1", SLURM_JOB_ID="9")
     assert done.returncode == 1 and len(lines(done)) == 1
 
 

@@ -233,7 +233,12 @@ def test_commands_of_launchers():
     expected = "srun --mpi=pmix -n 4 -N 2 --ntasks-per-node=2 --nodelist a,b"
     assert slurm.command(4, nodes) == expected.split()
     assert slurm.command(2, nodes[1:])[-1] == "b"
-    assert LaunchPlace("mpiexec", nodes).command(4, nodes)[-4:] == ["-ppn", "2", "-hosts", "a,b"]
+    assert LaunchPlace("mpiexec", nodes).command(4, nodes)[-4:] == [
+        "--ppn",
+        "2",
+        "--hosts",
+        "a,b",
+    ]
     assert LaunchPlace("mpirun").command(4, ()) == ["mpirun", "-n", "4"]
     with pytest.raises(InputError, match="take 4 ranks"):
         LaunchPlace("mpirun", nodes).filled(5)
@@ -260,3 +265,23 @@ def test_environment_is_the_scripts():
     found = mpi_environment({"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "3"})
     assert found["OMP_NUM_THREADS"] == "3"
     assert json.dumps(found["OMPI_ALLOW_RUN_AS_ROOT"]) == '"1"'
+def test_a_launcher_of_the_users(tmp_path):
+    """With its options, which come before those of hosts and ranks."""
+    for name in ("srun", "mpiexec"):
+        (tmp_path / name).write_text("#!/bin/sh\necho HYDRA\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho a\necho b\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    found = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    place = place_of("a,b", found, "mpiexec --cpu-bind depth").filled(4)
+    command = "mpiexec --cpu-bind depth -n 4 --ppn 2 --hosts a,b"
+    assert place.command(4, place.nodes) == command.split()
+    slurm = {**found, "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}
+    place = place_of("", slurm, f"{tmp_path}/srun --mpi=pmi2")
+    words = place.command(4, place.nodes)
+    assert words[0] == f"{tmp_path}/srun" and words[-2:] == ["--nodelist", "a,b"]
+    assert [word for word in words if word.startswith("--mpi")] == ["--mpi=pmi2"]
+    with pytest.raises(InputError, match="no aprun on PATH"):
+        place_of("", found, "aprun")
+
+

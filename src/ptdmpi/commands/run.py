@@ -22,6 +22,7 @@ from ptdmpi.terminal.program import Command
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("-n", "ranks", type=click.IntRange(1), help="Ranks [default: the scheduler's].")
 @click.option("--hosts", default="", metavar="A:4,B:4", help="Hosts, and ranks on each of them.")
+@click.option("--launcher", default="", help="Launcher and its options [default: the one found].")
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set any key.")
 @click.option("--layout", type=click.Choice(["auto"]), help="Search the best layout that fits.")
 @click.option(
@@ -59,7 +60,7 @@ def command(config: Path, ranks: int | None, overrides: tuple[str, ...], **optio
     tree = load(config, overrides)
     run = _run_section(config, tree)
     environment = mpi_environment()
-    place = place_of(options["hosts"], environment)
+    place = place_of(options["hosts"], environment, options["launcher"])
     wanted = ranks or place.ranks
     if not wanted:
         raise InputError("how many ranks? legal: -n RANKS, or a job of Slurm or PBS")

@@ -6,6 +6,7 @@ machine.
 """
 
 import math
+import shlex
 import shutil
 import subprocess
 from collections import Counter
@@ -35,14 +36,15 @@ class LaunchPlace:
     """The nodes of a job in the order in which they are filled; none: this machine.
 
     `launcher` is "mpirun" (with Open MPI's options), "mpiexec" (with the options of MPICH and PALS)
-    or "srun". `options` are added at every start. `ranks` is the number that the scheduler gives,
-    or 0.
+    or "srun"; `program` is its name or path, if that is another one. `options` are added at every
+    start. `ranks` is the number that the scheduler gives, or 0.
     """
 
     launcher: str
     nodes: tuple[LaunchHost, ...] = ()
     options: tuple[str, ...] = ()
     ranks: int = 0
+    program: str = ""
 
     def filled(self, ranks: int) -> "LaunchPlace":
         """Return the place with a number of ranks decided for each node, so that `ranks` ranks fit.
@@ -70,7 +72,7 @@ class LaunchPlace:
         for node in nodes:
             if self.room(used) < ranks:
                 used.append(node)
-        words = [self.launcher, *self.options, "-n", str(ranks)]
+        words = [self.program or self.launcher, *self.options, "-n", str(ranks)]
         names = ",".join(node.name for node in used)
         most = max((node.ranks for node in used), default=0)
         if not used:
@@ -79,18 +81,19 @@ class LaunchPlace:
             count = str(len(used))
             return [*words, "-N", count, f"--ntasks-per-node={most}", "--nodelist", names]
         if self.launcher == "mpiexec":
-            return [*words, "-ppn", str(most), "-hosts", names]
+            return [*words, "--ppn", str(most), "--hosts", names]
         hosts = ",".join(f"{node.name}:{node.ranks}" for node in used)
         return [*words, "--host", hosts]
 
     def on(self, node: LaunchHost, *program: str) -> list[str]:
         """Return the command line that starts a program once on one node."""
+        launcher = self.program or self.launcher
         if self.launcher == "srun":
             options = ["--overlap", "--mpi=none", "-n", "1", "-N", "1", "--nodelist", node.name]
-            return ["srun", *options, *program]
+            return [launcher, *options, *program]
         if self.launcher == "mpiexec":
-            return ["mpiexec", "-n", "1", "-hosts", node.name, *program]
-        return ["mpirun", "-n", "1", "--host", node.name, *program]
+            return [launcher, "-n", "1", "--hosts", node.name, *program]
+        return [launcher, "-n", "1", "--host", node.name, *program]
 
     def living(self, environment: Mapping[str, str]) -> tuple[LaunchHost, ...]:
         """Return the nodes on which a program starts now. All nodes are tested at once."""
@@ -126,25 +129,39 @@ class LaunchPlace:
             return list(threads.map(works, self.nodes))
 
 
-def place_of(hosts: str, environment: Mapping[str, str]) -> LaunchPlace:
+def place_of(hosts: str, environment: Mapping[str, str], launch: str = "") -> LaunchPlace:
     """Return the place of a job: `hosts` ("a,b" or "a:4,b:4"), the allocation, or this machine.
 
-    Raise InputError if there is no launcher, or a host has no number of ranks after its colon.
+    `launch` is the launcher with options, such as "mpiexec --cpu-bind depth"; empty: the one that
+    is found. Raise InputError if there is no launcher, or a host has no number of ranks after its
+    colon.
     """
+    program, *options = shlex.split(launch) or [_found(hosts, environment)]
+    if not shutil.which(program, path=environment.get("PATH")):
+        raise InputError(f"no {program} on PATH: load the site's MPI, or pip install 'ptdmpi[mpi]'")
+    nodes = tuple(_host(word) for word in hosts.split(",") if word)
+    if Path(program).name == "srun":
+        place = _slurm(environment, options)
+    elif "Open MPI" in _version(program, environment):
+        place = LaunchPlace("mpirun")
+    else:
+        place = LaunchPlace("mpiexec")
+    if nodes:
+        place = replace(place, nodes=nodes)
+    elif not place.nodes and "PBS_NODEFILE" in environment:
+        place = _pbs(place.launcher, Path(environment["PBS_NODEFILE"]))
+    if place.nodes:
+        options += _passed_on(place.launcher, environment)
+    return replace(place, options=(*place.options, *options), program=program)
+
+
+def _found(hosts: str, environment: Mapping[str, str]) -> str:
+    """Return the launcher that starts ranks here: srun in an allocation of Slurm, unless the user
+    names `hosts`, or else mpirun or mpiexec."""
     path = environment.get("PATH")
     if not hosts and "SLURM_JOB_ID" in environment and shutil.which("srun", path=path):
-        return _slurm(environment)
-    program = next((name for name in ("mpirun", "mpiexec") if shutil.which(name, path=path)), "")
-    if not program:
-        raise InputError("no mpirun on PATH: load the site's MPI, or pip install 'ptdmpi[mpi]'")
-    launcher = "mpiexec"
-    if "Open MPI" in _version(program, environment):
-        launcher = "mpirun"
-    if not hosts and "PBS_NODEFILE" in environment:
-        place = _pbs(launcher, Path(environment["PBS_NODEFILE"]))
-        return replace(place, options=_passed_on(launcher, environment))
-    nodes = tuple(_host(word) for word in hosts.split(",") if word)
-    return LaunchPlace(launcher, nodes, _passed_on(launcher, environment) if nodes else ())
+        return "srun"
+    return next((name for name in ("mpirun", "mpiexec") if shutil.which(name, path=path)), "mpirun")
 
 
 def _passed_on(launcher: str, environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -172,9 +189,10 @@ def _pbs(launcher: str, node_file: Path) -> LaunchPlace:
     return LaunchPlace(launcher, nodes, ranks=lines.total())
 
 
-def _slurm(environment: Mapping[str, str]) -> LaunchPlace:
+def _slurm(environment: Mapping[str, str], asked: Sequence[str]) -> LaunchPlace:
     """Return the nodes of a Slurm allocation. An exit code does not end the step, because the ranks
-    do not stop at the same moment. The other ranks of a step end 60 s after the first one."""
+    do not stop at the same moment. The other ranks of a step end 60 s after the first one. Options
+    that the user has `asked` for are not set again."""
     names = subprocess.run(
         ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")],
         env=dict(environment),
@@ -184,7 +202,7 @@ def _slurm(environment: Mapping[str, str]) -> LaunchPlace:
     ranks = int(environment.get("SLURM_NTASKS", "0"))
     # a step whose node is lost may hold the cores of other nodes for a while, so steps may overlap
     options = ["--kill-on-bad-exit=0", "--wait=60", "--no-kill", "--overlap"]
-    if "SLURM_MPI_TYPE" not in environment:
+    if "SLURM_MPI_TYPE" not in environment and not any(word.startswith("--mpi") for word in asked):
         options.append(f"--mpi={_plugin(environment)}")
     if cores := environment.get("SLURM_CPUS_PER_TASK"):
         options.append(f"--cpus-per-task={cores}")  # srun does not inherit it since 22.05

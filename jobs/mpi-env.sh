@@ -39,7 +39,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 if [ "${PTDMPI_SHARED_CORES:-1}" != 0 ]; then
     # Allow more ranks than slots, in Open MPI 4 and in Open MPI 5.
     export OMPI_MCA_rmaps_base_oversubscribe="${OMPI_MCA_rmaps_base_oversubscribe:-1}"
-    _policy=${PRTE_MCA_rmaps_default_mapping_policy:-:oversubscribe}
+    _policy=${PRTE_MCA_rmaps_default_mapping_policy:-slot:oversubscribe}
     export PRTE_MCA_rmaps_default_mapping_policy=$_policy
     unset _policy
     # Do not bind ranks to cores, in Open MPI 4 and in 5: two jobs would be bound to the same cores.

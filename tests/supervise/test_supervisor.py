@@ -28,7 +28,9 @@ if words == ["--version"]:
 if "rm" in words:  # of copies in memory, at the end
     sys.exit()
 if words[-1] == "true":
-    sys.exit(Path("down", words[words.index("--host") + 1]).exists())
+    host = words[words.index("--host") + 1]
+    busy = Path("busy", host)  # once
+    sys.exit(Path("down", host).exists() or busy.exists() and (busy.unlink() or 1))
 run = Path("r")
 asked = []
 signal.signal(signal.SIGUSR1, lambda number, frame: asked.append(number))
@@ -36,10 +38,12 @@ with open("calls", "a") as calls:
     calls.write(" ".join(words) + "\\n")
 number = len(open("calls").readlines())
 
-def step(to):
+ranks = int(words[words.index("-n") + 1])
+
+def step(to, ranks=ranks):
     run.mkdir(exist_ok=True)
     with open(run / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({{"step": to, "loss": 1.0}}) + "\\n")
+        file.write(json.dumps({{"step": to, "loss": 1.0, "rank_count": ranks}}) + "\\n")
 
 def save(to):
     step(to)
@@ -185,7 +189,31 @@ def test_lost_host_spare_host_and_growth(job, tmp_path):
     assert ranks == ["4", "2", "4"]
     assert "parallel.data=auto" in calls(tmp_path)[1]
     assert "parallel.data=auto" not in calls(tmp_path)[2]
-    assert "lost: b; starting 2 ranks again" in text and "nodes have come back" in text
+    assert "lost: b; starting 2 ranks again" in text and "room for 4 ranks again" in text
+
+
+def test_a_node_that_refuses_once_is_not_lost(job, tmp_path):
+    """The daemon of the launcher that has just ended may still clean up there."""
+    (tmp_path / "busy").mkdir()
+    first = "step(2); open('busy/a', 'w').close(); sys.exit(1)"
+    code, text = ends(job(first, "done(9)", options=("--hosts", "a:2,b:2")))
+    assert code == 0 and "lost: " not in text, text
+    assert [call.partition("-n ")[2].split()[0] for call in calls(tmp_path)] == ["4", "4"]
+
+
+def test_ranks_that_others_went_on_without_come_back(job, tmp_path):
+    options = ("--set", "run.on_failure=shrink", "--set", "run.spare_ranks=1")
+    shrunk = "step(2, 3); step(3, 2); wait()"
+    code, text = ends(job(shrunk, "step(4, 3); done(9)", options=(*options, "--grow-every", "0.2")))
+    assert code == 0, text
+    assert len(calls(tmp_path)) == 2 and "room for 4 ranks again" in text
+
+
+def test_a_spare_rank_in_the_place_of_a_lost_one_is_no_loss(job, tmp_path):
+    options = ("--set", "run.on_failure=shrink", "--set", "run.spare_ranks=1")
+    whole = "step(2, 3); time.sleep(1.0); done(9)"
+    assert ends(job(whole, options=(*options, "--grow-every", "0.2")))[0] == 0
+    assert len(calls(tmp_path)) == 1
 
 
 def test_a_request_reaches_the_ranks(job, tmp_path):
@@ -256,15 +284,6 @@ def test_pbs_node_file(tmp_path):
     assert place.command(4, place.nodes)[-2:] == ["--host", "a:2,b:2"]
 
 
-def test_wrong_hosts(tmp_path):
-    with pytest.raises(InputError, match="--hosts a:x"):
-        place_of("a:x", mpi_environment())
-
-
-def test_environment_is_the_scripts():
-    found = mpi_environment({"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "3"})
-    assert found["OMP_NUM_THREADS"] == "3"
-    assert json.dumps(found["OMPI_ALLOW_RUN_AS_ROOT"]) == '"1"'
 def test_a_launcher_of_the_users(tmp_path):
     """With its options, which come before those of hosts and ranks."""
     for name in ("srun", "mpiexec"):
@@ -285,3 +304,12 @@ def test_a_launcher_of_the_users(tmp_path):
         place_of("", found, "aprun")
 
 
+def test_wrong_hosts(tmp_path):
+    with pytest.raises(InputError, match="--hosts a:x"):
+        place_of("a:x", mpi_environment())
+
+
+def test_environment_is_the_scripts():
+    found = mpi_environment({"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "3"})
+    assert found["OMP_NUM_THREADS"] == "3"
+    assert json.dumps(found["OMPI_ALLOW_RUN_AS_ROOT"]) == '"1"'

@@ -9,6 +9,7 @@ import math
 import shlex
 import shutil
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +20,11 @@ from ptdmpi.base.launched import COPIES
 from ptdmpi.config import InputError
 from ptdmpi.supervise.environment import PASSED_ON
 
-# A node that does not start `true` within this time is lost.
+# A node that does not start `true` within this time is lost. A launcher that has just ended may
+# still clean up on a node, and the next one then fails there, so a node is asked twice.
 PROBE_S = 20.0
+PROBES = 2
+PAUSE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class LaunchPlace:
 
     def living(self, environment: Mapping[str, str]) -> tuple[LaunchHost, ...]:
         """Return the nodes on which a program starts now. All nodes are tested at once."""
-        alive = self._on_each(environment, "true")
+        alive = self._on_each(environment, "true", times=PROBES)
         return tuple(node for node, here in zip(self.nodes, alive, strict=True) if here)
 
     def remove(self, folder: str, environment: Mapping[str, str]) -> None:
@@ -105,23 +109,27 @@ class LaunchPlace:
         shutil.rmtree(folder, ignore_errors=True)
         self._on_each(environment, "rm", "-rf", folder)
 
-    def _on_each(self, environment: Mapping[str, str], *program: str) -> list[bool]:
-        """Start a program on all nodes at once; return for each node whether the program
-        succeeded."""
+    def _on_each(self, environment: Mapping[str, str], *program: str, times: int = 1) -> list[bool]:
+        """Start a program on all nodes at once, up to `times` times where it fails; return for each
+        node whether the program succeeded."""
 
         def works(node: LaunchHost) -> bool:
-            try:
-                asked = subprocess.run(
-                    self.on(node, *program),
-                    env=dict(environment),
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    timeout=PROBE_S,
-                    start_new_session=True,
-                )
-            except (OSError, subprocess.TimeoutExpired):
-                return False
-            return asked.returncode == 0
+            for number in range(times):
+                time.sleep(number * PAUSE_S)
+                try:
+                    asked = subprocess.run(
+                        self.on(node, *program),
+                        env=dict(environment),
+                        stdin=subprocess.DEVNULL,
+                        capture_output=True,
+                        timeout=PROBE_S,
+                        start_new_session=True,
+                    )
+                except (OSError, subprocess.TimeoutExpired):
+                    return False
+                if asked.returncode == 0:
+                    return True
+            return False
 
         if not self.nodes:
             return []

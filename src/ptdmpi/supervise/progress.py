@@ -10,14 +10,23 @@ TAIL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
+class RecordedStep:
+    """The last step of a run that has a record, and the number of ranks that trained it; both 0 if
+    no step has a record."""
+
+    step: int = 0
+    ranks: int = 0
+
+
+@dataclass(frozen=True)
 class RunProgress:
     """The progress of the run in the directory `path`, which is to reach `steps` steps."""
 
     path: Path
     steps: int
 
-    def newest_step(self) -> int:
-        """Return the last step that has a record; 0 if no step has one."""
+    def newest(self) -> RecordedStep:
+        """Return the last step that has a record."""
         with contextlib.suppress(OSError):
             with open(self.path / "metrics.jsonl", "rb") as file:
                 size = file.seek(0, 2)
@@ -27,8 +36,8 @@ class RunProgress:
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     record = json.loads(line)
                     if "loss" in record:
-                        return int(record["step"])
-        return 0
+                        return RecordedStep(int(record["step"]), int(record["rank_count"]))
+        return RecordedStep()
 
     def done(self) -> int | None:
         """Return the number of steps of a run that has ended; None if it has not ended."""

@@ -69,6 +69,7 @@ class Supervisor:
         self._asked_s = 0.0
         self._growing = False
         self._looked_s = 0.0
+        self._first_after = 0  # the last step that had a record when this start began
 
     def run(self) -> int:
         """Start the ranks until the run has ended; return the exit code."""
@@ -112,6 +113,7 @@ class Supervisor:
             raise InputError(f"{command[0]}: {error.strerror}") from None
         self.starts += 1
         self._start = start
+        self._first_after = self.progress.newest().step
         if self._requests:  # the request came before there was a launcher
             start.ask_to_stop()
         self._looked_s = time.monotonic()
@@ -157,7 +159,7 @@ class Supervisor:
 
     def _judge(self, ended: Ended) -> int | None:
         """Return the exit code if this was the last start."""
-        step = self.progress.newest_step()
+        step = self.progress.newest().step
         asked = self._requests > 0
         before = self.record
         verdict = judged(ended, before, step, asked=asked, restarts=self.job.restarts)
@@ -185,16 +187,31 @@ class Supervisor:
         return 0
 
     def _grow_if_possible(self, start: LauncherStart) -> None:
-        """After a loss of nodes, ask the ranks to stop and save when more ranks fit again."""
+        """After a loss of ranks or nodes, ask the ranks to stop and save when more ranks fit
+        again."""
         waited = time.monotonic() - self._looked_s
-        if self.ranks == self.job.ranks or self._growing or waited < self.job.grow_s:
+        if self._growing or self._requests or waited < self.job.grow_s:
             return
-        room = self.place.room(self.place.living(self.environment))
         self._looked_s = time.monotonic()
-        if self._fitting(room) > self.ranks and start.running() and not self._requests:
+        if self._training() == self._that_train(self.job.ranks):
+            return
+        ranks = self._fitting(self.place.room(self.place.living(self.environment)))
+        if self._that_train(ranks) > self._training() and start.running() and not self._requests:
             self._growing = True
-            self._say("nodes have come back: saving, and starting on more ranks")
+            self._say(f"there is room for {counted(ranks, 'rank')} again: saving, to start them")
             start.ask_to_stop()
+
+    def _training(self) -> int:
+        """Return the number of ranks that train now. It is smaller than that of the start after
+        the others have gone on without a lost rank (`run.on_failure = "shrink"`)."""
+        newest = self.progress.newest()
+        if newest.step > self._first_after:
+            return newest.ranks
+        return self._that_train(self.ranks)
+
+    def _that_train(self, ranks: int) -> int:
+        """Return how many of `ranks` ranks train; the others are spare."""
+        return ranks - self.job.run.spare_ranks
 
     # -- requests and words ----------------------------------------------------------------------
 
@@ -215,7 +232,7 @@ class Supervisor:
             start.end()
 
     def _say_again(self, ended: Ended, nodes: Sequence[LaunchHost]) -> None:
-        step = self.progress.newest_step()
+        step = self.progress.newest().step
         lost = [node.name for node in self.place.nodes if node not in nodes]
         where = f"; lost: {', '.join(lost)}" if lost else ""
         self._say(

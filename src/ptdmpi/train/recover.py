@@ -8,7 +8,6 @@ otherwise from the newest checkpoint. A loss during recovery is handled like any
 """
 
 import gc
-import importlib
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -65,10 +64,8 @@ class Survivors:
         Yield the steps that this rank takes part in. Raises SystemExit with the exit code if that
         is not 0.
         """
-        # The first optimizer imports this module, which takes seconds. That is too long for a spare
-        # rank that must take a place. Imported modules are frozen, so that the garbage collector
-        # does not search them and collects old engines quickly.
-        importlib.import_module("torch._dynamo")
+        # Imported modules are frozen, so that the garbage collector does not search them and
+        # collects old engines quickly.
         gc.freeze()
         while True:
             with fail_together(self.world):

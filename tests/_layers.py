@@ -1,5 +1,6 @@
 """Layers on a tensor axis with known whole weights, and their whole gradients."""
 
+import hashlib
 from collections.abc import Iterable
 
 import torch
@@ -31,7 +32,7 @@ def whole_initial(seed: int, name: str, shape: tuple[int, ...], init: float | st
 
 def random_tensor(name: str, shape: tuple[int, ...], precision: str) -> Tensor:
     """Return normal values, the same on every rank, and different for each name."""
-    seed = int.from_bytes(name.encode()) % (2**63)
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(DTYPES[precision])
 

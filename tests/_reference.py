@@ -4,6 +4,7 @@ Written from the papers with whole tensors, batch first, [b, s, h], and no code 
 its configuration. `weights` are the logical parameters by name.
 """
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -89,7 +90,43 @@ def attention(weights: Weights, name: str, x: Tensor, model: ModelConfig, layer:
 
 
 def mlp(weights: Weights, name: str, x: Tensor, model: ModelConfig) -> Tensor:
-    """Return the MLP of x [b, s, h]."""
+    """Return the MLP of x [b, s, h], or its mixture of experts."""
+    if not model.experts:
+        return feed_forward(weights, name, x, model)
+    scores = linear(weights, f"{name}.router", x)
+    scores = scores.sigmoid() if model.router == "sigmoid" else scores.softmax(-1)
+    chosen = torch.zeros_like(scores)
+    for place in itertools.product(*map(range, scores.shape[:-1])):
+        chosen[place][best_experts(scores[place].tolist(), model)] = 1.0
+    shares = scores * chosen
+    if model.router_normalize:
+        shares = shares / shares.sum(-1, keepdim=True)
+    shares = shares * model.router_scale
+    y = feed_forward(weights, f"{name}.shared", x, model) if model.shared_experts else 0.0
+    for number in range(model.experts):  # every expert computes every token
+        each = feed_forward(weights, f"{name}.experts.{number}", x, model)
+        y = y + shares[..., number : number + 1] * each
+    return y
+
+
+def best_experts(scores: list[float], model: ModelConfig) -> list[int]:
+    """Return the experts of a token with these scores: the best of the best groups."""
+    size = model.experts // model.router_groups
+    counted = 2 if model.router == "sigmoid" else 1
+
+    def of_group(group: int) -> float:
+        members = sorted(scores[group * size : (group + 1) * size], reverse=True)
+        return sum(members[:counted])
+
+    groups = sorted(range(model.router_groups), key=of_group, reverse=True)
+    best = groups[: model.router_top_groups]
+    candidates = [number for number in range(model.experts) if number // size in best]
+    ranked = sorted(candidates, key=lambda number: -scores[number])
+    return ranked[: model.experts_per_token]
+
+
+def feed_forward(weights: Weights, name: str, x: Tensor, model: ModelConfig) -> Tensor:
+    """Return two linears of x [b, s, h] around the activation."""
     up = linear(weights, f"{name}.up", x)
     if model.activation in ("swiglu", "geglu"):
         gate, value = up.tensor_split(2, -1)

@@ -19,6 +19,12 @@ from tests.parallel import parallel
 
 BASE = {"model.seq_length": 24, "precision.compute": "fp64", "model.kv_heads": 2}
 LLAMA = {"model.kind": "llama", "model.ffn_hidden": 48}
+EXPERTS = {
+    "model.kind": "llama",
+    "model.expert_hidden": 16,
+    "model.experts": 4,
+    "model.experts_per_token": 2,
+}
 ROWS = {
     "c2": (2, {"parallel.context": 2}),
     "c2 llama": (2, {"parallel.context": 2, **LLAMA}),
@@ -42,6 +48,7 @@ ROWS = {
     "c2 selective": (2, {"parallel.context": 2, "recompute.mode": "selective"}),
     "c2 full": (2, {"parallel.context": 2, "recompute.mode": "full", **LLAMA}),
     "c2 muon": (2, {"parallel.context": 2, "optimizer.kind": "muon"}),
+    "c2 experts": (2, {"parallel.context": 2, **EXPERTS, "recompute.mode": "full"}),
     "c3": (3, {"parallel.context": 3, **LLAMA}),
     "c4": (4, {"parallel.context": 4, "model.seq_length": 32, **LLAMA}),
     "t2 c2": (4, {**layout(t=2), "parallel.context": 2}),

@@ -17,6 +17,8 @@ LLAMA = {
 DECODERS = {
     "llama": "Llama",
     "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "gemma2": "Gemma2",

@@ -34,6 +34,13 @@ SHAPES = [
     {"model.kind": "llama", "model.ffn_hidden": 40, "model.bias": True},
     {"model.kind": "gpt", "model.activation": "swiglu", "model.positions": "rope"},
     {"model.kv_heads": 2, "model.norm": "rmsnorm"},
+    {
+        "model.kind": "llama",
+        "model.expert_hidden": 16,
+        "model.experts": 4,
+        "model.experts_per_token": 2,
+        "model.shared_experts": 1,
+    },
 ]
 
 

@@ -26,6 +26,14 @@ MUON = {"optimizer.kind": "muon"}
 IA3 = {"adapt.method": "ia3"}
 FEW = {"adapt.targets": ["attention.out", "mlp.up"]}
 CHOICE = {"task.kind": "choice", "task.choices": 2}
+EXPERTS = {
+    "model.kind": "llama",
+    "model.ffn_hidden": 48,
+    "model.expert_hidden": 16,
+    "model.experts": 4,
+    "model.experts_per_token": 2,
+    "model.shared_experts": 1,
+}
 LATER = LORA | {"model.layers": 4, "adapt.first_layer": 2}
 CASES = {
     "alone": {},
@@ -111,6 +119,10 @@ CASES = {
     | SHARED_KEYS
     | DIVIDED
     | {"model.ffn_hidden": 48, "recompute.mode": "full"},
+    "t2 experts divided full": layout(t=2) | EXPERTS | DIVIDED | {"recompute.mode": "full"},
+    "t2 p2 experts zb-h1": layout(t=2, p=2) | EXPERTS | {"parallel.schedule": "zb-h1"},
+    "t2 experts muon": layout(t=2) | EXPERTS | MUON,
+    "d2 experts zero 3": layout(d=2) | EXPERTS | {"parallel.zero": 3},
     "p2": layout(p=2),
     "p2 untied": layout(p=2) | {"model.tie_embeddings": False},
     "p2 v2": layout(p=2, v=2) | {"model.layers": 4},
@@ -159,7 +171,7 @@ FEW = ("alone", "t2 divided", "t2 selective dropout", "t2 bert divided full", "p
 FEW += ("d2 bf16", "d2 zero 3", "d3", "t4 shared keys with biases", "t2 p2 v2 divided")
 FEW += ("d2 muon zero 1", "d3 muon zero 2", "t2 d2 muon zero 3")
 FEW += ("t2 muon", "d4 zero 2 of pairs", "d2 lora zero 3 in few bits")
-FEW += ("d2 p2 v2 lora later zero 3",)
+FEW += ("d2 p2 v2 lora later zero 3", "t2 experts divided full", "d2 experts zero 3")
 FEW += ("t2 p2 bert divided", "d2 p2 v2 zero 3 untied", "t2 p2 d2 divided")
 OTHERS = tuple(name for name in CASES if name not in FEW)
 

@@ -25,6 +25,7 @@ from tests._layers import (
 from tests.parallel import parallel
 
 S, B, H = 8, 3, 32
+EXPERTS = {"model.kind": "llama", "model.expert_hidden": 24, "model.experts_per_token": 2}
 SHAPES = {
     "gpt": {"model.kind": "gpt"},
     "gpt-gqa": {"model.kind": "gpt", "model.kv_heads": 4},
@@ -45,6 +46,26 @@ SHAPES = {
         "model.sliding_window": 3,
         "model.attention_softcap": 0.3,
         "model.query_scalar": 7.0,
+    },
+    "experts": {**EXPERTS, "model.experts": 4},
+    "gpt-experts": {
+        **EXPERTS,
+        "model.kind": "gpt",
+        "model.bias": "attention",
+        "model.experts": 3,
+        "model.experts_per_token": 1,
+        "model.router_normalize": False,
+    },
+    # as in DeepSeek-V3: experts of the best groups, next to one that is shared
+    "grouped-experts": {
+        **EXPERTS,
+        "model.experts": 8,
+        "model.experts_per_token": 3,
+        "model.shared_experts": 1,
+        "model.router": "sigmoid",
+        "model.router_scale": 2.5,
+        "model.router_groups": 4,
+        "model.router_top_groups": 2,
     },
 }
 each_way = pytest.mark.parametrize(
@@ -116,7 +137,9 @@ def test_attention_matches_serial(comm, precision, sequence_parallel, name, sele
 
 @parallel(ranks=[1, 2, 4])
 @each_way
-@pytest.mark.parametrize("name", ["gpt", "llama", "bert", "gemma2"])
+@pytest.mark.parametrize(
+    "name", ["gpt", "llama", "bert", "gemma2", "experts", "gpt-experts", "grouped-experts"]
+)
 def test_mlp_matches_serial(comm, precision, sequence_parallel, name):
     model, axis = shape(name), tensor_axis(comm, sequence_parallel)
     placed = Placed(Part("mlp", model, axis), axis, precision)
@@ -125,7 +148,7 @@ def test_mlp_matches_serial(comm, precision, sequence_parallel, name):
 
 @parallel(ranks=[1, 2, 4])
 @each_way
-@pytest.mark.parametrize("name", ["gpt", "llama-gqa", "bert", "qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["gpt", "llama-gqa", "bert", "qwen3", "gemma2", "experts"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_block_matches_serial(comm, precision, sequence_parallel, name, recompute):
     model, axis = shape(name), tensor_axis(comm, sequence_parallel)

@@ -168,6 +168,37 @@ def test_one_rank(comm, kind, compute, dropout, mode):
     check(comm, ALL_KINDS[kind] | MODES[mode] | changes | {"precision.compute": compute})
 
 
+EXPERTS = {
+    "model.kind": "llama",
+    "model.expert_hidden": 64,
+    "model.experts": 4,
+    "model.experts_per_token": 2,
+}
+
+
+@parallel(ranks=[1, 2])
+@pytest.mark.parametrize(("compute", "mode"), [("bf16", "full"), ("fp32", "none")])
+def test_experts(comm, compute, mode):
+    """A forward keeps what is foreseen. The peak is at most what is foreseen, since any expert may
+    have all tokens."""
+    changes = EXPERTS | MODES[mode] | {"precision.compute": compute, "parallel.tensor": comm.size}
+    engine = build(World(comm), SHAPE | changes, VOCAB_SIZE)
+    layout, m = engine.config.layout, engine.config.microbatches
+    memory = foreseen_by(engine)
+    batches = microbatches(engine.config, 0, 0, vocab_size=VOCAB_SIZE)
+    engine.step(0, batches)
+    given = passes(batches)
+    (stage,) = engine.stages.values()
+    stage.begin_step()
+    left, _ = measured(lambda: stage.forward_microbatch(given[0], None))
+    assert left == pytest.approx(memory.stages.kept_bytes(layout, 0), rel=KEPT)
+    watch = engine.stopwatch()
+    _, peak = measured(lambda: engine.runner.run(engine.schedule, engine.program, given, watch))
+    foreseen = memory.peak(layout, 0, m)
+    expected = foreseen.activations + foreseen.working
+    assert 0.6 * expected <= peak <= expected + library_scratch_bytes(engine.buffer.weights.dtype)
+
+
 @parallel(ranks=[1])
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
 @pytest.mark.parametrize("method", ["none", "lora"])

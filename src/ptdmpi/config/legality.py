@@ -84,7 +84,8 @@ def rules_of(layout: Layout, model: ModelConfig | None, batch: int | None) -> It
 def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
     yield _divides(layout, "heads", model.heads)
     yield _key_heads(layout, model)
-    yield _divides(layout, "ffn_hidden", model.ffn_hidden)
+    width = "expert_hidden" if model.experts else "ffn_hidden"
+    yield _divides(layout, width, getattr(model, width))
     yield _chunks(layout, model)
     yield Rule(
         "sequence",

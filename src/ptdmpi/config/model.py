@@ -121,6 +121,18 @@ class ModelConfig(Section):
     zero_centered_norm: Bound[bool] = False
     qk_norm: Bound[bool] = False
     activation: Bound[Literal["gelu", "gelu_exact", "swiglu", "geglu"]]
+    experts: Bound[NonNegative] = 0
+    experts_per_token: Bound[NonNegative] = 0
+    expert_hidden: Bound[Positive]
+    shared_experts: Bound[NonNegative] = 0
+    router: Bound[Literal["softmax", "sigmoid"]] = "softmax"
+    router_normalize: Bound[bool] = True
+    router_scale: Bound[Number] = 1.0
+    router_groups: Bound[Positive] = 1
+    router_top_groups: Bound[Positive] = 1
+    balance: Bound[Literal["bias", "sequence", "batch", "none"]] = "bias"
+    balance_coefficient: Reported[Number] = 0.001
+    z_loss_coefficient: Reported[Cap] = 0.0
     positions: Bound[Literal["learned", "rope"]]
     bias: Bound[bool | Literal["attention", "qkv", "mlp"]]
     tie_embeddings: Bound[bool]
@@ -177,6 +189,7 @@ class ModelConfig(Section):
         if "ffn_hidden" not in filled:
             ffn_hidden = default_ffn_hidden(filled) if _sound(hidden) else 1
             filled["ffn_hidden"] = min(ffn_hidden, MOST)
+        filled.setdefault("expert_hidden", filled["ffn_hidden"])
         return filled
 
     @property
@@ -270,6 +283,13 @@ class ModelConfig(Section):
         """Return True if it is trained on masked tokens. Such a model sees both sides of a token
         and cannot predict the next one."""
         return self.attention == "bidirectional"
+
+    @property
+    def router_losses(self) -> tuple[str, ...]:
+        """Return the names of the losses that its routers add, each a sum over the layers."""
+        by_balance = {"sequence": ("sequence_balance",), "batch": ("batch_balance",)}
+        names = by_balance.get(self.balance, ()) if self.experts else ()
+        return (*names, "router_z") if self.z_loss_coefficient > 0 else names
 
     @property
     def classifies(self) -> bool:

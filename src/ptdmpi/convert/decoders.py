@@ -1,5 +1,5 @@
-"""LLaMA and its descendants in Hugging Face's format, described as data: LLaMA, Mistral, Qwen 2 and
-3, Gemma 2.
+"""LLaMA and its descendants in Hugging Face's format, described as data: LLaMA, Mistral, Mixtral,
+Qwen 2 and 3, with or without experts, Gemma 2.
 
 These families share nearly all names of parameters, and most keys of config.json. A `Decoder`
 describes how one family differs.
@@ -13,6 +13,7 @@ from typing import Any
 
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.convert.family import DECODER, PLAIN, ConfigJson, Family, require
+from ptdmpi.convert.windows import layer_count, layer_types, require_whole, window_keys
 
 MODULES = {
     "embedding.word": ("embed_tokens",),
@@ -183,65 +184,6 @@ def _rope_config(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-# -- windows ---------------------------------------------------------------------------------------
-
-
-def _window_keys(config: ConfigJson, sliding: list[bool]) -> dict[str, Any]:
-    """Return the keys of [model] for sliding windows. The layers with a window are those that
-    `layer_types` names, or else those that `sliding` marks. Raise InputError for values that are
-    not supported."""
-    window = config.values.get("sliding_window")
-    types = config.get("layer_types")
-    if types is not None:
-        known = {"sliding_attention": True, "full_attention": False}
-        if not isinstance(types, list) or not all(str(kind) in known for kind in types):
-            raise InputError(
-                f"{config.name}: layer_types = {types!r} is not supported; legal: a list of "
-                f"{' or '.join(known)}"
-            )
-        sliding = [known[kind] for kind in types]
-    if not window or not any(sliding):
-        return {"sliding_window": 0}
-    _require_whole(config, "sliding_window", window)
-    numbers = [layer for layer, slides in enumerate(sliding) if slides]
-    layers: Any = numbers
-    if all(sliding):
-        layers = "all"
-    elif sliding == [layer % 2 == 0 for layer in range(len(sliding))]:
-        layers = "even"
-    return {"sliding_window": window, "sliding_layers": layers}
-
-
-def _require_whole(config: ConfigJson, key: str, value: Any) -> int:
-    """Return `value`. Raise InputError if it is not an integer."""
-    if type(value) is not int:
-        raise InputError(f"{config.name}: {key} = {value!r} is no whole number")
-    return value
-
-
-def _sliding(model: ModelConfig) -> list[bool]:
-    """Return for each layer whether it has the window of [model], even if the window is longer than
-    a sample."""
-    layers = range(model.layers)
-    named = {"all": [True] * model.layers, "even": [layer % 2 == 0 for layer in layers]}
-    if isinstance(model.sliding_layers, str):
-        return named[model.sliding_layers]
-    return [layer in model.sliding_layers for layer in layers]
-
-
-def _layer_types(model: ModelConfig) -> list[str]:
-    """Return the value of `layer_types` in config.json."""
-    kinds = {True: "sliding_attention", False: "full_attention"}
-    return [kinds[slides and model.sliding_window > 0] for slides in _sliding(model)]
-
-
-def _count(config: ConfigJson) -> int:
-    """Return the number of layers; 0 if config.json has an illegal number, because another check
-    reports that."""
-    layers = config.need("num_hidden_layers")
-    return layers if type(layers) is int else 0
-
-
 # -- LLaMA (Touvron et al. 2023; 3.1 and 3.2: Dubey et al. 2024) -----------------------------------
 
 
@@ -273,7 +215,7 @@ def _llama_config(model: ModelConfig) -> dict[str, Any]:
 
 def _mistral_keys(config: ConfigJson) -> dict[str, Any]:
     config.only("hidden_act", "silu", "swish")
-    window = _window_keys(config, [True] * _count(config))
+    window = window_keys(config, [True] * layer_count(config))
     # `transformers` ignores layer_types for this family
     if window.get("sliding_layers", "all") != "all":
         raise InputError(f"{config.name}: layer_types of a mistral must be all of one kind")
@@ -288,10 +230,10 @@ def _mistral_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen_windows(config: ConfigJson) -> dict[str, Any]:
-    first = _require_whole(config, "max_window_layers", config.get("max_window_layers", 28))
+    first = require_whole(config, "max_window_layers", config.get("max_window_layers", 28))
     if not config.only("use_sliding_window", False, True):
         config = ConfigJson({**config.values, "sliding_window": None}, config.name)
-    return _window_keys(config, [layer >= first for layer in range(_count(config))])
+    return window_keys(config, [layer >= first for layer in range(layer_count(config))])
 
 
 def _qwen2_keys(config: ConfigJson) -> dict[str, Any]:
@@ -305,7 +247,7 @@ def _qwen3_keys(config: ConfigJson) -> dict[str, Any]:
 
 
 def _qwen_config(model: ModelConfig) -> dict[str, Any]:
-    types = _layer_types(model)
+    types = layer_types(model)
     full = types.count("full_attention")
     return {
         "use_sliding_window": model.sliding_window > 0,
@@ -328,7 +270,7 @@ def _gemma2_keys(config: ConfigJson) -> dict[str, Any]:
     config.only("use_bidirectional_attention", False)
     bias = config.only("attention_bias", False, True)
     return {
-        **_window_keys(config, [layer % 2 == 0 for layer in range(_count(config))]),
+        **window_keys(config, [layer % 2 == 0 for layer in range(layer_count(config))]),
         "bias": "attention" if bias else False,
         "query_scalar": config.need("query_pre_attn_scalar"),
         # null means no cap; for a missing key `defaults` has the value
@@ -350,8 +292,67 @@ def _gemma2_config(model: ModelConfig) -> dict[str, Any]:
         "attn_logit_softcapping": model.attention_softcap or None,
         "final_logit_softcapping": model.logit_softcap or None,
         "sliding_window": model.sliding_window or None,
-        "layer_types": _layer_types(model),
+        "layer_types": layer_types(model),
         "pad_token_id": None,  # the embedding of such a token would have no gradient
+    }
+
+
+# -- experts (Mixtral: Jiang et al. 2024; Qwen 3: Yang et al. 2025) --------------------------------
+
+# The router of both families; their balance is a loss of `transformers`, or none.
+ROUTED = {
+    "router": "softmax",
+    "router_scale": 1.0,
+    "router_groups": 1,
+    "shared_experts": 0,
+    "balance": "none",
+}
+
+
+def _expert_keys(config: ConfigJson) -> dict[str, Any]:
+    """Return the keys of [model] for experts. Older files of Qwen 3 name their number otherwise."""
+    count = config.get("num_local_experts", config.get("num_experts"))
+    chosen = config.need("num_experts_per_tok")
+    return {"experts": count, "experts_per_token": chosen, "balance": "none"}
+
+
+def _expert_config(model: ModelConfig) -> dict[str, Any]:
+    return {"num_local_experts": model.experts, "num_experts_per_tok": model.experts_per_token}
+
+
+def _mixtral_keys(config: ConfigJson) -> dict[str, Any]:
+    return {**_mistral_keys(config), **_expert_keys(config), "kind": "mistral"}
+
+
+def _mixtral_config(model: ModelConfig) -> dict[str, Any]:
+    width = {"intermediate_size": model.expert_hidden}
+    return {**_mistral_config(model), **_expert_config(model), **width}
+
+
+def _qwen3_moe_keys(config: ConfigJson) -> dict[str, Any]:
+    config.only("decoder_sparse_step", 1)
+    config.only("mlp_only_layers", [])
+    config.only("use_sliding_window", False)
+    config.only("hidden_act", "silu", "swish")
+    return {
+        **_biases(config),
+        **_expert_keys(config),
+        "kind": "qwen3",
+        "expert_hidden": config.need("moe_intermediate_size"),
+        "router_normalize": config.only("norm_topk_prob", False, True),
+    }
+
+
+def _qwen3_moe_config(model: ModelConfig) -> dict[str, Any]:
+    _require_attention_bias(model, "qwen3_moe")
+    return {
+        "attention_bias": model.attention_bias,
+        "use_sliding_window": False,
+        **_expert_config(model),
+        "moe_intermediate_size": model.expert_hidden,
+        "norm_topk_prob": model.router_normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
     }
 
 
@@ -363,6 +364,14 @@ MISTRAL = Decoder(
     _mistral_keys,
     _mistral_config,
     {"bias": False, "sliding_window": None, "sliding_layers": "all"},
+)
+MIXTRAL = Decoder(
+    "mixtral",
+    "Mixtral",
+    {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    _mixtral_keys,
+    _mixtral_config,
+    {**MISTRAL.required, **ROUTED, "experts": None, "router_normalize": True},
 )
 QWEN2 = Decoder(
     "qwen2",
@@ -379,6 +388,14 @@ QWEN3 = Decoder(
     _qwen3_keys,
     _qwen3_config,
     {"qk_norm": True, "sliding_window": None},
+)
+QWEN3_MOE = Decoder(
+    "qwen3_moe",
+    "Qwen3Moe",
+    {"num_key_value_heads": 4},
+    _qwen3_moe_keys,
+    _qwen3_moe_config,
+    {**ROUTED, "qk_norm": True, "experts": None},
 )
 GEMMA2 = Decoder(
     "gemma2",
@@ -405,13 +422,31 @@ GEMMA2 = Decoder(
         "logit_softcap": None,
     },
 )
+HEAD_NORMS = {
+    "attention__query_norm": ("layers.{i}.self_attn.q_norm",),
+    "attention__key_norm": ("layers.{i}.self_attn.k_norm",),
+}
+EXPERT = "layers.{i}.mlp.experts.{e}"
+BLOCK = "layers.{i}.block_sparse_moe"
 DECODERS = {
     "llama": LLAMA.family(),
     "mistral": MISTRAL.family(),
+    "mixtral": MIXTRAL.family(
+        mlp__router=(f"{BLOCK}.gate",),
+        **{
+            "mlp__experts__{e}__up": (f"{BLOCK}.experts.{{e}}.w1", f"{BLOCK}.experts.{{e}}.w3"),
+            "mlp__experts__{e}__down": (f"{BLOCK}.experts.{{e}}.w2",),
+        },
+    ),
     "qwen2": QWEN2.family(),
-    "qwen3": QWEN3.family(
-        attention__query_norm=("layers.{i}.self_attn.q_norm",),
-        attention__key_norm=("layers.{i}.self_attn.k_norm",),
+    "qwen3": QWEN3.family(**HEAD_NORMS),
+    "qwen3_moe": QWEN3_MOE.family(
+        mlp__router=("layers.{i}.mlp.gate",),
+        **{
+            "mlp__experts__{e}__up": (f"{EXPERT}.gate_proj", f"{EXPERT}.up_proj"),
+            "mlp__experts__{e}__down": (f"{EXPERT}.down_proj",),
+        },
+        **HEAD_NORMS,
     ),
     "gemma2": GEMMA2.family(
         attention_post_norm=("layers.{i}.post_attention_layernorm",),
@@ -427,6 +462,8 @@ def decoder_for(model: ModelConfig) -> Family:
     InputError."""
     distinct = {
         "gemma2": model.block_norm == "sandwich",
+        "qwen3_moe": model.experts > 0 and model.qk_norm,
+        "mixtral": model.experts > 0,
         "qwen3": model.qk_norm,
         "qwen2": model.bias == "qkv",
         "mistral": model.sliding_window > 0,

@@ -31,6 +31,7 @@ PLAIN = {
     "query_scalar": 0.0,
     "attention_softcap": 0.0,
     "logit_softcap": 0.0,
+    "experts": 0,
 }
 
 
@@ -39,8 +40,9 @@ class Family:
     """A family of models in `transformers`, such as GPT-2.
 
     `modules`: ptdmpi's module -> the modules of `transformers`. There are several of them if
-    `transformers` stores parts of ptdmpi's module separately (such as q, k and v). `prefix`: the
-    beginning of the names of the base model. The names of heads do not have it, and neither do the
+    `transformers` stores parts of ptdmpi's module separately (such as q, k and v). {i} stands for
+    the number of a layer, {e} for that of an expert. `prefix`: the beginning of the names of the
+    base model. The names of heads do not have it, and neither do the
     names in a file that contains only the base model. `transposed`: True if the weights of the
     linears of `transformers` are [inputs, outputs]. `buffers`: tensors that are no parameters in
     ptdmpi; they are stored for the conversion back. `keys`: a function that makes the keys of
@@ -149,10 +151,11 @@ def counterparts(family: Family, needed: Mapping[str, Declaration]) -> Iterator[
     for name, declaration in needed.items():
         module, _, kind = name.rpartition(".")
         layer = re.match(r"layers\.(\d+)\.", module)
-        number = ""
-        if layer:
-            number = layer[1]
-            module = module.replace(layer[0], "layers.{i}.", 1)
+        numbers = {}
+        for letter, found in (("{i}", layer), ("{e}", re.search(r"experts\.(\d+)\.", module))):
+            if found:
+                numbers[letter] = found[1]
+                module = module.replace(found[0], found[0].replace(found[1], letter), 1)
         if module not in family.modules:
             raise InputError(f"a {family.model_type} of Hugging Face has nothing like {name}")
         modules = family.modules[module]
@@ -164,7 +167,9 @@ def counterparts(family: Family, needed: Mapping[str, Declaration]) -> Iterator[
         start = 0
         for theirs, size in zip(modules, sizes, strict=True):
             box = Box.whole(shape).along(0, start, start + size)
-            base = f"{theirs.replace('{i}', number)}.{kind}"
+            base = f"{theirs}.{kind}"
+            for letter, number in numbers.items():
+                base = base.replace(letter, number)
             yield Counterpart(name, shape, box, family.again.get(base, base), transposed)
             start += size
 

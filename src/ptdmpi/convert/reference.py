@@ -65,7 +65,8 @@ def gpt2(config: Json, get: Get, question: Question) -> tuple[Tensor]:
 
 def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor]:
     """Return the logits [b, s, V], or the scores of a task, of LLaMA (Touvron et al. 2023), Mistral
-    (Jiang et al. 2023), Qwen 2 and 3 (Yang et al. 2024, 2025) and Gemma 2 (Gemma Team 2024)."""
+    (Jiang et al. 2023), Mixtral (2024), Qwen 2 and 3 (Yang et al. 2024, 2025) and Gemma 2 (Gemma
+    Team 2024)."""
     eps = config.get("rms_norm_eps", 1e-6)
     gemma = config["model_type"] == "gemma2"
     table = get("embed_tokens.weight")
@@ -92,7 +93,9 @@ def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor]:
         else:
             x = x + y
             normed = norm(f"{layer}.post_attention_layernorm", x)
-            x = x + _gated_mlp(config, get, f"{layer}.mlp", normed)
+            mixed = config.get("num_local_experts", config.get("num_experts"))
+            mlp = _mixture if mixed else _gated_mlp
+            x = x + mlp(config, get, f"{layer}.mlp", normed)
     x = norm("norm", x)
     if question.classifies:
         return (x[:, -1] @ get("score.weight").t(),)
@@ -120,7 +123,7 @@ def _self_attention(
     name = f"layers.{layer}.self_attn"
     heads = config["num_attention_heads"]
     # the defaults in `transformers`
-    grouped = {"mistral": 8, "qwen2": 32, "qwen3": 32, "gemma2": 4}
+    grouped = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "gemma2": 4}
     kv_heads = config.get("num_key_value_heads", grouped.get(kind)) or heads
     biased = kind == "qwen2" or config.get("attention_bias", False)
 
@@ -131,7 +134,7 @@ def _self_attention(
     q = linear("q", x, biased)
     k = linear("k", x, biased)
     v = linear("v", x, biased)
-    if kind == "qwen3":
+    if kind in ("qwen3", "qwen3_moe"):
         size = q.shape[-1] // heads
         q = norm(f"{name}.q_norm", q.unflatten(-1, (-1, size))).flatten(2)
         k = norm(f"{name}.k_norm", k.unflatten(-1, (-1, size))).flatten(2)
@@ -163,6 +166,8 @@ def _window(config: Json, layer: int) -> int | None:
         slides = False
     elif kind == "mistral":
         slides = True
+    elif kind == "mixtral":  # unlike Mistral it has no window unless the file says so
+        return config.get("sliding_window")
     elif types:
         slides = types[layer] == "sliding_attention"
     elif kind == "gemma2":
@@ -182,6 +187,28 @@ def _gated_mlp(config: Json, get: Get, name: str, x: Tensor) -> Tensor:
     opened = _gelu(gate, "tanh") if config["model_type"] == "gemma2" else gate * gate.sigmoid()
     inner = opened * _linear(get, f"{name}.up_proj", x, bias)
     return _linear(get, f"{name}.down_proj", inner, bias)
+
+
+def _mixture(config: Json, get: Get, name: str, x: Tensor) -> Tensor:
+    """Return the sum of each token's experts (Jiang et al. 2024, arXiv 2401.04088, section 2.1), by
+    computing all tokens with every expert."""
+    normalizes = config.get("norm_topk_prob", False)
+    linears = ("gate_proj", "down_proj", "up_proj")
+    if config["model_type"] == "mixtral":
+        name = name.replace(".mlp", ".block_sparse_moe")
+        normalizes = True
+        linears = ("w1", "w2", "w3")
+    shares = _linear(get, f"{name}.gate", x, False).softmax(-1)
+    least = shares.topk(config["num_experts_per_tok"]).values[..., -1:]
+    shares = shares * (shares >= least)
+    if normalizes:
+        shares = shares / shares.sum(-1, keepdim=True)
+    y = torch.zeros_like(x)
+    for number in range(shares.shape[-1]):
+        w1, w2, w3 = (get(f"{name}.experts.{number}.{each}.weight") for each in linears)
+        gate = x @ w1.t()
+        y += shares[..., number, None] * ((gate * gate.sigmoid() * (x @ w3.t())) @ w2.t())
+    return y
 
 
 def bert(config: Json, get: Get, question: Question) -> tuple[Tensor, ...]:
@@ -345,6 +372,7 @@ def _attention(
 FORWARD = {
     "gpt2": gpt2,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2"), decoder),
+    **dict.fromkeys(("mixtral", "qwen3_moe"), decoder),  # with experts
     "bert": bert,
     "megatron-bert": bert,
 }

@@ -1,14 +1,12 @@
 """The model of one rank, ready for training: stages, parameters, schedule, gradients, optimizer."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ptdmpi.base.traffic import Traffic
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.queues import on_its_way
 from ptdmpi.comm.world import Axes
@@ -19,11 +17,13 @@ from ptdmpi.engine.corruption import Verification
 from ptdmpi.engine.data_parallel import data_parallel
 from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 from ptdmpi.engine.gradients import GradientReduction
+from ptdmpi.engine.loads import Balance, ExpertLoads
 from ptdmpi.engine.muon import names_of_kinds
-from ptdmpi.engine.noise import GradientNoise, OwnGradient
+from ptdmpi.engine.noise import OwnGradient
 from ptdmpi.engine.offload import storage_of, with_room
 from ptdmpi.engine.optimizer import LossScale, Optimizer, learning_rate, require_groups
 from ptdmpi.engine.replicas import Replicas
+from ptdmpi.engine.result import StepResult
 from ptdmpi.engine.runner import Runner
 from ptdmpi.model.batch import Microbatch, MicrobatchPass
 from ptdmpi.model.buffer import ParameterBuffer
@@ -31,7 +31,16 @@ from ptdmpi.model.flat import ALL, Portion
 from ptdmpi.model.kernels import Kernels, compiler
 from ptdmpi.model.kernels import compute_by as hand
 from ptdmpi.model.kernels.choice import HostChoice
-from ptdmpi.model.output.losses import COUNT, TASK, SummedLoss, kinds_of, weights
+from ptdmpi.model.output.losses import (
+    COUNT,
+    TASK,
+    TOTAL,
+    SummedLoss,
+    added,
+    kinds_of,
+    named,
+    weights,
+)
 from ptdmpi.model.parameters import data_types
 from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.sharded import GatheredWeights, ReducedGradients, Walk
@@ -44,51 +53,7 @@ from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
 from ptdmpi.plan.schedule.places import place_of
 from ptdmpi.plan.schedule.program import Program, post_early, programs
-from ptdmpi.plan.schedule.simulate import Span
 from ptdmpi.watch.stopwatch import Place, Stopwatch
-
-TOTAL = "total"  # the name of the weighted sum of all losses, which is minimized
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """The results of a step; `loss` and `grad_norm` are equal on all ranks.
-
-    `loss` is the sum of the means of all losses that train, in nats per valid token of the global
-    batch. `losses` has each loss by name. `grad_norm` is the norm before clipping. `skipped` is
-    True if the loss or the gradient is not finite, so that nothing was updated. `overflow` is True
-    if fp16 is the likely cause, and a smaller loss scale may help. `watch` has this rank's
-    timeline. `compute_s` is the time of this rank's ops in seconds, without the collectives inside
-    them; `inside_s` has the time of these collectives by group. `traffic` counts the messages that
-    this rank has sent.
-
-    `consensus` and `noise` are None except in steps that measure them. `consensus` is the distance
-    between replicas that differ, before they were averaged (`Replicas.consensus`). `noise` is the
-    noise of the data ranks' gradients. If values are compressed, `bits_per_element` is the size of
-    this rank's compressed values, in bits per value; otherwise it is None.
-    """
-
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    loss_scale: float
-    skipped: bool
-    overflow: bool
-    compute_s: float
-    watch: Stopwatch | None = None
-    inside_s: Mapping[str, float] = field(default_factory=dict)
-    traffic: Traffic = field(default_factory=Traffic)
-    losses: Mapping[str, SummedLoss] = field(default_factory=dict)
-    consensus: float | None = None
-    bits_per_element: float | None = None
-    noise: GradientNoise | None = None
-
-    @property
-    def spans(self) -> list[Span]:
-        """Return this rank's timeline. Call this after the device has finished the step."""
-        if self.watch is None:
-            return []
-        return self.watch.spans
 
 
 class Engine:
@@ -119,6 +84,7 @@ class Engine:
         self.context = ContextAxis(axes["context"])
         self.stages = _stages(config, axes, vocab_size, self.schedule, context=self.context)
         self.losses = kinds_of(config.model, own_loss=bool(config.run.loss))  # by name
+        self._of_output = [name for name, kind in self.losses.items() if not kind.of_routers]
         tensor = axes["tensor"]
         portion = Portion(tensor.rank, tensor.size, config.parallel.zero, axes["shard"])
         overlaps = _sums_early(config, axes)
@@ -146,6 +112,7 @@ class Engine:
         )
         require_groups(config.optimizer, pipeline, self.buffer)
         self.optimizer = Optimizer(config.optimizer, self.state, tensor)
+        self.balance = Balance(config.model, axes, self.stages, self.state)
         self.loss_scale = LossScale(config.precision, self.state.counters)
         self.verification = Verification(config.run.verify_every, self.state, axes)
         # the number of steps that the state contains; None while the state is being changed
@@ -185,32 +152,24 @@ class Engine:
             # the norm, and so clipping, is of the gradients of the mean loss
             self.optimizer.expect(scale)
             arriving = self._arriving(passes, *own, self.reduction.global_norm())
+            counted = self.balance.sent()
             # The host waits for the device only here (and if gradients are compressed): it decides
             # by loss and norm, and the update must not use what an aborted message has left.
             self.axes.settle()
             inside_s = self.runner.inside_s
             compute_s = watch.compute_s - sum(inside_s.values())
             *values, norm = arriving.tolist()
+            loads = self.balance.read(counted)
             mine = OwnGradient.of(values.pop() / scale, batches) if own else None
             sums = self._summed(values)
+            if loads is not None:
+                sums = loads.with_routers(sums, counts)
             loss = sums.pop(TOTAL) / valid
             agreed_norm = self.policy.agreed(norm)
             # every rank sees the same loss and norm, so all ranks skip the same steps
             skipped = not (math.isfinite(loss) and math.isfinite(agreed_norm))
             overflow = skipped and self.loss_scale.can_fall
-            self.verification.before_update(step)
-            # from here on equal replicas send nothing: a rank updates completely or not at all, so
-            # no state that survives the loss of a rank contains half an update
-            self.steps_done = None
-            if not skipped:
-                self.optimizer.step(rate, norm)
-            consensus = None if skipped else self.replicas.measured(step)
-            self.policy.after_update(step, skipped)
-            self.loss_scale.update(skipped)
-            self.steps_done = step + 1
-            # after `steps_done`: a survivor that continues can make weights from the master weights
-            self.state.changed(self.optimizer.writes_weights and not self.policy.differs)
-            self.verification.after_update(step)
+            consensus = self._update(step, rate, norm, skipped=skipped, loads=loads)
         noise = None
         if mine is not None and not skipped:
             noise = mine.noise(self.axes["data"], norm, valid)
@@ -225,11 +184,34 @@ class Engine:
             watch=watch,
             inside_s=inside_s,
             traffic=self.axes.traffic().since(before),
-            losses=_named(sums, counts),
+            losses=named(sums, counts),
             consensus=consensus,
             bits_per_element=self.policy.bits_per_element,
             noise=noise,
+            loads=loads,
         )
+
+    def _update(
+        self, step: int, rate: float, norm: float, *, skipped: bool, loads: ExpertLoads | None
+    ) -> float | None:
+        """Update the state by gradients of this `norm`, unless the step is `skipped`. Return the
+        distance between replicas that differ, if this step measures it."""
+        self.verification.before_update(step)
+        # from here on equal replicas send nothing: a rank updates completely or not at all, so
+        # no state that survives the loss of a rank contains half an update
+        self.steps_done = None
+        if not skipped:
+            self.optimizer.step(rate, norm)
+            if loads is not None:
+                self.balance.update(loads, self.optimizer.writes_weights)
+        consensus = None if skipped else self.replicas.measured(step)
+        self.policy.after_update(step, skipped)
+        self.loss_scale.update(skipped)
+        self.steps_done = step + 1
+        # after `steps_done`: a survivor that continues can make weights from the master weights
+        self.state.changed(self.optimizer.writes_weights and not self.policy.differs)
+        self.verification.after_update(step)
+        return consensus
 
     def stopwatch(self) -> Stopwatch:
         """Return a new stopwatch for this rank, with the clock of its device."""
@@ -275,7 +257,7 @@ class Engine:
         arriving = self._arriving(passes)
         self.axes.settle()
         sums = self._summed(arriving.tolist())
-        return _named(sums, self._with_own_count(self._counts(batches), passes))
+        return named(sums, self._with_own_count(self._counts(batches), passes))
 
     def _counts(self, batches: Sequence[Microbatch]) -> dict[str, float]:
         """Return the number of terms of each loss in the global batch, by name; equal on all
@@ -315,7 +297,7 @@ class Engine:
         for microbatch in passes:
             assert microbatch.total is not None, "the last stage has left it"
             yield microbatch.total
-        for name in self.losses:
+        for name in self._of_output:
             for microbatch in passes:
                 yield microbatch.losses[name]
 
@@ -325,22 +307,13 @@ class Engine:
         last_stage = self.schedule.stages - 1
         sums: dict[str, float] = {}
         if last_stage in self.stages:
-            names = (TOTAL, *self.losses)
+            names = (TOTAL, *self._of_output)
             each = len(values) // len(names)
             mine = {name: values[n * each : (n + 1) * each] for n, name in enumerate(names)}
             every = self.axes[LOSSES].all_gather_object(mine)
-            sums = {name: _added(every, name) for name in names}
+            sums = {name: added(every, name) for name in names}
         # only the rank with the last stage knows losses
         return self.axes["pipeline"].broadcast_object(sums, self.schedule.rank_of(last_stage))
-
-
-def _named(sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, SummedLoss]:
-    """Return the losses by name. Losses without terms are left out, except the loss of the task."""
-    return {
-        name: SummedLoss(sums[name], count)
-        for name, count in counts.items()
-        if count or name == TASK
-    }
 
 
 def _require_exact(config: Config, axes: Axes) -> None:
@@ -488,13 +461,3 @@ def _state(
     return State(
         buffer, kinds, borrowed, differs=policy.differs, scales_loss=scales, peers=policy.data
     )
-
-
-def _added(every: Iterable[Mapping[str, Sequence[float]]], name: str) -> float:
-    """Return the sum of all ranks' losses named `name`, added one after the other, in the same
-    order in every layout."""
-    total = 0.0
-    for of_rank in every:
-        for loss in of_rank[name]:
-            total += loss
-    return total

@@ -2,7 +2,7 @@
 the stages of a rank."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -122,11 +122,16 @@ class MicrobatchPass:
     losses: dict[str, Tensor] = field(default_factory=dict)
     total: Tensor | None = None
 
+    def factors(self, names: Iterable[str]) -> dict[str, float]:
+        """Return the factors by which the gradients of some losses are multiplied, by name."""
+        return {name: self.scale * self.weights[name] for name in names if name in self.weights}
+
     def take(self, losses: Mapping[str, Tensor]) -> Tensor:
         """Keep the values of some losses, and return their weighted sum, with its graph."""
         total = next(iter(losses.values()))
         for name, weight in self.weights.items():
-            total = total + weight * losses[name]
+            if name in losses:  # those of routers are added to gradients where they are computed
+                total = total + weight * losses[name]
         self.losses = {name: loss.detach() for name, loss in losses.items()}
         self.total = total.detach()
         return total

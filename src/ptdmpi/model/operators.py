@@ -7,8 +7,8 @@ Everything is given a tensor axis; with an axis of size 1 it is the serial model
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,8 @@ from ptdmpi.config import ModelConfig
 from ptdmpi.model import built
 from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.documents import Documents
+from ptdmpi.model.experts.mixture import Mixture, Router
+from ptdmpi.model.experts.routing import Chosen, Routing
 from ptdmpi.model.kernels import Computing, Kernels
 from ptdmpi.model.kernels.activation import gated, gelu
 from ptdmpi.model.kernels.attention import AttentionCore, hidden_keys
@@ -33,6 +35,7 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.attention import Attend, GatherKeys, SplitHeads
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
+from ptdmpi.plan.layer.experts import MixExperts
 from ptdmpi.plan.layer.operator import Operator, OwnOperator
 from ptdmpi.plan.layer.products import Multiply
 
@@ -44,6 +47,8 @@ class Context:
     `stream`: the random stream; None without dropout. `documents`: None if each sequence is one
     document. `rotary`: the rotary angles, if they are not those of all positions. `cache`: keys and
     values of earlier tokens. `positions`: those of the sequence that this rank has in products.
+    `chosen`: the experts that a recomputed layer has chosen. `factors`: those of routers' losses in
+    the gradient, by name.
     """
 
     stream: RandomStream | None = None
@@ -51,6 +56,8 @@ class Context:
     rotary: tuple[Tensor, Tensor] | None = None
     cache: KeyValueCache | None = None
     positions: Positions = ALL
+    chosen: Chosen | None = None
+    factors: Mapping[str, float] = field(default_factory=dict)
 
     def of_adapters(self, layer: int) -> RandomStream | None:
         """Return the stream by which a layer's adapters drop."""
@@ -284,6 +291,21 @@ def _activation(owner: nn.Module, row: Operator, build: Build) -> Callable[..., 
     return function
 
 
+def _experts(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
+    assert isinstance(row, MixExperts)
+    router = Router(row)
+    add(owner, row.router_name, router)
+    mixture = Mixture(row, Routing(build.model), build.axis)
+    add(owner, row.name, mixture)
+
+    def compute(x: Tensor, *rest: Any) -> Tensor:
+        """Return the experts' sum, with the output of the shared experts, if there are any."""
+        *shared, context = rest
+        return sum(shared, mixture(x, router, context.chosen, context.factors))
+
+    return compute
+
+
 def _residual(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
     assert isinstance(row, AddResidual)
     rate, place = build.model.dropout, (build.layer, row.place)
@@ -306,6 +328,7 @@ MAKERS: Mapping[type[Operator], Maker] = {
     GatherKeys: _whole_keys,
     Attend: _attention,
     Activate: _activation,
+    MixExperts: _experts,
     AddResidual: _residual,
 }
 

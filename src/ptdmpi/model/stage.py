@@ -6,6 +6,7 @@ special cases. Activations are sent between stages in the form of the stage's bo
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from ptdmpi.config import Config, ModelConfig
 from ptdmpi.model.batch import Microbatch, MicrobatchPass
 from ptdmpi.model.boundary import Arrival, Boundary, Departure
 from ptdmpi.model.built import declare_as_described
+from ptdmpi.model.experts.mixture import Mixture
 from ptdmpi.model.low_bit import codes
 from ptdmpi.model.operators import Context
 from ptdmpi.model.output.heads import ClassOutput, Output, TokenOutput, output_of
@@ -54,6 +56,7 @@ class Stage(nn.Module):
         context = context or ContextAxis()
         self.positions = context.positions
         self.seed = config.run.seed
+        self.router_losses = model.router_losses
         self.first = layers.start == 0
         self.last = layers.stop == model.layers
         # no layer before this stage trains, so the input needs no gradient
@@ -65,6 +68,13 @@ class Stage(nn.Module):
         self.layers = nn.ModuleDict(
             {str(i): Block(model, axis, i, config.recompute, context=context) for i in layers}
         )
+        # the mixtures of experts by the numbers of their layers
+        self.mixtures = {
+            int(number): module
+            for number, block in self.layers.items()
+            for module in block.modules()
+            if isinstance(module, Mixture)
+        }
         self.rotary: tuple[Tensor, Tensor] | None = None
         self.output: Output | None = None
         if self.last:
@@ -128,6 +138,8 @@ class Stage(nn.Module):
         self._put_off = {}
         if self.walk is not None:
             self.walk.begin_step()
+        for mixture in self.mixtures.values():
+            mixture.begin_step()
         # an input has a gradient if a layer before it trains; it may be that no weight of this
         # stage does
         self._idle = self.foremost and not any(weight.requires_grad for weight in self.parameters())
@@ -203,6 +215,8 @@ class Stage(nn.Module):
             arrival = Arrival()
             x = arrival.begin(x)
         context = self._context(batch, microbatch.step)
+        if training and self.router_losses:
+            context = replace(context, factors=microbatch.factors(self.router_losses))
         y = self.advance(batch.inputs, x, context, batch.types)
         if self.output is not None:
             y = microbatch.take(self.output.losses(batch, y, context))

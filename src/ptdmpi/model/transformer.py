@@ -7,6 +7,7 @@ Everything is given a tensor axis; with an axis of size 1 it is the serial model
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ptdmpi.config import ModelConfig, RecomputeConfig
 from ptdmpi.model import built
+from ptdmpi.model.experts.routing import Chosen
 from ptdmpi.model.kernels import Computing, compiler
 from ptdmpi.model.kernels.activation import gelu
 from ptdmpi.model.operators import Build, Context, Heads, Norm, drop_hidden, install, run
@@ -77,6 +79,7 @@ class Block(nn.Module):
         limit = model.layers if recompute.layers == "all" else recompute.layers
         self.recompute = recompute.mode == "full" and layer < limit
         self.partition = recompute.partition_activations and axis.size > 1
+        self.chooses = model.experts > 0
         selective = recompute.mode == "selective"
         build = Build(model, axis, layer, selective, context)
         self.steps = install(self, operators(describe.layer(model, layer)), build)
@@ -114,6 +117,8 @@ class Block(nn.Module):
             return self._forward(x, context)
         run = self._forward if self._compiled is None else self._compiled
         if self.recompute:
+            if self.chooses:
+                context = replace(context, chosen=Chosen())
             with self._keeping():
                 # no state of a generator is needed: masks are hashes of coordinates
                 # (model/random.py)

@@ -1,4 +1,5 @@
-"""Pictures of one run: loss, scores on tasks, timeline; and the trace of a step."""
+"""Pictures of one run: loss, scores on tasks, loads of experts, timeline; and the trace of a
+step."""
 
 import statistics
 from collections import defaultdict
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+MOST_LABELS = 12  # of layers: more would hide the curves
+
 
 def write(run: RecordedRun, foreseen: Timeline | None, folder: Path) -> list[Path]:
     """Draw the pictures and the trace of a run into `folder`, and return their paths.
@@ -30,6 +33,10 @@ def write(run: RecordedRun, foreseen: Timeline | None, folder: Path) -> list[Pat
         tasks = folder / "tasks.png"
         task_curves(run, tasks)
         paths.append(tasks)
+    if any("fullest_expert" in record for record in run.steps):
+        experts = folder / "experts.png"
+        load_curves(run, experts)
+        paths.append(experts)
     if run.measured:
         timeline = folder / "timeline.png"
         draw.figure(timelines(run, run.measured, foreseen), timeline)
@@ -84,6 +91,23 @@ def task_curves(run: RecordedRun, path: Path) -> None:
     axes.set_ylim(0.0, 1.0)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.legend(frameon=False)
+    draw.save(figure, path)
+
+
+def load_curves(run: RecordedRun, path: Path) -> None:
+    """Draw the share of the fullest expert of each layer, over the tokens of the run."""
+    from matplotlib.ticker import PercentFormatter
+
+    figure, axes = _axes(run, "tokens of the fullest expert of a layer")
+    records = [record for record in run.steps if "fullest_expert" in record]
+    tokens = [record["tokens"] for record in records]
+    layers = zip(*(record["fullest_expert"] for record in records), strict=True)
+    for number, shares in enumerate(layers):
+        axes.plot(tokens, shares, color=f"C{number % 10}", linewidth=0.8, label=f"layer {number}")
+    axes.set_ylim(bottom=0.0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    if len(axes.lines) <= MOST_LABELS:
+        axes.legend(frameon=False)
     draw.save(figure, path)
 
 

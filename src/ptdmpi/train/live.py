@@ -13,7 +13,8 @@ from torch import Tensor
 from ptdmpi.comm.communicator import Handle
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.comm.world import World
-from ptdmpi.engine.engine import Engine, StepResult
+from ptdmpi.engine.engine import Engine
+from ptdmpi.engine.result import StepResult
 from ptdmpi.lineage.judge import Answer
 from ptdmpi.model.state import Counters
 from ptdmpi.plan.layout.grid import Coordinates, Grid

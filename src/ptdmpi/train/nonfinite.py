@@ -14,7 +14,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor, nn
 
-from ptdmpi.engine.engine import Engine, StepResult
+from ptdmpi.engine.engine import Engine
+from ptdmpi.engine.result import StepResult
 from ptdmpi.engine.runner import OpHook
 from ptdmpi.model.batch import Microbatch, MicrobatchPass
 from ptdmpi.model.parameters import Parameter

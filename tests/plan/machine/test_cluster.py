@@ -7,7 +7,7 @@ import pytest
 from ptdmpi.config import InputError
 from ptdmpi.config.presets import model_presets
 from ptdmpi.plan.machine.cluster import cluster_names, load_cluster, load_model, model_of
-from ptdmpi.plan.shape.parameters import parameter_count
+from ptdmpi.plan.shape.parameters import active_count, parameter_count
 from tests.parallel import ROOT
 
 # Narayanan et al. 2021, Table 1; Brown et al. 2020, Table 2.1; Touvron et al. 2023, Table 2;
@@ -70,6 +70,10 @@ ROUNDED = {
     "qwen3-8b": 8.2,
     "qwen3-14b": 14.8,
     "qwen3-32b": 32.8,
+    "mixtral-8x7b": 46.7,
+    "mixtral-8x22b": 141.0,
+    "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235.0,
     "gemma2-2b": 2.614,
     "gemma2-9b": 9.242,
     "gemma2-27b": 27.227,
@@ -88,6 +92,25 @@ def test_preset_has_the_published_number_of_parameters(name):
     model = load_model(name)
     count = parameter_count(model.config, model.vocab_size) / 1e9
     assert count == pytest.approx(PUBLISHED[name], abs=0.06)
+
+
+# Billions of parameters that compute a token: Jiang et al. 2024, section 2.2, and the model cards
+ACTIVE = {
+    "mixtral-8x7b": 12.9,
+    "mixtral-8x22b": 39.0,
+    "qwen3-30b-a3b": 3.3,
+    "qwen3-235b-a22b": 22.0,
+}
+
+
+@pytest.mark.parametrize("name", model_presets())
+def test_active_parameters_are_the_published_ones(name):
+    model = load_model(name)
+    active = active_count(model.config, model.vocab_size)
+    if name in ACTIVE:
+        assert active / 1e9 == pytest.approx(ACTIVE[name], rel=0.03)
+    else:
+        assert active == parameter_count(model.config, model.vocab_size)
 
 
 def test_every_preset_loads():

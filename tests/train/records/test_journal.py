@@ -6,7 +6,7 @@ import click
 import pytest
 
 from ptdmpi.base.say import QUIET
-from ptdmpi.engine.engine import StepResult
+from ptdmpi.engine.result import StepResult
 from ptdmpi.train.live import Completed
 from ptdmpi.train.records.directory import RunDirectory
 from ptdmpi.train.records.journal import Journal

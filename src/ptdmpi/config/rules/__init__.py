@@ -10,6 +10,7 @@ from functools import partial
 from ptdmpi.config.configuration import Sections
 from ptdmpi.config.rules.adapt import adapt_rules
 from ptdmpi.config.rules.context import context_rules
+from ptdmpi.config.rules.experts import expert_rules
 from ptdmpi.config.rules.known import where_known
 from ptdmpi.config.rules.methods import method_rules
 from ptdmpi.config.rules.model import masked_log_rules, quantize_rules, shape_rules
@@ -62,6 +63,7 @@ def rules(sections: Sections, ranks: int) -> Iterator[str]:
     yield from compile_rules(sections)
     yield from own_loss_rules(sections)
     yield from context_rules(sections)
+    yield from expert_rules(sections)
     yield from task_rules(sections)
 
 

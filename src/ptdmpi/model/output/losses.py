@@ -5,12 +5,13 @@ A new loss is a row of `LOSS_KINDS`, and a tensor by its name among the `losses`
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ptdmpi.config import ModelConfig
 from ptdmpi.model.batch import Microbatch
 
+TOTAL = "total"  # the weighted sum of all losses, which is minimized
 TASK = "task"
 ORDER = "order"
 RIGHT = "right"
@@ -42,13 +43,28 @@ class LossKind:
     `used_by` returns True for a model that has the loss. `count` returns the number of its terms in
     a microbatch. `key` is the name of its mean in the records of steps, and after "validation_" in
     those of validations; "" if it is not recorded. `trains`: its mean is added to the task's, and
-    the gradient is that of their sum; if False, it is only measured.
+    the gradient is that of their sum; if False, it is only measured. `of_routers`: it is a sum over
+    the routers of all layers (`model/experts/routing.py`), not an output's loss.
     """
 
     used_by: Callable[[ModelConfig], bool]
     count: Callable[[Microbatch], float]
     key: str = ""
     trains: bool = True
+    of_routers: bool = False
+
+
+def _of_routers(name: str, count: Callable[[Microbatch], float], key: str) -> LossKind:
+    """Return the row of a loss that routers have, if the model's configuration names it."""
+    return LossKind(lambda model: name in model.router_losses, count, key, of_routers=True)
+
+
+def _sequences(batch: Microbatch) -> float:
+    return len(batch.samples)
+
+
+def _positions(batch: Microbatch) -> float:
+    return batch.inputs.numel()
 
 
 # The task's loss comes first: per token, or per classified sample. `right` and `count` are not
@@ -61,6 +77,9 @@ LOSS_KINDS: Mapping[str, LossKind] = {
     ),
     RIGHT: LossKind(lambda model: model.classifies, lambda batch: batch.tokens, trains=False),
     COUNT: LossKind(lambda model: False, lambda batch: batch.tokens, trains=False),
+    "sequence_balance": _of_routers("sequence_balance", _sequences, "balance_loss"),
+    "batch_balance": _of_routers("batch_balance", _positions, "balance_loss"),
+    "router_z": _of_routers("router_z", _positions, "router_z_loss"),
 }
 
 
@@ -84,6 +103,25 @@ def weights(counts: Mapping[str, float]) -> dict[str, float]:
         name: task_count / (count or math.inf)
         for name, count in counts.items()
         if name != TASK and LOSS_KINDS[name].trains
+    }
+
+
+def added(every: Iterable[Mapping[str, Sequence[float]]], name: str) -> float:
+    """Return the sum of all ranks' losses of one name, added one after the other in the same order
+    in all layouts."""
+    total = 0.0
+    for of_rank in every:
+        for loss in of_rank[name]:
+            total += loss
+    return total
+
+
+def named(sums: Mapping[str, float], counts: Mapping[str, float]) -> dict[str, SummedLoss]:
+    """Return the losses by name. Losses without terms are left out, except the loss of the task."""
+    return {
+        name: SummedLoss(sums[name], count)
+        for name, count in counts.items()
+        if name in sums and (count or name == TASK)
     }
 
 

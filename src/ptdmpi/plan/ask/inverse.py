@@ -10,7 +10,7 @@ from ptdmpi.config.presets import model_presets
 from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import model_of
-from ptdmpi.plan.shape.parameters import parameter_count
+from ptdmpi.plan.shape.parameters import active_count, parameter_count
 
 DAY_S = 86400
 MODEL_FLOPS, HARDWARE_FLOPS = 6, 8  # per token and parameter, without and with recomputation
@@ -55,7 +55,7 @@ def days_answer(
     if (taken is None) == (utilisation is None):
         raise InputError("give --days or --utilisation, one of the two")
     config, peak = pricer.model.config, pricer.machine.peak
-    count = parameter_count(config, pricer.model.vocab_size)
+    count = active_count(config, pricer.model.vocab_size)
     training = TrainingWork(count, tokens, ranks)
     if taken is None:
         assert utilisation is not None
@@ -142,6 +142,7 @@ def size_answer(flops: float) -> Reply:
     sizes = {
         name: parameter_count((model := model_of(name, keys)).config, model.vocab_size)
         for name, keys in model_presets().items()
+        if not keys.get("experts")  # the fit is of dense models
     }
     near = sorted(sizes, key=lambda name: abs(math.log(sizes[name] / best)))[:5]
     near.sort(key=lambda name: sizes[name])

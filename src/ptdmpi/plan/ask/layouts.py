@@ -18,7 +18,7 @@ from ptdmpi.plan.machine.cluster import Model, load_cluster, load_model, preset_
 from ptdmpi.plan.search.advice import difference, heuristic, improvements, microbatch_model
 from ptdmpi.plan.search.search import search
 from ptdmpi.plan.search.space import Space, contradiction, of_a_node
-from ptdmpi.plan.shape.parameters import parameter_count
+from ptdmpi.plan.shape.parameters import active_count, parameter_count
 from ptdmpi.plan.show import draw, draw_memory, table
 from ptdmpi.plan.show.trace import chrome_trace
 
@@ -174,6 +174,7 @@ def answer(request: LayoutRequest) -> LayoutPlan:
     numbers: dict[str, Any] = {
         "model": pricer.model.name,
         "parameters": parameter_count(pricer.model.config, pricer.model.vocab_size),
+        "active_parameters": active_count(pricer.model.config, pricer.model.vocab_size),
         "cluster": pricer.cluster.name,
         "ranks": ranks,
         "batch": pricer.batch,

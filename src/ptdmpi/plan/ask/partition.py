@@ -27,9 +27,8 @@ from ptdmpi.base.near import divisors
 from ptdmpi.config import ModelConfig
 from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.price import Pricer
-from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.machine.kernels import Group
-from ptdmpi.plan.shape.parameters import layer
+from ptdmpi.plan.shape.parameters import first_linear
 
 
 class Partition(NamedTuple):
@@ -51,9 +50,9 @@ WAYS = (
 
 def widths(config: ModelConfig) -> dict[str, int]:
     """Return h, g and u of a model."""
-    up = layer(config)["mlp.up"]
-    assert isinstance(up, Linear)
-    return {"h": config.hidden, "g": config.ffn_hidden, "u": sum(up.outputs)}
+    up = first_linear(config)
+    width = config.expert_hidden if config.experts else config.ffn_hidden
+    return {"h": config.hidden, "g": width, "u": sum(up.outputs)}
 
 
 def sent(way: Partition, columns: Mapping[str, float], tensor: int) -> float:

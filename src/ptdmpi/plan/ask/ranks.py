@@ -11,7 +11,7 @@ from ptdmpi.plan.ask.inverse import DAY_S, MODEL_FLOPS
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.search.search import search
 from ptdmpi.plan.search.space import Space
-from ptdmpi.plan.shape.parameters import parameter_count
+from ptdmpi.plan.shape.parameters import active_count, parameter_count
 from ptdmpi.plan.show import table
 
 LEAST_STATE_BYTES = 2  # of a parameter on a device, whatever is sharded and offloaded
@@ -84,7 +84,8 @@ def answer(
     count = parameter_count(pricer.model.config, pricer.model.vocab_size)
     least = LEAST_STATE_BYTES * count / pricer.capacity_bytes
     if days is not None:  # fewer ranks would be late even at the peak
-        least = max(least, MODEL_FLOPS * count * tokens / pricer.machine.peak / (days * DAY_S))
+        active = active_count(pricer.model.config, pricer.model.vocab_size)
+        least = max(least, MODEL_FLOPS * active * tokens / pricer.machine.peak / (days * DAY_S))
     rungs = ladder(devices, min(most, int(least)), most)
     costs = _costs(pricer, rungs, tokens)
     if days is not None:

@@ -36,13 +36,12 @@ from ptdmpi.config.methods import encodes, rounds_of
 from ptdmpi.config.precision import FLOAT32
 from ptdmpi.plan.cost.data_axis import Behind, DataAxis
 from ptdmpi.plan.cost.step import StepTimes
-from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.layout.run_method import MESSAGE_ELEMENTS, RunMethod
 from ptdmpi.plan.layout.topology import topology
 from ptdmpi.plan.machine.cluster import Cluster, Model
 from ptdmpi.plan.machine.kernels import Group, Machine
 from ptdmpi.plan.shape.codes import bits_per_element
-from ptdmpi.plan.shape.parameters import layer
+from ptdmpi.plan.shape.parameters import first_linear
 
 # Kinds of error feedback with servers: each server has a part of the mean and compresses it again.
 SQUEEZED = ("double_squeeze", "neolithic")
@@ -123,8 +122,7 @@ def told_of(
     cut = math.gcd(model.heads, model.ffn_hidden)
     head, hidden = model.hidden / model.heads, float(model.hidden)
     attention = 2 * hidden * (hidden + head * model.kv_heads)
-    up = layer(model)["mlp.up"]
-    mlp = hidden * (sum(up.outputs) + model.ffn_hidden) if isinstance(up, Linear) else 0.0
+    mlp = hidden * (sum(first_linear(model).outputs) + model.ffn_hidden)
     rows = vocab_size / cut if vocab_size % cut == 0 else 1.0
     parts = [
         (model.layers * attention, head),

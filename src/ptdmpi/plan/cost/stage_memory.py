@@ -13,7 +13,6 @@ from ptdmpi.config.zero import Sharing
 from ptdmpi.plan.layer import describe, folds
 from ptdmpi.plan.layer.folds import LayerBytes
 from ptdmpi.plan.layer.operator import Operator
-from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.machine.cluster import Software
@@ -240,8 +239,7 @@ class StageMemory:
         one ahead (`plan.schedule.places`).
         """
         if self.software.zero_unit == "tensor":
-            up = parameters.layer(self.model)["mlp.up"]
-            assert isinstance(up, Linear)
+            up = parameters.first_linear(self.model)
             return (up.inputs * sum(up.outputs) // tensor,) * 3
         most = (0, 0, 0)
         for stage in cut.placed.stages_of(rank):

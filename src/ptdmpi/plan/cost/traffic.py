@@ -32,6 +32,8 @@ from ptdmpi.plan.shape.dealt import Dealt, dealt
 from ptdmpi.plan.shape.matrices import gathered_bytes, iteration_bytes
 from ptdmpi.plan.shape.parameters import ModelPart
 
+LOAD_BYTES = 8  # the number of tokens of an expert, or a loss
+
 
 class StepTraffic:
     """The traffic of one step of a model, layout, global batch and compute type.
@@ -81,7 +83,20 @@ class StepTraffic:
             "pipeline": self._pipeline(rank, norms),
             ENDS: self._ends(rank, shard),
         }
+        if self.model.experts:
+            self._add_loads(tallies)
         return Traffic({group: tally for group, tally in tallies.items() if tally.ranks > 1})
+
+    def _add_loads(self, tallies: dict[str, Tally]) -> None:
+        """Add the sums of the numbers of tokens that each expert of each layer has had, and of the
+        losses of routers."""
+        layout, losses = self.layout, len(self.model.router_losses)
+        size = self.model.layers * (self.model.experts + losses) * LOAD_BYTES
+        group = LOSSES
+        if layout.context == 1 or layout.data == 1:
+            group = DATA if layout.context == 1 else "context"
+        tallies.setdefault(group, Tally(layout.context * layout.data)).add("all_reduce", size)
+        tallies["pipeline"].add("all_reduce", size)
 
     def _tensor(self, rank: int, shard: int, norms: int) -> Tally:
         """Return the traffic over the tensor axis: activations, partial gradients, norms, and

@@ -16,14 +16,13 @@ from ptdmpi.config.choices import RECOMPUTE_MODES
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """`batch` products of matrices [m, k] and [k, n]."""
+    """`batch` products of matrices [m, k] and [k, n], by so many kernels."""
 
     m: int
     n: int
     k: int
     batch: int = 1
-
-    launches = 1
+    launches: int = 1
     priced = True
 
     @property

@@ -7,6 +7,8 @@ There is no other list. The model is built from it and computes it row by row
 
     attention     x -> norm -> qkv -> heads -> core -> out -> x + dropout
     mlp           x -> norm -> up -> activation -> down -> x + dropout
+
+In a mixture of experts the MLP is x -> norm -> router, experts -> x + dropout.
 """
 
 import math
@@ -27,6 +29,7 @@ from ptdmpi.plan.layer.ends import (
     SelectPositions,
     Tanh,
 )
+from ptdmpi.plan.layer.experts import MixExperts
 from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Scale, Sees, Table
@@ -124,18 +127,59 @@ def attention(build: LayerBuild) -> Sublayer:
 
 
 def mlp(build: LayerBuild) -> Sublayer:
-    """Return two linears around an activation function, or a gated unit (Shazeer 2020)."""
+    """Return two linears around an activation function, or a gated unit (Shazeer 2020), or a
+    mixture of several of them."""
+    if build.model.experts:
+        return _mixture(build)
+    return build.sublayer("mlp", 1, *_feed_forward(build, "mlp", build.model.ffn_hidden))
+
+
+def _linears(build: LayerBuild, width: int) -> tuple[Linear, Linear]:
+    """Return the two linears of an MLP of a width."""
     model = build.model
-    widths = (model.ffn_hidden,) * model.gates
-    up = Linear(model.hidden, widths, model.mlp_bias, model.init_std, "columns")
-    down = Linear(model.ffn_hidden, (model.hidden,), model.mlp_bias, build.residual_std, "rows")
-    return build.sublayer(
-        "mlp",
-        1,
-        build.product("mlp.up", up, "y", "y"),
-        Activate("mlp.activation", ("y",), ("y",), model.activation, model.ffn_hidden, model.gates),
-        build.product("mlp.down", down, "y", "y"),
+    up = Linear(model.hidden, (width,) * model.gates, model.mlp_bias, model.init_std, "columns")
+    return up, Linear(width, (model.hidden,), model.mlp_bias, build.residual_std, "rows")
+
+
+def _feed_forward(
+    build: LayerBuild, name: str, width: int, value: str = "y"
+) -> tuple[Operator, ...]:
+    """Return the rows of an MLP of a width, which read "y" and write `value`."""
+    model = build.model
+    up, down = _linears(build, width)
+    return (
+        build.product(f"{name}.up", up, "y", value),
+        Activate(f"{name}.activation", (value,), (value,), model.activation, width, model.gates),
+        build.product(f"{name}.down", down, value, value),
     )
+
+
+def _mixture(build: LayerBuild) -> Sublayer:
+    """Return experts and their router, next to shared experts, if there are any: one MLP that
+    computes every token (Dai et al. 2024, arXiv 2401.06066)."""
+    model = build.model
+    shared: tuple[Operator, ...] = ()
+    inputs: tuple[str, ...] = ("y",)
+    if model.shared_experts:
+        width = model.shared_experts * model.expert_hidden
+        shared = _feed_forward(build, "mlp.shared", width, "shared")
+        inputs = ("y", "shared")
+    sizes = (model.hidden, (model.experts,))
+    remembers = model.balance in ("bias", "batch")
+    router = Linear(*sizes, remembers, model.init_std, partial_gradient=True)
+    up, down = _linears(build, model.expert_hidden)
+    mix = MixExperts(
+        "mlp.experts",
+        inputs,
+        ("y",),
+        router,
+        up,
+        down,
+        count=model.experts,
+        chosen=model.experts_per_token,
+        function=model.activation,
+    )
+    return build.sublayer("mlp", 1, *shared, mix)
 
 
 # The sublayers that `model.sublayers` may name without a module.

@@ -26,6 +26,7 @@ class Linear:
     is the number of shares into which each of the outputs can be divided, because a head is never
     cut; None stands for t. `init_std` is the standard deviation of the initial weights. `trains` is
     False for a frozen part, which has weights but no gradients, masters or moments.
+    `partial_gradient`: each tensor rank has a part of W's gradient, and a bias has none.
     """
 
     inputs: int
@@ -35,6 +36,7 @@ class Linear:
     split: Literal["columns", "rows"] | None = None
     most: tuple[int, ...] | None = None
     trains: bool = True
+    partial_gradient: bool = False
 
     def local(self, tensor: int) -> tuple[int, int]:
         """Return (inputs, outputs) of one tensor rank, padded where t does not divide them."""
@@ -57,6 +59,8 @@ class Linear:
 
     def partial(self, sequence_parallel: bool) -> int:
         """Return the elements whose gradient is a part, to be summed over the tensor axis."""
+        if self.partial_gradient:
+            return self.inputs * sum(self.outputs)
         adds_after_sum = self.split == "rows" and self.bias
         return sum(self.outputs) if sequence_parallel and adds_after_sum else 0
 

@@ -272,16 +272,19 @@ def summed(sizes: Sizes, size: int, behind: MatrixProduct | None = None) -> Mess
     return Message("all_reduce", size, behind=behind)
 
 
-def weight_gradient(sizes: Sizes, inputs: int, outputs: int, rows: int) -> Iterator[Kernel]:
-    """Yield the product that computes a weight's gradient, and the kernel that adds it to the sum.
+def weight_gradient(
+    sizes: Sizes, inputs: int, outputs: int, rows: int, *, weights: int = 1
+) -> Iterator[Kernel]:
+    """Yield the product that computes a weight's gradient, and the kernel that adds it to the sum;
+    for several `weights` of one shape one after the other.
 
     The latter reads the product, and reads and writes the sum. It is not needed if the product adds
     to the sum itself, in the sum's own type.
     """
-    yield MatrixProduct(inputs, outputs, rows)
+    yield MatrixProduct(inputs, outputs, rows, weights, weights)
     e, g = sizes.compute_bytes, sizes.software.gradient_bytes
     if not (sizes.software.adds_in_place and e == g):
-        yield MemoryPass(inputs * outputs * (e + 2 * g))
+        yield MemoryPass(weights * inputs * outputs * (e + 2 * g), weights)
 
 
 def copied_bytes(sizes: Sizes, shape: tuple[int, int], rows: int) -> int:

@@ -74,6 +74,13 @@ def task_head(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def first_linear(model: ModelConfig) -> Linear:
+    """Return the first linear of a layer's MLP, or of one of its experts."""
+    parts = layer(model)
+    name = "mlp.experts.0.up" if model.experts else "mlp.up"
+    return as_linear(parts[name], "columns")
+
+
 def layer_elements(model: ModelConfig, tensor: int = 1) -> int:
     """Return the number of parameters of one layer on one tensor rank."""
     return elements(layer(model).values(), tensor)
@@ -159,6 +166,17 @@ def trained_count(model: ModelConfig, vocab_size: int) -> int:
     """Return the number of trained parameters of the whole model; a tied head counts once."""
     _, train, _ = rank_elements(model, vocab_size, ModelPart.whole(model))
     return train
+
+
+def active_count(model: ModelConfig, vocab_size: int) -> int:
+    """Return the number of parameters that compute a token: all but those of the experts that it
+    does not choose."""
+    count = parameter_count(model, vocab_size)
+    if not model.experts:
+        return count
+    parts = layer(model)
+    each = elements(parts[f"mlp.experts.0.{linear}"] for linear in ("up", "down"))
+    return count - model.layers * (model.experts - model.experts_per_token) * each
 
 
 def _frozen(model: ModelConfig, tensor: int) -> list[tuple[int, int]]:

@@ -228,8 +228,11 @@ def _train(result: dict[str, Any]) -> Iterator[str]:
 def report(result: dict[str, Any]) -> str:
     """Return the text that `ptdmpi plan` prints."""
     ranks = counted(result["ranks"], "rank")
+    size = f"{short(result['parameters'])} parameters"
+    if result["active_parameters"] < result["parameters"]:  # a mixture of experts
+        size += f" ({short(result['active_parameters'])} for each token)"
     text = [
-        f"{result['model']}: {short(result['parameters'])} parameters, {ranks} of "
+        f"{result['model']}: {size}, {ranks} of "
         f"{result['cluster']}, {result['precision']}, "
         f"batch {result['batch']} of {result['seq_length']} tokens each",
         "",

@@ -8,7 +8,7 @@ from typing import Any
 from ptdmpi.base.say import quiet
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config
-from ptdmpi.engine.engine import StepResult
+from ptdmpi.engine.result import StepResult
 from ptdmpi.model.output.losses import recorded
 from ptdmpi.train.live import Completed
 from ptdmpi.train.records.directory import RunDirectory
@@ -65,6 +65,7 @@ class Journal:
             **_optional(
                 consensus_distance=result.consensus,
                 bits_per_element=result.bits_per_element,
+                **_loads(result),
                 gradient_noise=None if result.noise is None else asdict(result.noise),
             ),
             learning_rate=result.learning_rate,
@@ -100,6 +101,13 @@ def _optional(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def _loads(result: StepResult) -> dict[str, Any]:
+    """Return how full experts are, by layer, if the model has any."""
+    if result.loads is None:
+        return {}
+    return {"fullest_expert": result.loads.fullest, "dead_experts": result.loads.dead}
+
+
 def _step_line(done: Completed, steps: int, rates: dict[str, float | None], left_s: float) -> str:
     """Return the line of a step for terminal and log."""
     result = done.result
@@ -121,10 +129,14 @@ def _step_line(done: Completed, steps: int, rates: dict[str, float | None], left
 
 
 def _method_parts(result: StepResult) -> list[str]:
-    """Return the parts of a step's line that only some data-parallel methods have."""
+    """Return the parts of a step's line that only some methods or models have."""
     parts = []
     if result.consensus is not None:
         parts.append(f"apart {result.consensus:.3g}")
     if result.bits_per_element is not None:
         parts.append(f"{result.bits_per_element:.3g} bits an element")
+    if result.loads is not None:
+        parts.append(f"fullest expert {max(result.loads.fullest):.1%}")
+        if any(result.loads.dead):
+            parts.append(f"{sum(result.loads.dead)} dead")
     return parts

@@ -1,0 +1,136 @@
+"""Rules about the experts of [model]: sizes that fit, and the settings that experts exclude."""
+
+from collections.abc import Iterator
+
+from ptdmpi.base.near import divisors, nearest
+from ptdmpi.config.configuration import Sections
+from ptdmpi.config.methods import toml_text
+from ptdmpi.config.model import ModelConfig
+from ptdmpi.config.rules.known import where_known
+from ptdmpi.config.sections import ParallelConfig, RunConfig
+
+# the keys that describe experts, besides their number and their width
+KEYS = (
+    "experts_per_token",
+    "shared_experts",
+    "router",
+    "router_normalize",
+    "router_scale",
+    "router_groups",
+    "router_top_groups",
+    "balance",
+    "balance_coefficient",
+    "z_loss_coefficient",
+)
+
+
+def expert_rules(sections: Sections) -> Iterator[str]:
+    """Yield the mistakes in the keys of experts, alone and next to other sections."""
+    model = sections.model
+    if model is None:
+        return
+    if not model.experts:
+        yield from _unused_keys(model)
+        return
+    yield from _size_rules(model)
+    default = ModelConfig.model_fields["balance_coefficient"].default
+    if model.balance == "none" and model.balance_coefficient != default:
+        yield (
+            f"model.balance_coefficient = {model.balance_coefficient} is of no use to balance = "
+            f'"none"; legal: {default}'
+        )
+    yield from _form_rules(model)
+    for key, legal in _excluded(sections):
+        yield f"model.experts = {model.experts} excludes {key}; legal: {legal}, or experts = 0"
+
+
+def _unused_keys(model: ModelConfig) -> Iterator[str]:
+    for key in KEYS:
+        value = getattr(model, key)
+        default = ModelConfig.model_fields[key].default
+        if value != default:
+            yield (
+                f"model.{key} = {toml_text(value)} is of no use without experts; legal: {key} = "
+                f"{toml_text(default)}, or model.experts above 0"
+            )
+    if model.expert_hidden != model.ffn_hidden:
+        yield (
+            f"model.expert_hidden = {model.expert_hidden} is of no use without experts; legal: "
+            f"{model.ffn_hidden} as model.ffn_hidden, or model.experts above 0"
+        )
+
+
+def _size_rules(model: ModelConfig) -> Iterator[str]:
+    """Yield the numbers of experts and of groups that do not fit together."""
+    if not 1 <= model.experts_per_token <= model.experts:
+        yield (
+            f"model.experts_per_token = {model.experts_per_token} of model.experts = "
+            f"{model.experts}; legal: 1 to {model.experts}"
+        )
+        return
+    if model.experts_per_token == 1 and model.router_normalize:
+        yield (
+            "model.router_normalize = true makes the weight of a single expert 1, and its router "
+            "has no gradient; legal: router_normalize = false, or model.experts_per_token above 1"
+        )
+    if model.experts % model.router_groups:
+        yield (
+            f"model.router_groups = {model.router_groups} does not divide model.experts = "
+            f"{model.experts}; legal nearby: "
+            f"{nearest(model.router_groups, divisors(model.experts))}"
+        )
+        return
+    each = model.experts // model.router_groups
+    least = -(-model.experts_per_token // each)
+    if not least <= model.router_top_groups <= model.router_groups:
+        yield (
+            f"model.router_top_groups = {model.router_top_groups} of {model.router_groups} groups "
+            f"of {each} experts, of which {model.experts_per_token} are chosen; legal: {least} to "
+            f"{model.router_groups}"
+        )
+
+
+def _form_rules(model: ModelConfig) -> Iterator[str]:
+    """Yield the properties of a layer that experts do not have."""
+    if model.mlp_bias:
+        yield (
+            f"model.bias = {toml_text(model.bias)}: experts have no biases; legal: "
+            'bias = false, "attention" or "qkv"'
+        )
+    if "mlp" not in model.sublayers:
+        yield 'model.sublayers has no "mlp", which experts replace; legal: "mlp" among them'
+    if model.block_norm == "post":
+        yield 'model.block_norm = "post" with experts; legal: "pre" or "sandwich"'
+
+
+def _excluded(sections: Sections) -> Iterator[tuple[str, str]]:
+    """Yield the settings that do not know experts, each with what is legal instead."""
+    adapt, method = sections.adapt, sections.data_parallel
+    if adapt is not None and adapt.adapts:
+        yield f'adapt.method = "{adapt.method}"', 'adapt.method = "none" or "full"'
+    if method is not None and method.method != "all_reduce":
+        yield f'data_parallel.method = "{method.method}"', 'data_parallel.method = "all_reduce"'
+    if sections.quantize is not None and sections.quantize.weights != "none":
+        yield f'quantize.weights = "{sections.quantize.weights}"', 'quantize.weights = "none"'
+    # the host counts the tokens of each expert, in the middle of a layer
+    yield from where_known(_compiles, sections.run)
+    yield from where_known(_own_loss, sections.model, sections.run)
+    yield from where_known(_cuts_sequences, sections.model, sections.parallel)
+
+
+def _compiles(run: RunConfig) -> Iterator[tuple[str, str]]:
+    if run.compile:
+        yield "run.compile = true", "run.compile = false"
+
+
+def _own_loss(model: ModelConfig, run: RunConfig) -> Iterator[tuple[str, str]]:
+    # the number of terms of such a loss is not known when the gradients of routers are computed
+    if run.loss and model.router_losses:
+        yield f'run.loss = "{run.loss}" with losses of routers', 'balance = "bias" or "none"'
+
+
+def _cuts_sequences(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tuple[str, str]]:
+    # each rank would count the experts of its own part of a sequence
+    if model.balance == "sequence" and parallel.context > 1:
+        key = f'balance = "sequence" at parallel.context = {parallel.context}'
+        yield key, 'balance = "bias", "batch" or "none"'

@@ -1,0 +1,54 @@
+"""The results of one training step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ptdmpi.base.traffic import Traffic
+from ptdmpi.engine.loads import ExpertLoads
+from ptdmpi.engine.noise import GradientNoise
+from ptdmpi.model.output.losses import SummedLoss
+from ptdmpi.plan.schedule.simulate import Span
+from ptdmpi.watch.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """The results of a step; `loss` and `grad_norm` are equal on all ranks.
+
+    `loss` is the sum of the means of all losses that train, in nats per valid token of the global
+    batch. `losses` has each loss by name. `grad_norm` is the norm before clipping. `skipped` is
+    True if the loss or the gradient is not finite, so that nothing was updated. `overflow` is True
+    if fp16 is the likely cause, and a smaller loss scale may help. `watch` has this rank's
+    timeline. `compute_s` is the time of this rank's ops in seconds, without the collectives inside
+    them; `inside_s` has the time of these collectives by group. `traffic` counts the messages that
+    this rank has sent.
+
+    `consensus` and `noise` are None except in steps that measure them. `consensus` is the distance
+    between replicas that differ, before they were averaged (`Replicas.consensus`). `noise` is the
+    noise of the data ranks' gradients. If values are compressed, `bits_per_element` is the size of
+    this rank's compressed values, in bits per value; otherwise it is None. `loads` is None if the
+    model has no experts.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    loss_scale: float
+    skipped: bool
+    overflow: bool
+    compute_s: float
+    watch: Stopwatch | None = None
+    inside_s: Mapping[str, float] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
+    losses: Mapping[str, SummedLoss] = field(default_factory=dict)
+    consensus: float | None = None
+    bits_per_element: float | None = None
+    noise: GradientNoise | None = None
+    loads: ExpertLoads | None = None
+
+    @property
+    def spans(self) -> list[Span]:
+        """Return this rank's timeline. Call this after the device has finished the step."""
+        if self.watch is None:
+            return []
+        return self.watch.spans

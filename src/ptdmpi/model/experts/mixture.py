@@ -1,0 +1,266 @@
+"""The experts of a layer: products of the tokens that each of them has, and their weighted sum.
+
+No token is dropped, and a token's output is a sum in ascending order of its experts, so it depends
+neither on other tokens nor on how the batch is divided. The tensor axis divides each expert's
+width. Tensor ranks then have parts of the output, as after a row-parallel linear, and parts of all
+gradients. The router's gradient is linear in these, so it needs no message of its own in the
+layer: its part of the input's gradient is summed with the experts', and its weight's gradient with
+those of other partial gradients at the end of a step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from ptdmpi.model.experts.routing import Chosen, Routing, Segment, segments
+from ptdmpi.model.kernels import Computing, Kernels
+from ptdmpi.model.kernels.activation import gated, gelu
+from ptdmpi.model.parameters import Parameter, declare
+from ptdmpi.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorAxis
+from ptdmpi.plan.layer.experts import MixExperts
+
+
+class Router(nn.Module):
+    """The weight [E, h] of a router, which every tensor rank holds whole, and the numbers [E] that
+    its balance remembers, which a step changes after its update (`engine/loads.py`)."""
+
+    def __init__(self, row: MixExperts) -> None:
+        super().__init__()
+        shape = (row.count, row.router.inputs)
+        self.weight = declare(1, shape, row.router.init_std, partial_gradient=True)
+        self.balance = declare(1, shape[:1], "zeros") if row.router.bias else None
+
+
+class Expert(nn.Module):
+    """The two linears of an expert. Their weights are used by the mixture; they are not called."""
+
+    def __init__(self, row: MixExperts, axis: TensorAxis) -> None:
+        super().__init__()
+        up, down = row.up, row.down
+        self.up = ColumnParallelLinear(
+            axis, up.inputs, up.outputs, bias=False, init_std=up.init_std
+        )
+        self.down = RowParallelLinear(
+            axis, down.inputs, sum(down.outputs), bias=False, init_std=down.init_std
+        )
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of an expert's two linears."""
+
+    up: Parameter
+    down: Parameter
+
+
+@dataclass(frozen=True)
+class MixturePass:
+    """One forward pass of a mixture, as its backward needs it. `factors` are those of the router's
+    losses in the gradient, by name; empty if nothing is trained."""
+
+    router: Router
+    experts: Sequence[ExpertWeights]
+    routing: Routing
+    axis: TensorAxis
+    kernels: Kernels
+    activate: Callable[[Tensor], Tensor]
+    factors: Mapping[str, float]
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """Return all parameters, for autograd to see."""
+        return [self.router.weight, *(weight for expert in self.experts for weight in expert)]
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Return the outputs [T, E] of the router for rows [T, h], in float32 at least."""
+        return self.kernels.linear(widened(rows), widened(self.router.weight))
+
+    def forward(self, rows: Tensor, weights: Tensor, held: Sequence[Segment]) -> "Computed":
+        """Return the sum of the experts' outputs for rows [T, h]; weights [T, k]."""
+        total = torch.zeros_like(rows)
+        weights = weights.flatten().unsqueeze(-1)
+        ups = []
+        for expert, at, pairs in held:
+            weight = self.experts[expert]
+            up = self.kernels.linear(rows[at], weight.up)
+            inner = (self.activate(up) * weights[pairs]).to(up.dtype)
+            # an expert has a token at most once, so nothing is added twice at one place
+            total.index_add_(0, at, self.kernels.linear(inner, weight.down))
+            ups.append(up)
+        return Computed(total, ups)
+
+    def backward(
+        self,
+        rows: Tensor,
+        dy: Tensor,
+        weights: Tensor,
+        held: Sequence[Segment],
+        ups: Sequence[Tensor],
+    ) -> "Gradients":
+        """Add the gradients of the experts' weights, given the input and the gradient of the output
+        [T, h]; return those of the input and of the tokens' weights [T, k]."""
+        kernels = self.kernels
+        total = torch.zeros_like(rows)
+        flat = weights.flatten().unsqueeze(-1)
+        by_weight = torch.zeros_like(flat)
+        for (expert, at, pairs), up in zip(held, ups, strict=True):
+            weight, dy_rows = self.experts[expert], dy[at]
+            with torch.enable_grad():
+                leaf = up.detach().requires_grad_()
+                inner = self.activate(leaf)
+            by_inner = kernels.input_gradient(dy_rows, weight.down)
+            activated = inner.detach()
+            by_weight[pairs] = (widened(by_inner) * activated).sum(-1, keepdim=True)
+            weighted = (activated * flat[pairs]).to(up.dtype)
+            self._accumulate(weight.down, dy_rows, weighted)
+            by_inner = (by_inner * flat[pairs]).to(up.dtype)
+            (by_up,) = torch.autograd.grad(inner, leaf, by_inner)
+            self._accumulate(weight.up, by_up, rows[at])
+            total.index_add_(0, at, kernels.input_gradient(by_up, weight.up))
+        return Gradients(total, by_weight.view_as(weights))
+
+    def _accumulate(self, weight: Parameter, dy: Tensor, x: Tensor) -> None:
+        """Add a weight's gradient dy^T x, at once or later."""
+        weight.accumulate(lambda total: self.kernels.add_weight_gradient(total, dy, x))
+
+    def losses(self, logits: Tensor, chosen: Tensor, sequences: int) -> dict[str, Tensor]:
+        """Return the router's losses by name, each summed over the microbatch."""
+        return self.routing.losses(logits, chosen, sequences, self.router.balance)
+
+    def trained(self, logits: Tensor, chosen: Tensor, sequences: int) -> list[Tensor]:
+        """Return the losses that add to this rank's part of the gradient, with their factors. All
+        tensor ranks have the same ones, so they count on the first."""
+        if not self.factors or self.axis.rank > 0:
+            return []
+        found = self.losses(logits, chosen, sequences)
+        return [self.factors[name] * loss for name, loss in found.items()]
+
+    def route_back(self, rows: Tensor, by_logits: Tensor) -> Tensor:
+        """Add the gradient of the router's weight, given that of its outputs [T, E]; return that of
+        its input [T, h]."""
+        self._accumulate(self.router.weight, by_logits, widened(rows))
+        return self.kernels.input_gradient(by_logits, widened(self.router.weight)).to(rows.dtype)
+
+
+class Computed(NamedTuple):
+    """The sum of the experts' outputs [T, h], and the output of each expert's first linear."""
+
+    total: Tensor
+    ups: list[Tensor]
+
+
+class Gradients(NamedTuple):
+    """The gradients of the input [T, h] and of the tokens' weights [T, k]."""
+
+    rows: Tensor
+    weights: Tensor
+
+
+class _Mixture(Function):
+    """Gather, route, compute, add and reduce. It keeps this rank's positions of the input, the
+    router's outputs, the choice, and the outputs of the experts' first linears."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, layer: MixturePass, chosen: Chosen, *parameters: Parameter
+    ) -> Tensor:
+        whole = layer.axis.gather(x)
+        rows = whole.flatten(0, 1)
+        logits = layer.logits(rows)
+        scores = layer.routing.scores(logits)
+        if chosen.indices is None:
+            chosen.indices = layer.routing.choose(scores, layer.router.balance)
+            if layer.factors:
+                chosen.losses = layer.losses(logits, chosen.indices, x.shape[1])
+        weights = layer.routing.weights(scores, chosen.indices)
+        held = segments(chosen.indices, len(layer.experts))
+        computed = layer.forward(rows, weights, held)
+        ctx.layer, ctx.held = layer, [segment.expert for segment in held]
+        ctx.save_for_backward(x, logits, chosen.indices, *computed.ups)
+        return layer.axis.reduce(computed.total.view_as(whole))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        layer: MixturePass = ctx.layer
+        x, logits, chosen, *ups = ctx.saved_tensors
+        axis, routing = layer.axis, layer.routing
+        dy = axis.gather(dy)
+        rows = axis.gather(x.detach()).flatten(0, 1)
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            weights = routing.weights(routing.scores(leaf), chosen)
+            trained = layer.trained(leaf, chosen, x.shape[1])
+        held = segments(chosen, len(layer.experts))
+        gradients = layer.backward(rows, dy.flatten(0, 1), weights.detach(), held, ups)
+        sums = [(weights, gradients.weights), *((loss, torch.ones_like(loss)) for loss in trained)]
+        outputs, by_outputs = zip(*sums, strict=True)
+        (by_logits,) = torch.autograd.grad(outputs, leaf, by_outputs)
+        dx = gradients.rows.add_(layer.route_back(rows, by_logits))
+        nothing = [None] * (len(ctx.needs_input_grad) - 1)
+        return axis.reduce(dx.view_as(dy)), *nothing
+
+
+class Mixture(Computing):
+    """Experts by number, in place of an MLP: [s, b, h] -> [s, b, h]."""
+
+    def __init__(self, row: MixExperts, routing: Routing, axis: TensorAxis) -> None:
+        super().__init__()
+        self.routing = routing
+        self.axis = axis
+        self.function = row.function
+        self.is_gated = len(row.up.outputs) == 2
+        self.weights: list[ExpertWeights] = []
+        # tokens of each expert since the last step began, in microbatches that are trained
+        self.counts = torch.zeros(row.count, dtype=torch.int64)
+        self.losses: dict[str, Tensor] = {}  # of the router, summed over the same microbatches
+        for number in range(row.count):
+            expert = Expert(row, axis)
+            self.add_module(str(number), expert)
+            self.weights.append(ExpertWeights(expert.up.weight, expert.down.weight))
+
+    def forward(
+        self,
+        x: Tensor,
+        router: Router,
+        chosen: Chosen | None = None,
+        factors: Mapping[str, float] | None = None,
+    ) -> Tensor:
+        """Return the experts' weighted sum, or this rank's positions of it. `chosen` has their
+        choice, or receives it; None: it is not needed again. `factors` as in `MixturePass`."""
+        layer = MixturePass(
+            router=router,
+            experts=self.weights,
+            routing=self.routing,
+            axis=self.axis,
+            kernels=self.kernels,
+            activate=self._activate,
+            factors=factors or {},
+        )
+        chosen = chosen or Chosen()
+        is_new = chosen.indices is None  # recomputation counts no token twice
+        y: Tensor = _Mixture.apply(x, layer, chosen, *layer.parameters)
+        if is_new and torch.is_grad_enabled():
+            assert chosen.indices is not None, "the forward has left it"
+            found = chosen.indices.flatten().bincount(minlength=len(self.counts))
+            self.counts = self.counts.to(found.device) + found
+            for name, loss in chosen.losses.items():
+                self.losses[name] = loss.double() + self.losses.get(name, 0.0)
+        return y
+
+    def begin_step(self) -> None:
+        """Count the tokens of the experts anew."""
+        self.counts = torch.zeros_like(self.counts)
+        self.losses = {}
+
+    def _activate(self, x: Tensor) -> Tensor:
+        if self.is_gated:
+            return gated(x, self.function, self.kernels)
+        return gelu(x, self.function, self.kernels)
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return a tensor in float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

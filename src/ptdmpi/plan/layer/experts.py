@@ -1,0 +1,209 @@
+"""Mixture of experts: several MLPs, of which a router chooses some for each token.
+
+Shazeer et al. 2017 (arXiv 1701.06538), without capacities: a chosen expert computes all of its
+tokens. The tensor axis divides the width of each expert, so tensor ranks choose alike, and their
+outputs and all gradients, that of the router included, are parts, which the usual sums add.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ptdmpi.config import ModelConfig
+from ptdmpi.plan.layer.account import (
+    Elementwise,
+    Item,
+    Kernel,
+    MatrixProduct,
+    MemoryPass,
+    Message,
+    Phase,
+)
+from ptdmpi.plan.layer.operator import Operator
+from ptdmpi.plan.layer.parts import Linear, Part
+from ptdmpi.plan.layer.products import copied_bytes, summed, weight_gradient
+from ptdmpi.plan.layer.sizes import Sizes
+
+INDEX_BYTES = 8  # an index of an expert or of a token
+# passes over the scores of all experts: their softmax, the choice, and the order of the tokens
+SCORE_PASSES = 4
+
+
+@dataclass(frozen=True)
+class MixExperts(Operator):
+    """[rows, h] -> [rows, h]: the weighted sum of the experts that the router chooses for a token.
+
+    `up` and `down` are the two linears of each of `count` experts, around `function`; `chosen` is
+    the number of experts of a token. A second input is added to the sum: the output of experts that
+    compute every token. The router's bias, if it has one, is what its balance remembers from step
+    to step: no gradient trains it. Under sequence parallelism it reads and writes "local" rows.
+    """
+
+    router: Linear
+    up: Linear
+    down: Linear
+    count: int
+    chosen: int
+    function: str
+
+    def expert(self, number: int) -> str:
+        """Return the name of an expert."""
+        return f"{self.name}.{number}"
+
+    @property
+    def router_name(self) -> str:
+        """Return the name of the router."""
+        return f"{self.name.rpartition('.')[0]}.router"
+
+    def parts(self) -> dict[str, Part]:
+        parts: dict[str, Part] = {self.router_name: self.router}
+        for number in range(self.count):
+            parts[f"{self.expert(number)}.up"] = self.up
+            parts[f"{self.expert(number)}.down"] = self.down
+        return parts
+
+    def multiplications(self, model: ModelConfig) -> float:
+        """Return those of the experts that compute a token, and of the router."""
+        each = self.up.inputs * sum(self.up.outputs) + self.down.inputs * sum(self.down.outputs)
+        return self.router.inputs * self.count + self.chosen * each
+
+    # -- sizes ------------------------------------------------------------------------------------
+
+    def _pairs(self, sizes: Sizes) -> int:
+        """Return the rows of all experts together: a row for each token and expert of it."""
+        return sizes.tokens * self.chosen
+
+    def _width(self, sizes: Sizes) -> int:
+        """Return the width of an expert on one tensor rank."""
+        return self.down.local(sizes.layout.tensor)[0]
+
+    def _up_width(self, sizes: Sizes) -> int:
+        """Return the outputs of an expert's first linear on one tensor rank."""
+        return self.up.local(sizes.layout.tensor)[1]
+
+    def _scores(self, sizes: Sizes) -> int:
+        return sizes.tokens * self.count
+
+    def _groups(self, sizes: Sizes) -> tuple[int, int]:
+        """Return (experts with tokens, rows of each). Experts count as equally full."""
+        pairs = self._pairs(sizes)
+        used = min(self.count, pairs)
+        return used, -(-pairs // used)
+
+    def _products(self, sizes: Sizes, n: int, k: int) -> MatrixProduct:
+        """Return the products of all experts' rows [rows, k] with their matrices [k, n], one after
+        the other."""
+        used, rows = self._groups(sizes)
+        return MatrixProduct(rows, n, k, used, used)
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def _activated(self, sizes: Sizes, kind: str, numbers: int) -> Elementwise:
+        """Return the kernels of an activation, one for each expert, that move so many numbers for
+        each element of the width."""
+        used, rows = self._groups(sizes)
+        moved = (numbers * sizes.compute_bytes,) * used
+        return Elementwise(kind, rows * self._width(sizes), moved)
+
+    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        c, h = sizes.compute_bytes, self.up.inputs
+        pairs, width = self._pairs(sizes), self._width(sizes)
+        used, _ = self._groups(sizes)
+        yield MatrixProduct(sizes.tokens, self.count, h)
+        yield MemoryPass(SCORE_PASSES * self._scores(sizes) * sizes.wide_bytes, SCORE_PASSES)
+        yield MemoryPass(2 * pairs * h * c, used)  # the rows of each expert
+        yield self._products(sizes, self._up_width(sizes), h)
+        yield self._activated(sizes, self.function, len(self.up.outputs) + 1)
+        yield MemoryPass(2 * pairs * width * c, used)  # times their weights
+        yield self._products(sizes, h, width)
+        yield MemoryPass(3 * pairs * h * c, used)  # added to their tokens
+
+    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
+        c, h = sizes.compute_bytes, self.up.inputs
+        pairs, width = self._pairs(sizes), self._width(sizes)
+        gates = len(self.up.outputs)
+        used, _ = self._groups(sizes)
+        yield MemoryPass(4 * pairs * h * c, 2 * used)  # rows of inputs and of outputs' gradients
+        yield self._products(sizes, width, h)
+        # the activation again, its product with the gradient, and the weighted gradient
+        yield self._activated(sizes, self.function, gates + 1)
+        yield MemoryPass(6 * pairs * width * c, 3 * used)
+        yield self._activated(sizes, f"{self.function}_backward", 2 * gates + 1)
+        yield self._products(sizes, h, self._up_width(sizes))
+        yield MemoryPass(3 * pairs * h * c, used)
+        yield MemoryPass(SCORE_PASSES * self._scores(sizes) * sizes.wide_bytes, SCORE_PASSES)
+        yield MatrixProduct(sizes.tokens, h, self.count)
+
+    def weights(self, sizes: Sizes) -> Iterator[Kernel]:
+        yield from weight_gradient(sizes, self.router.inputs, self.count, sizes.tokens)
+        used, rows = self._groups(sizes)
+        for linear in (self.up, self.down):
+            inputs, outputs = linear.local(sizes.layout.tensor)
+            yield from weight_gradient(sizes, inputs, outputs, rows, weights=used)
+
+    def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
+        if sizes.layout.tensor == 1 or phase == "weights":
+            return
+        size = sizes.tokens * self.up.inputs * sizes.compute_bytes
+        gathered = Message("all_gather", size)
+        if phase == "forward":
+            if sizes.divides_sequence:
+                yield gathered
+            yield summed(sizes, size)
+            return
+        if sizes.divides_sequence:  # the input again, and the output's gradient
+            yield gathered
+            yield gathered
+        yield summed(sizes, size)
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
+        """Yield its input, the router's outputs, the experts' first products, and the choice, which
+        no mode of recomputation makes again."""
+        pairs = self._pairs(sizes)
+        if len(self.inputs) == 1:  # otherwise the first linear of the shared experts keeps it
+            yield Item(f"{self.name}.input", self._input_elements(sizes), sizes.compute_bytes)
+        yield Item(f"{self.name}.scores", self._scores(sizes), sizes.wide_bytes)
+        yield Item(f"{self.name}.chosen", pairs, INDEX_BYTES, "full")
+        yield Item(f"{self.name}.up", pairs * self._up_width(sizes), sizes.compute_bytes)
+
+    def _input_elements(self, sizes: Sizes) -> int:
+        return sizes.local_tokens * self.up.inputs
+
+    def operands(self, sizes: Sizes) -> Iterator[Item]:
+        """Yield the rows of the experts and their gradients, at both linears, and the router's
+        operands."""
+        c, wide, h = sizes.compute_bytes, sizes.wide_bytes, self.up.inputs
+        width = 2 * h + self._width(sizes) + self._up_width(sizes)
+        yield Item(f"{self.name}.rows", self._pairs(sizes) * width, c)
+        yield Item(f"{self.name}.scores_gradient", self._scores(sizes), wide)
+        yield Item(f"{self.name}.wide_input", sizes.tokens * h, wide)
+
+    def replaced_bytes(self, sizes: Sizes) -> int:
+        if len(self.inputs) > 1:
+            return 0
+        return self._input_elements(sizes) * sizes.compute_bytes
+
+    def backward_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of the input's gradient, of gathered tensors, of the router's tensors,
+        and of the tensors of one expert, which may have every token of the microbatch."""
+        c, wide, h = sizes.compute_bytes, sizes.wide_bytes, self.up.inputs
+        tokens = sizes.tokens
+        whole = tokens * h * (2 * c + (wide if wide > c else 0))
+        if sizes.divides_sequence:
+            whole += 2 * tokens * h * c
+        scores = 8 * self._scores(sizes) * wide + 4 * self._pairs(sizes) * INDEX_BYTES
+        expert = tokens * (3 * h + 4 * self._width(sizes) + 2 * self._up_width(sizes)) * c
+        if wide > c:
+            expert += tokens * self._width(sizes) * 2 * wide
+        return whole + scores + expert + self.adding_bytes(sizes)
+
+    def adding_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes that one expert's largest gradient of a weight needs until it is added,
+        if it is not added in the sum's own type. Its rows may be every token."""
+        c, wide = sizes.compute_bytes, sizes.wide_bytes
+        if wide == c:
+            return 0
+        shape = self.up.local(sizes.layout.tensor)
+        inputs, outputs = shape
+        return max(copied_bytes(sizes, shape, sizes.tokens), inputs * outputs * (c + wide))

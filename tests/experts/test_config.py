@@ -1,0 +1,55 @@
+"""Wrong settings of experts: one line each, with what is legal."""
+
+import re
+
+import pytest
+
+from ptdmpi.config import InputError
+from tests._configs import small
+
+MIXED = {"model.kind": "llama", "model.experts": 8, "model.experts_per_token": 2}
+RULES = [
+    ({"model.experts_per_token": 2}, "experts_per_token = 2 is of no use without experts"),
+    ({"model.router": "sigmoid"}, 'router = "sigmoid" is of no use without experts; legal: rou'),
+    ({"model.expert_hidden": 48}, "expert_hidden = 48 is of no use without experts; legal: 128"),
+    (MIXED | {"model.experts_per_token": 9}, "= 9 of model.experts = 8; legal: 1 to 8"),
+    (MIXED | {"model.experts_per_token": None}, "= 0 of model.experts = 8; legal: 1 to 8"),
+    (MIXED | {"model.experts_per_token": 1}, "router has no gradient; legal: router_normalize"),
+    (MIXED | {"model.router_groups": 3}, "router_groups = 3 does not divide .* = 8.*2 or 4"),
+    (
+        MIXED | {"model.router_groups": 8, "model.experts_per_token": 3},
+        "router_top_groups = 1 of 8 groups of 1 experts, of which 3 are chosen; legal: 3 to 8",
+    ),
+    (
+        MIXED | {"model.balance": "none", "model.balance_coefficient": 0.5},
+        'balance_coefficient = 0.5 is of no use to balance = "none"; legal: 0.001',
+    ),
+    (MIXED | {"model.kind": "gpt"}, "model.bias = true: experts have no biases"),
+    (MIXED | {"adapt.method": "ia3"}, 'excludes adapt.method = "ia3"; legal: adapt.method'),
+    (MIXED | {"quantize.weights": "nf4"}, 'excludes quantize.weights = "nf4"'),
+    (MIXED | {"run.compile": True}, "excludes run.compile = true"),
+    (MIXED | {"data_parallel.method": "local"}, 'excludes data_parallel.method = "local"'),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), RULES)
+def test_one_line_says_what_is_wrong_and_what_is_legal(changes, line):
+    with pytest.raises(InputError) as caught:
+        small(changes)
+    assert [text for text in str(caught.value).splitlines() if re.search(line, text)]
+
+
+def test_parts_of_a_sequence_have_no_balance_of_their_own():
+    changes = {**MIXED, "model.balance": "sequence", "parallel.context": 2}
+    with pytest.raises(InputError, match=r"excludes balance = .sequence. at parallel\.context = 2"):
+        small(changes, 2)
+
+
+def test_the_tensor_axis_divides_the_width_of_an_expert():
+    changes = {**MIXED, "model.expert_hidden": 42, "parallel.tensor": 4}
+    with pytest.raises(InputError, match=r"does not divide model\.expert_hidden = 42"):
+        small(changes, 4)
+
+
+def test_an_expert_is_as_wide_as_the_dense_mlp_unless_it_is_said():
+    assert small(MIXED).model.expert_hidden == small(MIXED).model.ffn_hidden

@@ -1,1 +1,1 @@
-"""Offline preprocessing: text files to token shards (`ptdmpi-data`)."""
+"""Offline preprocessing of data (`ptdmpi-data`): from text files to token shards."""

@@ -1,4 +1,4 @@
-"""`ptdmpi-data`: make token shards of text files, train tokenizers, inspect datasets."""
+"""`ptdmpi-data`: make token shards from text files, train tokenizers, inspect datasets."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class _NamedPath(click.Path):
-    """A path that is not empty: `--output "$DIR"` with an unset DIR would mean the current
+    """A path that must not be empty: `--output "$DIR"` with an unset DIR would mean the current
     directory."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the path, or fail with a message about an empty one."""
+        """Return the path. Fail with a message if it is empty."""
         if str(value) == "":
             self.fail("it is empty; a path is needed", param, ctx)
         return super().convert(value, param, ctx)
@@ -58,7 +58,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for pr
 
 
 def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add to a command the options that make shards: the fields of OutputOptions, and --json."""
+    """Add to a command the options for making shards: the fields of OutputOptions, and --json."""
     options = (
         click.option("--output", required=True, type=_PATH, help="Directory for the shards."),
         click.option("--valid-output", type=_PATH, help="Directory for held-out shards."),
@@ -88,7 +88,7 @@ def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def _make_shards(
     open_corpus: Callable[[OutputOptions], Corpus], as_json: bool, **given: Any
 ) -> None:
-    """Make the shards of a corpus and print the table; `given` are the fields of OutputOptions."""
+    """Make the shards of a corpus and print the table. `given` are the fields of OutputOptions."""
     from data_prep.corpus import OutputOptions, make_shards
     from data_prep.launch import launcher_ranks
 
@@ -100,7 +100,8 @@ def _make_shards(
 
 
 class _Program(CommandGroup):
-    """The commands of `ptdmpi-data`; `in_parallel` are those that several ranks may run."""
+    """The group of commands of `ptdmpi-data`. `in_parallel` names those that several ranks may
+    run."""
 
     in_parallel = frozenset({"tokenize", "import-megatron"})
 
@@ -307,7 +308,7 @@ def train_tokenizer(
     from data_prep.state import require_writable, write_file
     from data_prep.vocabulary import train_bpe
 
-    require_writable(output)  # check this before the long work
+    require_writable(output)  # check this before the long work begins
     content, size = train_bpe(_training_texts(inputs, **given), vocab_size)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -334,14 +335,14 @@ def _training_texts(
     errors: str,
     skip_bad_lines: bool,
 ) -> Iterator[str]:
-    """Yield the texts to learn from. Raise InputError as `read_pieces` does, and if there is no
-    text."""
+    """Yield the texts from which the tokenizer learns. Raise InputError if there is no text. Also
+    raise the same errors as `read_pieces`."""
     from data_prep.encode import EncodeOptions, read_pieces
     from data_prep.sources import document_share, find_sources, read_tasks
 
     sources = find_sources(inputs, suffixes)
     total = sum(source.size_bytes for source in sources)
-    share = 1.0  # share of the texts that is used
+    share = 1.0  # fraction of the texts that is used
     if sample_bytes is not None:
         share = sample_bytes / max(1, total)
     options = EncodeOptions("", text_field, errors, 0.0, skip_bad_lines)
@@ -393,7 +394,7 @@ def verify(path: Path, as_json: bool) -> None:
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 2 bad input, 130 interrupted, 1 others."""
+    """Run the command line. Exit codes: 0 done, 2 bad input, 130 interrupted, 1 other errors."""
     run(
         commands,
         "ptdmpi-data",

@@ -1,8 +1,8 @@
-"""Making token shards of a corpus, on several ranks, with restarts.
+"""Making token shards from a corpus, on several ranks, with restarts.
 
-A corpus consists of groups, which are dealt to ranks. The encoded blocks of a group are written in
-their order by one writer. So the bytes of every shard are a pure function of files and options,
-independent of the number of ranks, and a restart continues where the run was stopped.
+A corpus consists of groups, which are divided among ranks. A single writer writes the encoded
+blocks of a group in their order. So the bytes of every shard are a pure function of files and
+options, independent of the number of ranks, and a restart continues where the previous run stopped.
 """
 
 import os
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """The directories for the shards, and how documents are dealt to them."""
+    """The directories for the shards, and how documents are divided among them."""
 
     output: Path
     valid_output: Path | None = None
@@ -37,17 +37,17 @@ class OutputOptions:
 
     @property
     def outputs(self) -> tuple[Path, ...]:
-        """Return all output directories, the one for training shards first."""
+        """Return all output directories, beginning with the one for training shards."""
         if self.valid_output is None:
             return (self.output,)
         return (self.output, self.valid_output)
 
     def identity(self) -> dict[str, Any]:
-        """Return the options that the bytes of the shards depend on."""
+        """Return the options that influence the bytes of the shards."""
         return {"valid_fraction": self.valid_fraction, "shard_tokens": self.shard_tokens}
 
     def check(self) -> None:
-        """Raise InputError for options that cannot be combined, or are illegal."""
+        """Raise InputError for options that are illegal or contradict each other."""
         if (self.valid_output is None) != (self.valid_fraction == 0):
             raise InputError("--valid-fraction above 0 and --valid-output belong together")
         if not 0 <= self.valid_fraction < 1:
@@ -58,43 +58,46 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class Work:
-    """The groups that a rank reads, and in each group the index of the first block it needs."""
+    """The groups that a rank reads, and for each group the index of the first block that it
+    needs."""
 
     groups: Sequence[int]
     first_block: Callable[[int], int]
     cores: int  # number of cores that this rank may use
-    advance: Callable[[int], object]  # called with the number of bytes read, for progress
+    advance: Callable[[int], object]  # called with the number of bytes read, to show progress
     rank: int = 0
 
 
 class Corpus(Protocol):
-    """A source of shards: groups of documents, each a sequence of encoded blocks."""
+    """A corpus: groups of documents, each of which is a sequence of encoded blocks."""
 
     vocabulary: Vocabulary
-    tokenizer_file: Path | None  # copied into the directories of the shards, for decoding
-    counted: tuple[str, ...]  # names of the CorpusCounters in the final table
+    # copied into the directories of the shards, so that they can be decoded
+    tokenizer_file: Path | None
+    counted: tuple[str, ...]  # names of those CorpusCounters that the final table shows
     group_bytes: Sequence[int]  # size of each group on disk
 
     def identity(self) -> dict[str, Any]:
-        """Return the files and options that the tokens depend on."""
+        """Return the files and options that influence the tokens."""
 
     def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
-        """Return the steps that must be done for the whole corpus before a block can be encoded.
+        """Return the steps that must be done for the complete corpus before any block can be
+        encoded.
 
-        All ranks take the steps together, one after the other; `folder` is for their results.
+        All ranks do the steps together, one after the other. Results are stored in `folder`.
         """
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
-        """Yield the blocks of the groups of `work` in order. Blocks before `work.first_block` may
+        """Yield the blocks in the groups of `work`, in order. Blocks before `work.first_block` may
         be among them."""
 
 
 class _Stopped(InputError):
-    """This rank stops because another one failed."""
+    """The error that this rank stops because another rank has failed."""
 
 
 class _Run:
-    """One rank's part of making shards."""
+    """One rank's part of the work of making shards."""
 
     def __init__(self, corpus: Corpus, options: OutputOptions, ranks: Team):
         self._corpus = corpus
@@ -103,7 +106,7 @@ class _Run:
         self.state = RunState(options.outputs, {**corpus.identity(), **options.identity()})
 
     def begin(self) -> CorpusCounters | None:
-        """Prepare the outputs, on rank 0. Return the sums there if everything is done already."""
+        """Prepare the outputs, on rank 0. Return the sums there if everything is already done."""
         if self._ranks.rank != 0:
             return None
         return self.state.begin(self._options.force)
@@ -127,13 +130,14 @@ class _Run:
                         if block.index >= first:
                             writer.add(block)
         for group in work.groups:
-            if not self.state.load(group).complete:  # a group without any block: empty files
+            # a group without any block has empty files only
+            if not self.state.load(group).complete:
                 with self._writer(group):
                     pass
 
     @contextmanager
     def _progress(self, what: str, groups: Sequence[int]) -> Iterator[Work]:
-        """Yield the work on some groups, while a progress bar shows it."""
+        """Yield the work on some groups, while a progress bar is shown."""
         cores = 1
         if self._ranks.size == 1:
             cores = len(os.sched_getaffinity(0))
@@ -145,13 +149,13 @@ class _Run:
         return range(self._ranks.rank, len(self._corpus.group_bytes), self._ranks.size)
 
     def prepare(self) -> None:
-        """Take the corpus's steps before encoding, together with all ranks."""
+        """Do the steps of the corpus before encoding, together with all ranks."""
         with self._progress("looking for duplicates", self._mine()) as work:
             for step in self._corpus.preparations(work, self.state.folder):
                 _together(self._ranks, step)
 
     def work(self) -> None:
-        """Write the groups of this rank that are not complete."""
+        """Write those groups of this rank that are not complete."""
         groups = [group for group in self._mine() if not self.state.load(group).complete]
         try:
             with self._progress("tokenizing", groups) as work:
@@ -168,7 +172,7 @@ class _Run:
 
 
 def _together(ranks: Team, action: Callable[[], Result]) -> Result:
-    """Do an action on all ranks and return its result; if it fails on one, all ranks raise the
+    """Do an action on all ranks and return its result. If it fails on one rank, all ranks raise the
     first failure."""
     try:
         result = action()
@@ -186,12 +190,12 @@ def _together(ranks: Team, action: Callable[[], Result]) -> Result:
 def make_shards(
     open_corpus: Callable[[], Corpus], options: OutputOptions, ranks: Team
 ) -> dict[str, int | float]:
-    """Make token shards of a corpus and return the final table: sums over documents, seconds,
+    """Make token shards from a corpus and return the final table: sums over documents, seconds,
     tokens_per_s.
 
-    All ranks call it. Raise InputError for bad options or input, an output directory that holds
-    something else, and a full disk. Then no half-written shard is left, and no directory without a
-    finished shard.
+    All ranks call this. Raise InputError for bad options or input, for an output directory with
+    other contents, and for a full disk. Then no incomplete shard is left, and no directory without
+    a finished shard.
     """
     started = time.perf_counter()
 

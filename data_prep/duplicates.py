@@ -1,9 +1,11 @@
-"""Deduplication: among equal, or nearly equal, documents only the first of the corpus is kept.
+"""Deduplication: of documents that are equal, or nearly equal, only the first in the corpus is
+kept.
 
-A corpus is read twice. In the first reading every document gets keys, 64-bit numbers: one hash of
-its bytes (exact), or a hash of each band of its MinHash signature (near). Documents that share a
-key, or are connected by a chain of such pairs, are duplicates. The second reading leaves out all
-but the first document of each set, so that the result is a pure function of files and options.
+A corpus is read twice. In the first reading every document gets keys, which are 64-bit numbers: one
+hash of its bytes (exact), or a hash of each band of its MinHash signature (near). Documents that
+share a key, or are connected by a chain of such pairs, are duplicates. The second reading leaves
+out all but the first document of each set, so that the result is a pure function of files and
+options.
 
 Source: Broder, "On the resemblance and containment of documents", SEQUENCES 1997 (MinHash);
 Leskovec, Rajaraman, Ullman, "Mining of Massive Datasets", section 3.4 (bands); the numbers are
@@ -28,23 +30,24 @@ from ptdmpi.config import InputError
 EXACT = "exact"
 NEAR = "near"
 _BANDS = 14
-_ROWS = 8  # hashes of a band
+_ROWS = 8  # number of hashes in a band
 _SHINGLE_WORDS = 5
 _SEED = 1
 _ODD = np.uint64(0x9E3779B97F4A7C15)
-# Type and number of dims of the arrays in each kind of file.
+# The type and the number of dims of the arrays in each kind of file.
 _FILES = {"keys": (np.uint64, 2), "begun": (np.int64, 1), "dropped": (np.bool_, 1)}
 _RESTART = "use --force to start again"
 
 
 @dataclass(frozen=True)
 class TaskKeys:
-    """Hashes of the pieces of a task: uint64 [pieces, 1], or uint32 signatures [pieces, 112]."""
+    """The hashes of the pieces of a task: uint64 [pieces, 1], or uint32 signatures [pieces,
+    112]."""
 
     group: int
     hashes: np.ndarray
-    first: list[bool]  # [pieces]: a document begins with it
-    last: list[bool]  # [pieces]: a document ends with it
+    first: list[bool]  # [pieces]: True if a document begins with the piece
+    last: list[bool]  # [pieces]: True if a document ends with the piece
 
 
 def _exact_hash(text: str) -> np.ndarray:
@@ -64,7 +67,8 @@ def _signature(text: str) -> np.ndarray:
 
 
 class ExactKeys:
-    """A maker of keys for finding equal documents; `columns` is the number of keys of each."""
+    """A maker of keys by which equal documents are found. `columns` is the number of keys per
+    document."""
 
     columns = 1
 
@@ -72,18 +76,18 @@ class ExactKeys:
         self._options = options
 
     def hash(self, text: str) -> np.ndarray:
-        """Return the hash, or the signature, of a piece of text: a row of `TaskKeys.hashes`."""
+        """Return the hash of a piece of text, as a row of `TaskKeys.hashes`."""
         return _exact_hash(text)
 
     @staticmethod
     def keys(pieces: Sequence[np.ndarray]) -> np.ndarray:
-        """Return the keys of a document, uint64 [columns], from the hashes of its pieces."""
+        """Return the keys of a document, uint64 [columns], given the hashes of its pieces."""
         if len(pieces) == 1:
             return pieces[0]
         return _exact_hash(np.concatenate(pieces).tobytes().hex())
 
     def __call__(self, task: Task) -> TaskKeys:
-        """Read a task and hash its pieces, except empty documents."""
+        """Read a task and hash its pieces, except those of empty documents."""
         pieces = [piece for piece in read_pieces(task, self._options) if not piece.is_nothing]
         hashes = [self.hash(piece.text) for piece in pieces]
         return TaskKeys(
@@ -95,7 +99,8 @@ class ExactKeys:
 
 
 class NearKeys(ExactKeys):
-    """A maker of keys for finding nearly equal documents: one key per band of the signature."""
+    """A maker of keys by which nearly equal documents are found: one key per band of the
+    signature."""
 
     columns = _BANDS
 
@@ -118,7 +123,7 @@ KINDS: dict[str, type[ExactKeys]] = {EXACT: ExactKeys, NEAR: NearKeys}
 
 
 def check(kind: str) -> None:
-    """Raise InputError if the kind of deduplication needs a library that is missing."""
+    """Raise InputError if this kind of deduplication needs a library that is missing."""
     if kind == NEAR:
         try:
             import rensa
@@ -128,10 +133,10 @@ def check(kind: str) -> None:
 
 
 class Duplicates:
-    """The results of the first reading, in a folder with three files per group.
+    """The results of the first reading, stored in a folder with three files per group.
 
-    "keys" has the keys of its documents, "begun" the number of documents that begin before each
-    task, and "dropped" which documents are left out.
+    "keys" has the keys of the group's documents, "begun" the number of documents that begin before
+    each task, and "dropped" says which documents are left out.
     """
 
     def __init__(self, folder: Path, kind: str):
@@ -147,12 +152,14 @@ class Duplicates:
         write_file(self._path(what, group), content.getvalue())
 
     def _read(self, what: str, group: int) -> np.ndarray:
-        """Map a file of a group. Raise InputError if it is missing or not as `_write` made it."""
+        """Map a file of a group into memory. Raise InputError if it is missing or was not made by
+        `_write`."""
         path = self._path(what, group)
         dtype, dims = _FILES[what]
         try:
             values = np.load(path, mmap_mode="r")
-        except Exception as error:  # errors of any class, because numpy parses the header as Python
+        # errors of any class are possible, because numpy parses the header as Python code
+        except Exception as error:
             raise InputError(f"{path}: cannot be read: {error}; {_RESTART}") from error
         if values.dtype != dtype or values.ndim != dims:
             raise InputError(f"{path}: has {values.dtype} in {values.ndim} dims; {_RESTART}")
@@ -165,9 +172,9 @@ class Duplicates:
         options: EncodeOptions,
         workers: int,
     ) -> None:
-        """Read the groups that have no keys yet, by `workers` processes, and write their keys.
+        """Read the groups that have no keys yet, using `workers` processes, and write their keys.
 
-        `tasks` returns the tasks of a list of groups.
+        `tasks` returns the tasks of the given groups.
         """
         missing = [group for group in groups if not self._path("begun", group).exists()]
         hashed = map_in_order(tasks(missing), self._kind, options, workers)
@@ -180,10 +187,10 @@ class Duplicates:
                 self._write_group(group, ())
 
     def _write_group(self, group: int, parts: Iterable[TaskKeys]) -> None:
-        """Write the keys of a group's documents, from the hashes of its tasks in order."""
+        """Write the keys of a group's documents, given the hashes of its tasks in order."""
         keys: list[np.ndarray] = []
-        begun = [0]  # documents that begin before each task
-        waiting: list[np.ndarray] = []  # hashes of the pieces of an unfinished document
+        begun = [0]  # number of documents that begin before each task
+        waiting: list[np.ndarray] = []  # hashes of the pieces of a document that is not complete
         for part in parts:
             for hashes, last in zip(part.hashes, part.last, strict=True):
                 waiting.append(hashes)
@@ -196,8 +203,8 @@ class Duplicates:
         self._write("begun", group, np.array(begun))
 
     def find(self, groups: int) -> None:
-        """Find the documents to leave out, over all groups at once, and write them for each group.
-        Needs 24 bytes of memory per document."""
+        """Find the documents to leave out, over all groups together, and write them for each group.
+        This needs 24 bytes of memory per document."""
         tables = [self._read("keys", group) for group in range(groups)]
         ends = np.cumsum([0, *(len(table) for table in tables)])
         dropped = repeated(
@@ -209,11 +216,11 @@ class Duplicates:
             self._write("dropped", group, dropped[ends[group] : ends[group + 1]])
 
     def of_task(self, group: int) -> Callable[[int], np.ndarray]:
-        """Return a function from the index of a task of a group to a table of the documents that
-        are left out, bool [1 + documents that begin in the task].
+        """Return a function that maps the index of a task in a group to a table of the documents
+        that are left out, bool [1 + documents that begin in the task].
 
-        The first entry is for the document that continues from the task before. Raise InputError
-        for damaged files.
+        The first entry of the table is for the document that continues from the previous task.
+        Raise InputError for damaged files.
         """
         begun = self._read("begun", group)
         dropped = self._read("dropped", group)
@@ -226,13 +233,13 @@ class Duplicates:
 
 
 def repeated(column: Callable[[int], np.ndarray], columns: int, size: int) -> np.ndarray:
-    """Return which of `size` documents share a key with an earlier one, or are connected to one by
-    a chain of such pairs, bool [size].
+    """Return for each of `size` documents whether it shares a key with an earlier one, or is
+    connected to one by a chain of such pairs, bool [size].
 
-    `column` returns the keys of one of `columns` columns, uint64 [size]; only keys of the same
-    column are compared. Every document takes the least number among the documents with its key, in
-    all columns in turn, until nothing changes. Then it has the number of the first document that it
-    is connected to.
+    `column` returns the keys in one of `columns` columns, uint64 [size]; only keys in the same
+    column are compared. Every document takes the lowest number among the documents with the same
+    key, one column after the other, until nothing changes. Then its number is that of the first
+    document to which it is connected.
     """
     labels = np.arange(size)
     changed = size > 0

@@ -1,4 +1,4 @@
-"""Encoding tasks as tokens, in one process or several; results come in the order of the tasks."""
+"""Encoding tasks as tokens, in one process or several. Results come in the order of the tasks."""
 
 import json
 import multiprocessing
@@ -41,14 +41,16 @@ _LONG_LINE_BYTES = 4 * PIECE_BYTES  # longer lines are decoded in parts
 _PART_BYTES = PIECE_BYTES // 4
 _QUOTE = re.compile(b'"')
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-# A part that can be decoded alone: it ends with a whole escape, and with both halves of a character
-# that takes two escapes.
+# A part of a JSON string that can be decoded alone: it ends with a complete escape, and with both
+# halves of a character that takes two escapes.
 _WHOLE = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89abAB])....|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+",
     re.DOTALL,
 )
-_PLACE = "place of a string " + secrets.token_hex(8)  # no line contains it by chance
-_TASKS_PER_WORKER = 3  # tasks of a worker at a time: one is encoded, one waits, one is written
+# random, so that no line contains it by chance
+_PLACE = "place of a string " + secrets.token_hex(8)
+# tasks per worker at a time: one is being encoded, one waits, one is being written
+_TASKS_PER_WORKER = 3
 
 
 @dataclass(frozen=True)
@@ -58,43 +60,44 @@ class EncodeOptions:
     tokenizer: str
     text_field: str
     errors: str  # "strict" or "replace", for bytes that are not UTF-8
-    valid_fraction: float  # share of documents held out, by their hash
+    valid_fraction: float  # fraction of documents that are held out, chosen by their hash
     skip_bad_lines: bool = False  # leave out bad lines of .jsonl files, and count them
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a task, as segments: documents, or parts of a document that spans tasks."""
+    """The tokens of a task, divided into segments: documents, or parts of a document that spans
+    tasks."""
 
     group: int
     index: int
-    tokens: np.ndarray  # int [sum of lengths]: all segments, one after the other
+    tokens: np.ndarray  # int [sum of lengths]: the tokens of all segments, one after the other
     lengths: np.ndarray  # int64 [segments]
-    ended: np.ndarray  # bool [segments]: the document ends here, with its eod
-    held_out: np.ndarray  # bool [segments]; decided by a document's first segment
+    ended: np.ndarray  # bool [segments]: the document ends here, with its end-of-document token
+    held_out: np.ndarray  # bool [segments]: the first segment of a document decides for all
     begins: np.ndarray  # bool [segments]: the document begins here
-    counters: CorpusCounters  # documents are counted where they end
+    counters: CorpusCounters  # each document is counted in the task where it ends
 
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Up to PIECE_BYTES of one document's text."""
+    """A piece of one document's text, of at most PIECE_BYTES."""
 
     text: str
-    size_bytes: int  # bytes in UTF-8
-    held_out: bool  # decided by the first piece; False in the others
+    size_bytes: int  # number of bytes in UTF-8
+    held_out: bool  # decided by the first piece of a document; False for other pieces
     first: bool
     last: bool
 
     @property
     def is_nothing(self) -> bool:
-        """Return True if this is a whole, empty document."""
+        """Return True if this piece is a complete but empty document."""
         return not self.text and self.first and self.last
 
 
 def _decode(data: bytes | memoryview, path: str, start: int, errors: str) -> str:
-    """Decode bytes from offset `start` of a file. Raise InputError if they are not UTF-8 and
-    `errors` is "strict"."""
+    """Decode bytes that begin at offset `start` of a file. Raise InputError if they are not UTF-8
+    and `errors` is "strict"."""
     try:
         return str(data, "utf-8", errors)
     except UnicodeDecodeError as error:
@@ -105,21 +108,22 @@ def _decode(data: bytes | memoryview, path: str, start: int, errors: str) -> str
 
 
 class _BadLine(ValueError):
-    """An error in a line of a .jsonl file; its text says what is wrong."""
+    """An error in a line of a .jsonl file. Its text describes the mistake."""
 
 
 def _field(data: memoryview, path: str, start: int, options: EncodeOptions) -> bytes:
-    """Return the UTF-8 text of one JSON line, which is at byte `start` of its file. Raise _BadLine
-    if it has no such text, and InputError as `_decode` does."""
+    """Return the UTF-8 text in a JSON line that is at byte `start` of its file. Raise _BadLine if
+    it has no such text. Also raise the same errors as `_decode`."""
     line = _decode(data, path, start, options.errors)
     try:
         record = json.loads(line)
-        del line  # it may be most of the memory
+        del line  # the line may take most of the memory
     except (ValueError, RecursionError) as error:
         raise _BadLine(f"not a JSON line: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get(options.text_field), str):
         raise _BadLine(f"no JSON object with a text in the field {options.text_field!r}")
-    # JSON's \u escapes may write a lone surrogate, which is no character: UTF-8 has no bytes for it
+    # JSON's \u escapes may write a lone surrogate, which is not a character: UTF-8 cannot represent
+    # it
     try:
         return record[options.text_field].encode("utf-8", options.errors)
     except UnicodeEncodeError as error:
@@ -127,12 +131,13 @@ def _field(data: memoryview, path: str, start: int, options: EncodeOptions) -> b
 
 
 def _decoded(string: memoryview) -> Iterator[bytes]:
-    """Yield the UTF-8 text of a JSON string, whose content between the quotes is `string`, in
-    parts. Raise ValueError if it is malformed."""
+    """Yield the UTF-8 text of a JSON string in parts. `string` is its content between the quotes.
+    Raise ValueError if it is malformed."""
     start = 0
     while start < len(string):
         stop = _WHOLE.match(string, start, start + _PART_BYTES).end()
-        while start < stop < len(string) and string[stop] & 0xC0 == 0x80:  # inside a character
+        # do not cut inside a character
+        while start < stop < len(string) and string[stop] & 0xC0 == 0x80:
             stop -= 1
         if stop == start:
             raise ValueError("half an escape, or half a character")
@@ -141,17 +146,18 @@ def _decoded(string: memoryview) -> Iterator[bytes]:
 
 
 def _long_string(line: memoryview, field: str) -> memoryview | None:
-    """Return the content between the quotes of the text `field` in a JSON line, if it is long.
+    """Return the content between the quotes of the text `field` in a JSON line, if the text is
+    long.
 
-    Return None if the line must be parsed as a whole: because the text is short, or because
-    something is wrong with the line.
+    Return None if the complete line must be parsed, because the text is short, or because there is
+    a mistake in the line.
 
-    Long strings are taken out of the line, and the rest is parsed. If the whole line were parsed,
-    there would be two copies of it, and each character may take four bytes in a `str`.
+    Long strings are taken out of the line before the rest is parsed. If the complete line were
+    parsed, there would be two copies of it, and each character may take four bytes in a `str`.
     """
     strings: list[memoryview] = []
     rest = bytearray()
-    taken = 0  # bytes of the line that are in `rest` or `strings`
+    taken = 0  # number of bytes of the line that are in `rest` or `strings`
     position = 0
     while quote := _QUOTE.search(line, position):
         match = _STRING.match(line, quote.start())
@@ -171,7 +177,8 @@ def _long_string(line: memoryview, field: str) -> memoryview | None:
         value = record.get(field)
         if not isinstance(value, list) or value[:1] != [_PLACE]:
             return None
-        for _ in chain.from_iterable(map(_decoded, strings)):  # every string must be well-formed
+        # check that every string is well-formed
+        for _ in chain.from_iterable(map(_decoded, strings)):
             pass
     except (ValueError, RecursionError):
         return None
@@ -179,7 +186,8 @@ def _long_string(line: memoryview, field: str) -> memoryview | None:
 
 
 def _lines_before(chunk: Chunk) -> int:
-    """Return the number of lines before the slice that a chunk belongs to, for an error message."""
+    """Return the number of lines before the slice of a file that a chunk belongs to, for an error
+    message."""
     count = 0
     left = chunk.source_start
     with open(chunk.path, "rb") as stream:
@@ -190,8 +198,8 @@ def _lines_before(chunk: Chunk) -> int:
 
 
 def lines(data: bytes) -> Iterator[tuple[int, memoryview]]:
-    """Yield the offset of each line of `data`, and the line without a copy, since it may be most of
-    the memory."""
+    """Yield the offset of each line in `data`, and the line itself. The line is not copied, since
+    it may take most of the memory."""
     view = memoryview(data)
     start = 0
     while start <= len(data):
@@ -205,7 +213,7 @@ def lines(data: bytes) -> Iterator[tuple[int, memoryview]]:
 def _documents(
     chunk: Chunk, options: EncodeOptions, bad: list[int]
 ) -> Iterator[Iterator[tuple[bytes, bool]]]:
-    """Yield the text of each line in pieces; add the numbers of lines that are left out to
+    """Yield the text of each line in pieces. The numbers of lines that are left out are added to
     `bad`."""
     for number, (start, data) in enumerate(lines(chunk.data), chunk.line):
         if not data or (data[0] in _SPACE and not data.tobytes().strip()):
@@ -232,7 +240,7 @@ def _documents(
 def _rows(
     chunk: Chunk, options: EncodeOptions, bad: list[int]
 ) -> Iterator[Iterator[tuple[bytes, bool]]]:
-    """Yield the text of each row in pieces; no row is left out."""
+    """Yield the text of each row in pieces. No row is left out."""
     start = 0
     for row, length in enumerate(chunk.lengths, chunk.line):
         data = chunk.data[start : start + length]
@@ -242,17 +250,17 @@ def _rows(
 
 
 def _held_out(first_piece: bytes, options: EncodeOptions) -> bool:
-    # the first test saves the hash, which takes as long as the fastest tokenizer
+    # the first test avoids computing the hash, which takes as long as the fastest tokenizer
     return options.valid_fraction > 0 and document_share(first_piece) < options.valid_fraction
 
 
 def read_pieces(
     task: Task, options: EncodeOptions, bad: list[int] | None = None
 ) -> Iterator[TextPiece]:
-    """Yield the documents of a task in pieces.
+    """Yield the documents of a task, in pieces.
 
-    Raise an InputError with file and byte, or file and line, for text that is not UTF-8 and for a
-    line that is no JSON object with the text field. With `options.skip_bad_lines` such lines are
+    Raise an InputError with file and byte, or file and line, for text that is not UTF-8, and for a
+    line that is not a JSON object with the text field. With `options.skip_bad_lines` such lines are
     left out, and their numbers are added to `bad`.
     """
     if bad is None:
@@ -273,7 +281,7 @@ def read_pieces(
 
 
 def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
-    """Yield pieces in lists of about _BATCH_BYTES; the last list may be empty."""
+    """Yield the pieces as lists of about _BATCH_BYTES. The last list may be empty."""
     batch: list[TextPiece] = []
     size_bytes = 0
     for piece in pieces:
@@ -287,7 +295,7 @@ def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
 
 
 class _Segment(NamedTuple):
-    """A document, or the part of one that is in a task: a row of the arrays of `Encoded`."""
+    """A document, or the part of one that belongs to a task; one row in the arrays of `Encoded`."""
 
     length: int
     begins: bool
@@ -296,7 +304,7 @@ class _Segment(NamedTuple):
 
 
 class Encoder:
-    """An encoder of tasks with one tokenizer."""
+    """An encoder that converts tasks to tokens with one tokenizer."""
 
     def __init__(self, options: EncodeOptions):
         self._options = options
@@ -305,15 +313,17 @@ class Encoder:
         self._eod = np.array([self._tokenizer.eod_id], self._dtype).tobytes()
 
     def __call__(self, task: Task) -> Encoded:
-        """Encode a task. Raise InputError as `read_pieces` does.
+        """Encode a task. Raise the same errors as `read_pieces`.
 
-        Text and tokens of a long document are in memory together only for a batch of its pieces.
+        The text and the tokens of a long document are in memory together only for one batch of its
+        pieces.
         """
         bad: list[int] = []
         tokens = bytearray()
         counters = CorpusCounters()
         segments: list[_Segment] = []
-        document = 0  # counted in the task; 0 is the one that continues from the task before
+        # number of the document in the task; 0 is the one that continues from the previous task
+        document = 0
         for batch in _batches(read_pieces(task, self._options, bad)):
             kept: list[TextPiece] = []
             empty = duplicates = 0
@@ -353,10 +363,11 @@ class Encoder:
 
 
 Result = TypeVar("Result")
-Worker = Callable[[EncodeOptions], Callable[[Task], Result]]  # a class whose objects take tasks
+# a class whose objects are called with tasks
+Worker = Callable[[EncodeOptions], Callable[[Task], Result]]
 
 
-@lru_cache(1)  # each worker process makes its object once, and keeps it here
+@lru_cache(1)  # each worker process makes its object once, and stores it here
 def _worker(make: Worker[Result], options: EncodeOptions) -> Callable[[Task], Result]:
     return make(options)
 
@@ -366,7 +377,7 @@ def _do(make: Worker[Result], options: EncodeOptions, task: Task) -> Result:
 
 
 def _exit_with_parent() -> None:
-    """Wait for the end of the parent process, and end this one."""
+    """Wait until the parent process ends, then end this process."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -376,13 +387,15 @@ def _interrupts_wait() -> Iterator[None]:
     """Delay Ctrl-C to the end of the block, and mask it for processes that are started in the
     block: a process that is just starting would print its own traceback.
 
-    Processes inherit the mask. The handler is for threads of libraries (BLAS), to which the kernel
-    delivers a signal that this thread has masked; Python calls it in the main thread.
+    Processes inherit the mask. The handler is needed because of the threads of libraries (BLAS), to
+    which the kernel delivers a signal that this thread has masked; Python calls the handler in the
+    main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    resource_tracker.ensure_running()  # starting it unmasks the signal, so it is started before
+    # starting it unmasks the signal, so it is started before the signal is masked
+    resource_tracker.ensure_running()
     received: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -396,7 +409,8 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 def _start_worker(make: Worker[Any], options: EncodeOptions) -> None:
-    """Begin a worker process: leave Ctrl-C to the parent, and end with it even if it is killed."""
+    """Begin a worker process, which ignores Ctrl-C and ends together with its parent, even if that
+    is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     _worker(make, options)
@@ -405,11 +419,11 @@ def _start_worker(make: Worker[Any], options: EncodeOptions) -> None:
 def map_in_order(
     tasks: Iterable[Task], make: Worker[Result], options: EncodeOptions, workers: int
 ) -> Iterator[Result]:
-    """Yield what `make(options)` returns for each task, in order, from `workers` processes (1: from
-    this one).
+    """Yield the result of `make(options)` for each task, in order, computed by `workers` processes
+    (1: by this process).
 
-    A bounded number of tasks is read ahead. An error of a task is raised in its turn, so it does
-    not depend on the number of workers. Raise ChildProcessError if a worker dies.
+    A limited number of tasks is read in advance. An error in a task is raised when its result is
+    due, so it does not depend on the number of workers. Raise ChildProcessError if a worker dies.
     """
     if workers == 1:
         yield from map(make(options), tasks)
@@ -419,7 +433,7 @@ def map_in_order(
     waiting: deque[Future[Result]] = deque()
     try:
         for task in tasks:
-            with _interrupts_wait():  # it may start a worker
+            with _interrupts_wait():  # this call may start a worker
                 waiting.append(pool.submit(_do, make, options, task))
             if len(waiting) >= workers * _TASKS_PER_WORKER:
                 yield waiting.popleft().result()

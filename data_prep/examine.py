@@ -1,4 +1,4 @@
-"""Describing and checking a dataset: `ptdmpi-data inspect` and `verify`."""
+"""Descriptions and checks of a dataset, for `ptdmpi-data inspect` and `verify`."""
 
 import hashlib
 from pathlib import Path
@@ -16,8 +16,8 @@ _SHOWN_TOKENS = 16
 
 
 def shard_paths(path: Path) -> list[Path]:
-    """Return the shards of a directory, or the shard that `path` itself is. Raise InputError if
-    no shard is found."""
+    """Return the shards in a directory, or the shard that `path` itself is. Raise InputError if
+    there is no shard."""
     return find_shards(path) if path.is_dir() else [path]
 
 
@@ -35,7 +35,7 @@ def _tokenizer_of(header: ShardHeader) -> Tokenizer | None:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return sums over all shards, a record per shard, and the first tokens with their text.
+    """Return sums over all shards, a record for each shard, and the first tokens with their text.
 
     The text is None if the tokenizer's file is not found. Raise InputError for a damaged shard.
     """
@@ -103,7 +103,7 @@ def format_description(description: dict[str, Any]) -> str:
 
 
 def problems(path: Path) -> list[str]:
-    """Return all mistakes in the shards of a directory, or in one shard, one line each.
+    """Return all mistakes in the shards of a directory, or in one shard, as one line each.
 
     Raise InputError if there is no shard at all.
     """
@@ -113,6 +113,6 @@ def problems(path: Path) -> list[str]:
         try:
             for header in Dataset(path).headers:
                 confirmed(header)
-        except InputError as error:  # each shard is sound, but they are of different kinds
+        except InputError as error:  # each shard is valid, but they are of different kinds
             mistakes.append(str(error))
     return mistakes

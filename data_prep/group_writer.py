@@ -1,4 +1,4 @@
-"""Writing the encoded tasks of a group to shards, with the group's progress on disk."""
+"""Writing the encoded tasks of a group to shards, and the group's progress to the disk."""
 
 from typing import Self
 
@@ -11,11 +11,12 @@ from ptdmpi.data.shard_writer import ShardWriter
 
 
 class GroupWriter:
-    """A writer of the encoded tasks of one group to shards, in order, with restarts.
+    """A writer that writes the encoded tasks of one group to shards, in order, and can be
+    restarted.
 
-    Up to two shards are written at a time, one for training and one for held-out documents. Both
-    end at the first document end at which they have `shard_tokens` tokens together, or inside a
-    document that would double that number.
+    Up to two shards are written at a time, one for training documents and one for held-out
+    documents. Both end at the first end of a document at which they have `shard_tokens` tokens
+    together, or inside a document that would double that number.
     """
 
     def __init__(self, state: RunState, group: int, vocabulary: Vocabulary, shard_tokens: int):
@@ -26,16 +27,17 @@ class GroupWriter:
         self._progress = state.load(group)
         # True if the document that continues in the next task is held out
         self._held_out = self._progress.held_out
-        self._counters = self._progress.counters  # sums over all tasks before the present one
+        self._counters = self._progress.counters  # sums over all tasks before the present task
         self._writers: list[ShardWriter | None] = [None for _ in state.outputs]
-        self._tokens = 0  # number of tokens in the shards being written
+        self._tokens = 0  # number of tokens in the shards that are being written
 
     def add(self, encoded: Encoded) -> None:
-        """Write a task's tokens, except those that are in finished shards."""
-        # A document's first segment, which may be in an earlier task, decides for all its segments.
+        """Write the tokens of a task, except those that are already in finished shards."""
+        # The first segment of a document, which may be in an earlier task, decides for all its
+        # segments.
         first = np.maximum.accumulate(np.where(encoded.begins, np.arange(encoded.begins.size), -1))
         sides = np.where(first < 0, self._held_out, encoded.held_out[first])
-        mixed = None  # bool [tokens]: held out; None: all tokens are on one side
+        mixed = None  # bool [tokens]: held out or not; None: all tokens go to the same side
         if sides.any() and not sides.all():
             mixed = np.repeat(sides, encoded.lengths)
         ends = np.cumsum(encoded.lengths)[encoded.ended]  # int64 [documents that end here]
@@ -66,9 +68,11 @@ class GroupWriter:
         self._counters += encoded.counters
 
     def _deal(self, tokens: np.ndarray, held_out: np.ndarray, ends: np.ndarray) -> None:
-        """Write tokens (int [n]) to both sides: to the second one if `held_out` (bool [n]).
+        """Write tokens (int [n]) to both sides: those with `held_out` (bool [n]) to the second
+        side, the others to the first.
 
-        `ends` (int [documents]) counts from the first token; a document is wholly on one side.
+        `ends` (int [documents]) counts from the first token. All tokens of a document go to the
+        same side.
         """
         for side, chosen in enumerate((~held_out, held_out)):
             if chosen.any():
@@ -91,8 +95,8 @@ class GroupWriter:
         )
 
     def _close(self, task: int, token: int, complete: bool = False) -> None:
-        """Finish the shards being written, then write the progress; a process that is killed in
-        between writes them again at its restart.
+        """Finish the shards that are being written, then write the progress. A process that is
+        killed in between writes these shards again after its restart.
 
         The next shard begins with token `token` of task number `task`.
         """
@@ -114,8 +118,8 @@ class GroupWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Finish the group, which has no more tasks; after an exception, remove half-written
-        shards."""
+        """Finish the group, which has no more tasks. After an exception, remove incomplete shards
+        instead."""
         try:
             if kind is None:
                 self._close(0, 0, complete=True)

@@ -1,4 +1,4 @@
-"""The ranks that prepare data together; the only module of data_prep that uses MPI."""
+"""The ranks that prepare data together. This is the only module of data_prep that uses MPI."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,18 +9,20 @@ from ptdmpi.base.launched import launched_size
 
 @dataclass(frozen=True)
 class Team:
-    """The place of this process among those that work together; a single process is rank 0 of 1."""
+    """The position of this process among those that work together. A single process is rank 0 of
+    1."""
 
     rank: int
     size: int
-    allgather: Callable[[Any], list[Any]]  # the values of all ranks, in rank order; collective
+    # returns the values of all ranks, in rank order; a collective call
+    allgather: Callable[[Any], list[Any]]
 
 
 def launcher_ranks() -> Team:
-    """Return the ranks of this launch. MPI is imported only if a launcher started several
+    """Return the ranks of this launch. MPI is imported only if a launcher has started several
     processes.
 
-    Raise InputError if MPI sees only one rank then, since each process would do all the work.
+    Raise InputError if MPI then sees only one rank, since each process would do all the work.
     """
     if launched_size() == 1:
         return Team(0, 1, lambda value: [value])

@@ -1,11 +1,11 @@
-"""Megatron-LM's indexed datasets: `PREFIX.bin` has the tokens, `PREFIX.idx` their places.
+"""Megatron-LM's indexed datasets: `PREFIX.bin` contains the tokens, `PREFIX.idx` their positions.
 
-The index (all little-endian): `MMIDIDX` and two zero bytes; the version, 1, as uint64; a code of
-the type of a token, uint8; the numbers of sequences S and of document bounds D + 1, uint64 each;
-then int32 [S] lengths in tokens, int64 [S] byte offsets into the .bin, int64 [D + 1] document
-bounds as sequence numbers, from 0 to S. A document of GPT is usually one sequence; a document of
-BERT has one sequence per sentence. Source: megatron/core/datasets/indexed_dataset.py,
-`_IndexWriter`.
+The index consists of these parts, all little-endian: `MMIDIDX` and two zero bytes; the version, 1,
+as uint64; a code for the type of a token, uint8; the number of sequences S and the number of
+document bounds D + 1, uint64 each; then int32 [S] lengths in tokens, int64 [S] byte offsets into
+the .bin, int64 [D + 1] document bounds as sequence numbers, from 0 to S. A document for GPT is
+usually one sequence; a document for BERT has one sequence per sentence. Source:
+megatron/core/datasets/indexed_dataset.py, `_IndexWriter`.
 """
 
 import struct
@@ -29,17 +29,19 @@ _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = (6, 7)
 _CODES = {"<u2": 8, "<i4": 4}
 BLOCK_TOKENS = 1 << 20
-_WINDOW_SEQUENCES = 1 << 18  # read together; at least those of one document
-_MAX_LENGTH = (1 << 31) - 1  # most tokens of a sequence, whose length is an int32
+# number of sequences that are read together; at least those of one document
+_WINDOW_SEQUENCES = 1 << 18
+_MAX_LENGTH = (1 << 31) - 1  # maximum number of tokens in a sequence, whose length is an int32
 
 
 def bin_path(prefix: Path) -> Path:
-    """Return the path of the tokens. Raise InputError if `prefix` has no file name."""
+    """Return the path of the file with the tokens. Raise InputError if `prefix` has no file
+    name."""
     return _with_suffix(prefix, ".bin")
 
 
 def idx_path(prefix: Path) -> Path:
-    """Return the path of the index. Raise InputError if `prefix` has no file name."""
+    """Return the path of the file with the index. Raise InputError if `prefix` has no file name."""
     return _with_suffix(prefix, ".idx")
 
 
@@ -51,26 +53,29 @@ def _with_suffix(prefix: Path, suffix: str) -> Path:
 
 @dataclass(frozen=True)
 class TokenBlock:
-    """Tokens of whole documents, or a piece of one that is longer than BLOCK_TOKENS."""
+    """The tokens of complete documents, or a piece of one that is longer than BLOCK_TOKENS."""
 
     tokens: np.ndarray
-    lengths: np.ndarray  # int64 [documents], 0 for an empty one; or the piece's length
-    first: bool  # the (first) document begins here
-    last: bool  # the (last) document ends here
+    lengths: np.ndarray  # int64 [documents], 0 for an empty document; or the length of the piece
+    first: bool  # True if the (first) document begins here
+    last: bool  # True if the (last) document ends here
 
 
 class _Places(NamedTuple):
-    """The first tokens in the .bin, and the lengths, of some sequences: int64 [n] each."""
+    """For some sequences, the number of the first token in the .bin, and the length: int64 [n]
+    each."""
 
     starts: np.ndarray
     lengths: np.ndarray
 
 
 class MegatronIndex:
-    """An opened dataset. Index and tokens are mapped, and read only when they are needed."""
+    """An opened indexed dataset. Index and tokens are mapped, and read only when they are
+    needed."""
 
     def __init__(self, prefix: Path):
-        """Raise InputError for files that are missing, of another kind or version, or truncated."""
+        """Open the files. Raise InputError for files that are missing, of another kind or version,
+        or truncated."""
         self.prefix = prefix
         self.path = idx_path(prefix)
         for path in (self.path, bin_path(prefix)):
@@ -110,8 +115,8 @@ class MegatronIndex:
             self.tokens = mapped.view(np.ndarray)
 
     def _map(self, dtype: str, offset: int, count: int) -> np.ndarray:
-        """Map one of the index's arrays."""
-        # mapped as bytes, because the header's size leaves the arrays unaligned
+        """Map one of the arrays in the index."""
+        # mapped as bytes, because the arrays are unaligned after the header
         raw = np.memmap(self.path, np.uint8, "r", offset, (count * np.dtype(dtype).itemsize,))
         return raw.view(np.ndarray).view(dtype)
 
@@ -119,8 +124,8 @@ class MegatronIndex:
         return InputError(f"{self.path}: {reason}")
 
     def _places(self, start: int, stop: int) -> _Places:
-        """Return the places of sequences [start, stop). Raise InputError if one is not inside the
-        .bin."""
+        """Return the positions of the sequences [start, stop). Raise InputError if one is not
+        inside the .bin."""
         lengths = self.lengths[start:stop].astype(np.int64)
         offsets = self.offsets[start:stop].astype(np.int64)
         width = self.dtype.itemsize
@@ -135,8 +140,8 @@ class MegatronIndex:
         return _Places(offsets // width, lengths)
 
     def _windows(self) -> Iterator[np.ndarray]:
-        """Yield document bounds in consecutive windows; the last bound of a window is the first one
-        of the next. Raise InputError for bounds that are not sorted or too large."""
+        """Yield document bounds in consecutive windows. The last bound of a window is the first
+        bound of the next one. Raise InputError for bounds that are not sorted or too large."""
         start = 0
         documents = len(self.bounds) - 1
         while start < documents:
@@ -153,9 +158,9 @@ class MegatronIndex:
     def blocks(self) -> Iterator[TokenBlock]:
         """Yield all documents, in order, in blocks of at most BLOCK_TOKENS.
 
-        The blocks are a pure function of the documents, independent of their division in sequences
-        and of the order of sequences in the .bin. Raise InputError for impossible lengths, offsets
-        and bounds.
+        The blocks are a pure function of the documents. They do not depend on how documents are
+        divided into sequences, or on the order of sequences in the .bin. Raise InputError for
+        impossible lengths, offsets and bounds.
         """
         for window in self._windows():
             base = int(window[0])
@@ -172,17 +177,17 @@ class MegatronIndex:
     def _block(
         self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray
     ) -> Iterator[TokenBlock]:
-        """Yield one block of whole documents of the lengths `documents`, or the blocks of a single
-        one that is longer. `starts` and `lengths` are of its sequences."""
+        """Yield one block of complete documents with the lengths `documents`, or the blocks of a
+        single longer document. `starts` and `lengths` are those of its sequences."""
         total = int(documents.sum())
         if total <= BLOCK_TOKENS:
             runs = [self.tokens[start:stop] for start, stop in _runs(starts, lengths)]
             tokens = runs[0] if len(runs) == 1 else np.concatenate([self.tokens[:0], *runs])
             yield TokenBlock(tokens, documents, True, True)
             return
-        done = 0  # tokens in earlier blocks
+        done = 0  # number of tokens in earlier blocks
         parts = []
-        waiting = 0  # tokens in `parts`
+        waiting = 0  # number of tokens in `parts`
         for start, stop in _runs(starts, lengths):
             while start < stop:
                 end = min(stop, start + BLOCK_TOKENS - waiting)
@@ -199,7 +204,8 @@ class MegatronIndex:
 
 
 def _runs(starts: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Return the (first token, end) of each run of sequences that directly follow each other."""
+    """Return (first token, end) for each run of sequences that directly follow each other in the
+    file."""
     full = lengths > 0
     starts = starts[full]
     lengths = lengths[full]
@@ -212,16 +218,17 @@ def _runs(starts: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _joined(headers: Sequence[ShardHeader], eod_id: int) -> list[bool]:
-    """Return for each shard whether its first document continues the last one of the shard
-    before."""
+    """Return for each shard whether its first document continues the last document of the previous
+    shard."""
     opens = [int(map_tokens(header)[-1]) != eod_id for header in headers]
     return [False, *opens[:-1]]
 
 
 def _document_lengths(headers: Sequence[ShardHeader], eod_id: int) -> Iterator[np.ndarray]:
     """Yield the lengths in tokens of all documents, int64 [n] at a time. A document that continues
-    in the next shard counts as one. Raise InputError for one that is too long for Megatron."""
-    carried = 0  # tokens of a document that continues in the next shard
+    in the next shard counts as one. Raise InputError for a document that is too long for
+    Megatron."""
+    carried = 0  # number of tokens of a document that continues in the next shard
     joined = [*_joined(headers, eod_id), False]
     for number, header in enumerate(headers):
         offsets = map_documents(header)
@@ -285,7 +292,8 @@ def _write_index(headers: Sequence[ShardHeader], eod_id: int, dtype: np.dtype, p
 
 @contextmanager
 def _alone(prefix: Path) -> Iterator[None]:
-    """Hold the lock of a PREFIX during the block. Raise InputError if another process has it."""
+    """Take the lock of a PREFIX for the duration of the block. Raise InputError if another process
+    has it."""
     path = _with_suffix(prefix, ".lock")
     with FileLock(path) as lock:
         if not lock.take():
@@ -302,12 +310,13 @@ def _alone(prefix: Path) -> Iterator[None]:
 
 
 def export(directory: Path, prefix: Path) -> dict[str, Any]:
-    """Write a dataset as PREFIX.bin and PREFIX.idx, one sequence per document with its eod, and
-    return the final table.
+    """Write a dataset as PREFIX.bin and PREFIX.idx, with one sequence per document that ends with
+    its end-of-document token, and return the final table.
 
-    Tokens are uint16 if the shards' are, else int32. A document that was cut by the end of a shard
-    is joined again. Raise InputError for a directory that is no dataset, for files that exist, for
-    a full disk, and for a document or an id that is too large; then neither file is written.
+    Tokens are uint16 if those of the shards are, else int32. A document that was cut at the end of
+    a shard is joined again. Raise InputError for a directory that is not a dataset, for files that
+    already exist, for a full disk, and for a document or an id that is too large; then neither file
+    is written.
     """
     dataset = Dataset(directory)
     headers = [confirmed(header) for header in dataset.headers]
@@ -326,7 +335,7 @@ def export(directory: Path, prefix: Path) -> dict[str, Any]:
             _write_tokens(headers, dtype, temporary[0])
             documents = _write_index(headers, dataset.eod_id, dtype, temporary[1])
             put_in_place(temporary[0], paths[0])
-            undo.callback(paths[0].unlink)  # it is useless without the other file
+            undo.callback(paths[0].unlink)  # this file is useless without the other one
             put_in_place(temporary[1], paths[1])
             undo.pop_all()
     except OSError as error:

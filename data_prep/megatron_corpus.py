@@ -1,4 +1,4 @@
-"""Megatron-LM's indexed datasets as a corpus, whose documents are already tokens."""
+"""Megatron-LM's indexed datasets as a corpus. Their documents are already tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ class GivenVocabulary:
 
 
 def given_vocabulary(vocab_size: int, eod_id: int) -> GivenVocabulary:
-    """Return a vocabulary of two numbers, in place of a tokenizer's file.
+    """Return a vocabulary that is given by two numbers instead of a tokenizer's file.
 
-    Its hash consists of zeros and the numbers, so that datasets with the same two numbers can be
+    Its hash consists of zeros and the two numbers, so that datasets with the same numbers can be
     used together. Raise InputError for numbers that contradict each other.
     """
     if not 0 <= eod_id < vocab_size <= 1 << 32:
@@ -42,9 +42,9 @@ def given_vocabulary(vocab_size: int, eod_id: int) -> GivenVocabulary:
 
 
 class MegatronCorpus:
-    """A corpus of indexed datasets, each of which is a group.
+    """A corpus that consists of indexed datasets, each of which is a group.
 
-    A document without an end of document (eod) gets one.
+    A document that has no end-of-document token gets one.
     """
 
     counted = ("documents", "empty_documents", "eods_added", "train_tokens", "valid_tokens")
@@ -56,8 +56,8 @@ class MegatronCorpus:
         given: GivenVocabulary | None,
         valid_fraction: float,
     ):
-        """Open the datasets; the vocabulary is a `tokenizer`, or is `given`. Raise InputError for a
-        prefix or a vocabulary that cannot be used."""
+        """Open the datasets. The vocabulary is that of a `tokenizer`, or is `given`. Raise
+        InputError for a prefix or a vocabulary that cannot be used."""
         if (tokenizer is None) == (given is None):
             raise InputError("give either --tokenizer, or --vocab-size and --eod-id")
         self.vocabulary: Vocabulary = given or load_tokenizer(str(tokenizer))
@@ -71,7 +71,7 @@ class MegatronCorpus:
         self.group_bytes = [MegatronIndex(prefix).bin_bytes for prefix in self._prefixes]
 
     def identity(self) -> dict[str, Any]:
-        """Return the vocabulary and the files that the tokens depend on."""
+        """Return the vocabulary and the files that influence the tokens."""
         paths = [path for prefix in self._prefixes for path in (bin_path(prefix), idx_path(prefix))]
         states = [(path.name, path.stat()) for path in paths]
         return {
@@ -82,15 +82,15 @@ class MegatronCorpus:
         }
 
     def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
-        """Return no step: the documents are encoded one by one."""
+        """Return no steps, because nothing must be known before a document is encoded."""
         return ()
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
-        """Yield the needed blocks of the groups of `work`. Raise InputError for a damaged dataset
+        """Yield the needed blocks in the groups of `work`. Raise InputError for a damaged dataset
         and for an id outside the vocabulary."""
         for group in work.groups:
             first = work.first_block(group)
-            start = 0  # the block's first token, counted over the documents
+            start = 0  # the first token of the block, counted over all documents
             index = MegatronIndex(self._prefixes[group])
             for number, block in enumerate(index.blocks()):
                 work.advance(block.tokens.size * index.dtype.itemsize)
@@ -100,7 +100,7 @@ class MegatronCorpus:
                 start += block.tokens.size
 
     def _check(self, index: MegatronIndex, block: TokenBlock, start: int) -> None:
-        """Raise InputError for an id outside the vocabulary. Call it before ids are cast to the
+        """Raise InputError for an id outside the vocabulary. Call this before ids are cast to the
         shards' type, which may be too narrow for them."""
         tokens = block.tokens
         size = self.vocabulary.vocab_size
@@ -123,7 +123,8 @@ class MegatronCorpus:
             ended[-1] = block.last
         ends = np.cumsum(lengths)
         bare = tokens[ends - 1] != self.vocabulary.eod_id
-        # the hash leaves out the eod, so that a document with it and one without are equal
+        # the hash leaves out the end-of-document token, so that documents with and without it are
+        # equal
         texts = ends - (ended & ~bare)
         if self._valid_fraction:
             bounds = zip((ends - lengths).tolist(), texts.tolist(), strict=True)
@@ -149,7 +150,8 @@ class MegatronCorpus:
 
 
 def _prefix(text: str) -> Path:
-    """Return the PREFIX in `text`, which may also name one of the two files."""
+    """Return the PREFIX that `text` names. The text may also be the name of one of the two
+    files."""
     path = Path(text)
     if path.suffix in (".bin", ".idx"):
         return path.with_suffix("")

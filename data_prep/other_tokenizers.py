@@ -1,4 +1,4 @@
-"""Tokenizers of two libraries that are extras: tiktoken's encodings and SentencePiece's models."""
+"""Tokenizers of two optional libraries: tiktoken's encodings and SentencePiece's models."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,25 +9,28 @@ import numpy as np
 from ptdmpi.config import InputError
 from ptdmpi.data.header import token_dtype
 
-# A text that differs by the pattern that splits it.
+# A text whose tokens depend on the pattern that splits it.
 _PROBE = "I'll we'RE 12345678  x\t\n\n y\r\n...!? Ünïcode 日本語 "
 MISSING = "pip install 'ptdmpi[corpus]' installs it"
 
 
 class TiktokenTokenizer:
-    """An encoding that tiktoken knows by name: OpenAI's, from its cache (TIKTOKEN_CACHE_DIR), or
-    one of an installed `tiktoken_ext` package. Names of special tokens in texts are plain text."""
+    """An encoding that tiktoken knows by name: one of OpenAI's, from tiktoken's cache
+    (TIKTOKEN_CACHE_DIR), or one of an installed `tiktoken_ext` package. Names of special tokens in
+    texts are treated as plain text."""
 
     def __init__(self, encoding: str, end_of_document: Sequence[str]):
-        """Take as end of document the first special token in `end_of_document`, else a new id after
-        the vocabulary. Raise InputError if the library or the encoding is missing."""
+        """Load the encoding. The end of document is the first special token in `end_of_document`
+        that exists, else a new id after the vocabulary. Raise InputError if the library or the
+        encoding is missing."""
         try:
             import tiktoken
         except ImportError as error:
             raise InputError(f"tokenizer tiktoken:{encoding} needs tiktoken: {MISSING}") from error
         try:
             self._encoding = tiktoken.get_encoding(encoding)
-        except Exception as error:  # cache, download and registry have no common class of errors
+        # the errors of cache, download and registry have no common class
+        except Exception as error:
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             raise InputError(
                 f"tokenizer tiktoken:{encoding}: {reason}; legal: {tiktoken.list_encoding_names()} "
@@ -45,8 +48,8 @@ class TiktokenTokenizer:
         return sorted(self._encoding.special_tokens_set)
 
     def _hash(self) -> str:
-        """Return a hash of all tokens' bytes and of the encoding of a text, which does not depend
-        on the files of the encoding."""
+        """Return a hash of all tokens' bytes and of the encoding of a text. It does not depend on
+        the encoding's files."""
         digest = hashlib.sha256()
         for token in self._encoding.token_byte_values():
             rank = self._encoding.encode_single_token(token)
@@ -61,16 +64,17 @@ class TiktokenTokenizer:
         return [array.astype(self._dtype) for array in arrays]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of token ids; a new id for the end of document has no text."""
+        """Return the text of token ids. A new id for the end of document has no text."""
         return self._encoding.decode([i for i in ids.tolist() if i < self._encoding.n_vocab])
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece `.model` file. The end of document is its </s>, else a new id after the
-    vocabulary."""
+    """A tokenizer from a SentencePiece `.model` file. The end of document is its </s>, else a new
+    id after the vocabulary."""
 
     def __init__(self, path: Path):
-        """Raise InputError if the library is missing, or the file is no model."""
+        """Load the file. Raise InputError if the library is missing, or if the file is not a
+        model."""
         try:
             from sentencepiece import SentencePieceProcessor
         except ImportError as error:
@@ -84,7 +88,7 @@ class SentencePieceTokenizer:
             raise InputError(f"tokenizer {path}: no model of SentencePiece: {reason}") from error
         known = self._model.get_piece_size()
         self.eod_id = self._model.eos_id()
-        if self.eod_id < 0:  # the model lacks </s>
+        if self.eod_id < 0:  # the model has no </s>
             self.eod_id = known
         self.vocab_size = max(known, self.eod_id + 1)
         self.name = path.name

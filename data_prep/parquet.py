@@ -1,4 +1,4 @@
-"""Documents in Parquet files: one per row of the text column. Needs pyarrow, an extra."""
+"""Documents in Parquet files, one per row of the text column. This needs pyarrow, an extra."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,8 +8,8 @@ from typing import Any
 from data_prep.other_tokenizers import MISSING
 from ptdmpi.config import InputError
 
-_BATCH_ROWS = 256  # decoded at a time
-_TEXT_TYPES = ("string", "large_string", "string_view")  # the last one since pyarrow 16
+_BATCH_ROWS = 256  # number of rows that are decoded at a time
+_TEXT_TYPES = ("string", "large_string", "string_view")  # the last type exists since pyarrow 16
 
 
 def _pyarrow(path: Path) -> tuple[ModuleType, ModuleType]:
@@ -25,7 +25,7 @@ def _pyarrow(path: Path) -> tuple[ModuleType, ModuleType]:
 def read_rows(
     path: Path, text_field: str, start: int, stop: int | None
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the row numbers (from 0) and texts of the row groups that begin in bytes [start, stop).
+    """Yield (row number from 0, text) for the row groups that begin in bytes [start, stop).
 
     The texts are the bytes in the file, which may not be UTF-8. Raise InputError for a file that
     cannot be read, for one without a text column `text_field`, and for a row without text.
@@ -62,13 +62,13 @@ def _check_column(pyarrow: ModuleType, file: Any, path: Path, text_field: str) -
         columns = f"{count} columns" if count else "no column"
         raise InputError(f"{path}: has {columns} {text_field!r}, but {', '.join(schema.names)}")
     kind = schema.field(text_field).type
-    if pyarrow.types.is_dictionary(kind):  # a column of categories
+    if pyarrow.types.is_dictionary(kind):  # a column of categories (dictionary-encoded)
         kind = kind.value_type
     if str(kind) not in _TEXT_TYPES:
         raise InputError(f"{path}: the column {text_field!r} has type {kind}, not text")
 
 
 def _texts_of_group(file: Any, group: int, text_field: str, binary: Any) -> Iterator[bytes | None]:
-    """Yield the texts of a row group, cast to pyarrow's type `binary`; None for a missing text."""
+    """Yield the texts in a row group, cast to pyarrow's type `binary`; None for a missing text."""
     for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[text_field]):
         yield from batch.column(0).cast(binary).to_pylist()

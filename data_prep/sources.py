@@ -1,8 +1,8 @@
-"""Finding corpus files and reading them as tasks.
+"""Finding the files of a corpus, and reading them as tasks.
 
-A corpus is read as a sequence of tasks of about a megabyte, each made of chunks: whole lines of a
-.jsonl file, or a piece of a text file. Tasks are a pure function of the files and their order,
-independent of the number of processes and their speed.
+A corpus is read as a sequence of tasks of about a megabyte. A task consists of chunks: complete
+lines of a .jsonl file, or a piece of a text file. Tasks are a pure function of the files and their
+order, independent of the number of processes and their speed.
 """
 
 import bz2
@@ -30,58 +30,62 @@ _COMPRESSED = {
     ".xz": lzma.LZMADecompressor,
     ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
 }
-PIECE_BYTES = 1 << 20  # longer documents are encoded in pieces of at most this size
+PIECE_BYTES = 1 << 20  # documents longer than this are encoded in pieces of at most this size
 TASK_BYTES = 1 << 20
-MAX_LINE_BYTES = 1 << 30  # a line of a .jsonl file must fit into memory
-_BLOCK_BYTES = 1 << 16  # bytes read from the disk at a time, perhaps compressed
-_INFLATED_BYTES = 1 << 20  # bytes decompressed at a time, for libraries that take a limit
+MAX_LINE_BYTES = 1 << 30  # limit for a line of a .jsonl file, which must fit into memory
+_BLOCK_BYTES = 1 << 16  # number of bytes, perhaps compressed, that are read from the disk at a time
+# number of bytes that are decompressed at a time, by libraries that accept a limit
+_INFLATED_BYTES = 1 << 20
 _SPACE = b" \t\n\r\v\f"
 
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """A corpus file, or a slice of one: the lines, or row groups, that begin in its bytes
+    """A file of the corpus, or a slice of one: the lines, or row groups, that begin in its bytes
     [start, stop)."""
 
     path: Path
-    name: str  # as given, or relative to the given directory; it is part of the corpus's identity
+    # as given, or relative to the given directory; the name is part of the corpus's identity
+    name: str
     kind: str  # TEXT (one document), JSONL (one document per line) or PARQUET (one per row)
     size_bytes: int  # bytes on disk
     modified_ns: int
     start: int = 0
-    stop: int | None = None  # None: to the end of the file
+    stop: int | None = None  # None: up to the end of the file
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive decompressed bytes of a source: whole lines (JSONL), texts of rows (PARQUET) or a
-    piece of a document (TEXT)."""
+    """Consecutive decompressed bytes of a source: complete lines (JSONL), texts of rows (PARQUET)
+    or a piece of a document (TEXT)."""
 
     path: str
     kind: str
     data: bytes
     start: int  # byte offset of `data` in the decompressed file
-    line: int  # number of its first line in its source, from 1 (JSONL)
-    first: bool  # a document begins at its start
-    last: bool  # a document ends at its end
-    source_start: int = 0  # byte at which its source's first line begins (JSONL)
-    lengths: tuple[int, ...] = ()  # bytes of each document (PARQUET); `line` is the first's row
+    line: int  # number of the first line in its source, from 1 (JSONL)
+    first: bool  # True if a document begins at the start of the chunk
+    last: bool  # True if a document ends at the end of the chunk
+    source_start: int = 0  # offset of the byte at which the first line of the source begins (JSONL)
+    # number of bytes of each document (PARQUET); `line` is the row of the first
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Task:
-    """Chunks that are encoded together; `index` counts the tasks of a group from 0."""
+    """Chunks that are encoded together. `index` counts the tasks of a group from 0."""
 
     group: int
     index: int
     chunks: tuple[Chunk, ...]
-    # bool [1 + documents that begin here]: left out as duplicates; the first entry is for the
-    # document that continues from the task before. None: no document is.
+    # bool [1 + documents that begin here]: True for documents that are left out as duplicates. The
+    # first entry is for the document that continues from the previous task. None: no document is
+    # left out.
     dropped: np.ndarray | None = None
 
 
 def _kind(path: Path, suffixes: Sequence[str]) -> str | None:
-    """Return how a file is read, by its name; None if it is not."""
+    """Return how a file is read, which depends on its name; None if the file is not read."""
     name = path.name
     if name.endswith(PARQUET):
         return PARQUET
@@ -93,7 +97,8 @@ def _kind(path: Path, suffixes: Sequence[str]) -> str | None:
 
 
 def _walk(directory: Path) -> Iterator[Path]:
-    """Yield all files in a directory tree, sorted. Raise InputError for one that cannot be read."""
+    """Yield all files in a directory tree, sorted. Raise InputError for a folder that cannot be
+    read."""
 
     def unreadable(error: OSError) -> None:
         """Raise InputError for a folder that cannot be listed."""
@@ -105,11 +110,12 @@ def _walk(directory: Path) -> Iterator[Path]:
 
 
 def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> list[CorpusFile]:
-    """Return the corpus files: `inputs` in the given order, directories in sorted order.
+    """Return the files of the corpus: `inputs` in the given order, files in directories in sorted
+    order.
 
-    Usable files end in .txt, .jsonl or one of `suffixes` (read as .txt), also followed by .gz,
-    .bz2, .xz or .zst, or in .parquet. Raise InputError for a missing input, a file of another kind,
-    a directory without a usable file, and a file that is given twice.
+    Usable files end in .txt, .jsonl or one of `suffixes` (read like .txt), all of which may be
+    followed by .gz, .bz2, .xz or .zst, or in .parquet. Raise InputError for a missing input, a file
+    of another kind, a directory without a usable file, and a file that is given twice.
     """
     legal = ", ".join((TEXT, JSONL, *suffixes)) + " (also with .gz, .bz2, .xz or .zst), .parquet"
     sources: list[CorpusFile] = []
@@ -148,8 +154,8 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
 
 
 def split_sources(sources: Sequence[CorpusFile], slice_bytes: int) -> list[CorpusFile]:
-    """Divide files of rows, and uncompressed files of lines, into slices of `slice_bytes`, and keep
-    other files whole. A line (or a group of rows) belongs to the slice in which it begins."""
+    """Divide files of rows, and uncompressed files of lines, into slices of `slice_bytes`; leave
+    other files undivided. A line (or a group of rows) belongs to the slice in which it begins."""
     slices: list[CorpusFile] = []
     for source in sources:
         if source.kind == TEXT or source.path.suffix in _COMPRESSED:
@@ -161,7 +167,7 @@ def split_sources(sources: Sequence[CorpusFile], slice_bytes: int) -> list[Corpu
 
 
 def size_on_disk(source: CorpusFile) -> int:
-    """Return the bytes of a file, or of its slice, on disk."""
+    """Return the size in bytes of a file, or of its slice, on the disk."""
     if source.stop is None:
         return source.size_bytes - source.start
     return min(source.stop, source.size_bytes) - source.start
@@ -169,9 +175,9 @@ def size_on_disk(source: CorpusFile) -> int:
 
 def group_sources(sources: Sequence[CorpusFile], group_bytes: int) -> list[list[CorpusFile]]:
     """Group consecutive files (or slices) so that each group, except the last, has at least
-    `group_bytes` on disk.
+    `group_bytes` on the disk.
 
-    A shard never has tokens of two groups, so that groups can be dealt to ranks before their
+    A shard never contains tokens of two groups. So groups can be divided among ranks before their
     numbers of tokens are known.
     """
     groups: list[list[CorpusFile]] = []
@@ -186,13 +192,14 @@ def group_sources(sources: Sequence[CorpusFile], group_bytes: int) -> list[list[
 
 
 def _inflate(blocks: Iterable[bytes], suffix: str) -> Iterator[bytes]:
-    """Decompress one or more concatenated streams. Raise EOFError if the last one is not complete,
-    and the library's error if one is damaged."""
+    """Decompress one or more concatenated streams. Raise EOFError if the last one is incomplete,
+    and the library's own error if one is damaged."""
     decompressor = None
     for block in blocks:
         while block:
             decompressor = decompressor or _COMPRESSED[suffix]()
-            if hasattr(decompressor, "needs_input"):  # bz2 and xz, which inflate up to 20,000 times
+            # bz2 and xz, which can expand data up to 20,000 times
+            if hasattr(decompressor, "needs_input"):
                 yield decompressor.decompress(block, _INFLATED_BYTES)
                 while not (decompressor.eof or decompressor.needs_input):
                     yield decompressor.decompress(b"", _INFLATED_BYTES)
@@ -207,9 +214,9 @@ def _inflate(blocks: Iterable[bytes], suffix: str) -> Iterator[bytes]:
 
 
 def read_blocks(source: CorpusFile, advance: Callable[[int], object]) -> Iterator[bytes]:
-    """Yield the decompressed bytes of a file (from one byte before a slice), in blocks.
+    """Yield the decompressed bytes of a file, in blocks. For a slice, begin one byte before it.
 
-    `advance` is called with the numbers of bytes read from the disk. Raise InputError for a file
+    `advance` is called with the number of bytes read from the disk. Raise InputError for a file
     that cannot be read or decompressed.
     """
 
@@ -231,13 +238,14 @@ def read_blocks(source: CorpusFile, advance: Callable[[int], object]) -> Iterato
 
 
 def _cut(window: bytes) -> int:
-    """Return where to cut a document of more than PIECE_BYTES; `window` is its first
-    PIECE_BYTES + 1 bytes.
+    """Return the position at which to cut a document of more than PIECE_BYTES. `window` is its
+    first PIECE_BYTES + 1 bytes.
 
-    The cut is, in the second half, after the last single line end between two characters that are
-    no spaces. The usual pre-tokenizers (GPT-2's and its successors') have a boundary on both sides
-    of such a line end, so that the tokens are those of the whole document. Otherwise the
-    cut is after the last line end, or else before the last whole UTF-8 character.
+    The cut is in the second half of the window, after the last single line end that is between two
+    non-space characters. The usual pre-tokenizers (GPT-2's and its successors') have a boundary on
+    both sides of such a line end, so that the tokens are the same as those of the undivided
+    document. If there is no such line end, the cut is after the last line end, or else before the
+    last complete UTF-8 character.
     """
     low = PIECE_BYTES // 2
     end = PIECE_BYTES
@@ -254,10 +262,10 @@ def _cut(window: bytes) -> int:
 
 
 def split_document(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Yield a document's pieces of at most PIECE_BYTES, and whether each is the last.
+    """Yield the pieces of a document, of at most PIECE_BYTES each, and True for the last one.
 
-    The pieces are a pure function of its bytes, independent of the division in blocks. An empty
-    document is one empty piece.
+    The pieces are a pure function of the document's bytes, independent of their division into
+    blocks. An empty document is one empty piece.
     """
     buffer = bytearray()
     for block in blocks:
@@ -270,8 +278,8 @@ def split_document(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
 
 
 def split_whole(document: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Yield the pieces of `split_document` for a document that is one block; a short one is not
-    copied."""
+    """Yield the pieces of `split_document` for a document that is a single block. A short document
+    is not copied."""
     start = 0
     while len(document) - start > PIECE_BYTES:
         cut = _cut(document[start : start + PIECE_BYTES + 1])
@@ -281,7 +289,7 @@ def split_whole(document: bytes) -> Iterator[tuple[bytes, bool]]:
 
 
 def _text_chunks(source: CorpusFile, blocks: Iterable[bytes]) -> Iterator[Chunk]:
-    """Yield the pieces of a text file, which is one document."""
+    """Yield the pieces of a text file, whose content is one document."""
     start = 0
     for data, last in split_document(blocks):
         yield Chunk(str(source.path), TEXT, data, start, 1, start == 0, last)
@@ -290,11 +298,11 @@ def _text_chunks(source: CorpusFile, blocks: Iterable[bytes]) -> Iterator[Chunk]
 
 def _first_line(source: CorpusFile, blocks: Iterator[bytes]) -> tuple[int, Iterator[bytes]]:
     """Return the offset of the first line that begins in or after the slice, and the bytes from
-    there; `blocks` begin one byte before the slice."""
+    there on. `blocks` begin one byte before the slice."""
     position = source.start
     if not position:
         return 0, blocks
-    position -= 1  # a line end there means that a line begins with the slice
+    position -= 1  # if there is a line end at that byte, a line begins together with the slice
     for block in blocks:
         at = block.find(b"\n") + 1
         if at:
@@ -304,8 +312,8 @@ def _first_line(source: CorpusFile, blocks: Iterator[bytes]) -> tuple[int, Itera
 
 
 def _lines_of_slice(source: CorpusFile, start: int, blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the bytes from `start`, where `blocks` begin, to the end of the last line that begins
-    in the slice."""
+    """Yield the bytes from `start`, where `blocks` begin, up to the end of the last line that
+    begins in the slice."""
     if source.stop is None:
         yield from blocks
         return
@@ -322,23 +330,23 @@ def _lines_of_slice(source: CorpusFile, start: int, blocks: Iterable[bytes]) -> 
 
 
 def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]:
-    """Yield chunks of whole lines; each ends at the first line end at or after TASK_BYTES. Raise
+    """Yield chunks of complete lines. Each ends at the first line end at or after TASK_BYTES. Raise
     InputError for a line longer than MAX_LINE_BYTES."""
     start, blocks = _first_line(source, blocks)
     source_start = start
     buffer = bytearray()
     line = 1
-    searched = TASK_BYTES - 1  # bytes of `buffer` in which the chunk does not end
+    searched = TASK_BYTES - 1  # number of bytes of `buffer` in which the chunk cannot end
 
     def chunk(data: bytes) -> Chunk:
-        """Return a chunk of lines from `start`."""
+        """Return a chunk of lines that begins at `start`."""
         return Chunk(str(source.path), JSONL, data, start, line, True, True, source_start)
 
     for block in _lines_of_slice(source, start, blocks):
         buffer += block
         while (end := buffer.find(b"\n", searched) + 1) > 0:
             with memoryview(buffer) as view:
-                data = bytes(view[:end])  # the only copy, since it may be one long line
+                data = bytes(view[:end])  # the only copy, since this may be one long line
             del buffer[:end]
             yield chunk(data)
             start += end
@@ -356,12 +364,13 @@ def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]
 def _row_chunks(
     source: CorpusFile, text_field: str, advance: Callable[[int], object]
 ) -> Iterator[Chunk]:
-    """Yield chunks of whole texts; each ends at the first end of a text at or after TASK_BYTES."""
+    """Yield chunks of complete texts. Each ends at the first end of a text at or after
+    TASK_BYTES."""
     texts: list[bytes] = []
     size_bytes = first = 0
 
     def chunk() -> Chunk:
-        """Return a chunk of `texts`."""
+        """Return a chunk that consists of `texts`."""
         lengths = tuple(map(len, texts))
         return Chunk(str(source.path), PARQUET, b"".join(texts), 0, first, True, True, 0, lengths)
 
@@ -396,7 +405,7 @@ def read_tasks(
     advance: Callable[[int], object],
     text_field: str = "text",
 ) -> Iterator[Task]:
-    """Yield the tasks of one group, in order; `advance` is called with the numbers of bytes read.
+    """Yield the tasks of one group, in order. `advance` is called with the number of bytes read.
     Raise InputError for a file that cannot be read."""
     chunks: list[Chunk] = []
     index = size_bytes = 0
@@ -414,7 +423,7 @@ def read_tasks(
 
 
 def document_share(first_piece: bytes) -> float:
-    """Return a number in [0, 1) that depends only on the first piece of a document (its BLAKE2b
+    """Return a number in [0, 1) that depends only on the first piece of a document (on its BLAKE2b
     digest of 8 bytes)."""
     digest = hashlib.blake2b(first_piece, digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

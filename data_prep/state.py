@@ -1,9 +1,10 @@
-"""The state of a tokenization on disk, so that it can be restarted: inputs, options and progress.
+"""The state of a tokenization on the disk, by which it can be restarted: inputs, options and
+progress.
 
-While shards are made, each output directory holds a folder `.unfinished`, so that nobody trains on
-a part of a corpus by mistake. Its `identity.json` records the inputs and options; in the main
-output it also has one small file per group with the group's progress. At the end the folder is
-removed, and `tokenize.json` records what the shards were made of."""
+While shards are made, each output directory contains a folder `.unfinished`, so that nobody trains
+on a part of a corpus by mistake. Its `identity.json` records the inputs and options; in the main
+output the folder also has one small file per group with the group's progress. At the end the folder
+is removed, and `tokenize.json` records from what the shards were made."""
 
 import hashlib
 import json
@@ -23,7 +24,8 @@ from ptdmpi.config import InputError
 from ptdmpi.data.header import SUMMARY, ShardHeader, listing, read_header
 from ptdmpi.data.shards import UNFINISHED
 
-TOKENIZER_COPY = "tokenizer"  # and the suffix of the tokenizer's file: .json or .model
+# the name of the tokenizer's file, followed by its suffix: .json or .model
+TOKENIZER_COPY = "tokenizer"
 SHARDS = "shard-*.h5"
 IDENTITY = "identity.json"
 LOCK = "lock"
@@ -32,17 +34,17 @@ OF_CONVERSATIONS = ("answers", "answer_tokens", "truncated", "too_long", "paddin
 
 @dataclass(frozen=True)
 class CorpusCounters:
-    """Sums over documents. Bytes are of UTF-8 text, decompressed."""
+    """Sums over documents. Bytes are those of UTF-8 text, decompressed."""
 
     documents: int = 0
     empty_documents: int = 0
     text_bytes: int = 0
-    duplicates: int = 0  # documents left out
+    duplicates: int = 0  # number of documents that are left out
     train_tokens: int = 0
     valid_tokens: int = 0
-    bad_lines: int = 0  # lines left out
-    eods_added: int = 0  # ends added to imported documents without one
-    answers: int = 0  # from here on: only of conversations
+    bad_lines: int = 0  # number of lines that are left out
+    eods_added: int = 0  # number of end-of-document tokens added to imported documents
+    answers: int = 0  # this and the following are for conversations only
     answer_tokens: int = 0
     truncated: int = 0
     too_long: int = 0
@@ -56,13 +58,13 @@ class CorpusCounters:
 
 @dataclass(frozen=True)
 class GroupProgress:
-    """The place at which the next shard of a group begins; all tokens before are in shards."""
+    """The position at which the next shard of a group begins. All earlier tokens are in shards."""
 
     shards: int = 0  # number of finished shards
     task: int = 0  # index of the task in which the next shard begins
-    token: int = 0  # number of the token in that task
-    held_out: bool = False  # True if the document that continues there is held out
-    # Tokens are those of finished shards; all else is counted for the tasks before `task`.
+    token: int = 0  # number of the token within that task
+    held_out: bool = False  # True if the document that continues at this position is held out
+    # Tokens are counted for finished shards; everything else for the tasks before `task`.
     counters: CorpusCounters = CorpusCounters()
     complete: bool = False
 
@@ -74,7 +76,7 @@ def _restored(kind: type[Record], known: Any, path: Path) -> Record:
     """Return the record whose `asdict` is the JSON value `known`. Raise InputError, with `path`,
     for any other value."""
     if kind is CorpusCounters and isinstance(known, dict):
-        known = {**dict.fromkeys(OF_CONVERSATIONS, 0), **known}  # older versions lack these
+        known = {**dict.fromkeys(OF_CONVERSATIONS, 0), **known}  # older versions do not write these
     types = {name: type(value) for name, value in asdict(kind()).items()}
     if not isinstance(known, dict) or {n: type(value) for n, value in known.items()} != types:
         raise _foreign(path)
@@ -90,8 +92,8 @@ def _foreign(path: Path) -> InputError:
 
 
 def require_writable(path: Path) -> None:
-    """Raise InputError if the file `path` cannot be made, as far as this can be known
-    beforehand."""
+    """Raise InputError if the file `path` cannot be made, as far as this can be known in
+    advance."""
     if path.is_dir():
         raise InputError(f"{path}: is a directory; the name of a file is needed")
     folder = path.parent
@@ -106,7 +108,7 @@ def _unknown(output: Path) -> InputError:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Replace a small file as a whole. Raise InputError if it cannot be written."""
+    """Write or replace a small file in one step. Raise InputError if it cannot be written."""
     try:
         write_whole(path, content)
     except OSError as error:
@@ -114,7 +116,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a small JSON file as a whole. Raise InputError if it cannot be written."""
+    """Write or replace a small JSON file in one step. Raise InputError if it cannot be written."""
     write_file(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
@@ -133,8 +135,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def files_identity(files: Iterable[tuple[str, int, int]]) -> dict[str, Any]:
-    """Return the number of input files and a SHA-256 of their names, sizes and times (ns), which a
-    restart compares."""
+    """Return the number of input files and a SHA-256 hash of their names, sizes and times (ns). A
+    restart compares these."""
     digest = hashlib.sha256()
     count = 0
     for file in files:
@@ -144,8 +146,8 @@ def files_identity(files: Iterable[tuple[str, int, int]]) -> dict[str, Any]:
 
 
 def _compare(output: Path, identity: dict[str, Any], known: dict[str, Any]) -> None:
-    """Raise InputError if the shards of an output (`known`) were made of other inputs, or with
-    other options, than `identity`."""
+    """Raise InputError if the shards in an output were made from other inputs, or with other
+    options (`known`), than `identity` says."""
     for name, value in identity.items():
         if known.get(name) != value:
             other = f"{name} {known.get(name)}"
@@ -158,7 +160,8 @@ def _compare(output: Path, identity: dict[str, Any], known: dict[str, Any]) -> N
 
 
 def _require_shards(output: Path, summary: dict[str, Any] | None) -> None:
-    """Raise InputError if a finished output lacks its summary or a shard that this lists."""
+    """Raise InputError if a finished output has no summary, or lacks a shard that the summary
+    lists."""
     if summary is None:
         raise InputError(f"{output}: {SUMMARY} is missing; use --force to start again")
     shards = summary.get("shards")
@@ -172,8 +175,9 @@ def _require_shards(output: Path, summary: dict[str, Any] | None) -> None:
 
 
 def _nothing_held_out(documents: int) -> str:
-    """Return the message for a corpus of which no document is held out."""
-    # with a share of five over their number, less than one corpus in a hundred (exp(-5)) has none
+    """Return the message for a corpus of which no document was held out."""
+    # with a fraction of five divided by the number of documents, less than one corpus in a hundred
+    # (exp(-5)) has none
     enough = min(0.5, math.ceil(500 / max(1, documents)) / 100)
     return (
         f"none of {counted(documents, 'document')} was held out, which is decided by the hash of "
@@ -182,7 +186,7 @@ def _nothing_held_out(documents: int) -> str:
 
 
 class _OutputLocks:
-    """The locks of the output directories that this process writes to."""
+    """The locks on the output directories to which this process writes."""
 
     def __init__(self) -> None:
         self._held: dict[Path, FileLock] = {}
@@ -192,8 +196,8 @@ class _OutputLocks:
         if output in self._held:
             if self._held[output].still_there():
                 return
-            # --force removed the folder with its lock: a process that made it again may hold a new
-            # lock
+            # --force has removed the folder with its lock: a process that made the folder again may
+            # have a new lock
             self._held.pop(output).close()
         try:
             lock = FileLock(output / UNFINISHED / LOCK)
@@ -208,7 +212,7 @@ class _OutputLocks:
         self._held[output] = lock
 
     def release(self) -> None:
-        """Unlock all outputs. May be called more than once."""
+        """Unlock all outputs. This may be called more than once."""
         while self._held:
             self._held.popitem()[1].close()
 
@@ -217,7 +221,7 @@ class RunState:
     """The state of one tokenization, in its output directories.
 
     The first output is the main one, for training documents; a second one is for held-out
-    documents. `identity` has the inputs and options that the shards depend on."""
+    documents. `identity` has the inputs and options that influence the shards."""
 
     def __init__(self, outputs: Sequence[Path], identity: dict[str, Any]):
         self.outputs = tuple(outputs)
@@ -233,11 +237,11 @@ class RunState:
         self._locks = _OutputLocks()
 
     def begin(self, force: bool) -> CorpusCounters | None:
-        """Make or check the output directories. Return the sums if everything is done already.
+        """Make or check the output directories. Return the sums if everything is already done.
 
-        Raise InputError if the directories hold files that ptdmpi-data did not make, or shards of
-        other inputs or options, unless `force` is set, which removes such shards. Also raise it if
-        another process writes to the directories.
+        Raise InputError if the directories contain files that ptdmpi-data did not make, or shards
+        from other inputs or options, unless `force` is set, which removes such shards. Also raise
+        InputError if another process writes to the directories.
         """
         try:
             done = self._begin(force)
@@ -285,7 +289,7 @@ class RunState:
             self._failed.unlink(missing_ok=True)
         except OSError as error:
             for output in self.outputs:
-                with suppress(OSError):  # not empty, or not made
+                with suppress(OSError):  # the directory is not empty, or was not made
                     output.rmdir()
             raise InputError(f"{self.outputs[0]}: cannot be written: {error}") from error
         try:
@@ -300,15 +304,15 @@ class RunState:
         self._locks.release()
 
     def _summary(self, output: Path) -> dict[str, Any] | None:
-        """Return the summary of a finished run in an output; None if there is no summary, or the
-        run is not finished."""
+        """Return the summary of a finished run in an output directory; None if there is no summary,
+        or the run is not finished."""
         if (output / UNFINISHED).exists():
             return None
         return read_json(output / SUMMARY)
 
     def _known(self, output: Path) -> dict[str, Any] | None:
-        """Return the identity of the shards in an output; None if ptdmpi-data has written nothing
-        there. Raise InputError if it is damaged."""
+        """Return the identity of the shards in an output directory; None if ptdmpi-data has written
+        nothing there. Raise InputError if it is damaged."""
         for path in (output / UNFINISHED / IDENTITY, output / SUMMARY):
             known = read_json(path)
             if known is not None and "holds" not in known:
@@ -318,8 +322,9 @@ class RunState:
         return None
 
     def _belongs(self, output: Path, main: dict[str, Any] | None) -> bool:
-        """Return True if the main output, with the identity `main`, names this output for its
-        held-out shards. Then ptdmpi-data made them, even if the output itself has no identity."""
+        """Return True if the main output, with the identity `main`, names this directory for its
+        held-out shards. Then ptdmpi-data has made them, even if the directory itself has no
+        identity."""
         valid_outputs = self._identities[0]["valid_outputs"]
         return (
             output != self.outputs[0]
@@ -329,14 +334,14 @@ class RunState:
 
     def _remove_all(self) -> None:
         """Remove the results of earlier runs. Raise InputError, before anything is removed, if an
-        output has shards of another origin."""
+        output directory has shards of another origin."""
         ours = []
         main = None
         for output, identity in zip(self.outputs, self._identities, strict=True):
             try:
                 known = self._known(output)
             except InputError:
-                known = identity  # damaged, so it may be removed
+                known = identity  # the file is damaged, so it may be removed
             main = main or known
             if known is not None and known.get("holds") != identity["holds"]:
                 raise InputError(
@@ -370,7 +375,8 @@ class RunState:
         write_json(self._group_path(group), asdict(progress))
 
     def mark_failed(self) -> None:
-        """Make `someone_failed` true for the other ranks, so that they stop."""
+        """Set a mark by which `someone_failed` becomes true on the other ranks, so that they
+        stop."""
         if self.folder.is_dir():
             self._failed.touch()
 
@@ -382,7 +388,7 @@ class RunState:
         """Complete the outputs when all shards are written, and return the sums over all groups.
 
         The tokenizer's file is copied into each output, the summary is written and the state is
-        removed. Raise InputError if shards are missing, or an output would have no token.
+        removed. Raise InputError if shards are missing, or an output would have no tokens.
         """
         sums = sum((self.load(group).counters for group in range(groups)), CorpusCounters())
         headers = [
@@ -413,7 +419,7 @@ class RunState:
         return sums
 
     def _require_all(self, sums: CorpusCounters, headers: Sequence[Sequence[ShardHeader]]) -> None:
-        """Raise InputError if the shards of an output do not have all tokens of `sums`."""
+        """Raise InputError if the shards of an output do not contain all tokens of `sums`."""
         expected = (sums.train_tokens, sums.valid_tokens)
         for output, shards, tokens in zip(self.outputs, headers, expected, strict=False):
             present = sum(header.tokens for header in shards)
@@ -424,8 +430,8 @@ class RunState:
                 )
 
     def clean(self) -> None:
-        """Clean up after a failure: leave finished shards for a restart; if there is no shard,
-        leave nothing."""
+        """Clean up after a failure. Finished shards stay for a restart; if there is no shard,
+        nothing stays."""
         if not any(any(output.glob(SHARDS)) for output in self.outputs):
             for output in self.outputs:
                 shutil.rmtree(output / UNFINISHED, ignore_errors=True)

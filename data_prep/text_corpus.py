@@ -1,4 +1,5 @@
-"""Text files as a corpus: finding, grouping and reading them, and encoding by several processes."""
+"""A corpus of text files: finding, grouping and reading them, and encoding them by several
+processes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,23 +20,23 @@ from data_prep.sources import (
 from data_prep.state import files_identity
 from data_prep.vocabulary import load_tokenizer, tokenizer_file
 
-_TEXT_BYTES_PER_TOKEN = 4  # usual for large vocabularies, so that a group is about one shard
-_BYTES_PER_WORKER = 1 << 21  # starting a process for less text costs more than it saves
+_TEXT_BYTES_PER_TOKEN = 4  # usual for large vocabularies, so that a group gives about one shard
+_BYTES_PER_WORKER = 1 << 21  # starting a process for less text than this costs more than it saves
 
 
 @dataclass(frozen=True)
 class TextOptions:
-    """The inputs and options of `ptdmpi-data tokenize`, without those of the output."""
+    """The inputs and options of `ptdmpi-data tokenize`, except those for the output."""
 
     inputs: tuple[str, ...]
     encode: EncodeOptions
     suffixes: tuple[str, ...] = ()
-    workers: int | None = None  # None: one per core this process may use; one under MPI
+    workers: int | None = None  # None: one per core that this process may use; under MPI one
     deduplicate: str | None = None  # EXACT, NEAR; None: duplicates are kept
 
 
 class TextCorpus:
-    """A corpus of text files, encoded with a tokenizer."""
+    """A corpus of text files, which is encoded by a tokenizer."""
 
     def __init__(self, options: TextOptions, output: OutputOptions):
         """Find the files and group them. Raise InputError for bad options or files."""
@@ -65,10 +66,10 @@ class TextCorpus:
         self.group_bytes = [sum(map(size_on_disk, group)) for group in self._groups]
 
     def identity(self) -> dict[str, Any]:
-        """Return the tokenizer, the files and the options that the tokens depend on."""
+        """Return the tokenizer, the files and the options that influence the tokens."""
         skipping = {}
         if self._options.encode.skip_bad_lines:
-            # absent unless it is set, so that restarts of older versions' outputs still work
+            # left out unless it is set, so that outputs of older versions can still be restarted
             skipping["skip_bad_lines"] = True
         return {
             "tokenizer": self.vocabulary.name,
@@ -81,7 +82,7 @@ class TextCorpus:
         }
 
     def _workers(self, work: Work) -> int:
-        """Return the number of processes to use for some groups."""
+        """Return the number of processes to be used for some groups."""
         size_bytes = sum(self.group_bytes[group] for group in work.groups)
         return self._options.workers or max(1, min(work.cores, size_bytes // _BYTES_PER_WORKER))
 
@@ -91,7 +92,7 @@ class TextCorpus:
 
     def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
         """Return the steps that find duplicates: every rank reads its groups, then rank 0 compares
-        all of them."""
+        the keys of all."""
         if self._options.deduplicate is None:
             return ()
         duplicates = self._duplicates = Duplicates(folder, self._options.deduplicate)
@@ -105,14 +106,14 @@ class TextCorpus:
             duplicates.read_keys(work.groups, tasks, self._options.encode, self._workers(work))
 
         def find() -> None:
-            """Write the duplicates, on rank 0."""
+            """Find the duplicates and write them, on rank 0."""
             if work.rank == 0:
                 duplicates.find(len(self._groups))
 
         return (read_keys, find)
 
     def _tasks(self, work: Work) -> Iterator[Task]:
-        """Yield the needed tasks, with their duplicates marked."""
+        """Yield the needed tasks, in which duplicates are marked."""
         for group in work.groups:
             first = work.first_block(group)
             dropped = None

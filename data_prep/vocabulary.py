@@ -1,4 +1,5 @@
-"""Tokenizers: bytes, Hugging Face's `tokenizer.json` files (read and trained), and others."""
+"""Tokenizers: bytes, Hugging Face's `tokenizer.json` files (which can also be trained), and
+others."""
 
 import hashlib
 import os
@@ -15,24 +16,25 @@ from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import TOKENIZER_CONFIG, json_object
 from ptdmpi.data.header import token_dtype
 
-# The texts that may be the end of document, if no file of the model names it. Gemma's vocabulary
-# also has "</s>", which is HTML there, so <eos> is before it. The last one is BERT's: a model with
-# its vocabulary has no room for a new id.
+# The texts that may be the end of document, if no file of the model names it, in order of
+# preference. Gemma's vocabulary also has "</s>" as an HTML tag, so <eos> comes before it. The last
+# one is BERT's: a model with its vocabulary has no room for a new id.
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<eod>", "[SEP]")
-# Files in the folder of a tokenizer.json that name the end of a text by its id.
+# Files in the folder of a tokenizer.json that may name the id at the end of a text.
 NAMING = ("config.json", "generation_config.json")
 BYTES = "bytes"
 TIKTOKEN = "tiktoken:"
 GIGATOKEN = "gigatoken:"  # followed by the name of a tokenizer.json
 _COMPARED_CHARACTERS = 4096
-_RENEWED_CHARACTERS = 1 << 26  # gigatoken's cache of words is emptied after so many characters
+# gigatoken's cache of words is emptied after this number of characters
+_RENEWED_CHARACTERS = 1 << 26
 BYTES_SHA256 = hashlib.sha256(BYTES.encode()).hexdigest()
-MIN_VOCAB_SIZE = 257  # every byte and the end of document
+MIN_VOCAB_SIZE = 257  # all bytes and the end of document
 MAX_VOCAB_SIZE = 1 << 24  # the library reserves memory for this number before it begins
 
 
 class Vocabulary(Protocol):
-    """The description of tokens that a shard has in its header."""
+    """The description of the tokens that the header of a shard contains."""
 
     name: str
     sha256: str
@@ -52,8 +54,8 @@ class Tokenizer(Vocabulary, Protocol):
 
 
 class MarkedTokenizer(Tokenizer, Protocol):
-    """A tokenizer that also encodes texts in which the names of special tokens mean these tokens,
-    such as a chat template writes."""
+    """A tokenizer that can also encode texts in which the names of special tokens mean these
+    tokens. A chat template writes such texts."""
 
     special: frozenset[str]  # names of its special tokens
 
@@ -73,8 +75,8 @@ class ByteTokenizer:
     special = frozenset(END_OF_DOCUMENT[:1])
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the ids of each text and their first characters. The end of document is written as
-        `decode` writes it."""
+        """Return the ids of each text and the character at which each begins. The end of document
+        is written as `decode` writes it."""
         return [self._marked(text) for text in texts]
 
     def _marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -82,7 +84,7 @@ class ByteTokenizer:
         starts: list[int] = []
         at = 0
         for piece in text.split(END_OF_DOCUMENT[0]):
-            if at:  # an end of document is before it
+            if at:  # an end of document precedes it
                 ids.append(self.eod_id)
                 starts.append(at - len(END_OF_DOCUMENT[0]))
             for character in piece:
@@ -107,15 +109,16 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` file.
+    """A tokenizer from a `tokenizer.json` file.
 
     The end of document is the end of a text according to the model's files in the same folder, else
     the first of END_OF_DOCUMENT in the vocabulary, else a new id after the vocabulary. Names of
-    special tokens in texts are plain text, except in `encode_marked`.
+    special tokens in texts are treated as plain text, except in `encode_marked`.
     """
 
     def __init__(self, path: str | Path):
-        """Raise InputError if the file is no tokenizer.json, or a file of its model is damaged."""
+        """Load the file. Raise InputError if it is not a tokenizer.json, or if a file of its model
+        is damaged."""
         # several processes encode in parallel; rayon's threads would oversubscribe the cores
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
@@ -148,12 +151,13 @@ class HuggingFaceTokenizer:
         self.special = frozenset(token.content for token in added if token.special)
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the ids of each text, with special tokens for their names, and the characters at
-        which the tokens begin. Raise InputError for a text that cannot be encoded."""
+        """Return the ids of each text, with special tokens for their names, and the character at
+        which each token begins. Raise InputError for a text that cannot be encoded."""
         self._tokenizer.encode_special_tokens = False
         try:
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        except Exception as error:  # the class Exception, for a character without a token, say
+        # the library raises the class Exception, for example for a character without a token
+        except Exception as error:
             raise InputError(f"tokenizer {self.name}: cannot encode a text: {error}") from error
         finally:
             self._tokenizer.encode_special_tokens = True
@@ -164,11 +168,12 @@ class HuggingFaceTokenizer:
         return marked
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the token ids of each text. Raise InputError for one that cannot be encoded."""
+        """Return the token ids of each text. Raise InputError for a text that cannot be encoded."""
         try:
-            # "fast" computes no offsets, which are not needed here
+            # the "fast" method computes no offsets, which are not needed here
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # the class Exception, for a character without a token, say
+        # the library raises the class Exception, for example for a character without a token
+        except Exception as error:
             raise InputError(f"tokenizer {self.name}: cannot encode a text: {error}") from error
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
@@ -178,15 +183,16 @@ class HuggingFaceTokenizer:
 
 
 class GigatokenTokenizer(HuggingFaceTokenizer):
-    """A `tokenizer.json` read with the library gigatoken, which caches words: it gives the same
-    tokens, many times as fast.
+    """A tokenizer from a `tokenizer.json` file that is read with the library gigatoken, which
+    caches words: it gives the same tokens, many times as fast.
 
-    Texts with the name of a special token, which gigatoken would encode as that token, are encoded
-    by `tokenizers`. The beginning of each batch is encoded by both and compared.
+    Texts that contain the name of a special token, which gigatoken would encode as that token, are
+    encoded by `tokenizers`. The beginning of each batch is encoded by both libraries and compared.
     """
 
     def __init__(self, path: str | Path):
-        """Raise InputError if the library is missing or does not support this tokenizer."""
+        """Load the file. Raise InputError if the library is missing or does not support this
+        tokenizer."""
         super().__init__(path)
         try:
             import gigatoken
@@ -194,18 +200,19 @@ class GigatokenTokenizer(HuggingFaceTokenizer):
             raise InputError(f"tokenizer {GIGATOKEN}{path} needs gigatoken: {MISSING}") from error
         self._open = partial(gigatoken.Tokenizer.from_json, self._tokenizer.to_str())
         special = sorted(map(re.escape, self.special))
-        # without special tokens, (?!) matches nowhere
+        # if there are no special tokens, (?!) matches nowhere
         self._special = re.compile("|".join(special) or r"(?!)")
         try:
             self._fast = self._open()
-        except Exception as error:  # errors for unsupported tokenizers have no common class
+        except Exception as error:  # errors about unsupported tokenizers have no common class
             raise InputError(
                 f"tokenizer {GIGATOKEN}{path}: {error}; try it without {GIGATOKEN}"
             ) from error
         self._characters = 0  # number of characters whose words are in the cache
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the token ids of each text. Raise InputError if the two libraries differ."""
+        """Return the token ids of each text. Raise InputError if the results of the two libraries
+        differ."""
         slow = [number for number, text in enumerate(texts) if self._special.search(text)]
         ids = dict(zip(slow, super().encode([texts[number] for number in slow]), strict=True))
         fast = [number for number in range(len(texts)) if number not in ids]
@@ -227,10 +234,10 @@ class GigatokenTokenizer(HuggingFaceTokenizer):
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """Return the tokenizer `bytes`, `tiktoken:NAME`, `gigatoken:FILE`, or that of a file: a
-    SentencePiece `.model`, else a `tokenizer.json`.
+    """Return the tokenizer that `name` means: `bytes`, `tiktoken:NAME`, `gigatoken:FILE`, or the
+    path of a file, which is a SentencePiece `.model` or else a `tokenizer.json`.
 
-    Raise InputError if it is none of these, or an extra library is missing.
+    Raise InputError if `name` is none of these, or if an optional library is missing.
     """
     if str(name) == BYTES:
         return ByteTokenizer()
@@ -245,9 +252,9 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     return _load_file(path, str(name).startswith(GIGATOKEN), state)
 
 
-@lru_cache(1)  # a large vocabulary takes half a second, and a process loads it twice
+@lru_cache(1)  # a large vocabulary takes half a second to load, and a process loads it twice
 def _load_file(path: Path, fast: bool, state: tuple[tuple[int, int], ...]) -> Tokenizer:
-    """Load a tokenizer; `state`, the sizes and times of all files, is a key of the cache."""
+    """Load a tokenizer. `state`, the sizes and times of all its files, is part of the cache key."""
     if fast:
         return GigatokenTokenizer(path)
     if path.suffix == ".model":
@@ -276,7 +283,7 @@ def _named_end(folder: Path, vocabulary: Mapping[str, int]) -> int | None:
 
 
 def tokenizer_file(name: str) -> Path | None:
-    """Return the file of a tokenizer, or None for a tokenizer without a file."""
+    """Return the file of a tokenizer; None for a tokenizer that has no file."""
     if name == BYTES or name.startswith(TIKTOKEN):
         return None
     return Path(name.removeprefix(GIGATOKEN))
@@ -286,9 +293,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tuple[str, int]:
     """Train a byte-level BPE (Radford et al. 2019, section 2.2) with the special token
     <|endoftext|>.
 
-    Return the content of its tokenizer.json and its size, which is below `vocab_size` if the texts
-    have too few pairs. The same texts give the same tokenizer. Raise InputError for a size outside
-    MIN_VOCAB_SIZE to MAX_VOCAB_SIZE.
+    Return the content of its tokenizer.json, and the size of its vocabulary, which is below
+    `vocab_size` if the texts have too few pairs. The same texts give the same tokenizer. Raise
+    InputError for a size outside MIN_VOCAB_SIZE to MAX_VOCAB_SIZE.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

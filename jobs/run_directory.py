@@ -1,4 +1,5 @@
-"""Print the number of steps and the run directory of a configuration, for the job scripts.
+"""Print the number of steps and the run directory of a configuration, for the job scripts in this
+folder.
 
 `python jobs/run_directory.py CONFIG.toml [--set SECTION.KEY=VALUE ...]`
 """

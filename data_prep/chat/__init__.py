@@ -1,1 +1,2 @@
-"""`ptdmpi-data chat`: shards of conversations, in which only answers count as labels."""
+"""The implementation of `ptdmpi-data chat`: shards of conversations, in which only answers count as
+labels."""

@@ -1,4 +1,4 @@
-"""Reading conversations from JSON lines, and encoding them with weights for their answers."""
+"""Reading conversations from JSON lines, and encoding them with label weights for their answers."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +15,8 @@ from ptdmpi.data.chat_template import ANSWER, ChatTemplate, Message
 
 
 class Conversation(NamedTuple):
-    """A conversation of n tokens. It has the tokens' ids [n], their weights as labels, bool [n],
-    the number of the first token of each answer, int [answers], and the text."""
+    """A conversation of n tokens: the ids [n] of the tokens, their label weights, bool [n], the
+    index of the first token of each answer, int [answers], and the text."""
 
     ids: np.ndarray
     weights: np.ndarray
@@ -25,7 +25,7 @@ class Conversation(NamedTuple):
 
 
 class Conversations:
-    """A reader of conversations from .jsonl lines. With `skip_bad_lines` it leaves out lines that
+    """A reader of conversations in .jsonl lines. With `skip_bad_lines` it leaves out lines that
     cannot be used, and counts them in `bad_lines`."""
 
     def __init__(
@@ -67,8 +67,8 @@ class Conversations:
         ]
 
     def _messages(self, line: bytes) -> list[Message]:
-        """Return the messages in a line. Raise BadConversation if they are missing, or one has the
-        text of a special token."""
+        """Return the messages in a line. Raise BadConversation if there are none, or if one
+        contains the text of a special token."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -89,8 +89,8 @@ class Conversations:
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
-    """Yield every text in a message, those of its keys and of nested values, too: a template may
-    print any of them (a role, a name, the arguments of a tool call)."""
+    """Yield every text in a message, including those of its keys and of nested values: a template
+    may write any of them (a role, a name, the arguments of a tool call)."""
     left: list[Any] = [message]
     while left:
         value = left.pop()
@@ -103,7 +103,7 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return False if a text has a lone surrogate, which UTF-8 cannot write."""
+    """Return False if a text contains a lone surrogate, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -112,8 +112,8 @@ def _is_unicode(text: str) -> bool:
 
 
 def counted(starts: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return which tokens begin inside an answer, bool [n]; token i begins at character
-    `starts[i]`."""
+    """Return for each token whether it begins inside an answer, bool [n]. Token i begins at
+    character `starts[i]`."""
     weights = np.zeros(starts.size, dtype=bool)
     for begin, end in answers:
         weights |= (starts >= begin) & (starts < end)
@@ -121,8 +121,8 @@ def counted(starts: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarra
 
 
 def firsts(starts: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return the first token of each answer, int [answers]; token i begins at character
-    `starts[i]`."""
+    """Return the index of the first token of each answer, int [answers]. Token i begins at
+    character `starts[i]`."""
     return np.searchsorted(starts, [begin for begin, _ in answers])
 
 

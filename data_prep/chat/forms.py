@@ -1,13 +1,14 @@
-"""The forms of conversations that people have, recognised by their keys, as messages.
+"""The common formats of conversations, which are recognized by their keys and converted to
+messages.
 
-- OpenAI: {"messages": [{"role": "user", "content": TEXT}, ...]}; contents may be lists of parts
-  {"type": "text", "text": TEXT}, and an answer of "weight": 0 is context only.
-- ShareGPT: {"conversations": [{"from": "human", "value": TEXT}, ...]}, perhaps with "system".
-- alpaca (Taori et al. 2023): {"instruction": TEXT, "input": TEXT or "", "output": TEXT}, perhaps
-  with "system" and "history", a list of [question, answer].
+- OpenAI: {"messages": [{"role": "user", "content": TEXT}, ...]}. Contents may be lists of parts
+  {"type": "text", "text": TEXT}, and an answer with "weight": 0 is only context.
+- ShareGPT: {"conversations": [{"from": "human", "value": TEXT}, ...]}, and optionally "system".
+- alpaca (Taori et al. 2023): {"instruction": TEXT, "input": TEXT or "", "output": TEXT}, and
+  optionally "system" and "history", a list of [question, answer].
 - pairs: the texts of `PAIRS`, or two lists of messages (TRL's "prompt" and "completion").
 
-The turns of the first two lists may have either keys: files mix them.
+The turns in the lists of the first two formats may have the keys of either, because files mix them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 from ptdmpi.data.chat_template import ANSWER, Message
 
-# Names of the speakers in files of ShareGPT's form -> role.
+# Names of speakers in files of ShareGPT's format -> role.
 ROLES = {
     "system": "system",
     "human": "user",
@@ -30,7 +31,7 @@ ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-# Fields with a question and its answer, by their usual names.
+# The usual names of the fields for a question and its answer.
 PAIRS = (
     ("prompt", "completion"),
     ("prompt", "response"),
@@ -44,13 +45,13 @@ KNOWN = (
 
 
 class BadConversation(ValueError):
-    """An error in a record; its text says what is wrong."""
+    """An error in a record. Its text describes the mistake."""
 
 
 @dataclass(frozen=True)
 class ChatFields:
-    """The names of the fields with a conversation, tried before the usual ones: `messages`, a list
-    of messages, or a `prompt` and its `answer`."""
+    """The names of the fields that contain a conversation. They are tried before the usual ones:
+    `messages`, a list of messages, or a `prompt` and its `answer`."""
 
     messages: str = "messages"
     prompt: str = "prompt"
@@ -58,9 +59,9 @@ class ChatFields:
 
 
 def messages_of(record: Mapping[str, Any], fields: ChatFields) -> list[Message]:
-    """Return the messages of a record, each with the texts "role" and "content".
+    """Return the messages in a record, each with the texts "role" and "content".
 
-    Raise BadConversation if the record has none of the known forms, or a message is malformed.
+    Raise BadConversation if the record has none of the known formats, or if a message is malformed.
     """
     for name in (fields.messages, "messages", "conversations"):
         if name in record:
@@ -84,7 +85,7 @@ def _exchange(question: str, answer: str) -> list[Message]:
 
 
 def _system(record: Mapping[str, Any], messages: list[Message]) -> list[Message]:
-    """Return the messages after the record's own "system" text, if it has one."""
+    """Return the messages after the "system" text of the record, if it has one."""
     text = record.get("system")
     if not text:
         return messages
@@ -96,7 +97,8 @@ def _system(record: Mapping[str, Any], messages: list[Message]) -> list[Message]
 
 
 def _alpaca(record: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of an instruction: its input follows on a new line, if it has one."""
+    """Return the messages of an instruction record. If it has an input, this follows on a new
+    line."""
     history = record.get("history") or []
     earlier: list[Message] = []
     if not isinstance(history, list):
@@ -114,14 +116,15 @@ def _alpaca(record: Mapping[str, Any]) -> list[Message]:
 
 
 def _turns(turns: Any, name: str) -> list[Message]:
-    """Return the messages of the list in the field `name`, in OpenAI's or ShareGPT's keys."""
+    """Return the messages of the list in the field `name`, which has OpenAI's or ShareGPT's
+    keys."""
     if not isinstance(turns, list) or not turns:
         raise BadConversation(f'"{name}" is no list of messages')
     return [_message(turn) for turn in turns]
 
 
 def _message(turn: Any) -> Message:
-    """Return a message with texts in "role" and "content"; other keys stay, for the template."""
+    """Return a message with texts in "role" and "content". Other keys are kept for the template."""
     if not isinstance(turn, dict):
         raise BadConversation('a message is no {"role": TEXT, "content": TEXT}')
     if "from" in turn and "role" not in turn:
@@ -140,7 +143,8 @@ def _message(turn: Any) -> Message:
 
 
 def _joined(parts: Sequence[Any]) -> str:
-    """Return the text of a content in parts. Raise BadConversation for parts that are no text."""
+    """Return the text of a content that is given in parts. Raise BadConversation for parts that are
+    not text."""
     for part in parts:
         is_text = isinstance(part, dict) and part.get("type") == "text"
         if not is_text or not isinstance(part.get("text"), str):
@@ -151,10 +155,12 @@ def _joined(parts: Sequence[Any]) -> str:
 def counted_answers(
     messages: Sequence[Message], answers: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Return the spans of the answers that count: all but those of messages of "weight" 0.
+    """Return the spans of the answers that count, which are all except those of messages with
+    "weight" 0.
 
-    `answers`: the spans of all answers in the text, in the messages' order. Raise BadConversation
-    for another weight than 0 and 1, and if the template does not write each answer once.
+    `answers` has the spans of all answers in the text, in the order of the messages. Raise
+    BadConversation for a weight other than 0 and 1, and if the template does not write each answer
+    exactly once.
     """
     weights = [message.get("weight", 1) for message in messages if message["role"] == ANSWER]
     if any(weight not in (0, 1) for weight in weights):

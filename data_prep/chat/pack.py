@@ -1,4 +1,4 @@
-"""Writing conversations to shards, packed in rows of one length; no row cuts a conversation."""
+"""Writing conversations to shards, packed into rows of equal length. No row cuts a conversation."""
 
 import time
 from contextlib import suppress
@@ -29,7 +29,7 @@ from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate, find_templa
 from ptdmpi.data.shard_writer import ShardWriter
 
 OPEN_ROWS = 64  # a conversation is added to the first of these rows that has room for it
-# The CorpusCounters in the final table.
+# Those CorpusCounters that the final table shows.
 COUNTED = (
     "documents",
     "answers",
@@ -47,10 +47,10 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """The inputs and options of `ptdmpi-data chat`, without those of the output.
+    """The inputs and options of `ptdmpi-data chat`, except those for the output.
 
-    `too_long` says whether a conversation of more than `seq_length` tokens loses its end
-    ("truncate") or is left out ("drop").
+    `too_long` says what happens to a conversation of more than `seq_length` tokens: its end is cut
+    off ("truncate"), or it is left out ("drop").
     """
 
     inputs: tuple[str, ...]
@@ -64,19 +64,19 @@ class ChatOptions:
 
 @dataclass
 class _Row:
-    """The conversations of a row, and the number of their tokens."""
+    """The conversations in a row, and their total number of tokens."""
 
     conversations: list[Conversation] = field(default_factory=list)
     size: int = 0
 
 
 class RowWriter:
-    """A writer that packs conversations into rows, first fit, for the shards of one directory.
+    """A writer that packs conversations into rows (first fit) for the shards in one directory.
 
     A row has `seq_length` tokens: conversations, each of which is a document, then padding, which
     is one more document of end-of-document tokens and does not count. Sample j of a shard is row j.
     Its last label is the first token of the next row, which never counts, so each shard ends with
-    an extra token.
+    one extra token.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class RowWriter:
         self.tokens = self.padding = 0
 
     def add(self, conversation: Conversation) -> None:
-        """Add a conversation of at most `seq_length` tokens. Raise InputError as `ShardWriter`
-        does."""
+        """Add a conversation of at most `seq_length` tokens. Raise the same errors as
+        `ShardWriter`."""
         size = conversation.ids.size
         for row in self._rows:
             if row.size + size <= self._length:
@@ -113,7 +113,7 @@ class RowWriter:
         self._close()
 
     def discard(self) -> None:
-        """Remove a half-written shard."""
+        """Remove an incomplete shard."""
         if self._writer is not None:
             self._writer.discard()
 
@@ -144,7 +144,7 @@ class RowWriter:
         )
 
     def _close(self) -> None:
-        """Complete the present shard, if there is one, with an extra token."""
+        """Complete the present shard, if there is one, by adding the extra token."""
         if self._writer is not None:
             extra = np.array([self._vocabulary.eod_id])
             self._writer.write_row(extra, np.array([1]), np.array([False]))
@@ -158,7 +158,7 @@ class RowWriter:
 
 @dataclass(frozen=True)
 class _ChatCorpus:
-    """The opened inputs of `ptdmpi-data chat`."""
+    """The inputs of `ptdmpi-data chat`, after they were opened."""
 
     options: ChatOptions
     tokenizer: MarkedTokenizer
@@ -166,7 +166,7 @@ class _ChatCorpus:
     sources: list[CorpusFile]
 
     def identity(self) -> dict[str, Any]:
-        """Return the files and options that the tokens depend on."""
+        """Return the files and options that influence the tokens."""
         files = ((file.name, file.size_bytes, file.modified_ns) for file in self.sources)
         return {
             "tokenizer": self.tokenizer.name,
@@ -184,7 +184,7 @@ class _ChatCorpus:
 def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, Any]:
     """Make shards of conversations and return the final table.
 
-    The same files and options give the same bytes. A stopped command starts again from the
+    The same files and options give the same bytes. A stopped command must start again from the
     beginning. Raise InputError for bad options, files or lines; then nothing is left.
     """
     started = time.perf_counter()
@@ -209,7 +209,8 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
     if done is None:
         try:
             state.save(0, _write(corpus, output))
-            for directory in output.outputs:  # for those who talk to a model trained on the shards
+            # for users who talk to a model that was trained on the shards
+            for directory in output.outputs:
                 write_file(directory / TEMPLATE, template.source.encode())
             done = state.finish(1, file)
         except BaseException:
@@ -237,8 +238,8 @@ def _tokenizer(name: str) -> MarkedTokenizer:
 
 
 def _kept(conversation: Conversation, options: ChatOptions) -> Conversation | None:
-    """Return the part of a conversation that fits into a row; None if the conversation is left out,
-    because it is too long or no token of an answer could count."""
+    """Return the part of a conversation that fits into a row. Return None if the conversation is
+    left out, because it is too long or because no token of an answer would count."""
     length = options.seq_length
     if conversation.ids.size > length and options.too_long == "drop":
         return None
@@ -253,7 +254,7 @@ def _kept(conversation: Conversation, options: ChatOptions) -> Conversation | No
 
 
 def _counts(conversation: Conversation, kept: Conversation | None, length: int) -> CorpusCounters:
-    """Count a conversation, of which the part `kept` is written in a row of `length` tokens."""
+    """Count a conversation, of which the part `kept` is written to a row of `length` tokens."""
     cut = conversation.ids.size > length
     text_bytes = len(conversation.text.encode())
     if kept is None:
@@ -271,7 +272,7 @@ def _counts(conversation: Conversation, kept: Conversation | None, length: int) 
 
 def _write(corpus: _ChatCorpus, output: OutputOptions) -> GroupProgress:
     """Read all conversations, pack them into rows and write the shards. Raise InputError for a bad
-    line or a full disk; then no half-written shard is left."""
+    line or a full disk; then no incomplete shard is left."""
     options = corpus.options
     read = Conversations(corpus.tokenizer, corpus.template, options.fields, options.skip_bad_lines)
     counts = CorpusCounters()

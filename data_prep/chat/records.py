@@ -1,4 +1,5 @@
-"""Records of conversations as tasks: lines of .jsonl files, or the elements of a .json array."""
+"""Reading records of conversations as tasks: lines of .jsonl files, or the elements of a .json
+array."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +23,8 @@ JSON = ".json"
 
 
 def find_records(inputs: Sequence[str]) -> list[CorpusFile]:
-    """Return the .jsonl and .json files among the inputs, also compressed ones. Raise InputError
-    for another kind of file, and as `find_sources` does."""
+    """Return the .jsonl and .json files among the inputs, including compressed ones. Raise
+    InputError for another kind of file. Also raise the same errors as `find_sources`."""
     sources = find_sources(inputs, (JSON,))
     for source in sources:
         if source.kind != JSONL and JSON not in Path(source.name).suffixes[-2:]:
@@ -35,9 +36,10 @@ def find_records(inputs: Sequence[str]) -> list[CorpusFile]:
 
 
 def record_tasks(sources: Sequence[CorpusFile], advance: Callable[[int], object]) -> Iterator[Task]:
-    """Yield the tasks of all files; each chunk is of whole lines, one record a line.
+    """Yield the tasks of all files. Each chunk consists of complete lines, with one record per
+    line.
 
-    In a .json array, line n is element n, counted from 1. `advance` is called with the numbers of
+    For a .json array, line n is element n, counted from 1. `advance` is called with the number of
     bytes read. Raise InputError for a file that cannot be read.
     """
     for source in sources:
@@ -49,7 +51,7 @@ def record_tasks(sources: Sequence[CorpusFile], advance: Callable[[int], object]
 
 
 def _limited(source: CorpusFile, advance: Callable[[int], object]) -> Iterator[bytes]:
-    """Yield a file's bytes. Raise InputError if they are more than MAX_LINE_BYTES."""
+    """Yield the bytes of a file. Raise InputError if there are more than MAX_LINE_BYTES."""
     size_bytes = 0
     for block in read_blocks(replace(source, kind=TEXT), advance):
         size_bytes += len(block)
@@ -62,8 +64,8 @@ def _limited(source: CorpusFile, advance: Callable[[int], object]) -> Iterator[b
 
 
 def _as_lines(source: CorpusFile, data: bytes) -> bytes:
-    """Return the elements of an array as lines. A file that begins with no bracket has lines
-    already, whatever its name says."""
+    """Return the elements of an array as lines. If the file does not begin with a bracket, it
+    already consists of lines, whatever its name says."""
     if not data.lstrip().startswith(b"["):
         return data
     try:

@@ -1,1 +1,2 @@
-"""The commands of `ptdmpi`, one module each; `ptdmpi.cli` imports one when it runs."""
+"""The commands of `ptdmpi`, each in one module. `ptdmpi.cli` imports a module only when its command
+runs."""

@@ -36,14 +36,14 @@ TOKENS = click.option("--tokens", required=True, type=Number(), help="Length of 
 
 
 def _answered(question: Callable[..., Reply]) -> Any:
-    """Turn a function that returns a `Reply` into one that prints or draws it.
+    """Turn a function that returns a `Reply` into a command that prints or draws the reply.
 
     Adds the options --json and --png.
     """
 
     @wraps(question)
     def answer(as_json: bool, png: Path | None, **options: Any) -> None:
-        """Print the reply of the question, and draw it if that is asked for."""
+        """Print the reply to the question, and draw it if --png is given."""
         if png is not None:
             check_picture(png)
         reply = question(**options)

@@ -47,8 +47,8 @@ def inspect(path: Path, tensors: bool, as_json: bool) -> None:
 
 
 def _summary(path: Path, tensors: bool) -> dict[str, Any]:
-    """Return the contents of a checkpoint's manifest; "problem" is None if the checkpoint is
-    complete."""
+    """Return the contents of a checkpoint's manifest. Its entry "problem" is None if the checkpoint
+    is complete."""
     try:
         manifest = sound_manifest(path)
     except InputError as error:
@@ -77,7 +77,7 @@ def _summary(path: Path, tensors: bool) -> dict[str, Any]:
 
 
 def _quantization(manifest: Manifest) -> str:
-    """Return text on how the weights are quantized."""
+    """Return a text about how the weights are quantized."""
     said = manifest.said[QUANTIZATION]
     more = ", ".join(f"{key} {value}" for key, value in said.items() if key != "codes")
     return f"{said['codes']}, {more}; {len(manifest.in_few_bits)} matrices"

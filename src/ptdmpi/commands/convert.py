@@ -80,7 +80,7 @@ def to_hugging_face(
 
 
 def _print(convert: "Callable[[], Converted]", as_json: bool) -> None:
-    """Convert and print the result. Exit with 1 if both models give different logits."""
+    """Convert and print the result. Exit with code 1 if both models give different logits."""
     from ptdmpi.convert.check import CheckFailed
 
     try:

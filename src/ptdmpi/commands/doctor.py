@@ -53,7 +53,7 @@ def command(
     if report is not None and parity:
         raise click.UsageError("--report belongs to the check of the machine, without --parity")
     launch.begin("doctor")
-    # MPI is initialised by this import: before torch starts its threads
+    # this import initializes MPI, which must happen before torch starts its threads
     with launch.loading():
         from ptdmpi.comm.world import World, fail_together
 
@@ -72,9 +72,9 @@ def check_parity(
 ) -> bool:
     """Train small models in many layouts and print how exactly they agree.
 
-    All ranks call it. `wire` is a value of comm.wire. `only` is text that the name of each compared
-    row must have. Returns True on every rank if no row is red. Raises SharedInputError if no row
-    has `only` in its name.
+    All ranks call this. `wire` is a value of comm.wire. Only rows whose names contain `only` are
+    compared. Returns True on every rank if no row is red. Raises SharedInputError if no row has
+    `only` in its name.
     """
     from ptdmpi.comm.wires import wire_named
     from ptdmpi.parity import layouts, suite, table
@@ -84,8 +84,8 @@ def check_parity(
     exact = chosen.kind.exact
 
     def chosen_rows() -> "list[suite.Comparison]":
-        """Return the rows whose names have the text of --rows. Raise InputError if no row has
-        it."""
+        """Return the rows whose names contain the text of --rows. Raise InputError if there are
+        none."""
         every = suite.comparisons(ranks, short=short, exact=exact)
         named = [row for row in every if only.lower() in table.named(row).lower()]
         if not named:
@@ -109,8 +109,8 @@ def check_parity(
 def check_machine(world: "World", *, as_json: bool, report: Path | None = None) -> bool:
     """Print the findings about the machine, and whether sums over its ranks are right.
 
-    All ranks call it. `report` is a file that the findings are also written to. Returns True on
-    every rank if no finding is bad.
+    All ranks call this. If `report` is given, the findings are also written to this file. Returns
+    True on every rank if no finding is bad.
     """
     from ptdmpi.probe.host_check import check_host
     from ptdmpi.probe.issue_report import report_text, save_report

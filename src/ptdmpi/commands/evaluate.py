@@ -53,7 +53,7 @@ def command(run: Path, **options: Any) -> None:
     RUN is a run directory, a checkpoint, or a directory of `ptdmpi convert from-hf`.
     """
     launch.begin("evaluate")
-    # MPI is initialised by this import: before torch starts its threads
+    # this import initializes MPI, which must happen before torch starts its threads
     with launch.loading():
         from ptdmpi.comm.world import World, fail_together
 
@@ -68,7 +68,7 @@ def command(run: Path, **options: Any) -> None:
 
 
 def _table(result: dict[str, Any]) -> str:
-    """Return the scores as text, a block for each data set, task file and harness task."""
+    """Return the scores as text, with a block for each data set, task file and harness task."""
     checkpoint = result["checkpoint"]
     lines = [f"{checkpoint}: step {result['step']}, {result['layout']}, {result['precision']}"]
     scored = [(scores["dataset"], scores) for scores in result["perplexity"]]
@@ -93,7 +93,8 @@ def _class_line(name: str, scores: dict[str, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return a value as text; the harness also returns words, such as N/A for a missing spread."""
+    """Return a value as text. The harness also returns words, such as N/A for a missing standard
+    error."""
     if isinstance(value, float):
         return f"{value:.4f}"
     if isinstance(value, int):

@@ -50,7 +50,7 @@ def command(run: Path, chat: bool, as_json: bool, **options: Any) -> None:
     """
     _require_one_way(chat, as_json, options)
     launch.begin("generate")
-    # MPI is initialised by this import: before torch starts its threads
+    # this import initializes MPI, which must happen before torch starts its threads
     with launch.loading():
         from ptdmpi.comm.world import World, fail_together
 
@@ -96,7 +96,7 @@ def _talk(run: Path, world: "World", options: Mapping[str, Any]) -> None:
 
 
 def _print(samples: Sequence[Mapping[str, Any]], as_json: bool) -> None:
-    """Print prompts with their continuations, numbered if there are several."""
+    """Print prompts with their continuations. Number them if there are several."""
     if as_json:
         print(json.dumps({"samples": samples}))
         return

@@ -1,4 +1,4 @@
-"""`ptdmpi plan`: predict the layout, time and memory of a training before it starts."""
+"""`ptdmpi plan`: predict the layout, time and memory of a training run before it starts."""
 
 import json
 from collections.abc import Callable
@@ -145,7 +145,7 @@ def _preview(config: Path, cluster: str | None, ranks: int | None, as_json: bool
 
 
 def _options_of_the_search() -> list[str]:
-    """Return the given options that are not legal together with a configuration."""
+    """Return the given options that are not legal in combination with a configuration."""
     context = click.get_current_context()
     return [
         param.opts[0]

@@ -33,7 +33,7 @@ def command(output: Path, threads: int, precision: str, as_json: bool) -> None:
     Start as many ranks as the training will have, because they share memory and network.
     """
     launch.begin("probe")
-    # MPI is initialised by this import: before torch starts its threads
+    # this import initializes MPI, which must happen before torch starts its threads
     with launch.loading():
         from ptdmpi.comm.world import World, fail_together
 

@@ -53,7 +53,7 @@ def command(source: Path, target: Path, as_json: bool, **options: Any) -> None:
     _check(options)
     options["samples"] = options["samples"] or CALIBRATION_SAMPLES
     launch.begin("quantize")
-    # MPI is initialised by this import: before torch starts its threads
+    # this import initializes MPI, which must happen before torch starts its threads
     with launch.loading():
         from ptdmpi.comm.world import World, fail_together
 
@@ -84,7 +84,7 @@ def _check(options: dict[str, Any]) -> None:
 
 
 def _codes(options: dict[str, Any]) -> CodesName:
-    """Return the name of the kind of codes that the options select."""
+    """Return the name of the codes that the options select."""
     for name, codes in FOUR_BIT_CODES.items():
         if options[name]:
             return codes

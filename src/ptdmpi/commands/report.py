@@ -43,7 +43,7 @@ def command(
 
 
 def _one(run: Path, cluster: str | None, output: Path | None, as_json: bool) -> None:
-    """Report one run."""
+    """Print and write the report on one run."""
     loaded = report.read(run)
     numbers = report.summary(loaded)
     foreseen = compare.foreseen(
@@ -90,10 +90,10 @@ def _print_timelines(timelines: list[Timeline]) -> None:
 def _written(
     loaded: report.RecordedRun, foreseen: Timeline | None, output: Path | None
 ) -> tuple[list[Path], list[str]]:
-    """Write pictures and trace. Return the paths of these files, and a line for each file that
-    could not be written.
+    """Write pictures and trace. Return the paths of the written files, and a line for each file
+    that could not be written.
 
-    Another user's run is often read-only: its table is still printed. Raise InputError if
+    Another user's run is often read-only; then only the table is printed. Raise InputError if
     `output` was given and cannot be written.
     """
     try:

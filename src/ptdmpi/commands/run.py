@@ -1,4 +1,5 @@
-"""`ptdmpi run`: start a training with its launcher, and start the ranks again if they are lost."""
+"""`ptdmpi run`: start a training run with its launcher, and start its ranks again if they are
+lost."""
 
 import sys
 from dataclasses import replace
@@ -48,8 +49,8 @@ def command(config: Path, ranks: int | None, overrides: tuple[str, ...], **optio
 
     It starts mpirun, or inside a Slurm allocation srun, with the settings that MPI needs. Ctrl-C
     stops the run after the present step and saves. If a rank dies, hangs or loses its node, the
-    ranks are started anew within the same job and go on from the newest state, on the nodes that
-    are left.
+    ranks are started again within the same job and continue from the newest state, on the nodes
+    that are left.
     """
     from ptdmpi.supervise.environment import mpi_environment
     from ptdmpi.supervise.place import place_of
@@ -80,7 +81,7 @@ def command(config: Path, ranks: int | None, overrides: tuple[str, ...], **optio
 
 
 def _run_section(config: Path, tree: dict[str, Any]) -> RunConfig:
-    """Return the section [run]. Raise InputError, one line, if it cannot be used."""
+    """Return the section [run]. Raise InputError, with a single line, if it cannot be used."""
     try:
         return RunConfig.model_validate(tree.get("run", {}))
     except ValidationError as error:

@@ -68,7 +68,7 @@ def command(
 
 
 def _require_drawable(pipeline: int, virtual: int, microbatches: int) -> None:
-    """Raise InputError if the schedule has too many ops to be listed and drawn."""
+    """Raise InputError if the schedule has too many ops to be listed and plotted."""
     forwards = pipeline * virtual * microbatches
     if forwards > MOST_FORWARDS:
         raise InputError(
@@ -79,12 +79,12 @@ def _require_drawable(pipeline: int, virtual: int, microbatches: int) -> None:
 
 
 def _closed_form(schedule: Schedule, costs: Costs) -> float:
-    """Return the bubble fraction by the schedule's closed form."""
+    """Return the bubble fraction that the closed form of the schedule gives."""
     return schedule.bubble_closed_form(costs.forward_s, costs.input_s, costs.weight_s)
 
 
 def _numbers(schedule: Schedule, timeline: Timeline, costs: Costs) -> dict[str, object]:
-    """Return the schedule's numbers for --json."""
+    """Return the numbers of the schedule, for --json."""
     return {
         "kind": schedule.kind,
         "pipeline": schedule.pipeline,
@@ -99,7 +99,7 @@ def _numbers(schedule: Schedule, timeline: Timeline, costs: Costs) -> dict[str, 
 
 
 def _report(schedule: Schedule, timeline: Timeline, costs: Costs) -> str:
-    """Return the drawing and the numbers as text, as wide as the terminal."""
+    """Return the drawing and the numbers as text, with the width of the terminal."""
     width = shutil.get_terminal_size(fallback=(120, 24)).columns
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     peaks = " ".join(map(str, schedule.peak_activations()))

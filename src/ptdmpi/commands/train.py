@@ -1,4 +1,4 @@
-"""`ptdmpi train`: train a model; mpirun or srun starts it once for each rank."""
+"""`ptdmpi train`: train a model. mpirun or srun starts this command once for each rank."""
 
 from pathlib import Path
 from typing import Any
@@ -53,9 +53,9 @@ def command(
     if dry["ranks"] or dry["as_json"]:
         raise InputError("--ranks and --json belong to --dry-run")
     launch.begin("train")
-    # a signal during the start-up must not be lost
+    # from now on, because a signal during the start-up must not be lost
     with StopRequest() as signals:
-        # MPI is initialised by this import: before torch starts its threads
+        # this import initializes MPI, which must happen before torch starts its threads
         with launch.loading(), starting.watched():
             from ptdmpi.comm.world import World, fail_together
 

@@ -41,5 +41,5 @@ def command(runs: tuple[Path, ...], every: float, once: bool, as_json: bool) -> 
         return
     try:
         live.follow(statuses, console, every)
-    except KeyboardInterrupt:  # Ctrl-C ends the display, and the run goes on
+    except KeyboardInterrupt:  # Ctrl-C ends the display, and the run continues
         return

@@ -1,2 +1,2 @@
-"""Measurements in eight folders, over a launcher (`launch`), rounds in which sides take turns
-(`turns`), and tables in pages of docs/ (`marks`)."""
+"""Benchmarks in eight folders. They share a launcher (`launch`), rounds in which the compared sides
+alternate (`turns`), and tables in pages of docs/ (`marks`)."""

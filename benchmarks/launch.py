@@ -1,4 +1,4 @@
-"""Start the ranks of a benchmark by mpirun, with the settings of jobs/mpi-env.sh."""
+"""Starting the ranks of a benchmark by mpirun, with the settings of jobs/mpi-env.sh."""
 
 import contextlib
 import os
@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}  # modules are compiled once, as by default
-PEERS = ROOT / ".peers"  # other trainers, each in a folder of its own
+# modules are compiled once and cached, which is Python's default
+COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}
+PEERS = ROOT / ".peers"  # other trainers, each in its own folder
 
 
 def start(
@@ -22,19 +23,21 @@ def start(
     extra: Mapping[str, str] | None = None,
     errors: IO[str] | None = None,
 ) -> subprocess.Popen[str]:
-    """Start a program in a session of its own, so that all its processes can be found.
+    """Start a program in a new session, so that all its processes can be found.
 
-    `extra` is added to the environment. Standard input is empty, standard output goes to `output`.
-    Standard error goes to `errors` where given; else with standard output, or, where that is a
-    pipe, where this process's standard error goes.
+    `extra` is added to the environment. Standard input is empty, and standard output goes to
+    `output`. Standard error goes to `errors` if given. Otherwise it goes to `output`, or, if that
+    is a pipe, to the standard error of this process.
     """
     if errors is None and output != subprocess.PIPE:
         errors_to: IO[str] | int | None = subprocess.STDOUT
     else:
         errors_to = errors
-    # `-m benchmarks...` is then found from any folder, and so is all that this process can import.
+    # with this, `-m benchmarks...` works in any folder, and everything that this process can import
+    # can be imported
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    # Unbuffered, Python writes a line and its end separately, and the lines of several ranks mix.
+    # Unbuffered, Python writes a line and its end separately, so that the lines of several ranks
+    # would mix.
     environment.pop("PYTHONUNBUFFERED", None)
     if sys.prefix != sys.base_prefix:
         environment["VIRTUAL_ENV"] = sys.prefix
@@ -56,10 +59,10 @@ def mpirun(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -> lis
 
 
 def answer(ranks: int, words: Sequence[str], limit_s: float = 1800.0) -> str:
-    """Return what `python WORDS...` on `ranks` ranks writes to standard output.
+    """Return the text that `python WORDS...` on `ranks` ranks writes to standard output.
 
-    If it fails, this program exits with a message. Raises subprocess.TimeoutExpired after `limit_s`
-    seconds, and ends the ranks.
+    If it fails, this program exits with a message. After `limit_s` seconds the ranks are ended, and
+    subprocess.TimeoutExpired is raised.
     """
     process = start(mpirun(ranks, words), subprocess.PIPE)
     try:
@@ -74,10 +77,10 @@ def answer(ranks: int, words: Sequence[str], limit_s: float = 1800.0) -> str:
 
 
 def living_ranks(process: subprocess.Popen[str]) -> dict[int, int]:
-    """Return the process ids of a started mpirun's living ranks, by rank."""
+    """Return the process ids, by rank, of the living ranks of an mpirun."""
     ranks = {}
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it ended in the meantime
+        with contextlib.suppress(OSError):  # the process has ended in the meantime
             if entry.name.isdigit() and os.getsid(int(entry.name)) == process.pid:
                 variables = (entry / "environ").read_bytes()
                 if match := re.search(rb"OMPI_COMM_WORLD_RANK=(\d+)", variables):

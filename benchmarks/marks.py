@@ -1,4 +1,4 @@
-"""Tables that a benchmark writes into a page of docs/, between two marks."""
+"""Writing tables of a benchmark into a page of docs/, between two marks."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -8,8 +8,8 @@ from ptdmpi.base.disk import write_whole
 
 
 def replaced(text: str, name: str, lines: Iterable[str]) -> str:
-    """Return `text` with `lines` in the place of those between `<!-- NAME -->` and
-    `<!-- end of NAME -->`. Raises ValueError if it has no such marks."""
+    """Return `text` in which `lines` replace those between `<!-- NAME -->` and `<!-- end of NAME
+    -->`. Raises ValueError if it has no such marks."""
     begin = f"<!-- {name} -->\n"
     end = f"<!-- end of {name} -->"
     before, _, rest = text.partition(begin)
@@ -20,13 +20,13 @@ def replaced(text: str, name: str, lines: Iterable[str]) -> str:
 
 
 def put(page: Path, name: str, lines: Sequence[str]) -> None:
-    """Write `lines` between the marks NAME of a page, and print them."""
+    """Write `lines` between the marks NAME in a page, and print them."""
     write_whole(page, replaced(page.read_text(encoding="utf-8"), name, lines))
     print("\n".join(lines), f"\nwrote {page.relative_to(ROOT)}", flush=True)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table in Markdown."""
+    """Yield the lines of a Markdown table."""
     yield f"| {' | '.join(head)} |"
     yield "|" + "---|" * len(head)
     yield from (f"| {' | '.join(row)} |" for row in rows)

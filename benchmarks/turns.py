@@ -1,7 +1,7 @@
-"""Rounds in which the sides of a comparison take turns, in changing order.
+"""Rounds of a comparison, in which each side runs once, in changing order.
 
-The machines are shared and their speed drifts. So only figures of the same round are compared, and
-each round begins with another side, so that a trend favours none.
+The machines are shared, and their speed drifts. So only figures of the same round are compared, and
+each round begins with another side, so that a drift favours no side.
 """
 
 import statistics
@@ -9,27 +9,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
-Side = Callable[[], float]  # returns how many things it did per second
+Side = Callable[[], float]  # returns the rate of the side, per second
 
 
 def round_of(sides: Mapping[str, Callable[[], T]], number: int) -> dict[str, T]:
-    """Return the result of each side in round `number`; each round begins with the next side."""
+    """Return the result of each side in round `number`. Each round begins with another side."""
     names = list(sides)
     first = number % len(names)
     return {name: sides[name]() for name in names[first:] + names[:first]}
 
 
 def spread(values: Sequence[float], unit: str = "") -> str:
-    """Return the median and, in brackets, the least and the greatest value; "-" without values."""
+    """Return the median and, in brackets, the least and the greatest value; "-" if there are no
+    values."""
     if not values:
         return "-"
     return f"{statistics.median(values):.2f}{unit} ({min(values):.2f} to {max(values):.2f})"
 
 
 def compare(sides: Mapping[str, Side], plain: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the rate of each side ("per_s") and its ratio to that of the side `plain` ("ratio",
-    "least", "greatest"); rates and ratios are medians over the rounds."""
-    done = [round_of(sides, number) for number in range(rounds + 1)][1:]  # the first warms up
+    """Return for each side its rate ("per_s") and the ratio of this rate to that of the side
+    `plain` ("ratio", "least", "greatest"). Rates and ratios are medians over the rounds."""
+    # the first round is a warm-up
+    done = [round_of(sides, number) for number in range(rounds + 1)][1:]
     table = {}
     for name in sides:
         ratios = [rates[name] / rates[plain] for rates in done]
@@ -43,7 +45,7 @@ def compare(sides: Mapping[str, Side], plain: str, rounds: int) -> dict[str, dic
 
 
 def show(title: str, unit: str, table: Mapping[str, Mapping[str, float]]) -> None:
-    """Print a table of `compare`."""
+    """Print a table that `compare` has returned."""
     print(f"\n{title}")
     for name, row in table.items():
         print(

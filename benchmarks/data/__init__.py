@@ -1,1 +1,1 @@
-"""The speed of reading, writing and tokenizing data."""
+"""Benchmarks of reading, writing and tokenizing data."""

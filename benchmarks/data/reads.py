@@ -1,4 +1,4 @@
-"""The speed of data, compared with the least work that it needs.
+"""The speed of data, compared with the minimum of work that each task needs.
 
     python -m benchmarks.data.reads [reads] [start] [write] [tokenize] [--folder DIR] [--rounds 5]
                               [--peers PYTHON] [--megatron DIR]
@@ -9,8 +9,8 @@ start     time and memory from the start of a process to its first batch: 10^8 t
 write     token ids written to shards, against h5py's create_dataset(data=...)
 tokenize  `ptdmpi-data tokenize` against the bare calls of the tokenizer, and other tools
 
-All sides run in turn, in changing order; a ratio is that of one round. Printed are medians and, in
-brackets, the least and the greatest.
+All sides alternate, in changing order, and a ratio is taken within one round. The output has
+medians and, in brackets, the least and the greatest value.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def write_dataset(directory: Path, tokens: int, seed: int) -> Dataset:
 
 
 def timed_steps(batches: TrainBatches, samples: int, global_size: int) -> Side:
-    """Return a side that reads the next `samples` samples, step by step."""
+    """Return a side (a timed function) that reads the next `samples` samples, step by step."""
     places = iter(range(10**9))
 
     def side() -> float:
@@ -73,7 +73,7 @@ def timed_steps(batches: TrainBatches, samples: int, global_size: int) -> Side:
 
 
 def timed_prefetch(batches: TrainBatches, samples: int, global_size: int) -> Side:
-    """Return a side that prefetches `samples` samples."""
+    """Return a side that reads `samples` samples through the prefetching thread."""
 
     def side() -> float:
         steps = samples // global_size
@@ -86,7 +86,7 @@ def timed_prefetch(batches: TrainBatches, samples: int, global_size: int) -> Sid
 
 
 def in_order(datasets: list[Dataset], global_size: int, micro_size: int) -> TrainBatches:
-    """Return the batches of a mixture of datasets with WEIGHTS, on one data rank."""
+    """Return the batches from a mixture of datasets with the weights WEIGHTS, on one data rank."""
     parts = [
         Part(dataset.samples(SEQ_LENGTH), weight)
         for dataset, weight in zip(datasets, WEIGHTS, strict=False)
@@ -103,8 +103,8 @@ def in_order(datasets: list[Dataset], global_size: int, micro_size: int) -> Trai
 
 
 def timed_slices(datasets: list[Dataset], picks: np.ndarray, chance: np.random.Generator) -> Side:
-    """Return a side that reads the samples `picks` as slices of the files, from a random dataset
-    each."""
+    """Return a side that reads the samples `picks` as slices of memory-mapped files, each from a
+    random dataset."""
     headers = [dataset.headers[0] for dataset in datasets]
     maps = [np.memmap(h.path, h.dtype, "r", h.byte_offset, (h.tokens,)) for h in headers]
     shares = np.array([float(weight) for weight in WEIGHTS[: len(datasets)]])
@@ -142,7 +142,7 @@ def reads(folder: Path, rounds: int) -> None:
     chance = np.random.default_rng(0)
     picks = chance.integers(0, count, samples)
     for dataset in everything:
-        for first in range(0, count, 1000):  # into the page cache
+        for first in range(0, count, 1000):  # read the files into the page cache
             dataset.read(np.arange(first, min(first + 1000, count)), SEQ_LENGTH)
     for parts, title in ((1, "one dataset"), (4, "a mixture of four")):
         datasets = everything[:parts]
@@ -176,7 +176,7 @@ def write(folder: Path, rounds: int) -> None:
 
         def side() -> float:
             path.unlink(missing_ok=True)
-            count = total // block if block == BLOCK_TOKENS else 50_000  # calls
+            count = total // block if block == BLOCK_TOKENS else 50_000  # number of calls
             begun = time.perf_counter()
             with patch("os.fsync", os.fsync if sync else lambda file: None):
                 with ShardWriter(path, **VOCABULARY) as writer:
@@ -215,7 +215,7 @@ def write(folder: Path, rounds: int) -> None:
 
 
 def tokenize(folder: Path, rounds: int, peers: Peers) -> None:
-    """Measure tokenizing."""
+    """Measure tokenizing, compared with other tools."""
     tokenizer = learn(folder)
     warm(folder, tokenizer, rounds)
     commands(folder, tokenizer, min(rounds, 3), peers)

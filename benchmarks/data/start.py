@@ -1,7 +1,7 @@
-"""Time and memory from the start of a process to its first batch, by the size of the corpus.
+"""Time and memory from the start of a process to its first batch, for several sizes of the corpus.
 
-Shards are sparse files, whose tokens are 0 and take no space on the disk; many shards are links to
-one file.
+Shards are sparse files, whose tokens are 0 and take no space on the disk. Many shards are links to
+the same file.
 """
 
 import json
@@ -59,8 +59,8 @@ def sparse_shard(path: Path, tokens: int) -> None:
 
 
 def sparse_dataset(directory: Path, tokens: int, shard_tokens: int, listed: bool = True) -> Path:
-    """Write a dataset of sparse shards; if `listed`, with the list of shards that `ptdmpi-data
-    tokenize` writes. Return the directory."""
+    """Write a dataset of sparse shards. If `listed`, also write the list of shards that
+    `ptdmpi-data tokenize` writes. Return the directory."""
     directory.mkdir(parents=True)
     paths: list[Path] = []
     for number, start in enumerate(range(0, tokens, shard_tokens)):
@@ -79,7 +79,7 @@ def sparse_dataset(directory: Path, tokens: int, shard_tokens: int, listed: bool
 
 
 def start(folder: Path, rounds: int) -> None:
-    """Print the seconds and the memory of each case."""
+    """Print the seconds and the memory for each case."""
     cases = {
         "10^8 tokens, 1 shard": (10**8, 10**8),
         "10^10 tokens, 1 shard": (10**10, 10**10),

@@ -1,14 +1,15 @@
-"""The speed of tokenizing: this project's tool, the bare tokenizer and other projects' tools.
+"""The speed of tokenizing: ptdmpi's tool, direct calls of the tokenizer, and tools of other
+projects.
 
-Both comparisons use text that every machine has, the sources of Python's standard library, and a
+Both comparisons use a text that every machine has, the sources of Python's standard library, and a
 BPE tokenizer that is trained on a part of it:
 
-- one process with everything loaded and warm: `ptdmpi-data tokenize` against the bare
+- one process with everything loaded and warm: `ptdmpi-data tokenize` against direct calls of
   `encode_batch` and `encode_batch_fast` on texts in memory;
-- whole commands on all cores. A rate is taken between two corpora of different length, so that the
-  time of a start (imports, the tokenizer's file, processes) cancels; the whole time has a column of
-  its own. Fast tools get a longer corpus, too. The bare calls run in one process per core, each on
-  its share.
+- complete commands on all cores. A rate is the difference between two corpora of different length,
+  so that the start-up time (imports, the tokenizer's file, processes) cancels; the total time has a
+  column of its own. Fast tools also get a longer corpus. Direct calls run in one process per core,
+  each on its share.
 """
 
 import json
@@ -30,22 +31,25 @@ VOCABULARY_SIZE = 32768
 LEARN_BYTES = 4_000_000
 WARM_BYTES = 4_000_000
 LONG_BYTES = 12_000_000
-SHORT_SHARE = 4  # the short corpus has a quarter of the long one
-LONGEST_TIMES = 10  # the longest corpus is the long one so many times
+SHORT_SHARE = 4  # the short corpus is a quarter of the long one
+LONGEST_TIMES = 10  # the longest corpus is this many times the long one
 OURS = "ptdmpi-data tokenize"
-GROUP_TEXTS = 256  # texts of a bare call
+GROUP_TEXTS = 256  # number of texts in a direct call
 
 
 @dataclass(frozen=True)
 class Peers:
-    """Other projects' tools. A tool that lacks something is skipped with a line."""
+    """Tools of other projects. If something that a tool needs is missing, it is skipped, and a line
+    says so."""
 
-    python: Path | None  # an interpreter that has datatrove, gigatoken, or what Megatron needs
+    # a Python interpreter that has datatrove, gigatoken, or the packages that Megatron needs
+    python: Path | None
     megatron: Path | None  # a checkout of Megatron-LM
 
 
 def stdlib_texts(size_bytes: int) -> list[str]:
-    """Return Python's own sources, about `size_bytes` bytes; repeated if there are fewer."""
+    """Return Python's own sources, about `size_bytes` bytes. They are repeated if there are
+    fewer."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     texts = []
     total = 0
@@ -55,9 +59,9 @@ def stdlib_texts(size_bytes: int) -> list[str]:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            continue  # sources that test other encodings
+            continue  # skip sources that test other encodings
         if not text:
-            continue  # tools treat empty documents differently
+            continue  # skip empty documents, which tools treat differently
         texts.append(text)
         total += len(text.encode())
         if total >= size_bytes:
@@ -66,8 +70,8 @@ def stdlib_texts(size_bytes: int) -> list[str]:
 
 
 def write_corpus(folder: Path, texts: list[str], files: int) -> Path:
-    """Write the texts as `files` `.jsonl` files into a folder, and as FOLDER.jsonl. Return the
-    folder."""
+    """Write the texts as `files` `.jsonl` files into a folder, and as a single FOLDER.jsonl. Return
+    the folder."""
     folder.mkdir(parents=True)
     lines = [json.dumps({"text": text}) + "\n" for text in texts]
     for number in range(files):
@@ -77,7 +81,7 @@ def write_corpus(folder: Path, texts: list[str], files: int) -> Path:
 
 
 def learn(folder: Path) -> Path:
-    """Train a tokenizer on a part of the corpus, and return its file."""
+    """Train a tokenizer on a part of the corpus. Return its file."""
     from data_prep.vocabulary import train_bpe
 
     path = folder / "tokenizer.json"
@@ -86,7 +90,7 @@ def learn(folder: Path) -> Path:
 
 
 def warm(folder: Path, tokenizer: Path, rounds: int) -> None:
-    """Compare in one process on one core, with everything warm."""
+    """Compare the tools in one process on one core, with everything loaded and warm."""
     import tokenizers
 
     from data_prep.corpus import OutputOptions, make_shards
@@ -165,17 +169,19 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Tool:
-    """A command that tokenizes a corpus. `words` returns it for a corpus, an output folder and a
-    number of cores; `written` is the pattern of its output files with 2 bytes a token."""
+    """A command that tokenizes a corpus. `words` returns the command line for a corpus, an output
+    folder and a number of cores. `written` is the pattern of its output files that have 2 bytes per
+    token."""
 
     words: Callable[[Path, Path, int], list[str]]
     written: str | None = None
-    shares: bool = False  # runs once per core, each with its own file of the corpus
-    quick: bool = False  # gets the longest corpus, too
+    # True if the tool runs once per core, each time with a separate file of the corpus
+    shares: bool = False
+    quick: bool = False  # True if the tool also gets the longest corpus
 
 
 def _tools(folder: Path, tokenizer: Path, peers: Peers) -> dict[str, Tool]:
-    """Return the tools that are here, by their names in the table."""
+    """Return the tools that are available, by their names in the table."""
     here = sys.executable
     there = str(peers.python)
     model = folder / "hf-tokenizer"  # in the format of transformers
@@ -183,7 +189,7 @@ def _tools(folder: Path, tokenizer: Path, peers: Peers) -> dict[str, Tool]:
     shutil.copy(tokenizer, model / "tokenizer.json")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (model / "tokenizer_config.json").write_text(json.dumps(config))
-    script = folder / "run_datatrove.py"  # a file, because its processes import it
+    script = folder / "run_datatrove.py"  # a separate file, because datatrove's processes import it
     script.write_text(DATATROVE)
 
     def bare(name: str) -> Tool:
@@ -227,8 +233,8 @@ def _tools(folder: Path, tokenizer: Path, peers: Peers) -> dict[str, Tool]:
 
 
 def _run(tool: Tool, corpus: Path, out: Path, cores: int) -> tuple[float, int | None]:
-    """Return the seconds of a tool and the number of tokens that it wrote (None: it writes no files
-    of 2 bytes a token). Raises RuntimeError with its last line if it fails."""
+    """Return the seconds that a tool took and the number of tokens that it wrote (None: it writes
+    no files with 2 bytes per token). Raises RuntimeError with the tool's last line if it fails."""
     shutil.rmtree(out, ignore_errors=True)
     environ = {name: value for name, value in os.environ.items() if "TOKENIZERS" not in name}
     environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'src'}"
@@ -255,7 +261,7 @@ def _run(tool: Tool, corpus: Path, out: Path, cores: int) -> tuple[float, int | 
 
 
 def commands(folder: Path, tokenizer: Path, rounds: int, peers: Peers) -> None:
-    """Compare whole commands on all cores; ratios are relative to the first tool."""
+    """Compare complete commands on all cores. Ratios are relative to the first tool."""
     cores = len(os.sched_getaffinity(0))
     texts = stdlib_texts(LONG_BYTES)
     sizes = (texts[::SHORT_SHARE], texts, texts * LONGEST_TIMES)
@@ -270,7 +276,7 @@ def commands(folder: Path, tokenizer: Path, rounds: int, peers: Peers) -> None:
         tokens.append(json.loads(subprocess.check_output(words))["tokens"])
     tokens.append(LONGEST_TIMES * tokens[1])
     seconds: dict[str, list[list[float]]] = {name: [] for name in tools}
-    for number in range(rounds + 1):  # the round before the first warms up
+    for number in range(rounds + 1):  # one more round, at the beginning, is a warm-up
         for name in list(seconds)[:: 1 if number % 2 else -1]:
             mine = corpora if tools[name].quick else corpora[:2]
             try:
@@ -293,8 +299,8 @@ def commands(folder: Path, tokenizer: Path, rounds: int, peers: Peers) -> None:
 
 
 def rates_between(seconds: list[list[float]], tokens: list[int]) -> list[float] | None:
-    """Return the tokens per second of each round, between the shortest corpus of the tool and its
-    longest. None if their times differ by no more than they scatter."""
+    """Return the tokens per second in each round, from the difference between the tool's shortest
+    and longest corpus. Return None if their times differ by no more than they scatter."""
     longest = len(seconds[0]) - 1
     differences = [times[longest] - times[0] for times in seconds]
     if min(differences) <= max(differences) - min(differences):
@@ -303,7 +309,8 @@ def rates_between(seconds: list[list[float]], tokens: list[int]) -> list[float] 
 
 
 def _show(seconds: dict[str, list[list[float]]], tokens: list[int], what: str) -> None:
-    """Print a table. A ratio is that of one round; a dash means no rate (see `rates_between`)."""
+    """Print a table. A ratio is taken within one round; a dash means that there is no rate (see
+    `rates_between`)."""
     rates = {name: rates_between(times, tokens) for name, times in seconds.items()}
     plain = next(iter(rates.values()))
     print(f"\ntokenize, whole commands on {what}, {tokens[1]:,} tokens")

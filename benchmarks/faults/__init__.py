@@ -1,1 +1,1 @@
-"""Runs that are killed, damaged and starved, and what saving costs."""
+"""Benchmarks with faults: runs that are killed, damaged and starved, and the cost of saving."""

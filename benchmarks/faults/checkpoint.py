@@ -3,10 +3,10 @@ bytes, and with torch.distributed.checkpoint.
 
     python -m benchmarks.faults.checkpoint [--layers 3] [--rounds 5] [--folder DIR]
 
-The sides take turns in the same processes, on the same file system, in changing order; every ratio
-is taken within one round. The plain side writes a rank's share from one buffer with one fsync, and
-reads the same files into one buffer. Before each reading, the files are synced and removed from the
-page cache (posix_fadvise DONTNEED).
+The sides alternate in the same processes, on the same file system, in changing order, and every
+ratio is taken within one round. The plain side writes a rank's share from one buffer with one
+fsync, and reads the same files into one buffer. Before each reading, the files are synced and
+removed from the page cache (posix_fadvise DONTNEED).
 """
 
 import argparse
@@ -30,7 +30,7 @@ LIMIT_S = 1800.0
 
 
 class Rank:
-    """One rank, which has the same state on three sides."""
+    """One rank. It has the same state on all three sides."""
 
     def __init__(self, layers: int, folder: Path) -> None:
         from ptdmpi.comm.world import World
@@ -76,7 +76,7 @@ class Rank:
         )
 
     def save(self, side: str, number: int) -> None:
-        """Save the state on a side, in round `number`."""
+        """Save the state by the method of a side, in round `number`."""
         if side == "ours":
             self.checkpoints.save(number)
         elif side == "plain":
@@ -93,7 +93,7 @@ class Rank:
             dcp.save(self.state, checkpoint_id=self.folder / f"torch-{number}")
 
     def load(self, side: str, number: int) -> None:
-        """Load what `save` wrote on a side in round `number`."""
+        """Load the files that `save` wrote for a side in round `number`."""
         if side == "ours":
             self.checkpoints.resume("auto")
         elif side == "plain":
@@ -115,7 +115,7 @@ class Rank:
                 os.close(descriptor)
 
     def clock(self, work: Callable[[], None]) -> float:
-        """Return the seconds from the common start of `work` to the last rank's end."""
+        """Return the seconds from the common start of `work` until the last rank has ended it."""
         self.control.Barrier()
         begin = time.perf_counter()
         work()
@@ -123,13 +123,13 @@ class Rank:
         return time.perf_counter() - begin
 
     def load_cold(self, side: str, number: int) -> float:
-        """Return the seconds of a load whose files are not in the page cache."""
+        """Return the seconds of a load from files that are not in the page cache."""
         self.forget()
         return self.clock(partial(self.load, side, number))
 
     def round(self, number: int) -> dict[str, dict[str, float]]:
-        """Return the seconds of saving and loading by side, and the stall of an asynchronous
-        save."""
+        """Return the seconds of saving and loading for each side, and the time for which an
+        asynchronous save stops training."""
         saves = {side: partial(self.clock, partial(self.save, side, number)) for side in SIDES}
         loads = {side: partial(self.load_cold, side, number) for side in SIDES}
         times = {"save_s": round_of(saves, number), "load_s": round_of(loads, number)}
@@ -145,12 +145,13 @@ class Rank:
 
 
 def run_rank(layers: int, rounds: int, folder: Path) -> None:
-    """Measure on one rank; the first rank prints the results as JSON."""
+    """Measure on one rank. The first rank prints the results as JSON."""
     launch.prepare()
     rank = Rank(layers, folder)
     times = [rank.round(number) for number in range(rounds + 1)]
     if rank.world.rank == 0:
-        print(json.dumps({"bytes": rank.bytes, "rounds": times[1:]}))  # the first warms up
+        # the first round is a warm-up
+        print(json.dumps({"bytes": rank.bytes, "rounds": times[1:]}))
 
 
 def table(results: dict) -> str:

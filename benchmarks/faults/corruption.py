@@ -1,10 +1,10 @@
-"""The time that a verification of the state takes, and a step with one and without, in turn.
+"""The time of a verification of the state, and of steps with and without one, measured alternately.
 
     mpirun -n 2 python -m benchmarks.faults.corruption --rounds 10
 
-Trains a GPT on random tokens, with d data ranks that hold the same state. "A verification" is the
-hashes after an update, those before the next one, and their comparison by all ranks: that which
-`run.verify_every` = 1 adds to every step, and N to every N-th.
+A GPT is trained on random tokens, with d data ranks that have the same state. "A verification"
+consists of the hashes after an update, the hashes before the next update, and their comparison by
+all ranks. `run.verify_every` = 1 adds this to every step, and N to every N-th step.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def built(ranks: int) -> Engine:
 
 
 def batches(rank: int) -> list[Microbatch]:
-    """Return the microbatches of a rank."""
+    """Return the microbatches of one rank."""
     generator = torch.Generator().manual_seed(rank)
     shape = (MODEL["seq_length"] + 1, MICRO_SIZE)
     samples = torch.arange(MICRO_SIZE)
@@ -49,7 +49,7 @@ def batches(rank: int) -> list[Microbatch]:
 
 
 def main() -> None:
-    """Measure, and print on rank 0."""
+    """Measure on all ranks, and print the results on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     rounds = parser.parse_args().rounds
@@ -61,7 +61,7 @@ def main() -> None:
     verifying_s: list[float] = []
 
     def timed(every: int) -> float:
-        """Return the seconds of a step, on all ranks together."""
+        """Return the seconds of a step over all ranks."""
         engine.verification.every = every
         comm.Barrier()
         begin = time.perf_counter()
@@ -84,7 +84,7 @@ def main() -> None:
     for number in range(rounds + 1):
         done = turns.round_of({"without": lambda: timed(0), "with": lambda: timed(1)}, number)
         took_s = verified()
-        if number:  # the first warms up
+        if number:  # the first round is a warm-up
             with_s.append(done["with"])
             without_s.append(done["without"])
             verifying_s.append(took_s)

@@ -1,12 +1,14 @@
-"""Kill ranks of every kind of run under `ptdmpi run`, which starts them anew, and count losses.
+"""Kill ranks of every kind of run under `ptdmpi run`, which starts them again, and count what is
+lost.
 
     python -m benchmarks.faults.every_kind [--deaths 500] [--minutes 60] [--seed 1] [--kinds "zb-v"]
 
 The kinds come from the tables of the program: each data-parallel method, compressor, ZeRO stage,
-schedule, adapter and task. A name that is added there is killed here, or the list is refused with
-the line that the configuration gives. In each run a rank is killed three times at random moments;
-the job must end by itself with the losses and the last state of an undisturbed run, bit by bit.
-Most kinds have copies in memory, and every fourth run goes on from checkpoints.
+schedule, adapter and task. So a new name in a table is tested, too; if its settings are incomplete,
+the list is refused with the configuration's error. In each run a rank is killed three times at
+random moments. The job must then complete by itself, with the losses and the last state of an
+undisturbed run, bit by bit. Most kinds have copies in memory, and every fourth run continues from
+checkpoints.
 """
 
 import argparse
@@ -44,9 +46,9 @@ from ptdmpi.config.section import Section
 from ptdmpi.config.sections import ParallelConfig, TaskConfig
 
 LIMIT_S = 240.0
-DEATHS = 3  # in a run
+DEATHS = 3  # number of deaths in a run
 NOWHERE = ("none", 1, 0)
-# What a name of a table needs beside itself.
+# The settings that a name of a table needs in addition.
 METHODS: Mapping[str, tuple[str, ...]] = {
     "local": ("data_parallel.local_steps=2",),
     "compressed": ("data_parallel.compressor=sign",),
@@ -63,7 +65,7 @@ TASKS: Mapping[str, tuple[str, ...]] = {
 
 
 def names_of(literal: object) -> tuple[str, ...]:
-    """Return the names of a table that is a type, without "none"."""
+    """Return the names that a literal type lists, without "none"."""
     return tuple(name for name in get_args(literal) if name != "none")
 
 
@@ -94,15 +96,15 @@ def every_kind() -> dict[str, Way]:
 
 
 def _most(section: type[Section], key: str) -> int:
-    """Return the greatest legal value of a key."""
+    """Return the greatest legal value of a configuration key."""
     limits = [getattr(limit, "le", None) for limit in section.model_fields[key].metadata]
     return next(limit for limit in limits if limit is not None)
 
 
 @dataclass
 class Count:
-    """The outcome of one kind: deaths, runs, what was lost, and the seconds from a death to the
-    next new step."""
+    """The outcome for one kind: the numbers of deaths and runs, what was lost, and the seconds from
+    each death to the next new step."""
 
     deaths: int = 0
     runs: int = 0
@@ -122,7 +124,7 @@ def prepare_all(folder: Path) -> None:
 
 
 class SupervisedRun:
-    """A run under `ptdmpi run`."""
+    """A run that `ptdmpi run` supervises."""
 
     def __init__(self, folder: Path, way: Way, run: Path, copies: bool) -> None:
         self.run = run
@@ -140,19 +142,20 @@ class SupervisedRun:
         return losses(self.run)[-1][0] if (self.run / "metrics.jsonl").is_file() else 0
 
     def wait_for(self, step: int) -> bool:
-        """Wait until `step` is recorded; return False if the job ended before."""
+        """Wait until `step` is recorded. Return False if the job has ended before."""
         end = time.monotonic() + LIMIT_S
         while time.monotonic() < end and self.process.poll() is None:
             try:
                 if self.steps() >= step:
                     return True
-            except (ValueError, IndexError):  # a line that is being written
+            except (ValueError, IndexError):  # the line is still being written
                 pass
             time.sleep(0.01)
         return False
 
     def ranks(self) -> list[int]:
-        """Return the process ids of the ranks: they have the run directory among their words."""
+        """Return the process ids of the ranks. They are recognized by the run directory in their
+        command lines."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             try:
@@ -165,7 +168,7 @@ class SupervisedRun:
         return found
 
     def wait(self) -> int:
-        """Return the exit code; a job that takes too long is killed."""
+        """Return the exit code of the job. A job that takes too long is killed."""
         try:
             return self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -176,7 +179,7 @@ class SupervisedRun:
 
 
 def trial(folder: Path, way: Way, choice: random.Random, count: Count, copies: bool) -> None:
-    """Kill ranks of one run three times, and compare it with the undisturbed one."""
+    """Kill ranks of one run three times, and compare the run with an undisturbed one."""
     reference = folder / f"reference-{way.name}"
     if any("adapt.base" in setting for setting in way.settings):
         require_base(folder)
@@ -206,7 +209,7 @@ def trial(folder: Path, way: Way, choice: random.Random, count: Count, copies: b
             except ProcessLookupError:
                 continue
         killed += 1
-        if job.wait_for(step + 2):  # one step may have been under way
+        if job.wait_for(step + 2):  # one step may not have been complete
             count.seconds.append(time.monotonic() - begin)
     code = job.wait()
     count.runs += 1
@@ -220,7 +223,7 @@ def trial(folder: Path, way: Way, choice: random.Random, count: Count, copies: b
 
 
 def table(counts: Mapping[str, Count]) -> str:
-    """Return the counts, a kind in each row."""
+    """Return the counts as text, one row for each kind."""
     lines = [f"{'kind':24} {'deaths':>6} {'runs':>5} {'lost':>5}  death to next step, median s"]
     seconds: Sequence[float] = [s for count in counts.values() for s in count.seconds]
     for name, count in [*counts.items(), ("all", _sum(counts))]:
@@ -242,7 +245,7 @@ def _sum(counts: Mapping[str, Count]) -> Count:
 
 
 def main() -> None:
-    """Kill until the deaths or the minutes are reached, in random order of kinds."""
+    """Kill ranks, in random order of kinds, until the number of deaths or the time is reached."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults.every_kind")
     parser.add_argument("--deaths", type=int, default=500)
     parser.add_argument("--minutes", type=float, default=600.0)

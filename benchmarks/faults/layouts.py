@@ -1,4 +1,5 @@
-"""The layouts of tortured runs, their kinds, and the decks from which trials draw them."""
+"""The layouts of the runs that `torture` disturbs, their kinds, and the decks from which trials
+take them."""
 
 import random
 from collections.abc import Collection, Sequence
@@ -6,19 +7,21 @@ from typing import NamedTuple
 
 from benchmarks.faults.training import BASE, Way
 
-# Every layout is of exactly one of the first four kinds, by `parallel.zero`. It may also be of the
-# others: shards within groups, an optimizer with its state in a file, adapters of a frozen model.
+# Every layout has exactly one of the first four kinds, which depends on `parallel.zero`. It may
+# also have some of the others: shards within groups, an optimizer with its state in a file,
+# adapters of a frozen model.
 KINDS = ("whole", "zero-1", "zero-2", "zero-3", "groups", "offloaded", "adapted")
 ADAPTED = ("adapt.method=lora", "adapt.dropout=0.1", f"adapt.base={BASE}")
 KEYS = {"t": "tensor", "p": "pipeline"}
 
 
 def layout(words: str, ranks: int, options: tuple[str, ...] = ()) -> Way:
-    """Return a layout given by short words, such as `p=2,zero=3`: t and p, and keys of
+    """Return a layout that is given by short words, such as `p=2,zero=3`: t and p, and keys of
     `[parallel]`.
 
-    The data axis has the remaining ranks; `d` is for the reader only. `lora` is the rank of
-    adapters of the model that `training.require_base` makes. `options` are mpirun's.
+    The data axis has the remaining ranks; `d` is only information for the reader. `lora` is the
+    rank of adapters for the model that `training.require_base` makes. `options` are options of
+    mpirun.
     """
     pairs = dict(word.split("=") for word in words.split(","))
     pairs.pop("d", None)
@@ -30,7 +33,7 @@ def layout(words: str, ranks: int, options: tuple[str, ...] = ()) -> Way:
 
 
 def kinds_of(way: Way) -> tuple[str, ...]:
-    """Return the kinds of a layout, of KINDS."""
+    """Return those of KINDS that a layout has."""
     values = dict(setting.split("=") for setting in way.settings)
     zero = values.get("parallel.zero", "0")
     kinds = ["whole" if zero == "0" else f"zero-{zero}"]
@@ -44,13 +47,13 @@ def kinds_of(way: Way) -> tuple[str, ...]:
 
 
 class Weighted(NamedTuple):
-    """A layout, and the number of its cards in a deck."""
+    """A layout, and how many times it is in a deck."""
 
     cards: int
     way: Way
 
 
-# Four ranks are slow on few cores, and so have fewer cards.
+# Four ranks are slow on few cores, so these layouts occur less often.
 LAYOUTS = (
     Weighted(3, layout("p=2", 2)),
     Weighted(3, layout("d=2", 2)),
@@ -71,7 +74,8 @@ LAYOUTS = (
 # A file system cannot become read-only while a file, such as the optimizer's, is open for writing.
 REMOUNTED = tuple(cards for cards in LAYOUTS if "offloaded" not in kinds_of(cards.way))
 ULFM = ("--with-ft", "ulfm")
-# Here d changes and bits are compared, which `run.reproducible` allows for zero 0 and 1.
+# In these layouts d changes while bits are compared, which `run.reproducible` allows for zero 0 and
+# 1.
 SHRINKING = (
     Weighted(1, layout("d=2", 2, ULFM)),
     Weighted(1, layout("d=4", 4, ULFM)),
@@ -84,13 +88,13 @@ SHRINKING = (
 
 
 class Deck:
-    """Layouts in random order. All cards are dealt before any is dealt again, so that a few dozen
-    trials have every layout."""
+    """Layouts in random order. All are returned before any is returned again, so that a few dozen
+    trials contain every layout."""
 
     def __init__(
         self, source: random.Random, layouts: Sequence[Weighted], kinds: Collection[str] = KINDS
     ) -> None:
-        """Take only layouts that are of one of `kinds`."""
+        """Use only layouts that have one of `kinds`."""
         self.random = source
         self.cards = [
             way for cards, way in layouts for _ in range(cards) if {*kinds} & {*kinds_of(way)}
@@ -98,7 +102,7 @@ class Deck:
         self._left: list[Way] = []
 
     def deal(self) -> Way:
-        """Return the next layout. Raises IndexError if the deck has no cards."""
+        """Return the next layout. Raises IndexError if the deck is empty."""
         if not self._left:
             self._left = self.random.sample(self.cards, len(self.cards))
         return self._left.pop()

@@ -1,9 +1,10 @@
-"""One rank of a tortured run: `ptdmpi train ...` that kills itself at a chosen place of a save.
+"""One rank of a disturbed run: `ptdmpi train ...`, which kills itself at a chosen point in a save.
 
     python -m benchmarks.faults.rank PLACE COUNT RANK train CONFIG ...
 
-Rank RANK dies when it reaches PLACE for the COUNT-th time, by SIGKILL: nothing is flushed, and no
-handler runs. With PLACE = none it never dies. Only rank 0 reaches the places other than `write`.
+Rank RANK is killed by SIGKILL when it reaches PLACE for the COUNT-th time, so nothing is flushed,
+and no handler runs. With PLACE = none it is never killed. Only rank 0 reaches the places other than
+`write`.
 """
 
 import os
@@ -28,7 +29,7 @@ def _die() -> None:
 
 
 def _countdown(count: int) -> Callable[[], bool]:
-    """Return a function that returns True at its `count`-th call."""
+    """Return a function that returns True when it is called for the `count`-th time."""
     calls = iter(range(1, count + 1))
     return lambda: next(calls, None) == count
 
@@ -78,7 +79,7 @@ def prepare(place: str, count: int, rank: int) -> None:
 
 
 def main() -> None:
-    """Run `ptdmpi` with the rest of the command line."""
+    """Run `ptdmpi` with the remaining command line."""
     place = sys.argv[1]
     count = int(sys.argv[2])
     rank = int(sys.argv[3])

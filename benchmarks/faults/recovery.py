@@ -1,11 +1,12 @@
-"""The time from the death of a rank to the next training step, with shrinking and with restarts.
+"""The time from the death of a rank to the next training step, if the run shrinks and if it is
+restarted.
 
     python -m benchmarks.faults.recovery --trials 10 --seed 1
 
 A trial trains a small GPT with `reproducible = true`, and kills random ranks (SIGKILL) one after
-another at random moments, sometimes while the others recover. It is clean if the job ends by itself
-with exit code 0, has recorded every step once, and has the losses of the undisturbed run, bit by
-bit.
+another at random moments, sometimes while the others recover. The trial is successful if the job
+ends by itself with exit code 0, has recorded every step once, and has the losses of an undisturbed
+run, bit by bit.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from benchmarks.turns import spread
 from ptdmpi.data.shard_writer import ShardWriter
 
 STEPS = 60
-RESTARTS = 3  # trials of a restart
+RESTARTS = 3  # number of trials with a restart
 LIMIT_S = 300.0
 POLL_S = 0.002
 CONFIG = f"""
@@ -57,7 +58,7 @@ path = "train"
 
 @dataclass(frozen=True)
 class Setup:
-    """A layout of the started ranks, and the number of them that die."""
+    """A layout of the started ranks, and how many of them are killed."""
 
     ranks: int
     tensor: int = 1
@@ -67,13 +68,13 @@ class Setup:
 
     @property
     def name(self) -> str:
-        """Return its name in the table."""
+        """Return the name of the setup in the table."""
         data = (self.ranks - self.spare) // (self.tensor * self.pipeline)
         spare = f" + {self.spare} spare" if self.spare else ""
         return f"t={self.tensor},p={self.pipeline},d={data}{spare}, {self.deaths} lost"
 
     def settings(self) -> list[str]:
-        """Return its settings, for `--set`."""
+        """Return the settings of the layout, for `--set`."""
         return [
             f"parallel.tensor={self.tensor}",
             f"parallel.pipeline={self.pipeline}",
@@ -92,8 +93,9 @@ SETUPS = [
 
 @dataclass
 class Trial:
-    """The results of a trial. `seconds`: from a death to the record of a step that was trained
-    after it. `logged`: the seconds in the log, from the first error until the loop is ready."""
+    """The results of a trial. `seconds`: from a death until a step is recorded that was trained
+    after it. `logged`: the seconds in the log, from the first error until the training loop is
+    ready."""
 
     setup: str
     deaths: int = 0
@@ -104,7 +106,8 @@ class Trial:
 
 
 class Job:
-    """An mpirun of a run. Its ranks are recognized by their session and their environment."""
+    """An mpirun that executes a run. Its ranks are recognized by their session and their
+    environment."""
 
     def __init__(self, folder: Path, name: str, setup: Setup, failure: str) -> None:
         self.run = folder / "runs" / name
@@ -123,7 +126,7 @@ class Job:
         return living_ranks(self.process)
 
     def steps(self) -> list[int]:
-        """Return the recorded steps, without a line that is being written."""
+        """Return the recorded steps. A line that is still being written is ignored."""
         file = self.run / "metrics.jsonl"
         if not file.exists():
             return []
@@ -131,14 +134,14 @@ class Job:
         return [record["step"] for record in records if "loss" in record]
 
     def losses(self) -> list[str]:
-        """Return the log's lines about lost ranks."""
+        """Return the lines of the log about lost ranks."""
         file = self.run / "log.txt"
         if not file.exists():
             return []
         return [line for line in file.read_text().splitlines() if " lost in step " in line]
 
     def wait_for(self, ready: Callable[[], bool]) -> bool:
-        """Wait for `ready`. Return False if the job ended, or its time, before it was true."""
+        """Wait until `ready` is true. Return False if the job, or its time, has ended before."""
         while not ready():
             if self.process.poll() is not None or time.monotonic() > self.end:
                 return ready()
@@ -146,13 +149,13 @@ class Job:
         return True
 
     def finish(self) -> str:
-        """Wait for the job's end, and return its failure; empty: it ended well. A job that hangs is
-        killed."""
+        """Wait until the job ends. Return its failure; empty means that it was successful. A job
+        that hangs is killed."""
         self.wait_for(lambda: self.process.poll() is not None)
         code = self.process.poll()
         if code is None:
             for pid in self.ranks().values():
-                os.kill(pid, signal.SIGABRT)  # the ranks write their stacks
+                os.kill(pid, signal.SIGABRT)  # this makes the ranks write their stacks
             time.sleep(2.0)
             self.process.kill()
             self.process.wait()
@@ -163,8 +166,8 @@ class Job:
 
 
 def kill_one(job: Job, setup: Setup, choice: random.Random) -> float:
-    """Kill a living rank of those that trained from the start, and return the time. (No rank waits
-    for a spare one: its death is noticed at the next death.)"""
+    """Kill one of the living ranks that have trained from the start, and return the time. (No rank
+    waits for a spare rank: its death would be noticed only at the next death.)"""
     trained = range(setup.ranks - setup.spare)
     victim = choice.choice([pid for rank, pid in sorted(job.ranks().items()) if rank in trained])
     now = time.monotonic()
@@ -173,8 +176,8 @@ def kill_one(job: Job, setup: Setup, choice: random.Random) -> float:
 
 
 def next_step(job: Job, since: float, losses: int, trial: Trial) -> None:
-    """Wait for the first step after the loss that is line `losses` of the log, and record the time
-    `since` the death."""
+    """Wait for the first step after the loss that is line `losses` in the log, and record the time
+    from `since`, the moment of the death."""
     if not job.wait_for(lambda: len(job.losses()) >= losses):
         return
     line = job.losses()[-1]
@@ -187,7 +190,7 @@ def next_step(job: Job, since: float, losses: int, trial: Trial) -> None:
 
 
 def shrink_trial(folder: Path, number: int, setup: Setup, choice: random.Random) -> Trial:
-    """Kill ranks of a job whose other ranks go on."""
+    """Kill ranks of a job whose other ranks continue."""
     trial = Trial(setup.name)
     job = Job(folder, f"shrink-{number}", setup, "shrink")
     soon = False
@@ -201,7 +204,7 @@ def shrink_trial(folder: Path, number: int, setup: Setup, choice: random.Random)
         before = len(job.losses())
         since = kill_one(job, setup, choice)
         trial.deaths += 1
-        # sometimes the next rank dies while the others still recover: then no time is measured
+        # sometimes the next rank is killed while the others still recover; then no time is measured
         alone = not soon
         soon = death + 1 < setup.deaths and choice.random() < 0.25
         if alone and not soon:
@@ -211,7 +214,7 @@ def shrink_trial(folder: Path, number: int, setup: Setup, choice: random.Random)
 
 
 def restart_trial(folder: Path, number: int, setup: Setup, choice: random.Random) -> Trial:
-    """Kill a rank of a job that the launcher then ends, and repeat the command at once, without
+    """Kill a rank of a job that the launcher then ends, and repeat the command immediately, without
     time in a queue."""
     trial = Trial(f"restart, {setup.name}")
     job = Job(folder, f"restart-{number}", setup, "abort")
@@ -220,7 +223,7 @@ def restart_trial(folder: Path, number: int, setup: Setup, choice: random.Random
     trial.deaths += 1
     job.process.wait(LIMIT_S)
     job = Job(folder, f"restart-{number}", setup, "abort")
-    # by then the records after the checkpoint are removed
+    # at this moment the records after the checkpoint have been removed
     if job.wait_for(lambda: "resumed after step" in (job.run / "log.txt").read_text()):
         begin = job.steps()[-1]
         if job.wait_for(lambda: job.steps()[-1] > begin):
@@ -231,7 +234,8 @@ def restart_trial(folder: Path, number: int, setup: Setup, choice: random.Random
 
 
 def compare(run: Path, undisturbed: Path) -> str:
-    """Return the first difference from the undisturbed curve; empty: there is none."""
+    """Return the first difference from the loss curve of the undisturbed run; empty means that
+    there is none."""
     keys = ("step", "loss", "grad_norm", "validation_loss")
     curves = []
     for path in (run, undisturbed):
@@ -256,7 +260,7 @@ def corpus(folder: Path) -> None:
 
 
 def straight(folder: Path, setup: Setup) -> Path:
-    """Return the undisturbed run of a setup; its bits depend on t alone."""
+    """Return the run directory of the undisturbed run for a setup. Its bits depend on t alone."""
     name = f"straight-{setup.tensor}"
     if not (folder / "runs" / name).exists():
         whole = replace(setup, ranks=setup.ranks - setup.spare, spare=0)
@@ -267,7 +271,7 @@ def straight(folder: Path, setup: Setup) -> Path:
 
 
 def table(trials: Sequence[Trial]) -> Iterator[str]:
-    """Yield a table of the trials in Markdown, a row for each setup and one for all."""
+    """Yield a Markdown table of the trials, with a row for each setup and one for all."""
     yield "| what | jobs | clean | deaths | death to next step: median (min to max) | as logged |"
     yield "|---|---|---|---|---|---|"
     kinds = list(dict.fromkeys(trial.setup for trial in trials))
@@ -298,7 +302,7 @@ def main() -> int:
             trial = shrink_trial(folder, number, setup, choice)
             run = folder / "runs" / f"shrink-{number}"
         else:
-            setup = Setup(4)  # a restart has all ranks again
+            setup = Setup(4)  # after a restart all ranks are present again
             undisturbed = straight(folder, setup)
             trial = restart_trial(folder, number, setup, choice)
             run = folder / "runs" / f"restart-{number}"

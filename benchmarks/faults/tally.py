@@ -1,4 +1,5 @@
-"""The outcomes of torture's trials, and their counts by fault, by kind of layout, and by both."""
+"""The outcomes of the trials of `torture`, and their counts by fault, by kind of layout, and by
+both."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from benchmarks.faults.training import Way
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a trial; `why` it was lost, in one line."""
+    """The outcome of a trial. `why` says in one line why it was lost."""
 
     fault: str
     number: int
@@ -20,14 +21,14 @@ class Outcome:
     why: str = ""
 
     def line(self) -> str:
-        """Return the line that is printed when the trial is over."""
+        """Return the line that is printed when the trial has ended."""
         words = f"{self.fault}-{self.number}: {self.way.name}: {self.came}"
         return f"{words}: {self.why}" if self.why else words
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Return how many trials survived, were refused and were lost, by fault and by kind of layout;
-    then the number of trials, and of those lost, of each fault with each kind."""
+    """Return two tables: how many trials survived, were refused and were lost, by fault and by kind
+    of layout; then the number of trials, and of lost trials, for each fault with each kind."""
     by_fault: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         by_fault.setdefault(outcome.fault, []).append(outcome)

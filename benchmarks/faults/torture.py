@@ -1,14 +1,14 @@
-"""Kill, damage and starve runs on purpose, start them again, and count losses.
+"""Kill, damage and starve runs on purpose, start them again, and count what is lost.
 
     python -m benchmarks.faults.torture [--scale 1.0] [--seed 1] [--kinds "kill-one flip"]
         [--layouts "zero-3 groups"]
 
-Each trial disturbs a training, removes the cause, and repeats the same command until the run is
-done. The run's parameters, moments and losses must then be those of an undisturbed run, bit by bit,
-and no step that was reported as saved may be lost. A refusal (exit code 2 and one line) is counted
-separately. It is right only if the disk is full or read-only, or if no complete checkpoint is left.
-Each trial prints a line with its layout in short words; counts by fault and by kind of layout
-follow at the end. The exit code is 1 if anything was lost.
+Each trial disturbs a training run, removes the cause, and repeats the same command until the run is
+complete. The run's parameters, moments and losses must then be those of an undisturbed run, bit by
+bit, and no step that was reported as saved may be lost. A refusal (exit code 2 and one line) is
+counted separately. It is right only if the disk is full or read-only, or if no complete checkpoint
+is left. Each trial prints a line with its layout in short words; counts by fault and by kind of
+layout follow at the end. The exit code is 1 if anything was lost.
 """
 
 import argparse
@@ -47,14 +47,14 @@ TMPFS_MB = 16
 
 
 class Lost(Exception):
-    """A trial has lost something; the message is one line."""
+    """The error that a trial has lost something. The message is one line."""
 
 
 class Torture:
-    """Trials in one folder; one seed determines all that is random."""
+    """Trials in one folder. One seed determines all random choices."""
 
     def __init__(self, folder: Path, seed: int, kinds: Collection[str] = KINDS) -> None:
-        """Try the layouts that are of one of `kinds`."""
+        """Use the layouts that have one of `kinds`."""
         self.folder = folder
         self.random = random.Random(seed)
         self.decks = {
@@ -69,17 +69,17 @@ class Torture:
         prepare(folder)
 
     def start(self, case: Way, run: Path, death: tuple[str, int, int]) -> StartedRun:
-        """Start a run; `death` has the place, count and rank of `benchmarks.faults.rank`."""
+        """Start a run. `death` has the place, count and rank for `benchmarks.faults.rank`."""
         self.training = StartedRun(self.folder, case, run, death)
         return self.training
 
     def end(self) -> None:
-        """End the processes of a trial that was interrupted."""
+        """End the processes of a trial that has been interrupted."""
         if self.training is not None and self.training.process.poll() is None:
             self.training.end()
 
     def case(self, deck: str = "any") -> Way:
-        """Draw a layout, with asynchronous saving in half of the cases."""
+        """Choose a layout, with asynchronous saving in half of the cases."""
         way = self.decks[deck].deal()
         asynchronous = self.random.choice(["true", "false"])
         self.drawn = way
@@ -88,7 +88,7 @@ class Torture:
         return replace(way, settings=(*way.settings, f"checkpoint.asynchronous={asynchronous}"))
 
     def reference(self, case: Way) -> Path:
-        """Return the run directory of an undisturbed run in this layout, which keeps all
+        """Return the run directory of an undisturbed run with this layout, which keeps all
         checkpoints."""
         if case.name not in self.references:
             run = self.folder / f"reference-{case.name}"
@@ -100,7 +100,7 @@ class Torture:
         return self.references[case.name]
 
     def finish(self, case: Way, run: Path, saved: int) -> None:
-        """Repeat the command until the run is done. Raises Lost if the run differs from the
+        """Repeat the command until the run is complete. Raises Lost if the run differs from the
         undisturbed one, or has no checkpoint of step `saved` or later."""
         if newest_sound(run) < saved:
             raise Lost(f"step {saved} was reported as saved, step {newest_sound(run)} is there")
@@ -117,7 +117,8 @@ class Torture:
             raise Lost(f"after the run resumed from step {saved} or later: {change}")
 
     def require_refusal(self, training: StartedRun, code: int, words: tuple[str, ...]) -> None:
-        """Raise Lost unless a run ended with exit code 2 and one line that has one of `words`."""
+        """Raise Lost unless a run has ended with exit code 2 and one line that contains one of
+        `words`."""
         lines = [line for line in training.text().splitlines() if "ptdmpi: error: " in line]
         if code != 2 or len(lines) != 1 or not any(word in lines[0] for word in words):
             raise Lost(f"exit code {code}, no clear refusal: {training.text()[-2000:]}")
@@ -126,8 +127,8 @@ class Torture:
     # -- the kinds of trials ---------------------------------------------------------------------
 
     def kill(self, run: Path, count: Callable[[int], int]) -> None:
-        """Send SIGKILL to some ranks at any moment after the start; `count` returns how many of all
-        ranks."""
+        """Send SIGKILL to some ranks at a random moment after the start. `count` returns how many,
+        given the number of all ranks."""
         case = self.case()
         self.reference(case)
         training = self.start(case, run, NOWHERE)
@@ -148,7 +149,7 @@ class Torture:
         self.kill(run, lambda ranks: ranks)
 
     def shrink(self, run: Path) -> None:
-        """Kill a rank while it trains: the others finish the run without a restart."""
+        """Kill a rank during training; the other ranks must complete the run without a restart."""
         case = self.case("shrinking")
         settings = (*case.settings, "run.on_failure=shrink", "run.reproducible=true")
         case = replace(case, name=f"shrink-{case.name}", settings=settings)
@@ -162,7 +163,7 @@ class Torture:
         self.finish(case, run, training.saved())
 
     def kill_in_save(self, run: Path, place: str) -> None:
-        """Have a rank kill itself at a place of one of the saves."""
+        """Let a rank kill itself at the point `place` of one of the saves."""
         case = self.case()
         self.reference(case)
         visits = STEPS // EVERY_STEPS if place != "discard" else 3
@@ -177,8 +178,8 @@ class Torture:
         self.finish(case, run, training.saved())
 
     def damage(self, run: Path, change: Callable[[Path], None]) -> None:
-        """Resume a stopped run whose newest checkpoint, or both newest ones, have a file that
-        `change` has damaged."""
+        """Resume a stopped run in which `change` has damaged a file of the newest checkpoint, or of
+        the two newest ones."""
         case = self.case()
         step = self.random.randrange(2, STEPS // EVERY_STEPS) * EVERY_STEPS
         checkpoints = run / "checkpoints"
@@ -192,7 +193,7 @@ class Torture:
         damaged = self.random.choice([[step], [step], [step], kept])
         for saved in damaged:
             change(self.random.choice(sorted((checkpoints / files.name_of(saved)).iterdir())))
-        if newest_sound(run) == 0:  # both are damaged
+        if newest_sound(run) == 0:  # if both are damaged
             training = self.start(case, run, NOWHERE)
             self.require_refusal(training, training.wait(), ("is complete",))
             return
@@ -206,7 +207,7 @@ class Torture:
             raise Lost("the damaged checkpoint was removed")
 
     def truncate(self, run: Path) -> None:
-        """Cut a file of a checkpoint short."""
+        """Truncate a file of a checkpoint."""
 
         def cut(path: Path) -> None:
             path.write_bytes(path.read_bytes()[: self.random.randrange(path.stat().st_size)])
@@ -226,8 +227,8 @@ class Torture:
     def starve(
         self, run: Path, deck: str, begin: Callable[[Path], None], end: Callable[[Path], None]
     ) -> None:
-        """Make the disk refuse writes from some moment on by `begin`; in half of the trials `end`
-        ends that soon, in the others after the run has ended."""
+        """Let `begin` make the disk refuse writes from a random moment on. In half of the trials
+        `end` ends that shortly afterwards, in the others after the run has ended."""
         case = self.case(deck)
         self.reference(case)
         run.mkdir()
@@ -273,8 +274,8 @@ def _fill(run: Path) -> None:
 
 
 def _remount(run: Path, how: str) -> None:
-    """Remount a file system, again and again: it cannot become read-only while a file is open for
-    writing."""
+    """Remount a file system, with repeated attempts: it cannot become read-only while a file is
+    open for writing."""
     end = time.monotonic() + 60.0
     while subprocess.run(
         ("mount", "-o", f"remount,{how}", str(run)), capture_output=True
@@ -285,7 +286,7 @@ def _remount(run: Path, how: str) -> None:
 
 
 def kinds(torture: Torture) -> dict[str, tuple[int, Callable[[Path], None]]]:
-    """Return the number of trials and the work of each kind of fault."""
+    """Return, for each kind of fault, the number of its trials and the function that does one."""
     in_saves: dict[str, tuple[int, Callable[[Path], None]]] = {}
     for place in PLACES:
         in_saves[f"kill-{place}"] = (6, partial(torture.kill_in_save, place=place))
@@ -302,7 +303,7 @@ def kinds(torture: Torture) -> dict[str, tuple[int, Callable[[Path], None]]]:
 
 
 def trial(torture: Torture, work: Callable[[Path], None], fault: str, number: int) -> Outcome:
-    """Do the `work` of a trial, and return its outcome."""
+    """Do the `work` of a trial. Return its outcome."""
     run = torture.folder / f"run-{fault}-{number}"
     torture.refused = False
     torture.drawn = None
@@ -331,12 +332,13 @@ def can_mount() -> bool:
 
 
 def can_shrink() -> bool:
-    """Return True if this MPI has ULFM, with which ranks may survive one another."""
+    """Return True if this MPI has ULFM, with which the other ranks can survive the loss of a
+    rank."""
     return start(mpirun(1, ["-c", ""], ULFM), subprocess.DEVNULL).wait() == 0
 
 
 def possible(torture: Torture, faults: Collection[str]) -> Iterator[str]:
-    """Yield the faults that can be tried here, and print why others cannot."""
+    """Yield the faults that can be tried on this machine, and print why others cannot."""
     mounted = ("full", "read-only")
     decks = {"kill-shrink": "shrinking", "read-only": "remounted"}
     mountable = not set(mounted) & set(faults) or can_mount()
@@ -352,7 +354,7 @@ def possible(torture: Torture, faults: Collection[str]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Run the trials that the command line selects, and print the counts."""
+    """Do the trials that the command line selects, and print the counts."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.faults.torture", description=__doc__
     )

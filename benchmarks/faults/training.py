@@ -1,4 +1,4 @@
-"""A run to be tortured: its data, its processes, and the comparison with an undisturbed run."""
+"""A run that is disturbed: its data, its processes, and the comparison with an undisturbed run."""
 
 import json
 import os
@@ -21,7 +21,7 @@ LIMIT_S = 600.0
 STEPS = 40
 EVERY_STEPS = 4
 VOCAB_SIZE = 23
-BASE = "base"  # the adapters' frozen model, in the folder of the runs
+BASE = "base"  # the folder, among the runs, of the frozen model for adapters
 
 CONFIG = f"""
 [run]
@@ -47,7 +47,8 @@ keep_every = 12
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train. `options` are mpirun's; `settings` are added to the command."""
+    """A configuration to train with. `options` are options of mpirun; `settings` are added to the
+    command."""
 
     name: str
     ranks: int
@@ -68,7 +69,8 @@ def prepare(folder: Path) -> None:
 
 
 class StartedRun:
-    """A start of `ptdmpi train` for a case; another start with the same run resumes it."""
+    """One start of `ptdmpi train` for a case. Another start with the same run directory resumes
+    it."""
 
     def __init__(self, folder: Path, case: Way, run: Path, death: tuple[str, int, int]) -> None:
         self.output = folder / "output.txt"
@@ -81,7 +83,7 @@ class StartedRun:
             self.process = start(command, file, cwd=folder)
 
     def text(self) -> str:
-        """Return what it has printed so far."""
+        """Return the text that the run has printed so far."""
         return self.output.read_text(errors="replace")
 
     def saved(self) -> int:
@@ -90,7 +92,7 @@ class StartedRun:
         return max(map(int, steps), default=0)
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until this step was reported, or the run has ended."""
+        """Wait until this step is reported, or the run has ended."""
         end = time.monotonic() + LIMIT_S
         while self.process.poll() is None and time.monotonic() < end:
             steps = re.findall(r"^step +(\d+)/", self.text(), re.MULTILINE)
@@ -99,20 +101,21 @@ class StartedRun:
             time.sleep(0.002)
 
     def wait(self) -> int:
-        """Return the exit code. A run that takes longer than LIMIT_S is ended, and fails."""
+        """Return the exit code. A run that takes longer than LIMIT_S is ended, and counts as
+        failed."""
         try:
             return self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             return self.end()
 
     def end(self) -> int:
-        """Kill all its processes, and return the exit code."""
+        """Kill all processes of the run, and return the exit code."""
         self.kill(self.ranks())
         self.process.kill()
         return self.process.wait()
 
     def ranks(self) -> list[int]:
-        """Return the process ids of the ranks that are alive."""
+        """Return the process ids of the living ranks."""
         return sorted(living_ranks(self.process).values())
 
     def kill(self, ranks: list[int]) -> None:
@@ -125,7 +128,7 @@ class StartedRun:
 
 
 def require_base(folder: Path) -> None:
-    """Train the frozen model of adapters for one step, unless it is there."""
+    """Train the frozen model for adapters for one step, unless it exists already."""
     if not (folder / BASE).is_dir():
         made = StartedRun(folder, Way(BASE, 1, ("run.steps=1",)), folder / BASE, ("none", 1, 0))
         if made.wait() != 0:
@@ -133,7 +136,7 @@ def require_base(folder: Path) -> None:
 
 
 def newest_sound(run: Path) -> int:
-    """Return the step of a run's newest undamaged checkpoint; 0: there is none."""
+    """Return the step of a run's newest undamaged checkpoint; 0 if there is none."""
     for path in reversed(files.checkpoints_in(run / "checkpoints")):
         if not check.problems(path):
             return files.step_of(path)
@@ -141,15 +144,15 @@ def newest_sound(run: Path) -> int:
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
-    """Return the recorded (step, loss), in the order of the file."""
+    """Return the recorded (step, loss) pairs, in the order of the file."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return [(record["step"], record["loss"]) for record in records if "loss" in record]
 
 
 def deviation(run: Path, reference: Path) -> str | None:
-    """Return how the last checkpoint of a run differs from that of an undisturbed one; None: in no
-    bit."""
+    """Return how the last checkpoint of a run differs from that of an undisturbed run; None if all
+    bits are equal."""
     last = files.name_of(STEPS)
     try:
         changed = check.differences(reference / "checkpoints" / last, run / "checkpoints" / last)
@@ -162,6 +165,6 @@ def deviation(run: Path, reference: Path) -> str | None:
 
 
 def records_deviate(run: Path, reference: Path) -> str | None:
-    """Return how the records of a run differ from those of an undisturbed one, which has each step
-    once; None: they have the same steps and losses."""
+    """Return how the records of a run differ from those of an undisturbed run, which has each step
+    once; None if they have the same steps and losses."""
     return None if losses(run) == losses(reference) else "metrics.jsonl differs"

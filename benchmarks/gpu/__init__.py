@@ -1,1 +1,1 @@
-"""One GPU, measured in nine minutes at most: correctness, speed, and a page about both"""
+"""The measurement of one GPU in at most nine minutes: correctness, speed, and a page about both"""

@@ -1,4 +1,5 @@
-"""The device, the code and the libraries to which numbers belong; others make them worthless."""
+"""The device, the code and the libraries that a measurement belongs to. Numbers are not used if any
+of them has changed."""
 
 import contextlib
 import hashlib
@@ -17,9 +18,10 @@ LIBRARIES = ("torch", "nccl4py", "transformers", "torchtitan")
 
 
 def identity() -> dict[str, Any]:
-    """Return the device's name (None: there is no GPU), the commit, and versions by library.
+    """Return the device's name (None if there is no GPU), the commit, and the versions of
+    libraries.
 
-    Without git, a digest of the sources is the commit.
+    If git is missing, a hash of the sources takes the place of the commit.
     """
     device = None
     if torch.cuda.is_available():
@@ -32,7 +34,7 @@ def identity() -> dict[str, Any]:
 def machinery() -> dict[str, str]:
     """Return the versions of the software below torch: CUDA or HIP, driver, cuDNN, libnccl.
 
-    Versions that are not here, or cannot be asked for, are left out.
+    Versions that do not exist, or cannot be queried, are left out.
     """
     versions = {
         "CUDA": torch.version.cuda,
@@ -40,7 +42,7 @@ def machinery() -> dict[str, str]:
         "driver": _first_line(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         ),
-        # torch raises where the library that is loaded is not the one it was built with
+        # torch raises an error if the loaded library is not the one it was built with
         "cuDNN": _asked(torch.backends.cudnn.version),
         "libnccl": _asked(lambda: loaded()[0]),
     }
@@ -54,7 +56,7 @@ def _asked(version: Callable[[], object]) -> object:
 
 
 def _first_line(command: list[str]) -> str:
-    """Return the first line that a program prints; empty where it fails or is not here."""
+    """Return the first line that a program prints; empty if it fails or does not exist."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
         if ended.returncode == 0:
@@ -63,7 +65,7 @@ def _first_line(command: list[str]) -> str:
 
 
 def _sources() -> str:
-    """Return a digest of the Python files that a measurement runs."""
+    """Return a hash of the Python files that a measurement executes."""
     digest = hashlib.sha256()
     for folder in ("src", "benchmarks/gpu"):
         for path in sorted((ROOT / folder).rglob("*.py")):

@@ -1,5 +1,5 @@
-"""The share of two replicas' communication that is hidden under kernels, from a trace of steps:
-`python -m benchmarks.gpu.overlap nccl`, which mpirun has started, prints JSON on rank 0."""
+"""The share of the communication of two replicas that is hidden behind kernels, from a trace of
+steps. `python -m benchmarks.gpu.overlap nccl`, started by mpirun, prints JSON on rank 0."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from benchmarks.gpu.wires import reported
 from ptdmpi.comm.world import World
 from ptdmpi.model.batch import Placing
 
-# large enough that kernels take longer than their launches, even with two ranks on one GPU
+# sizes large enough that kernels take longer than their launches, even with two ranks on one GPU
 SHAPE = {
     "kind": "llama",
     "layers": 8,
@@ -29,7 +29,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return disjoint intervals that cover the same times, in order."""
+    """Return disjoint intervals, in order, that cover the same times."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -40,7 +40,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def shared(some: Iterable[Interval], others: Iterable[Interval]) -> float:
-    """Return for how long an interval of each of the two lasts at the same time."""
+    """Return the total time during which an interval of each list is active."""
     others = union(others)
     return sum(
         max(0.0, min(end, last) - max(begin, first))
@@ -50,8 +50,8 @@ def shared(some: Iterable[Interval], others: Iterable[Interval]) -> float:
 
 
 def under_kernels(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return how long NCCL's kernels ran, and for how much of it other kernels of the same rank
-    did; `events` are those of a Chrome trace, with times in microseconds."""
+    """Return how long NCCL's kernels ran, and for how much of that time other kernels of the same
+    rank ran, too. `events` are those of a Chrome trace, with times in microseconds."""
     kernels = [event for event in events if event.get("ph") == "X" and event.get("cat") == "kernel"]
     nccl: list[Interval] = []
     others: list[Interval] = []
@@ -81,9 +81,10 @@ def overlap(
     shape: dict[str, Any] = SHAPE,
     vocab_size: int = VOCAB_SIZE,
 ) -> dict[str, Any]:
-    """Trace two steps, after one that warms up, of replicas on all ranks of `world`.
+    """Trace two steps, after one warm-up step, of replicas on all ranks of `world`.
 
-    Rank 0 writes its trace to `file` and returns `under_kernels` of it; the others return nothing.
+    Rank 0 writes its trace to `file` and returns the result of `under_kernels` for it; the others
+    return nothing.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -114,7 +115,7 @@ def overlap(
 
 
 def main() -> None:
-    """Trace the wire that the command line names."""
+    """Trace steps with the transport that the command line names."""
     world = World()
     wire = sys.argv[1]
     reported(world, wire, lambda: overlap(world, wire, world.device(), FILE))

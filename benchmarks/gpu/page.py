@@ -1,4 +1,4 @@
-"""The measurement of one GPU as a page, docs/reference/gpu.md."""
+"""The page about the measurement of one GPU, docs/reference/gpu.md."""
 
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ RECIPE = Path(__file__).parent / "bare-machine.md"
 
 
 def page(everything: dict[str, Any]) -> str:
-    """Return the page: a table for each part that was measured, the reason for each that was not,
-    and how to measure a machine without a network. `everything` is the content of latest.json."""
+    """Return the page: a table for each part that was measured, the reason for each part that was
+    not, and how to measure a machine without a network. `everything` is the content of
+    latest.json."""
     libraries = ", ".join(f"{name} {version}" for name, version in everything["libraries"].items())
     device = everything["device"] or "none. Nothing on this page was measured on a device"
     head = HEAD.format(
@@ -34,7 +35,7 @@ def page(everything: dict[str, Any]) -> str:
 
 
 def _section(part: dict[str, Any]) -> str:
-    """Return a part's reason, and its rows as a table; a part without rows is one row."""
+    """Return a part's reason, and its rows as a table. A part without rows counts as one row."""
     why = reasons(part)
     reason = ""
     if "" in why:
@@ -54,7 +55,7 @@ def _section(part: dict[str, Any]) -> str:
 
 
 def _cells(row: dict[str, Any], why: str | None) -> dict[str, Any]:
-    """Return a row's values by column; all kinds of reasons are in one column."""
+    """Return the values of a row by column. All kinds of reasons are in one column."""
     cells = {column: value for column, value in row.items() if column not in WORDS}
     return cells if why is None else {**cells, "not measured": why}
 

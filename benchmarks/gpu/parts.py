@@ -1,4 +1,5 @@
-"""The parts of a measurement of one GPU, each of which returns numbers or raises a reason."""
+"""The parts of the measurement of one GPU. Each part returns numbers, or raises an error with the
+reason."""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ GEMM_SIZE = 8192
 
 
 class Shape(NamedTuple):
-    """A model of the measurement: its section [model], and how many tokens it knows."""
+    """A model that is measured: its section [model], and the size of its vocabulary."""
 
     model: dict[str, Any]
     vocab_size: int
@@ -38,8 +39,8 @@ class Shape(NamedTuple):
 
 MODELS = {
     "gpt 1.3b": Shape({"layers": 24, "hidden": 2048, "heads": 16, "seq_length": 2048}, 50257),
-    # 12 of the 32 layers of LLaMA 7B, whose weights and optimizer states would take 113 GiB: these
-    # fit into 80 GB, and a layer costs the same.
+    # 12 of the 32 layers of LLaMA 7B. The weights and optimizer states of all layers would take 113
+    # GiB. 12 layers fit into 80 GB, and the cost of a layer is the same.
     "llama 2.7b": Shape(
         {
             "kind": "llama",
@@ -56,11 +57,11 @@ SMALL = {"layers": 2, "hidden": 64, "heads": 4, "seq_length": 32}
 
 
 def machine(device: torch.device, size: int = GEMM_SIZE) -> dict[str, Any]:
-    """Return the device's capability, the FLOP/s of its data sheet, and those of a product of two
-    matrices [size, size] in bfloat16.
+    """Return the device's capability, the FLOP/s of its data sheet, and the FLOP/s of a
+    multiplication of two matrices [size, size] in bfloat16.
 
-    The matrices are random: products of constants switch fewer transistors, take less power, and
-    run faster than any training can.
+    The matrices are random. Multiplications of constants switch fewer transistors, take less power,
+    and run faster than any training can.
     """
     generator = torch.Generator().manual_seed(1)
     a = torch.randn(size, size, generator=generator).bfloat16().to(device)
@@ -77,8 +78,9 @@ def machine(device: torch.device, size: int = GEMM_SIZE) -> dict[str, Any]:
 
 
 def parity(device: torch.device, steps: int = PARITY_STEPS) -> dict[str, Any]:
-    """Return the losses of small models on the device and on the host, from the same weights, and
-    their largest relative difference; a row by kind of model and precision."""
+    """Return the losses of small models on the device and on the host, starting from the same
+    weights, and their largest relative difference, in a row for each kind of model and
+    precision."""
     rows = {}
     for kind in ("gpt", "llama"):
         for precision in ("fp32", "bf16"):
@@ -119,7 +121,8 @@ def trace(device: torch.device, folder: Path) -> dict[str, Any]:
 
 
 def _in_turn(device: torch.device, name: str, folder: Path, shape: Shape) -> Iterator[Row]:
-    """Yield rounds of the quickest way of ours and of transformers, by latest.json in `folder`."""
+    """Yield rounds of the fastest settings of ptdmpi and of transformers, alternating, according to
+    latest.json in `folder`."""
     known = json.loads((folder / LATEST).read_text(encoding="utf-8"))["parts"]
     ours = quickest({way: known.get(way, {}) for way in (name, name + COMPILED)})
     theirs = quickest(known.get(f"{name} by transformers", {}))
@@ -138,8 +141,8 @@ def _in_turn(device: torch.device, name: str, folder: Path, shape: Shape) -> Ite
 
 
 def _workload(shape: Shape, device: torch.device) -> peers.Workload:
-    """Return what another trainer is asked for: the shape, and as many sequences a step as ours
-    takes, or as it would take where ours does not fit."""
+    """Return the workload for another trainer: the shape, and the same number of sequences per step
+    as ptdmpi, or as ptdmpi would have if it fit."""
     try:
         config = fitting(*shape, device)[0]
     except Skipped:
@@ -151,9 +154,9 @@ def _workload(shape: Shape, device: torch.device) -> peers.Workload:
 
 
 def parts(device: torch.device, folder: Path) -> Iterator[Measurement]:
-    """Yield all parts that are measured by one process.
+    """Yield all parts that are measured within a single process.
 
-    `folder` is that of latest.json, in which later parts find what earlier ones measured.
+    `folder` is that of latest.json, in which later parts find the results of earlier ones.
     """
     yield Measurement("machine", 0, 15, lambda: machine(device))
     yield Measurement("parity", 0, 25, lambda: parity(device))
@@ -172,7 +175,8 @@ def parts(device: torch.device, folder: Path) -> Iterator[Measurement]:
 def _comparisons(
     device: torch.device, folder: Path, name: str, shape: Shape
 ) -> Iterator[Measurement]:
-    """Yield the parts of the other trainers, and of ours in turn with the quickest of them."""
+    """Yield the parts that measure other trainers, and those that alternate ptdmpi with the fastest
+    of them."""
     llama = shape.model.get("kind") == "llama"
     yield Measurement(
         f"{name} by transformers",
@@ -181,7 +185,7 @@ def _comparisons(
         lambda: peers.transformers_side(_workload(shape, device)),
     )
     yield Measurement(f"{name} in turn", 4, 40, partial(_in_turn, device, name, folder, shape))
-    if llama:  # torchtitan has no GPT
+    if llama:  # torchtitan has no GPT model
         yield Measurement(
             f"{name} by torchtitan",
             5,
@@ -191,7 +195,7 @@ def _comparisons(
 
 
 def _small_kernels(device: torch.device) -> Iterator[Row]:
-    """Yield the rows of the small kernels in the shapes of the first LLaMA of MODELS."""
+    """Yield the rows of the small kernels, in the shapes of the first LLaMA in MODELS."""
     llama = next(shape for shape in MODELS.values() if shape.model.get("kind") == "llama")
     config = configuration(llama.model, "bf16", 2, "none")
     return kernels.small_kernels(device, config.model, 2, llama.vocab_size)

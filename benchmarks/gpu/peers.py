@@ -1,4 +1,4 @@
-"""Other trainers on one GPU, each in several settings: the parts in bfloat16, with and without
+"""Other trainers on one GPU, each in several settings: with bfloat16 parts, with and without
 compilation, and with the largest microbatch that fits. All use fused attention and torch's fused
 AdamW."""
 
@@ -27,7 +27,7 @@ STEPS = 6
 
 
 class Workload(NamedTuple):
-    """A shape to train. This trainer takes `sequences` of it a step, in microbatches of
+    """A shape to train. ptdmpi trains `sequences` sequences of it per step, in microbatches of
     `micro_size`."""
 
     device: torch.device
@@ -38,14 +38,14 @@ class Workload(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A setting of a trainer. `half`: weights and the optimizer's state are bfloat16; otherwise
-    they are float32, and products are computed in bfloat16."""
+    """A setting of a trainer. `half`: the weights and the optimizer's state are bfloat16; otherwise
+    they are float32, and matrix multiplications are computed in bfloat16."""
 
     half: bool
     compiled: bool
 
 
-Size = tuple[int, str]  # of a microbatch, and the mode of recomputation
+Size = tuple[int, str]  # size of a microbatch, and the mode of recomputation
 WAYS = {
     "autocast": Setting(half=False, compiled=False),
     "autocast, compiled": Setting(half=False, compiled=True),
@@ -56,8 +56,8 @@ Side = Callable[[Workload], Iterator[Row]]
 
 
 def sizes(workload: Workload) -> list[Size]:
-    """Return the microbatches to try, largest first, beginning with twice ours; those with full
-    recomputation come last."""
+    """Return the microbatches to try, largest first, beginning with twice ptdmpi's size. Those with
+    full recomputation come last."""
     tried = []
     size = min(2 * workload.micro_size, workload.sequences)
     while size:
@@ -70,7 +70,7 @@ def sizes(workload: Workload) -> list[Size]:
 
 def _ids(workload: Workload, micro_size: int, step: int) -> list[Tensor]:
     """Return the microbatches of a step: random tokens [b, s] on the device, the same for all
-    sizes."""
+    microbatch sizes."""
     generator = torch.Generator().manual_seed(step)
     shape = (workload.sequences, workload.model.seq_length)
     whole = torch.randint(workload.vocab_size, shape, generator=generator).to(workload.device)
@@ -80,7 +80,8 @@ def _ids(workload: Workload, micro_size: int, step: int) -> list[Tensor]:
 def _timed(
     workload: Workload, size: Size, loss_of: Callable[[Tensor], Tensor], model: torch.nn.Module
 ) -> dict[str, Any]:
-    """Return the numbers of some steps of a model; the first ones, which compile, do not count."""
+    """Return the numbers for some steps of a model. The first steps, which compile, do not
+    count."""
     update = torch.optim.AdamW(model.parameters(), fused=True)
     module = torch.get_device_module(workload.device)
     times = []
@@ -110,12 +111,13 @@ def _timed(
 
 
 def _next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the mean loss of the tokens that have a next one: logits [b, s, V], ids [b, s]."""
+    """Return the mean loss over all tokens that have a next one, for logits [b, s, V] and ids [b,
+    s]."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
 def transformers_way(workload: Workload, setting: Setting, size: Size) -> dict[str, Any]:
-    """Train the shape by transformers in a setting, and return the numbers."""
+    """Train the shape with transformers in a setting, and return the numbers."""
     transformers: Any = importlib.import_module("transformers")
     dtype = torch.bfloat16 if setting.half else torch.float32
     with workload.device:
@@ -135,7 +137,7 @@ def transformers_way(workload: Workload, setting: Setting, size: Size) -> dict[s
 
 
 def _transformers_shape(workload: Workload) -> Any:
-    """Return the configuration of transformers for the workload's shape."""
+    """Return the configuration of transformers for the shape of the workload."""
     transformers: Any = importlib.import_module("transformers")
     model = workload.model
     if model.kind == "llama":
@@ -159,8 +161,8 @@ def _transformers_shape(workload: Workload) -> Any:
 
 
 def transformers_side(workload: Workload, only: str = "") -> Iterator[Row]:
-    """Yield the settings of transformers, or `only` one of them, each with the largest microbatch
-    for which there is memory. Raises Skipped where transformers is not installed."""
+    """Yield rows for the settings of transformers, or for the setting `only`, each with the largest
+    microbatch for which there is memory. Raises Skipped if transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
         raise Skipped("transformers is not installed")
     fits: dict[bool, list[Size]] = {}
@@ -172,10 +174,10 @@ def transformers_side(workload: Workload, only: str = "") -> Iterator[Row]:
 def _largest_that_fits(
     workload: Workload, setting: Setting, fits: dict[bool, list[Size]]
 ) -> dict[str, Any]:
-    """Return the numbers of a setting with the largest microbatch that fits.
+    """Return the numbers for a setting with the largest microbatch that fits.
 
-    `fits` has the sizes that fit by `half`, and gets those of this setting. Compiled, a model takes
-    hardly more memory than it does otherwise, so sizes that did not fit are not compiled.
+    `fits` has the sizes that fit, by `half`, and those of this setting are added. With compilation
+    a model takes hardly more memory than without, so sizes that did not fit are not compiled.
     """
     tried = fits.get(setting.half, sizes(workload))
     numbers = first_that_fits(workload.device, tried, partial(transformers_way, workload, setting))
@@ -187,15 +189,15 @@ def _largest_that_fits(
 
 
 def torchtitan_folder() -> Path:
-    """Return the folder in which torchtitan is, where it is here."""
+    """Return the folder in which torchtitan would be installed."""
     return PEERS / "torchtitan"
 
 
 def torchtitan_side(workload: Workload) -> Iterator[Row]:
-    """Yield the row of torchtitan's LLaMA. Raises Left where torchtitan is not here.
+    """Yield the row for torchtitan's LLaMA. Raises Left if torchtitan is not installed.
 
-    Its blocks are compiled one by one, and FSDP2 over the one rank gives its bfloat16, as its
-    trainer has them. Its attention is SDPA, for there are no documents to mask.
+    As in torchtitan's trainer, its blocks are compiled one by one, and FSDP2 over the single rank
+    provides bfloat16. Its attention is SDPA, because there are no documents to mask.
     """
     if not torchtitan_folder().is_dir():
         raise Left(
@@ -222,7 +224,7 @@ def _torchtitan(workload: Workload) -> dict[str, Any]:
 
 
 def _titan_size(workload: Workload, size: Size) -> dict[str, Any]:
-    """Return the numbers of torchtitan's LLaMA with microbatches of a size."""
+    """Return the numbers for torchtitan's LLaMA with one size of microbatches."""
     from torch.distributed.device_mesh import init_device_mesh
 
     device = workload.device
@@ -246,7 +248,7 @@ def _titan_size(workload: Workload, size: Size) -> dict[str, Any]:
 
 
 def _titan(model: ModelConfig, vocab_size: int) -> Any:
-    """Return torchtitan's LLaMA of a shape, not initialized."""
+    """Return torchtitan's LLaMA with the given shape, not initialized."""
     common: Any = importlib.import_module("torchtitan.models.common")
     made_by: Any = importlib.import_module("torchtitan.models.common.config_utils")
     attention: Any = importlib.import_module("torchtitan.models.common.attention")

@@ -1,4 +1,5 @@
-"""A part of the measurement as a process of its own: the JSON that it printed, and how it ended."""
+"""Running a part of the measurement in a separate process: the JSON that it printed, and how it
+ended."""
 
 import json
 import os
@@ -11,7 +12,7 @@ from typing import IO, Any
 
 from benchmarks.launch import start
 
-EVERY_S = 10.0  # between two looks at what a program has printed so far
+EVERY_S = 10.0  # seconds between two checks of what a program has printed
 LEAST_S = 1.0
 
 
@@ -21,12 +22,12 @@ def answer(
     extra: Mapping[str, str] | None = None,
     so_far: Callable[[dict[str, Any]], None] = lambda printed: None,
 ) -> dict[str, Any]:
-    """Return the JSON object of the last whole line that a program prints to standard output.
+    """Return the JSON object in the last complete line that a program prints to standard output.
 
-    If it fails, the object has "failed"; if it does not end within `limit_s` seconds, it is killed
-    and the object has "left". Both quote the last line of its standard error.
-    `extra` is added to its environment. `so_far` is called about every ten seconds with the object
-    printed until then.
+    If the program fails, the object has the key "failed". If it does not end within `limit_s`
+    seconds, it is killed and the object has the key "left". Both quote the last line of its
+    standard error. `extra` is added to its environment. About every ten seconds `so_far` is called
+    with the object printed until then.
     """
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = start(command, output, extra=extra, errors=errors)
@@ -43,7 +44,8 @@ def answer(
 def _wait(
     process: "subprocess.Popen[str]", limit_s: float, look: Callable[[], None]
 ) -> dict[str, str]:
-    """Wait for a program, and kill its session after `limit_s`. Return how it failed, if it did."""
+    """Wait for a program, and kill its session after `limit_s` seconds. Return how it failed, if it
+    did."""
     end_s = time.monotonic() + limit_s
     while (left_s := end_s - time.monotonic()) > 0.0:
         try:
@@ -58,7 +60,8 @@ def _wait(
 
 
 def _text(file: IO[str]) -> str:
-    """Return what a program has written to a file; its position, which they share, stays."""
+    """Return the text that a program has written to a file. The file position, which both share,
+    stays unchanged."""
     size = os.fstat(file.fileno()).st_size
     return os.pread(file.fileno(), size, 0).decode("utf-8", errors="replace")
 
@@ -67,7 +70,7 @@ def _last_object(text: str) -> dict[str, Any]:
     for line in reversed(text.splitlines()):
         try:
             parsed = json.loads(line)
-        except ValueError:  # a line that was cut short, or a library's
+        except ValueError:  # a line that was truncated, or one of a library
             continue
         if isinstance(parsed, dict):
             return parsed
@@ -75,8 +78,8 @@ def _last_object(text: str) -> dict[str, Any]:
 
 
 def last_words(errors: str) -> str:
-    """Return the last line of standard error that is not mpirun's, which frames its own by dashes;
-    empty: there is none."""
+    """Return the last line of standard error that is not mpirun's own message, which is framed by
+    dashes; empty if there is none."""
     lines = []
     framed = False
     for line in map(str.strip, errors.splitlines()):

@@ -1,4 +1,5 @@
-"""The parts of the measurement that are programs of several ranks, one wire after the other."""
+"""The parts of the measurement that are programs with several ranks, run with one transport
+(`wire`) after the other."""
 
 import re
 import time
@@ -11,7 +12,7 @@ from ptdmpi.comm.nccl.library import loaded
 
 
 class Program(NamedTuple):
-    """`python -m benchmarks.gpu.MODULE WIRE` on `ranks` ranks, for each of `wires`.
+    """`python -m benchmarks.gpu.MODULE WIRE` on `ranks` ranks, for each transport in `wires`.
 
     `turn` and `s` are those of `timing.Measurement`.
     """
@@ -29,13 +30,14 @@ PROGRAMS = {
     "overlap, 2 ranks": Program("overlap", 2, ("nccl",), turn=6, s=20.0),
     "wires, 4 ranks": Program("wires", 4, ("nccl", "mpi"), turn=6, s=15.0),
 }
-# Ranks that share a GPU get few thread blocks each, or they wait for each other's for ever.
+# Ranks that share a GPU get only few thread blocks each; otherwise they would wait for each other's
+# thread blocks for ever.
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
-SHARING = (2, 30)  # the first libnccl that connects several ranks on one GPU
+SHARING = (2, 30)  # the first version of libnccl that connects several ranks on one GPU
 
 
 def nccl_refusal(ranks: int, gpus: int) -> str:
-    """Return why NCCL cannot connect `ranks` ranks on `gpus` GPUs; empty: it can."""
+    """Return why NCCL cannot connect `ranks` ranks on `gpus` GPUs; empty if it can."""
     try:
         version, path = loaded()
     except (ImportError, ValueError, RuntimeError, OSError) as error:
@@ -53,9 +55,9 @@ def nccl_refusal(ranks: int, gpus: int) -> str:
 def run_program(
     name: str, limit_s: float, gpus: int, so_far: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Return what a program of `PROGRAMS` prints, by wire, within `limit_s` seconds.
+    """Return the output of a program of `PROGRAMS` for each transport, within `limit_s` seconds.
 
-    A wire that cannot connect so many ranks on `gpus` GPUs is skipped with its reason, before
+    A transport that cannot connect so many ranks on `gpus` GPUs is skipped with the reason, before
     anything is started. `so_far` is called with the rows so far about every ten seconds.
     """
     program = PROGRAMS[name]

@@ -1,18 +1,19 @@
-"""Why a part or a row was not measured, and whether the next run measures it."""
+"""Why a part or a row was not measured, and whether the next run can measure it."""
 
 from collections.abc import Mapping
 from typing import Any
 
-LATEST = "latest.json"  # in the folder of results: everything measured so far
+# the name of the file, in the folder of results, with everything that was measured so far
+LATEST = "latest.json"
 WORDS = ("skipped", "left", "failed")
 
 
 class Skipped(Exception):
-    """A part or a row that this machine cannot measure; the text is the reason."""
+    """The error that this machine cannot measure a part or a row. The text is the reason."""
 
 
 class Left(Skipped):
-    """A part or a row that the next run may measure."""
+    """The error that a part or a row was not measured now, but may be in the next run."""
 
 
 def _rows(part: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -20,23 +21,23 @@ def _rows(part: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def done(part: Mapping[str, Any]) -> bool:
-    """Return True if no row of a part is left to be measured.
+    """Return True if no row of a part remains to be measured.
 
     A row is done when it has numbers, or was skipped for a reason that stays the same on this
-    device with this commit and these libraries. A part without any row is not done.
+    device with this commit and these libraries. A part without rows is not done.
     """
     rows = [part, *_rows(part).values()]
     return bool(part) and not any({"left", "failed"} & row.keys() for row in rows)
 
 
 def reasons(part: Mapping[str, Any]) -> dict[str, str]:
-    """Return the reason of each row that was not measured; the part itself has the name ""."""
+    """Return the reason for each row that was not measured. The key "" is for the part itself."""
     rows = {"": part, **_rows(part)}
     return {name: row[word] for name, row in rows.items() for word in WORDS if word in row}
 
 
 def why_not(error: Exception) -> dict[str, str]:
-    """Return what is recorded for a part or a row that ended with an exception."""
+    """Return the record for a part or a row that ended with an exception."""
     if isinstance(error, Left):
         return {"left": str(error)}
     if isinstance(error, Skipped):

@@ -1,10 +1,10 @@
 """`make gpu`: measure one GPU part by part, and write docs/reference/gpu.md.
 
-Each part runs in a process of its own.
+Each part runs in a separate process.
 
-All results are kept in results/latest.json, written at least every ten seconds. A run that was
-cut short continues with the rows that are left; with another device, commit or library it begins
-anew, and so it does with --anew.
+All results are stored in results/latest.json, which is written at least every ten seconds. A run
+that was interrupted continues with the remaining rows. With another device, commit or library, and
+with --anew, it begins again.
 """
 
 import argparse
@@ -35,17 +35,17 @@ RESULTS = Path(__file__).parent / "results"
 PAGE = ROOT / "docs/reference/gpu.md"
 TABLE = ROOT / "src/ptdmpi/presets/kernels.toml"
 LIMIT_S = 540.0
-LEAST_S = 15.0  # a part is not started with less time than this
+LEAST_S = 15.0  # a part is not started if less time than this is left
 NO_GPU = {"skipped": "there is no GPU here"}
 Part = dict[str, Any]
 
 
 @dataclass
 class Record:
-    """The results so far, and their files.
+    """The results so far, and the files in which they are stored.
 
-    `everything` is the content of latest.json. Each file is copied into the folder `copies`, unless
-    that is None.
+    `everything` is the content of latest.json. Each file is also copied into the folder `copies`,
+    unless that is None.
     """
 
     everything: dict[str, Any]
@@ -55,12 +55,12 @@ class Record:
 
     @property
     def parts(self) -> dict[str, Part]:
-        """Return the rows of each part by its name."""
+        """Return the rows of each part, by the name of the part."""
         parts: dict[str, Part] = self.everything["parts"]
         return parts
 
     def put(self, name: str, before: Part, now: Part) -> None:
-        """Record a part that had the rows `before` and that was measured again, and write it."""
+        """Record and write a part that had the rows `before` and was measured again."""
         gemm = self.parts.get("machine", {}).get("gemm_flops")
         if gemm and "model_flops_per_s" in now:
             now = now | {"of_gemm": now["model_flops_per_s"] / gemm}
@@ -75,7 +75,7 @@ class Record:
         self.copy([*self.results.glob("*.json"), self.page])
 
     def copy(self, files: list[Path]) -> None:
-        """Copy files into the folder of copies, where there is one."""
+        """Copy files into the folder of copies, if there is one."""
         if self.copies is not None:
             self.copies.mkdir(parents=True, exist_ok=True)
             for file in files:
@@ -83,7 +83,7 @@ class Record:
 
 
 def known_parts(results: Path, own: dict[str, Any]) -> dict[str, Part]:
-    """Return what earlier runs measured with the same device, code and libraries."""
+    """Return the parts that earlier runs measured with the same device, code and libraries."""
     file = results / LATEST
     if not file.is_file():
         return {}
@@ -95,28 +95,29 @@ def known_parts(results: Path, own: dict[str, Any]) -> dict[str, Part]:
 
 
 def asked() -> dict[str, float]:
-    """Return the seconds that each part takes where all is well, by its name, in the order in
-    which the parts are measured."""
+    """Return the seconds that each part normally takes, by its name, in the order in which the
+    parts are measured."""
     import torch
 
     from benchmarks.gpu.parts import parts
 
     every = [(part.turn, part.name, part.s) for part in parts(torch.device("cpu"), RESULTS)]
     every += [(program.turn, name, program.s) for name, program in PROGRAMS.items()]
-    every.sort(key=lambda part: part[0])  # stable: within a turn the order stays
+    every.sort(key=lambda part: part[0])  # the sort is stable: within a turn the order stays
     return {name: s for _, name, s in every}
 
 
 def gpu() -> "torch.device | None":
-    """Return the GPU that is measured; None: there is none."""
+    """Return the GPU that is measured; None if there is none."""
     import torch
 
     return torch.device("cuda", 0) if torch.cuda.is_available() else None
 
 
 def one_part(name: str, folder: Path) -> Iterator[Part]:
-    """Yield a part's rows so far, measured on this process's GPU, after each row; or the reason why
-    none was measured. Rows that latest.json in `folder` has are not measured again."""
+    """Yield, after each row, the rows of a part that this process's GPU has measured so far; or the
+    reason why none was measured. Rows that are in latest.json in `folder` are not measured
+    again."""
     device = gpu()
     if device is None:
         yield NO_GPU
@@ -130,12 +131,12 @@ def one_part(name: str, folder: Path) -> Iterator[Part]:
             yield measured
         else:
             yield from measured_rows(measured, known_rows(name, folder))
-    except Exception as error:  # whatever a library raises: the other parts can be measured
+    except Exception as error:  # any exception of a library: the other parts can still be measured
         yield why_not(error)
 
 
 def known_rows(name: str, folder: Path) -> dict[str, Part]:
-    """Return the rows of a part that are done, by latest.json in `folder`."""
+    """Return the finished rows of a part, according to latest.json in `folder`."""
     file = folder / LATEST
     if not file.is_file():
         return {}
@@ -144,8 +145,8 @@ def known_rows(name: str, folder: Path) -> dict[str, Part]:
 
 
 def measured(name: str, limit_s: float, record: Record) -> Part:
-    """Return the rows of a part, measured in a process of its own within `limit_s` seconds: what it
-    leaves in the memory of the GPU ends with it. The rows so far are recorded meanwhile."""
+    """Return the rows of a part, measured in a separate process within `limit_s` seconds, so that
+    its GPU memory is freed with the process. Meanwhile the rows so far are recorded."""
     before = record.parts.get(name, {})
 
     def so_far(rows: Part) -> None:
@@ -160,26 +161,27 @@ def measured(name: str, limit_s: float, record: Record) -> Part:
 
 
 def share_s(left_s: float, mine_s: float, others_s: float) -> float:
-    """Return the seconds that a part may take of the `left_s` that remain: twice its share, where
-    `mine_s` and `others_s` are what it and the later parts ask for. Most parts need less than their
-    share, and the limit keeps one slow part from using up the time of the others."""
+    """Return the seconds that a part may take of the `left_s` that remain. This is twice its share,
+    where `mine_s` and `others_s` are the normal times of this part and of the later ones. Most
+    parts need less than their share, and the limit keeps one slow part from using up the time of
+    the others."""
     return left_s * min(1.0, 2 * mine_s / (mine_s + others_s))
 
 
 def run(
     results: Path, docs: Path, limit_s: float, *, anew: bool, copies: Path | None = None
 ) -> dict[str, Any]:
-    """Measure all parts that are left within `limit_s` seconds, and return latest.json's content.
+    """Measure all remaining parts within `limit_s` seconds, and return the content of latest.json.
 
-    `results` is the folder of latest.json, `docs` the path of the page; `copies` a folder that gets
-    copies of both. `anew`: earlier results are not kept.
+    `results` is the folder of latest.json, `docs` the path of the page, and `copies` a folder for
+    copies of both. With `anew`, earlier results are discarded.
     """
     end_s = time.monotonic() + limit_s
     own = identity()
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     known = {} if anew else known_parts(results, own)
     record = Record({**own, "parts": known, "date": today}, results, docs, copies)
-    record.write()  # the processes of parts read from it what is known
+    record.write()  # the processes of parts read the known rows from this file
     parts = asked()
     todo = [name for name in parts if not done(known.get(name, {}))]
     for number, name in enumerate(todo):
@@ -200,14 +202,14 @@ def run(
 
 
 def better(before: Part, now: Part) -> Part:
-    """Return what is kept of a part that was measured again: `now`, and the rows that were done
-    `before` and are not done now."""
+    """Return the rows that are kept of a part that was measured again: `now`, and those rows that
+    were done `before` and are not done now."""
     rows = {key: row for key, row in before.items() if isinstance(row, dict) and done(row)}
     return {**rows, **{key: row for key, row in now.items() if key not in rows or done(row)}}
 
 
 def fill(everything: dict[str, Any], path: Path) -> None:
-    """Put the measured times of attention and of weights' gradients into the table of kernels."""
+    """Enter the measured times of attention and of weights' gradients into the table of kernels."""
     parts = everything["parts"]
     device = parts.get("machine", {}).get("capability", "")
     if not device:
@@ -220,8 +222,10 @@ def fill(everything: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Run the command line: the whole measurement, or one part for the process that started it."""
-    launch.prepare()  # the environment that a training has, for what is started from here, too
+    """Run the command line: either the complete measurement, or one part for the process that
+    started this one."""
+    # the environment of a training run, also for the programs that are started from here
+    launch.prepare()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", help="measure one part on this process's GPU and print its rows")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for all parts")

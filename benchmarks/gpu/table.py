@@ -1,4 +1,4 @@
-"""Measured times of attention and of weights' gradients as entries of the table of kernels."""
+"""Measured times of attention and of weights' gradients as entries in the table of kernels."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -6,16 +6,17 @@ from typing import Any
 import tomlkit
 from tomlkit.items import AoT, Table
 
-WAYS = ("fa3", "cudnn", "flash")  # that the table may name
-APART = 0.02  # of the largest value: a kernel further from float32 than this is not used
+WAYS = ("fa3", "cudnn", "flash")  # kernels that the table may name
+# relative to the largest value: a kernel that is further from float32 than this is not used
+APART = 0.02
 
 
 def filled(text: str, device: str, rows: Mapping[str, Mapping[str, Any]], source: str) -> str:
-    """Return the table `text` with an entry of attention for a device such as "cuda 9.0".
+    """Return the table `text` with an entry for attention on a device such as "cuda 9.0".
 
-    The entry has the kernels of `rows` that were measured and are accurate, quickest first. It
-    comes before those of other devices, and replaces the device's own. `source` names the machine
-    of the measurement. Without any such kernel the table is returned as it is.
+    The entry has those kernels of `rows` that were measured and are accurate, fastest first. It
+    comes before the entries of other devices, and replaces the device's own. `source` names the
+    machine of the measurement. If there is no such kernel, the table is returned unchanged.
     """
     times = {
         way: rows[way]["s"]
@@ -40,11 +41,12 @@ def filled(text: str, device: str, rows: Mapping[str, Mapping[str, Any]], source
 def with_weight_gradients(
     text: str, device: str, rows: Mapping[str, Mapping[str, Any]], source: str
 ) -> str:
-    """Return the table `text` with an entry of weights' gradients for a device such as "cuda 9.0".
+    """Return the table `text` with an entry for weights' gradients on a device such as "cuda 9.0".
 
-    The entry has the quicker of the two ways in `rows`; adding only if it is not further from
-    float32 than rounding. The table is returned as it is where rounding was not measured, and where
-    it has no entry for the vendor yet: the first torch whose library can add is not measured.
+    The entry has the faster of the two ways in `rows`; "adds" only if it is not further from
+    float32 than "rounds". The table is returned unchanged if "rounds" was not measured, or if the
+    table has no entry for the vendor yet: the first version of torch whose library can add was not
+    measured.
     """
     vendor = device.partition(" ")[0]
     table = tomlkit.parse(text)

@@ -1,4 +1,4 @@
-"""Timed work on a device, rates, and rows that are measured one by one, for all parts."""
+"""Timing of work on a device, rates, and rows that are measured one by one, for all parts."""
 
 import contextlib
 import gc
@@ -20,16 +20,16 @@ OUT_OF_MEMORY = "out of memory in every size and with full recomputation"
 WARM_UPS = 2
 compiled: Callable[[Any], Any] = torch.compile
 Numbers = dict[str, Any]
-Row = tuple[str, Callable[[], Numbers]]  # its name, and what measures it
+Row = tuple[str, Callable[[], Numbers]]  # (name of the row, function that measures it)
 
 
 class Measurement(NamedTuple):
-    """A part of the measurement.
+    """A part of the measurement of a GPU.
 
-    `turn`: parts of a lower turn are measured first, because they are worth more. `s`: the
-    approximate seconds of an undisturbed run, by which the time is divided. `measure` returns all
-    rows at once, or yields them one by one, so that the rows that were measured remain when the
-    part is cut short.
+    `turn`: parts with a lower turn are measured first, because they are more important. `s`: the
+    approximate seconds of an undisturbed run, by which the time is divided among parts. `measure`
+    returns all rows at once, or yields them one by one, so that the measured rows remain if the
+    part is interrupted.
     """
 
     name: str
@@ -39,9 +39,10 @@ class Measurement(NamedTuple):
 
 
 def measured_rows(rows: Iterable[Row], known: Container[str] = ()) -> Iterator[Numbers]:
-    """Yield all rows measured so far, by name, after each row; rows in `known` are left out.
+    """Yield, after each row, all rows measured so far, by name. Rows in `known` are left out.
 
-    A row that raises is recorded with its reason: the rows after it are still measured.
+    If measuring a row raises an exception, the reason is recorded, and the following rows are still
+    measured.
     """
     measured: Numbers = {}
     for name, measure in rows:
@@ -49,19 +50,19 @@ def measured_rows(rows: Iterable[Row], known: Container[str] = ()) -> Iterator[N
             continue
         try:
             measured[name] = measure()
-        except Exception as error:  # whatever a library raises
+        except Exception as error:  # any exception of a library
             measured[name] = why_not(error)
         yield measured
 
 
 def vendor(device: torch.device) -> str:
-    """Return the device's kind in the table of kernels: torch calls AMD's GPUs "cuda", too."""
+    """Return the kind of the device in the table of kernels. torch calls AMD's GPUs "cuda", too."""
     return "rocm" if device.type == "cuda" and torch.version.hip else device.type
 
 
 def fresh(device: torch.device) -> None:
-    """Give memory back to the device and reset its peak, where the device counts it."""
-    if "torch._dynamo" in sys.modules:  # compiled graphs keep the tensors they were made for
+    """Return cached memory to the device and reset its peak, if the device has such a counter."""
+    if "torch._dynamo" in sys.modules:  # compiled graphs keep the tensors for which they were made
         torch.compiler.reset()
     gc.collect()
     if device.type != "cpu":
@@ -73,7 +74,8 @@ def fresh(device: torch.device) -> None:
 def first_that_fits(
     device: torch.device, ways: Iterable[T], measure: Callable[[T], Numbers]
 ) -> Numbers | None:
-    """Return the numbers of the first way for which the device has memory; None: of no way."""
+    """Return the numbers of the first way for which the device has enough memory; None if there is
+    none."""
     for way in ways:
         fresh(device)
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -83,7 +85,8 @@ def first_that_fits(
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
-    """Return the median time of `repeats` calls after two that warm up, each waited for."""
+    """Return the median time of `repeats` calls after two warm-up calls. Each call is waited
+    for."""
     module = torch.get_device_module(device)
     times = []
     for _ in range(WARM_UPS + repeats):
@@ -98,8 +101,8 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 
 def rates(
     device: torch.device, model: ModelConfig, vocab_size: int, *, tokens: int, step_s: float
 ) -> Numbers:
-    """Return tokens and FLOPs per second, MFU (None where the peak is unknown) and peak memory of
-    a step over `tokens` tokens that took `step_s` seconds."""
+    """Return tokens and FLOPs per second, MFU (None if the peak is unknown) and peak memory for a
+    step with `tokens` tokens that took `step_s` seconds."""
     peak = None
     if device.type != "cpu":
         peak = known_peak(device_name(device), "bf16")

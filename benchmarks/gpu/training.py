@@ -1,4 +1,4 @@
-"""This trainer on one GPU: steps of a model, alone or in turn with another trainer's."""
+"""ptdmpi on one GPU: steps of a model, measured alone or alternating with another trainer."""
 
 import contextlib
 import statistics
@@ -28,7 +28,7 @@ from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.train.capacity import rank_memory_bytes
 
 ROUNDS = 3
-# microbatch size and recomputation, largest first: the first that fits is measured
+# microbatch size and recomputation, largest first; the first that fits is measured
 WAYS = ((8, "none"), (4, "none"), (2, "none"), (1, "none"), (4, "full"), (1, "full"))
 FILLED = {"zeros": 0.0, "ones": 1.0}
 
@@ -42,8 +42,8 @@ def configuration(
     compiled: bool = False,
     ranks: int = 1,
 ) -> Config:
-    """Return the configuration of a step of four microbatches on each of `ranks` replicas; `mode`
-    is that of recomputation."""
+    """Return the configuration for a step of four microbatches on each of `ranks` replicas. `mode`
+    is the mode of recomputation."""
     tree = {
         "run": {"steps": 100, "compile": compiled},
         "model": model,
@@ -56,7 +56,7 @@ def configuration(
 
 
 def batches(config: Config, vocab_size: int, step: int) -> list[Microbatch]:
-    """Return a step's microbatches of random tokens, on the host."""
+    """Return the microbatches of a step, with random tokens, on the host."""
     generator = torch.Generator().manual_seed(step)
     shape = (config.model.seq_length + 1, config.batch.global_size)
     ids = torch.randint(vocab_size, shape, generator=generator)
@@ -73,7 +73,7 @@ def engine_on(
     wire: str = "auto",
     world: World | None = None,
 ) -> Engine:
-    """Return the engine of a configuration on a device; without a `world`, on all ranks."""
+    """Return the engine for a configuration on a device. Without a `world` it uses all ranks."""
     world = World() if world is None else world
     axes = world.split(grid_of(config), wire_named(wire, device))
     return Engine(config, axes, vocab_size, device)
@@ -81,10 +81,10 @@ def engine_on(
 
 @contextlib.contextmanager
 def drawn_there() -> Iterator[None]:
-    """Have initial weights drawn on the device where they are kept.
+    """Make initial weights random numbers of the device on which they are stored.
 
-    They are others than a run's, which are drawn on the host and take it a minute and a half for
-    6.7e9 weights, but train at the same speed.
+    They differ from those of a run, which are computed on the host. For 6.7e9 weights that takes a
+    minute and a half. Training has the same speed with both.
     """
     with mock.patch.object(buffer, "_fill", _draw):
         yield
@@ -102,8 +102,8 @@ def _draw(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
 def fitting(
     model: dict[str, Any], vocab_size: int, device: torch.device, *, compiled: bool = False
 ) -> list[Config]:
-    """Return the configurations of WAYS that fit the device by the memory model, in their order.
-    Raises Skipped if none does."""
+    """Return those configurations of WAYS that fit the device according to the memory model, in
+    their order. Raises Skipped if none does."""
     capacity = rank_memory_bytes(device, 1)
     configs = []
     for micro_size, mode in WAYS:
@@ -124,8 +124,8 @@ def training(
     steps: int = 6,
     compiled: bool = False,
 ) -> dict[str, Any]:
-    """Train a model for some steps on the one device with the largest microbatch that fits, and
-    return tokens per second, MFU and memory."""
+    """Train a model for some steps on the one device, with the largest microbatch that fits. Return
+    tokens per second, MFU and memory."""
     numbers = first_that_fits(
         device,
         fitting(model, vocab_size, device, compiled=compiled),
@@ -154,7 +154,7 @@ def _steps(device: torch.device, config: Config, vocab_size: int, steps: int) ->
         config.model,
         vocab_size,
         tokens=config.batch.global_size * config.model.seq_length,
-        step_s=statistics.median(times[2:]),  # the first ones warm up, or compile
+        step_s=statistics.median(times[2:]),  # the first steps are warm-ups, or compile
     )
 
 
@@ -164,11 +164,11 @@ def in_turn(
     named: dict[str, str],
     rounds: int = ROUNDS,
 ) -> Iterator[Row]:
-    """Yield rounds of our quickest way and of a peer's, alternating, so that a machine whose speed
-    drifts is the same for both.
+    """Yield rounds of the fastest settings of ptdmpi and of a peer, alternating, so that a drift in
+    the machine's speed affects both equally.
 
     All rounds are one row, which is "left" until the last round is done. `named` has the names of
-    the two ways. Raises Left if a side was not measured.
+    the two settings. Raises Left if a side was not measured.
     """
     rounds_of: list[dict[str, dict[str, Any]]] = []
 
@@ -184,7 +184,8 @@ def in_turn(
 
 
 def _compared(rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return each side's tokens per second in each round, and the ratios of ours to theirs."""
+    """Return each side's tokens per second in each round, and the ratios of ptdmpi's to the
+    peer's."""
     rates_of: dict[str, list[float]] = {"ours": [], "theirs": []}
     for sides in rounds:
         for side, row in sides.items():
@@ -202,7 +203,7 @@ def _compared(rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, An
 
 
 def quickest(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the name of the row with the most tokens per second. Raises Left if none has any."""
+    """Return the name of the row with the most tokens per second. Raises Left if no row has any."""
     measured = {name: row["tokens_per_s"] for name, row in rows.items() if "tokens_per_s" in row}
     if not measured:
         raise Left(f"nothing to compare with: {', '.join(rows) or 'no row'} was not measured")

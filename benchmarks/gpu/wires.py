@@ -1,5 +1,6 @@
-"""Do wires carry tensors of this machine's devices? Every operation of the contract, on ranks that
-mpirun has started: `python -m benchmarks.gpu.wires nccl` prints JSON on rank 0."""
+"""A check whether transports (`wires`) carry tensors of this machine's devices. It does every
+operation of the interface: `python -m benchmarks.gpu.wires nccl`, started by mpirun, prints JSON on
+rank 0."""
 
 import json
 import sys
@@ -18,19 +19,19 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import SharedInputError
 from ptdmpi.plan.layout.grid import training_grid
 
-ELEMENTS = 100_003  # of each rank; no power of two divides it
+ELEMENTS = 100_003  # number of elements of each rank; no power of two divides it
 TYPES = (torch.float32, torch.bfloat16, torch.int64)
 Check = tuple[str, Callable[[], bool]]
 
 
 def values_of(rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a rank's values [size]: small whole numbers, whose sums are exact in every type and in
+    """Return the values [size] of a rank: small integers, whose sums are exact in every type and in
     any order."""
     return ((torch.arange(size) + 3 * rank) % 5).to(dtype).to(device)
 
 
 def checks(axis: Communicator, dtype: torch.dtype, device: torch.device) -> Iterator[Check]:
-    """Yield a check of each collective operation on tensors of a device, by its name."""
+    """Yield (name, check) for each collective operation on tensors of a device."""
     n = axis.size
     rank = axis.rank
     every = [values_of(other, ELEMENTS, dtype, device) for other in range(n)]
@@ -75,8 +76,8 @@ def checks(axis: Communicator, dtype: torch.dtype, device: torch.device) -> Iter
 
 
 def neighbours_hear(axis: Communicator, dtype: torch.dtype, device: torch.device) -> bool:
-    """Send messages of several sizes to the right neighbour of a ring, and return True if those of
-    the left one arrive as they were sent."""
+    """Send messages of several sizes to the right neighbour in a ring. Return True if those of the
+    left neighbour arrive unchanged."""
     if axis.size == 1:
         return True
     right = (axis.rank + 1) % axis.size
@@ -85,7 +86,8 @@ def neighbours_hear(axis: Communicator, dtype: torch.dtype, device: torch.device
     received = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
     sent = [values_of(axis.rank + k, size, dtype, device) for k, size in enumerate(sizes)]
     for outgoing, incoming in zip(sent, received, strict=True):
-        # In one order on all ranks, as programs have it: no receive comes before the send it needs.
+        # In the same order on all ranks, as in programs: no receive precedes the send that it
+        # needs.
         if axis.rank % 2 == 0:
             handles = [axis.isend(outgoing, right), axis.irecv(incoming, left)]
         else:
@@ -97,8 +99,8 @@ def neighbours_hear(axis: Communicator, dtype: torch.dtype, device: torch.device
 
 
 def alone(device: torch.device) -> Iterator[Check]:
-    """Yield checks of NCCL with one rank in a communicator, which the trainer never makes: that the
-    library works at all, and leaves what it is given."""
+    """Yield checks of NCCL with a communicator of a single rank, which the trainer never makes.
+    They show that the library works at all, and leaves its inputs unchanged."""
     NcclCommunicator.open(MPI.COMM_SELF, device)
     assert NcclCommunicator.library is not None
     carrier = NcclCarrier(NcclCommunicator.library, MPI.COMM_SELF, "alone", ())
@@ -119,13 +121,14 @@ def alone(device: torch.device) -> Iterator[Check]:
 
 
 def conformance(world: World, wire: str, device: torch.device) -> dict[str, object]:
-    """Return which operations are wrong on `wire` (then with "failed", too), and the seconds of a
-    sum of 16 MiB; the same on all ranks.
+    """Return which operations give wrong results with the transport `wire` (then with the key
+    "failed", too), and the seconds of an all-reduce of 16 MiB. The result is the same on all ranks.
 
-    Raises InputError, on all ranks, where the wire cannot connect them.
+    Raises InputError, on all ranks, if the transport cannot connect them.
     """
     axes = world.split(training_grid(pipeline=world.size), wire_named(wire, device))
-    axis = axes["pipeline"]  # its neighbours use the wire's own messages, where it has any
+    # neighbours on this axis use the transport's own connections, if it has any
+    axis = axes["pipeline"]
     every = [
         (f"{name} {str(dtype).removeprefix('torch.')}", check)
         for dtype in TYPES
@@ -156,8 +159,8 @@ def conformance(world: World, wire: str, device: torch.device) -> dict[str, obje
 
 
 def refusal(world: World, wire: str, device: torch.device) -> str:
-    """Return why a wire cannot connect these ranks on their GPUs; empty: nothing is known against
-    it. Called by all ranks, and the same on all."""
+    """Return why a transport cannot connect these ranks on their GPUs; empty if no reason is known.
+    All ranks call this and get the same result."""
     if wire != "nccl":
         return ""
     try:
@@ -168,7 +171,8 @@ def refusal(world: World, wire: str, device: torch.device) -> str:
 
 
 def reported(world: World, wire: str, measure: Callable[[], dict[str, object]]) -> None:
-    """Print what several ranks measure on a wire, or why they do not, as JSON on rank 0."""
+    """Print the measurement of several ranks with a transport, or the reason why there is none, as
+    JSON on rank 0."""
     device = world.device()
     why = refusal(world, wire, device)
     result: dict[str, object]
@@ -184,7 +188,7 @@ def reported(world: World, wire: str, measure: Callable[[], dict[str, object]]) 
 
 
 def main() -> None:
-    """Check the wire that the command line names."""
+    """Check the transport that the command line names."""
     world = World()
     wire = sys.argv[1]
     reported(world, wire, lambda: conformance(world, wire, world.device()))

@@ -1,1 +1,2 @@
-"""Communication-efficient data-parallel methods: theory in matrix form, and a small GPT."""
+"""Communication-efficient data-parallel methods: their theory in matrix form, and the training of a
+small GPT."""

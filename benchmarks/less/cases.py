@@ -1,11 +1,11 @@
-"""The methods that are compared, as sections of a configuration."""
+"""The compared methods, as sections of a configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 Settings = Mapping[str, Any]
-# Without momentum and clipping error feedback has the residuals of the papers.
+# Without momentum and clipping, error feedback has the same residuals as in the papers.
 SGD: Settings = {
     "kind": "sgd",
     "learning_rate": 0.5,
@@ -20,15 +20,15 @@ TOP_K: Settings = {"compressor": "top_k"}
 
 @dataclass(frozen=True)
 class MethodCase:
-    """A method to train by: its name in tables, its section [data_parallel], and the keys of
-    [optimizer] that differ from AdamW's."""
+    """A training method: its name in tables, its section [data_parallel], and the keys of
+    [optimizer] that differ from those for AdamW."""
 
     name: str
     section: Settings
     optimizer: Settings = field(default_factory=dict)
 
     def by_sgd(self) -> "MethodCase":
-        """Return the same method with plain SGD, as in the papers."""
+        """Return the same method with plain SGD, which the papers use."""
         return MethodCase(f"{self.name}, SGD", self.section, SGD)
 
 

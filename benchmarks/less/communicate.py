@@ -1,9 +1,9 @@
-"""`python -m benchmarks.less.communicate [PART ...]` (`make communicate-less`): methods that
-communicate less, measured. The parts are measured, transient and link; by default all.
+"""`python -m benchmarks.less.communicate [PART ...]` (`make communicate-less`): measurements of
+communication-efficient methods. The parts are measured, transient and link; by default all.
 
-Writes the tables between the marks of docs/explanation/less-communication.md and its pictures, each
-part when it is done. On 2 cores all parts take some twenty minutes, most of them for trainings with
-more ranks than cores.
+The tables are written between the marks of docs/explanation/less-communication.md, together with
+the pictures, each part when it is done. On 2 cores all parts take some twenty minutes, most of them
+for training runs with more ranks than cores.
 """
 
 import json
@@ -28,17 +28,18 @@ STEPS = 96
 SOME = [PSGD, GOSSIP[0], LOCAL[1], GOSSIP[2], LOCAL[3], COMPRESSED[1], CHOCO[1]]
 TRAINED: Mapping[int, Sequence[MethodCase]] = {
     4: [*ALL, *PLAIN],
-    # more ranks than cores take longer: a ratio of 1 % is enough to show the order
+    # with more ranks than cores it takes longer: a ratio of 1 % is enough to show the order of
+    # magnitude
     8: [*SOME, *PLAIN[:6]],
     16: [*SOME[:3], PLAIN[0], PLAIN[2], PLAIN[5]],
 }
-LABEL_WIDTH, LABEL_HEIGHT = 0.05, 0.03  # of a label, as a share of the range of all points
-ROUNDS = {4: 3, 8: 2}  # of the part "link", by the number of nodes
+LABEL_WIDTH, LABEL_HEIGHT = 0.05, 0.03  # size of a label, as a fraction of the range of all points
+ROUNDS = {4: 3, 8: 2}  # number of rounds in the part "link", by the number of nodes
 Rows = list[dict[str, Any]]
 
 
 def prepare(data: Path) -> None:
-    """Make shards of the demo's corpus in `data`, unless they are there."""
+    """Make shards from the demo's corpus in `data`, unless they exist already."""
     if (data / "valid").is_dir():
         return
     data.mkdir(parents=True, exist_ok=True)
@@ -70,8 +71,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def theory_lines(lengths: theory.Lengths) -> Iterator[str]:
-    """Yield the tables of speed-up, topologies, local steps and compression on the quadratic
-    problem, and draw their picture."""
+    """Yield the tables of speed-up, topologies, local steps and compression for the quadratic
+    problem, and draw the picture."""
     yield from _speed_up_lines(lengths)
     curves = theory.topologies(lengths)
     yield from _topology_lines(curves, lengths.topologies)
@@ -126,8 +127,8 @@ def _last_and_middle(errors: theory.Array) -> str:
 
 
 def transient_lines(steps: int) -> Iterator[str]:
-    """Yield a table of transient iterations by topology, for data that are alike on all workers and
-    for data that differ."""
+    """Yield a table of transient iterations by topology, for data that is the same on all workers
+    and for data that differs."""
     by_size = {size: transient.rows(size, steps) for size in (8, 16)}
     kinds = ("gap", "equal", "different")
     head = [f"{kind}, n = {size}" for size in by_size for kind in kinds]
@@ -147,7 +148,7 @@ def _count_of(steps: int) -> Callable[[int | None], str]:
 
 
 def link_lines(nodes: int, rounds: int) -> Iterator[str]:
-    """Yield the table of `benchmarks.network.neighbours`, or the reason why there is none."""
+    """Yield the table from `benchmarks.network.neighbours`, or the reason why there is none."""
     words = ["benchmarks.network.neighbours", "--nodes", str(nodes), "--rounds", str(rounds)]
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
     head, _, rows = done.stdout.partition("\n")
@@ -158,7 +159,7 @@ def link_lines(nodes: int, rounds: int) -> Iterator[str]:
 
 
 def loss_lines(by_ranks: Mapping[int, Rows], cases: Sequence[MethodCase]) -> Iterator[str]:
-    """Yield a table of the validation losses of some cases by the number of ranks."""
+    """Yield a table of the validation losses of some cases, by the number of ranks."""
     losses = [{row["name"]: row for row in rows} for rows in by_ranks.values()]
     rows = []
     for case in cases:
@@ -175,7 +176,7 @@ def _loss_cell(row: dict[str, Any] | None) -> str:
 
 
 def trained_lines(by_ranks: Mapping[int, Rows], steps: int) -> Iterator[str]:
-    """Yield the tables of the small GPT: validation losses and bytes of each method."""
+    """Yield the tables for the small GPT: validation losses and bytes of each method."""
     first = by_ranks[min(by_ranks)]
     size = f"{first[0]['parameters']:,} parameters, {steps} steps"
     yield f"**A small GPT** of {size} of AdamW: validation loss, and distance between replicas:"
@@ -226,10 +227,11 @@ def _picture_theory(
 
 
 def label_groups(points: Sequence[tuple[float, float]]) -> list[list[int]]:
-    """Return the indices of `points` (bytes, loss) in groups that share a label.
+    """Return the indices of `points` (bytes, loss), grouped by the label that they share.
 
-    Labels of two points would overlap if both distances are small: in the logarithm of the bytes,
-    and in the loss, relative to the range of all points. A group grows around its first point.
+    The labels of two points would overlap if both distances are small: in the logarithm of the
+    bytes, and in the loss, relative to the range of all points. A group grows around its first
+    point.
     """
     places = [(math.log10(sent), loss) for sent, loss in points]
     spans = [max(values) - min(values) or 1.0 for values in zip(*places, strict=True)]
@@ -247,7 +249,8 @@ def label_groups(points: Sequence[tuple[float, float]]) -> list[list[int]]:
 
 
 def picture_trained(rows: Rows) -> None:
-    """Draw the validation loss over the bytes sent by AdamW, and the losses over steps by SGD."""
+    """Plot the validation loss with AdamW over the bytes sent, and the losses with SGD over
+    steps."""
     plt = _pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.4), layout="constrained")
     points = [(row["sent_bytes"], row["validation_loss"]) for row in rows[: len(ALL)]]
@@ -278,7 +281,7 @@ def _pyplot():
 
 
 def measured() -> None:
-    """Measure the quadratic problem and the small GPT."""
+    """Measure the methods on the quadratic problem and on the small GPT."""
     prepare(DATA)
     by_ranks: dict[int, Rows] = {}
     for ranks, cases in TRAINED.items():
@@ -292,7 +295,7 @@ def measured() -> None:
 
 
 def slow_link() -> None:
-    """Measure averages across a slow link, on each number of nodes."""
+    """Measure averages over a slow link, on each number of nodes."""
     lines = []
     for nodes, rounds in ROUNDS.items():
         lines += link_lines(nodes, rounds)

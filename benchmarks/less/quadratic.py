@@ -1,8 +1,9 @@
 """Data-parallel methods in matrix form, on simulated workers and a problem with a known answer.
 
-Worker i of n has f_i(x) = |H_i x - y_i|^2 / 2 m; together they minimise the mean of all f_i, whose
-minimum x* is known. A stochastic gradient is the true one and normal noise of `noise`. The rows of
-X [repeats, n, dim] are the workers' parameters, and a step of a method is a line or two on X.
+Worker i of n has the loss f_i(x) = |H_i x - y_i|^2 / 2 m; together they minimize the mean of all
+f_i, whose minimum x* is known. A stochastic gradient is the true gradient plus normal noise with
+standard deviation `noise`. The rows of X [repeats, n, dim] are the workers' parameters, and a step
+of a method is a line or two on X.
 """
 
 from collections.abc import Callable
@@ -21,8 +22,8 @@ Update = Callable[[Array, Array, int, float], Array]
 @dataclass(frozen=True)
 class Problem:
     """A least-squares problem of n workers: the gradient of f_i is curvature_i x - linear_i, with
-    `curvature` [n, dim, dim] and `linear` [n, dim]. `noise` is the standard deviation of each
-    element of a stochastic gradient's noise."""
+    `curvature` [n, dim, dim] and `linear` [n, dim]. `noise` is the standard deviation of the noise
+    in each element of a stochastic gradient."""
 
     curvature: Array
     linear: Array
@@ -32,9 +33,9 @@ class Problem:
     def drawn(
         cls, workers: int, dim: int, *, noise: float, apart: float, seed: int = 0, of: int = 16
     ) -> "Problem":
-        """Return a problem with Gaussian rows, whose workers' own minima are `apart` from each
-        other in each element. It is drawn for `of` workers and divided among them, so that the mean
-        problem is the same for every number of workers."""
+        """Return a random problem with Gaussian rows. The minima of the workers are `apart` from
+        each other in each element. It is made for `of` workers and divided among them, so that the
+        mean problem is the same for every number of workers."""
         random = np.random.default_rng(seed)
         rows = random.standard_normal((of, 4 * dim, dim))
         own = random.standard_normal(dim) + apart * random.standard_normal((of, dim))
@@ -52,11 +53,11 @@ class Problem:
 
     @property
     def optimum(self) -> Array:
-        """x*, where the gradient of the mean is zero."""
+        """Return x*, where the gradient of the mean is zero."""
         return np.linalg.solve(self.curvature.mean(0), self.linear.mean(0))
 
     def gradients(self, x: Array, random: np.random.Generator) -> Array:
-        """Return the stochastic gradient of each worker at its own parameters."""
+        """Return the stochastic gradient of each worker at the worker's own parameters."""
         true = np.einsum("nij,rnj->rni", self.curvature, x) - self.linear
         return true + self.noise * random.standard_normal(x.shape)
 
@@ -71,8 +72,8 @@ def descend(
     every: int = 1,
     seed: int = 1,
 ) -> Array:
-    """Return the mean over workers and repeats of |x_i - x*|^2 after each `every` steps, from
-    x = 0. `rate` returns the rate of a step."""
+    """Return the mean over workers and repeats of |x_i - x*|^2 after every `every` steps, starting
+    from x = 0. `rate` returns the learning rate of a step."""
     random = np.random.default_rng(seed)
     optimum = problem.optimum
     x = np.zeros((repeats, problem.workers, len(optimum)))
@@ -85,18 +86,19 @@ def descend(
 
 
 def _to_all(mean: Array, like: Array) -> Array:
-    """Return a mean [repeats, dim] for every worker, [repeats, n, dim]."""
+    """Return the mean [repeats, dim] repeated for every worker, [repeats, n, dim]."""
     return np.broadcast_to(mean[:, None], like.shape)
 
 
 def parallel() -> Update:
-    """Return the update of PSGD: x <- x - rate mean_i g_i."""
+    """Return the update of parallel SGD (PSGD): x <- x - rate mean_i g_i."""
     return lambda x, g, step, rate: x - rate * _to_all(g.mean(1), x)
 
 
 def decentralized(topology: Topology, average_every: int = 0) -> Update:
-    """Return the update of DSGD, adapt then combine: X <- W (X - rate G); with
-    `average_every`, that of Gossip-PGA, which averages over all workers every so many steps."""
+    """Return the update of decentralized SGD (DSGD), adapt then combine: X <- W (X - rate G). With
+    `average_every` it is that of Gossip-PGA, which averages over all workers once in this many
+    steps."""
     size = topology.size
     period = [np.array(matrix(topology, step)) for step in range(topology.period or 64)]
     whole = np.full((size, size), 1 / size)
@@ -110,7 +112,8 @@ def decentralized(topology: Topology, average_every: int = 0) -> Update:
 
 
 def local(local_steps: int) -> Update:
-    """Return the update of local SGD: x_i <- x_i - rate g_i, and every so many steps their mean."""
+    """Return the update of local SGD: x_i <- x_i - rate g_i, and their mean once in `local_steps`
+    steps."""
 
     def update(x: Array, g: Array, step: int, rate: float) -> Array:
         x = x - rate * g
@@ -120,8 +123,8 @@ def local(local_steps: int) -> Update:
 
 
 def top_k(count: int) -> Callable[[Array], Array]:
-    """Return what keeps the `count` elements of greatest magnitude of each row, and zeros the
-    others."""
+    """Return a function that keeps the `count` elements of greatest magnitude in each row, and
+    zeros the others."""
 
     def compress(x: Array) -> Array:
         kept = np.argpartition(-np.abs(x), count - 1, axis=-1)[..., :count]
@@ -133,7 +136,7 @@ def top_k(count: int) -> Callable[[Array], Array]:
 
 
 class CompressedDescent:
-    """The update x <- x - (what arrives) with compression C and a kind of error feedback:
+    """The update x <- x - (what arrives), for a compression C and each kind of error feedback:
 
     none            rate mean C(g_i)                       (Alistarh et al. 2017)
     mem_sgd         C(rate g_i + e_i); e_i is the residual  (Stich et al. 2018, arXiv 1809.07599)
@@ -177,13 +180,14 @@ class CompressedDescent:
 
 
 def falling(first: float, half: int) -> Callable[[int], float]:
-    """Return a rate that begins at `first` and falls as 1 / (1 + step / half)."""
+    """Return a function for a learning rate that begins at `first` and decreases as 1 / (1 + step /
+    half)."""
     return lambda step: first / (1 + step / half)
 
 
 def transient(errors: Array, reference: Array, every: int, within: float = 1.25) -> int | None:
-    """Return the number of steps after which `errors` stay within a factor of `reference`; None:
-    more than were recorded. Both are recorded each `every` steps."""
+    """Return the number of steps after which `errors` stay within a factor `within` of `reference`;
+    None if this is more than were recorded. Both are recorded once in `every` steps."""
     beyond = np.flatnonzero(errors > within * reference)
     if not len(beyond):
         return every

@@ -1,10 +1,10 @@
-"""One rank that trains the same small GPT by one method after another.
+"""One rank that trains the same small GPT with one method after another.
 
     mpirun -n N python -m benchmarks.less.rank DATA STEPS CASE;CASE;...
 
-Rank 0 prints one JSON list. A case has its losses, the validation loss of the mean of the replicas,
-the distance between replicas, and the bytes that a data rank sent in a step: the average over ranks
-and steps, and the planner's formula.
+Rank 0 prints one JSON list. An entry has the losses of a case, the validation loss of the mean of
+the replicas, the distance between replicas, and the bytes that a data rank sent in a step: the
+average over ranks and steps, and the planner's formula.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from ptdmpi.comm import launch
 
 MODEL = {"layers": 2, "hidden": 64, "heads": 4, "seq_length": 64}
 BATCH = 32
-VALIDATED = 256  # sequences
+VALIDATED = 256  # number of sequences
 RATE = 3e-3
 
 
 def tree(data: Path, case: MethodCase, steps: int, ranks: int) -> dict[str, dict[str, Any]]:
-    """Return the configuration of a case, on the shards in `data`."""
+    """Return the configuration for a case, on the shards in `data`."""
     return {
         "run": {"steps": steps, "dir": str(data / "none")},
         "model": dict(MODEL),
@@ -41,7 +41,7 @@ def tree(data: Path, case: MethodCase, steps: int, ranks: int) -> dict[str, dict
 
 
 def train(data: Path, case: MethodCase, steps: int, world) -> dict[str, Any]:
-    """Train one case and return its row of the list, the same on every rank."""
+    """Train one case and return its entry of the list, which is the same on every rank."""
     import torch
 
     from ptdmpi.config import resolve
@@ -73,7 +73,7 @@ def train(data: Path, case: MethodCase, steps: int, world) -> dict[str, Any]:
             total = total.plus(engine.evaluate(feed.place(group))[TASK])
     every = axes.world.all_gather_object(sent)
     buffer = engine.buffer
-    # the second use of a tied table has a gradient, but no weights and no code of its own
+    # the second use of a tied table has a gradient, but no separate weights and no separate code
     whole = case.section["method"] in ("all_reduce", "ring", "parameter_server")
     elements = buffer.gradient_size if whole else buffer.size
     size = buffer.gradients.element_size()

@@ -1,4 +1,4 @@
-"""The experiments on the quadratic problem: speed-up, topologies, local steps, compression."""
+"""Experiments on the quadratic problem: speed-up, topologies, local steps, compression."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,8 @@ FEEDBACK = ("none", "mem_sgd", "double_squeeze", "ef21", "neolithic")
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of the experiments: the steps of each, and the repeats that are averaged."""
+    """The lengths of the experiments: the number of steps of each, and the number of repeats that
+    are averaged."""
 
     speed_up: int = 4000
     topologies: int = 20_000
@@ -27,7 +28,7 @@ class Lengths:
 
 
 def speed_up(lengths: Lengths) -> dict[str, dict[int, float]]:
-    """Return the error that a constant rate ends at, by method and number of workers."""
+    """Return the final error with a constant learning rate, by method and number of workers."""
     by_method: dict[str, dict[int, float]] = {}
     for size in SIZES:
         problem = Problem.drawn(size, 10, noise=3.0, apart=0.3)
@@ -51,8 +52,9 @@ def speed_up(lengths: Lengths) -> dict[str, dict[int, float]]:
 
 @dataclass(frozen=True)
 class TopologyCurve:
-    """The result on a topology: its spectral gap, its errors by recorded step relative to PSGD's,
-    and the steps after which they stay within a quarter of PSGD's; None: more."""
+    """The result for one topology: its spectral gap, its errors at the recorded steps relative to
+    PSGD's, and the number of steps after which they stay within a quarter of PSGD's (None: more
+    than were done)."""
 
     gap: float
     ratio: Array
@@ -60,7 +62,8 @@ class TopologyCurve:
 
 
 def topologies(lengths: Lengths, size: int = 16, every: int = 100) -> dict[str, TopologyCurve]:
-    """Return the curve of each topology, with a falling rate and workers whose minima differ."""
+    """Return the curve of each topology, with a decreasing learning rate and workers whose minima
+    differ."""
     problem = Problem.drawn(size, 10, noise=3.0, apart=1.0)
 
     def errors_of(update: quadratic.Update) -> Array:
@@ -79,8 +82,8 @@ def topologies(lengths: Lengths, size: int = 16, every: int = 100) -> dict[str, 
 
 
 def local(lengths: Lengths, size: int = 8) -> dict[int, float]:
-    """Return the error at averages with a constant rate, when it falls no more, by the number of
-    local steps."""
+    """Return the error of the averages with a constant learning rate, when it no longer decreases,
+    by the number of local steps."""
     problem = Problem.drawn(size, 10, noise=3.0, apart=1.0)
     by_steps = {}
     for count in LOCAL_STEPS:
@@ -97,7 +100,8 @@ def local(lengths: Lengths, size: int = 8) -> dict[int, float]:
 
 
 def compressed(lengths: Lengths, size: int = 8, dim: int = 200) -> dict[tuple[str, float], Array]:
-    """Return the errors by recorded step of each feedback and ratio, and those of ("PSGD", 1.0)."""
+    """Return the errors at the recorded steps for each kind of feedback and ratio, and those of
+    ("PSGD", 1.0)."""
     problem = Problem.drawn(size, dim, noise=0.3, apart=0.3)
 
     def errors_of(update: quadratic.Update) -> Array:

@@ -1,15 +1,16 @@
-"""Transient iterations of decentralised SGD by topology, on a quadratic, computed exactly.
+"""Transient iterations of decentralized SGD on a quadratic problem, for each topology, computed
+exactly.
 
     python -m benchmarks.less.transient [--ranks 16]
 
-Worker i has f_i(x) = (x - b_i)^2 / 2 and a gradient with noise of variance sigma^2, so that a step
-of X <- W (X - rate (X - b + noise)), the form that the trainer reproduces to 1e-10, is linear:
-means and covariances of all workers are computed exactly, and nothing is sampled. With the rate
-1 / (k + k0), SGD over all n workers has an error of sigma^2 / (n k), and decentralised SGD reaches
-the same in the end. The steps before are its transient iterations (Pu, Olshevsky, Paschalidis 2020,
-arXiv 1906.02702): those until its mean square error stays below 1.25 times that of SGD over all
-workers. They are of the order n / gap where the workers' data are alike, n / gap^2 where they
-differ (strongly convex; Ying et al. 2021, arXiv 2110.13363).
+Worker i has the loss f_i(x) = (x - b_i)^2 / 2 and a gradient with noise of variance sigma^2. So a
+step X <- W (X - rate (X - b + noise)), the form that the trainer reproduces to 1e-10, is linear:
+means and covariances of all workers are computed exactly, and nothing is sampled. With the learning
+rate 1 / (k + k0), SGD over all n workers has an error of sigma^2 / (n k), and decentralized SGD
+reaches the same in the end. The steps before that are its transient iterations (Pu, Olshevsky,
+Paschalidis 2020, arXiv 1906.02702): those until its mean square error stays below 1.25 times that
+of SGD over all workers. Their number is of the order n / gap if the workers' data is the same, and
+n / gap^2 if it differs (strongly convex; Ying et al. 2021, arXiv 2110.13363).
 """
 
 import argparse
@@ -21,15 +22,15 @@ import numpy as np
 from ptdmpi.plan.layout.graphs import Topology, matrix
 from ptdmpi.plan.layout.topology import TOPOLOGIES, topology
 
-OFFSET = 20  # k0: the first rate is 1 / 20
+OFFSET = 20  # k0: the first learning rate is 1 / 20
 STEPS = 60_000
-ABOVE = 1.25  # times the error of SGD over all workers
+ABOVE = 1.25  # factor on the error of SGD over all workers
 SIGMA = 1.0
 
 
 def optima(size: int, apart: float) -> np.ndarray:
-    """Return b, [n], with sum 0 and mean square `apart` squared. Neighbours by number are alike:
-    the worst case for a graph that does not depend on the data."""
+    """Return b, [n], with sum 0 and mean square `apart` squared. Workers with neighbouring numbers
+    have similar values: the worst case for a graph that does not depend on the data."""
     if apart == 0 or size == 1:
         return np.zeros(size)
     wave = np.cos(2 * np.pi * np.arange(size) / size)
@@ -38,7 +39,7 @@ def optima(size: int, apart: float) -> np.ndarray:
 
 
 def errors(graph: Topology, steps: int, apart: float) -> np.ndarray:
-    """Return E mean_i (x_i - x*)^2 after each step, [steps]; all workers begin at x*."""
+    """Return E mean_i (x_i - x*)^2 after each step, [steps]. All workers begin at x*."""
     size = graph.size
     b = optima(size, apart)
     mean = np.zeros(size)
@@ -57,7 +58,7 @@ def errors(graph: Topology, steps: int, apart: float) -> np.ndarray:
 
 def transient(graph: Topology, steps: int, apart: float) -> int | None:
     """Return the number of steps after which the error stays below `ABOVE` times that of SGD over
-    all workers; None: more than `steps`."""
+    all workers; None if it is more than `steps`."""
     whole = errors(topology("complete", graph.size), steps, apart)
     above = np.flatnonzero(errors(graph, steps, apart) > ABOVE * whole)
     if not len(above):
@@ -67,8 +68,8 @@ def transient(graph: Topology, steps: int, apart: float) -> int | None:
 
 
 class TransientRow(NamedTuple):
-    """A topology's spectral gap, and its transient iterations on data that are alike on all workers
-    and on data that are `different`; None: more than were computed."""
+    """The spectral gap of a topology, and its transient iterations on data that is `alike` on all
+    workers and on data that is `different`; None if they are more than were computed."""
 
     topology: str
     gap: float
@@ -77,7 +78,8 @@ class TransientRow(NamedTuple):
 
 
 def rows(size: int, steps: int) -> list[TransientRow]:
-    """Return a row for each sparse topology of `size` workers, smallest spectral gap first."""
+    """Return a row for each sparse topology of `size` workers, that with the smallest spectral gap
+    first."""
     graphs = [topology(name, size) for name in TOPOLOGIES if name != "complete"]
     gaps = {graph.name: graph.spectral_gap for graph in graphs}
     graphs.sort(key=lambda graph: gaps[graph.name])

@@ -1,1 +1,2 @@
-"""Training across a slow link: several nodes on one machine, and the traffic between them"""
+"""Training over a slow link: several simulated nodes on one machine, and the traffic between
+them"""

@@ -1,4 +1,5 @@
-"""The comparison: one GPT, several batches, PTD-P and ZeRO-3 on 2 and 4 ranks of two nodes."""
+"""The compared training runs: one GPT, several batches, with PTD-P and ZeRO-3 on 2 and 4 ranks of
+two nodes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ ZERO_3 = "ZeRO-3"
 def layouts(ranks: int, batch: int) -> dict[str, Layout]:
     """Return the layouts of PTD-P and ZeRO-3 on `ranks` ranks of two nodes.
 
-    They are those of Table 2 of Narayanan et al. 2021. PTD-P has the tensor axis inside a node and
-    the pipeline across nodes; ZeRO-3 has one microbatch of all sequences of a rank. The pipeline
-    has up to eight microbatches (a bubble of an eighth): smaller ones are slow on a CPU.
+    They correspond to Table 2 of Narayanan et al. 2021. PTD-P has the tensor axis inside a node and
+    the pipeline across nodes; ZeRO-3 has one microbatch with all sequences of a rank. The pipeline
+    has up to eight microbatches (a bubble of an eighth), because smaller ones are slow on a CPU.
     """
     return {
         PTD_P: Layout(tensor=ranks // NODES, pipeline=NODES, data=1, micro_size=max(1, batch // 8)),
@@ -26,8 +27,8 @@ def layouts(ranks: int, batch: int) -> dict[str, Layout]:
 
 @dataclass(frozen=True)
 class Compared:
-    """The model, its global batches in sequences, and the number of rounds: in each, every layout
-    trains a step."""
+    """The model, its global batches in sequences, and the number of rounds. In each round, every
+    layout trains one step."""
 
     layers: int = 4
     hidden: int = 256
@@ -39,15 +40,15 @@ class Compared:
 
     @property
     def zero_bytes(self) -> int:
-        """Return the bytes that ZeRO-3 sends across the link in a step, in both directions: a node
+        """Return the bytes that ZeRO-3 sends over the link in a step, in both directions: a node
         lacks half of the weights before the forward and before the backward pass, and half of the
         sums of gradients."""
         model = next(iter(layouts(NODES, NODES).values()))
         return 3 * 4 * parameter_count(self.config(model, NODES).model, self.vocab_size)
 
     def config(self, layout: Layout, batch: int) -> Config:
-        """Return the configuration of a layout with a global batch. Raises InputError as `resolve`
-        does."""
+        """Return the configuration for a layout with a global batch. Raises the same errors as
+        `resolve`."""
         names = ("layers", "hidden", "heads", "seq_length")
         return synthetic_config(
             layout,

@@ -1,10 +1,11 @@
-"""Step times across a slow link: the global average and averages with neighbours, in turn.
+"""Step times over a slow link: averages over all replicas and averages with neighbours, measured
+alternately.
 
     python -m benchmarks.network.neighbours [--nodes 4] [--rounds 5]
 
-Every replica is a node of its own (`benchmarks.network.nodes`); the same ranks train the same GPT
-by every method, a few steps of each in turn. An overlapped exchange delays the step after it, so a
-turn has several steps and ends when no message is in flight.
+Every replica is on its own simulated node (`benchmarks.network.nodes`). The same ranks train the
+same GPT with every method, a few steps of each in alternation. An overlapped exchange delays the
+step after it, so a turn has several steps and ends when no message is in flight.
 """
 
 import argparse
@@ -42,11 +43,11 @@ SIDES: dict[str, dict[str, object]] = {
 }
 MODEL = {"layers": 4, "hidden": 128, "heads": 4, "seq_length": 64}
 VOCAB_SIZE = 256
-STEPS = 8  # of a turn: whole periods of 2 to 8 nodes' one-peer graphs
+STEPS = 8  # number of steps in a turn: complete periods of the one-peer graphs of 2 to 8 nodes
 
 
 def config_of(side: str, ranks: int) -> Config:
-    """Return the configuration of a method on `ranks` replicas."""
+    """Return the configuration for a method on `ranks` replicas."""
     return synthetic_config(
         Layout(tensor=1, pipeline=1, data=ranks, micro_size=2),
         MODEL,
@@ -57,7 +58,7 @@ def config_of(side: str, ranks: int) -> Config:
 
 
 class Averaging:
-    """One rank's engine of one method."""
+    """The engine of one method, on one rank."""
 
     def __init__(self, side: str, world, axes) -> None:
         from ptdmpi.engine.engine import Engine
@@ -68,8 +69,8 @@ class Averaging:
         self.engine = Engine(self.config, axes, VOCAB_SIZE)
 
     def measure(self) -> dict:
-        """Train STEPS steps. Return the seconds of one, the bytes that left a node in one, and the
-        last loss."""
+        """Train STEPS steps. Return the seconds of one step, the bytes that left a node in one
+        step, and the last loss."""
         control = self.world.control
         control.Barrier()
         before = sent_bytes()
@@ -96,7 +97,7 @@ class Averaging:
 
 
 def rank(rounds: int) -> None:
-    """Run one rank of the measurement; the first rank prints the rounds as JSON."""
+    """Run one rank of the measurement. The first rank prints the rounds as JSON."""
     launch.prepare()
     from ptdmpi.comm.world import World, fail_together
     from ptdmpi.plan.layout.grid import grid_of
@@ -112,13 +113,13 @@ def rank(rounds: int) -> None:
         measured_rounds = [round_of(sides, number) for number in range(rounds + 1)]
         if world.rank == 0:
             size = turns["all_reduce"].engine.buffer.size
-            counted = measured_rounds[1:]  # the first warms up
+            counted = measured_rounds[1:]  # the first round is a warm-up
             print(json.dumps({"nodes": world.nodes, "parameters": size, "rounds": counted}))
 
 
 def measured(nodes: int, rounds: int) -> dict[str, Any]:
-    """Return what `rank` prints on `nodes` nodes with one rank each. Raises NoNodes where this
-    machine cannot have nodes."""
+    """Return the output of `rank` on `nodes` nodes with one rank each. Raises NoNodes if this
+    machine cannot simulate nodes."""
     with Nodes(nodes, LINK) as made:
         words = ["-m", "benchmarks.network.neighbours", "rank", str(rounds)]
         process = made.start(1, words, subprocess.PIPE)
@@ -130,8 +131,8 @@ def measured(nodes: int, rounds: int) -> dict[str, Any]:
 
 
 def row(rounds: Sequence[dict[str, Any]], side: str) -> list[str]:
-    """Return a row of the table: the method, seconds of a step, their ratio to those of the global
-    average, bytes from a node."""
+    """Return a row of the table: the method, the seconds of a step, their ratio to those of the
+    average over all replicas, and the bytes that leave a node."""
     mine = [sides[side] for sides in rounds]
     ratios = [sides["all_reduce"]["step_s"] / sides[side]["step_s"] for sides in rounds]
     sent = statistics.median(turn["sent_bytes"] for turn in mine)
@@ -140,7 +141,7 @@ def row(rounds: Sequence[dict[str, Any]], side: str) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print a table in Markdown."""
+    """Measure, and print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--nodes", type=int, default=4, help="each with one replica")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each method")

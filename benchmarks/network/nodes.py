@@ -1,10 +1,11 @@
-"""Several nodes on one machine: namespaces with a link between them, and mpirun across them.
+"""Several simulated nodes on one machine: namespaces with a link between them, and mpirun across
+them.
 
-A node has its own network, host name and /dev/shm; it shares the machine's files. So MPI sees
-several nodes, and its messages between them cross the link by TCP. No name in the machine is used,
-and nothing remains afterwards: the switch is the first process of a process namespace that has all
-nodes, and it ends with its input. However the program that made the nodes ends, the kernel then
-ends all processes of the nodes and removes their network.
+A node has its own network, host name and /dev/shm, and shares the machine's files. So MPI sees
+several nodes, and its messages between them cross the link by TCP. No name on the machine is used,
+and nothing remains afterwards: the switch is the first process of a process namespace that contains
+all nodes, and it ends when its input ends. However the program that made the nodes ends, the kernel
+then ends all processes of the nodes and removes their network.
 """
 
 import contextlib
@@ -25,7 +26,8 @@ from benchmarks import launch
 from benchmarks.network.switch import Port, Switch, card
 
 TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname")
-# A node is the namespaces of its first process, which writes its id for others to enter them.
+# A node consists of the namespaces of its first process. This process writes its id, so that others
+# can enter the namespaces.
 NODE = """\
 set -e
 hostname "$1"
@@ -36,7 +38,7 @@ echo $$ > "$2/agent.$1"
 echo ready
 exec sleep infinity
 """
-# mpirun starts this instead of ssh: the arguments after the host are a shell's.
+# mpirun starts this script instead of ssh: the arguments after the host are a shell command.
 AGENT = """\
 #!/bin/sh
 pid=$(cat "$0.$1")
@@ -46,14 +48,14 @@ exec nsenter --target "$pid" --net --uts --mount sh -c "$*"
 
 
 class NoNodes(Exception):
-    """This machine cannot have nodes; the message says why."""
+    """The error that this machine cannot simulate nodes. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class NodeLink:
     """The rate of each node's network card, and the time that a frame travels."""
 
-    rate_mbit: float  # 0: a bridge of the kernel, as fast as that is, without delay
+    rate_mbit: float  # 0: a bridge of the kernel, with its full speed and without delay
     delay_us: float = 0.0
 
     def __str__(self) -> str:
@@ -63,8 +65,8 @@ class NodeLink:
 
 
 class Nodes:
-    """A context in which there are `count` nodes n1, n2, ... joined by `link`. Entering it raises
-    NoNodes where this machine cannot have them."""
+    """A context in which `count` nodes n1, n2, ... exist, joined by `link`. Entering it raises
+    NoNodes if this machine cannot simulate nodes."""
 
     def __init__(self, count: int, link: NodeLink) -> None:
         self.names = [f"n{number}" for number in range(1, count + 1)]
@@ -107,17 +109,17 @@ class Nodes:
         self.agent.chmod(0o755)
 
     def inside(self, name: str, command: Sequence[str]) -> list[str]:
-        """Return the command that runs `command` in node `name`."""
+        """Return the command that runs `command` inside the node `name`."""
         enter = ["nsenter", "--target", self.first_process, "--pid", "--mount", "--"]
         return [*enter, str(self.agent), name, shlex.join(["exec", *command])]
 
     def start(
         self, ranks_per_node: int, words: Sequence[str], output: IO[str] | int
     ) -> subprocess.Popen[str]:
-        """Start `python WORDS...` on the ranks of all nodes, as `launch.start` does."""
+        """Start `python WORDS...` on the ranks of all nodes, in the way of `launch.start`."""
         hosts = ",".join(f"{name}:{ranks_per_node}" for name in self.names)
         options = ["--prtemca", "plm_ssh_agent", str(self.agent), "--host", hosts]
-        # jobs/mpi-env.sh would let one node have all ranks
+        # jobs/mpi-env.sh would allow one node to have all ranks
         options += ["--map-by", f"ppr:{ranks_per_node}:node:oversubscribe"]
         options += ["--mca", "btl_tcp_if_include", "eth0"]
         command = launch.mpirun(ranks_per_node * len(self.names), words, options)
@@ -128,10 +130,10 @@ def answer(
     ranks_per_node: int, words: Sequence[str], link: NodeLink, limit_s: float = 600.0
 ) -> dict:
     """Return the JSON object that `python WORDS...` prints last on the ranks of two nodes joined by
-    `link`; it has the number of `nodes` that MPI sees.
+    `link`. It must contain the number of `nodes` that MPI sees.
 
-    Raises NoNodes where this machine cannot have nodes, RuntimeError where the ranks fail or MPI
-    does not see two nodes, and subprocess.TimeoutExpired. The ranks end with the nodes.
+    Raises NoNodes if this machine cannot simulate nodes, RuntimeError if the ranks fail or MPI does
+    not see two nodes, and subprocess.TimeoutExpired. The ranks end together with the nodes.
     """
     with Nodes(2, link) as nodes:
         process = nodes.start(ranks_per_node, words, subprocess.PIPE)
@@ -149,14 +151,15 @@ def answer(
 
 
 def _what_is_missing() -> str:
-    """Return why this machine cannot have nodes; empty: it can."""
+    """Return why this machine cannot simulate nodes; empty if it can."""
     if os.geteuid():
         return "only root can make namespaces"
     if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
         return f"no {missing[0]}"
     version, _ = launch.start(["mpirun", "--version"], subprocess.PIPE).communicate()
     numbered = re.search(r"\(Open MPI\) (\d+)", version)
-    # The option for the agent is Open MPI's: other launchers start ranks on nodes by other means.
+    # The option for the agent exists only in Open MPI: other launchers start ranks on nodes by
+    # other means.
     if numbered and int(numbered[1]) >= 5:
         return ""
     return "mpirun is not that of Open MPI 5 or newer"
@@ -172,14 +175,14 @@ def _end(holder: subprocess.Popen[str]) -> None:
     try:
         holder.wait(10.0)
     except subprocess.TimeoutExpired:
-        holder.kill()  # unshare then kills its child
+        holder.kill()  # unshare then kills its child process
         holder.wait()
     holder.stdout.close()
     holder.stderr.close()
 
 
 def hold(place: str, link: NodeLink, names: Sequence[str]) -> None:
-    """Make the nodes and join them, as their first process, until standard input ends."""
+    """Make and join the nodes, as their first process, and return when standard input ends."""
     ports = []
     for name, address in _addresses(names).items():
         node = subprocess.Popen(

@@ -1,8 +1,9 @@
-"""Latency and bandwidth of a link by MPI: messages between the first and the last rank and back.
+"""Latency and bandwidth of a link, measured with MPI messages from the first to the last rank and
+back.
 
     python -m benchmarks.network.pingpong [RATE_MBIT DELAY_US]
 
-makes two nodes with a rank each, joined by a link of 1000 Mbit/s and 200 us by default.
+makes two nodes with one rank each, joined by a link of 1000 Mbit/s and 200 us by default.
 """
 
 import json
@@ -13,15 +14,15 @@ from collections.abc import Mapping
 
 from benchmarks.network.nodes import NodeLink, NoNodes, answer
 
-# how often a message of so many bytes is sent
+# size of a message in bytes -> how often it is sent
 MESSAGES = {8: 40, 65_536: 20, 1 << 20: 8, 1 << 24: 3}
 
 
 def one_way_s(control, sizes: dict[int, int]) -> dict[int, float]:
-    """Return half the median time there and back by the bytes of a message, 0 on ranks that take no
-    part: only the first and the last rank do. Called by all ranks of an MPI communicator.
+    """Return half of the median round-trip time for each size of message; 0 on ranks that take no
+    part, which are all except the first and the last. All ranks of an MPI communicator call this.
 
-    `sizes`: how often a message of so many bytes is sent.
+    `sizes` maps the size of a message in bytes to how often it is sent.
     """
     import numpy
 
@@ -32,7 +33,7 @@ def one_way_s(control, sizes: dict[int, int]) -> dict[int, float]:
         message = numpy.zeros(size, dtype=numpy.uint8)
         taken = []
         control.Barrier()
-        repeats = times + 1 if rank in (0, last) else 0  # the first message connects
+        repeats = times + 1 if rank in (0, last) else 0  # the first message connects the ranks
         for _ in range(repeats):
             begin = time.perf_counter()
             if rank == 0:
@@ -48,7 +49,8 @@ def one_way_s(control, sizes: dict[int, int]) -> dict[int, float]:
 
 
 def rank_main() -> None:
-    """Run one rank; the first prints the times and the number of nodes that MPI sees, as JSON."""
+    """Run one rank. The first rank prints the times and the number of nodes that MPI sees, as
+    JSON."""
     from ptdmpi.comm import launch
 
     launch.prepare()

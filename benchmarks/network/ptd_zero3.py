@@ -1,10 +1,11 @@
-"""Measure PTD-P and ZeRO-3 across a slow link, and write docs/explanation/ptd-vs-zero3.md.
+"""Measure PTD-P and ZeRO-3 over a slow link, and write docs/explanation/ptd-vs-zero3.md.
 
     python -m benchmarks.network.ptd_zero3
 
-Needs root and Open MPI 5, and takes some minutes. On 2 and 4 ranks of two nodes, with a slow link
-and with an unlimited one, both train the same batches in turn. results/ptd_zero3.json keeps the
-measurement; `benchmarks.network.page` makes the table and the pictures of the page from it.
+This needs root and Open MPI 5, and takes some minutes. On 2 and 4 ranks of two nodes, with a slow
+link and with an unlimited one, both layouts train the same batches alternately.
+results/ptd_zero3.json stores the measurement, from which `benchmarks.network.page` makes the table
+and the pictures of the page.
 """
 
 import datetime
@@ -33,8 +34,8 @@ def measure(
     """Return the results of `benchmarks.network.train` on `ranks` ranks of two nodes joined by
     `link`.
 
-    `messages`: how often a message of so many bytes is sent to measure the link. Raises as `answer`
-    does.
+    `messages` maps the size of a message in bytes to how often it is sent, in order to measure the
+    link. Raises the same errors as `answer`.
     """
     job = json.dumps({"case": asdict(case), "messages": list(messages.items())})
     results = answer(ranks // NODES, ["-m", "benchmarks.network.train", job], link)
@@ -42,8 +43,9 @@ def measure(
 
 
 def check_sent(case: Compared, run: dict[str, Any]) -> None:
-    """Raise RuntimeError if much less crossed the link than ZeRO-3 sends: then the weights were not
-    sharded. (The last layer and the table are not gathered again, which saves a fifth.)"""
+    """Raise RuntimeError if far fewer bytes crossed the link than ZeRO-3 sends: then the weights
+    were not sharded. (The last layer and the table are not gathered a second time, which saves a
+    fifth.)"""
     for row in run["rows"]:
         sent = row["ways"][ZERO_3]["sent_bytes"]
         if sent < 0.8 * case.zero_bytes:
@@ -54,7 +56,7 @@ def check_sent(case: Compared, run: dict[str, Any]) -> None:
 
 
 def summary(run: dict[str, Any]) -> str:
-    """Return the results of one `measure` as text."""
+    """Return the results of one call of `measure` as text."""
     lines = [f"\n{run['ranks']} ranks on {NODES} nodes; link: {NodeLink(**run['link'])}"]
     lines.append(table(run["one_way_s"]))
     for row in run["rows"]:
@@ -68,7 +70,7 @@ def summary(run: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure all ranks and links, and write results and page."""
+    """Measure with all numbers of ranks and all links, and write results and page."""
     case = Compared()
     begin = time.monotonic()
     runs = []

@@ -1,12 +1,12 @@
-"""A switch in user space: joins network cards by a link of known rate and delay.
+"""A switch in user space, which joins network cards by a link of known rate and delay.
 
-A frame leaves its node at the card's rate, waits for the receiver's card (two senders share its
-rate), and arrives after the delay. Only TCP's windows limit the queues, so that no frame is lost,
-as on InfiniBand.
+A frame leaves its node at the rate of the network card, waits for the receiver's card (two senders
+share its rate), and arrives after the delay. Only TCP's windows limit the queues, so that no frame
+is lost, as on InfiniBand.
 
 The netem discipline of tc could delay frames in the kernel, but many kernels are built without it,
-and tbf has no delay. Segments of up to 64 kB are passed on whole, as between card and kernel
-(PACKET_VNET_HDR of packet(7), struct virtio_net_hdr): 1 Gbit/s is 2000 of them a second.
+and tbf has no delay. Segments of up to 64 kB are passed on undivided, as between card and kernel
+(PACKET_VNET_HDR of packet(7), struct virtio_net_hdr): 1 Gbit/s is 2000 of them per second.
 """
 
 import os
@@ -17,21 +17,21 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-# Numbers of linux/if_packet.h and asm-generic/socket.h that Python's socket does not name.
+# Constants of linux/if_packet.h and asm-generic/socket.h that Python's module socket does not have.
 SOL_PACKET = 263
 PACKET_VNET_HDR = 15
 PACKET_IGNORE_OUTGOING = 23
 SO_SNDBUFFORCE = 32
 SO_RCVBUFFORCE = 33
 ETH_P_ALL = 3
-HEADER = 10  # of struct virtio_net_hdr, before the frame
-LARGEST = 70_000  # a frame of segmentation offload and its headers
+HEADER = 10  # size of struct virtio_net_hdr, which precedes the frame
+LARGEST = 70_000  # maximum size of a frame with segmentation offload and its headers
 BUFFER = 32 << 20
-BATCH = 16  # frames taken from one port before others have their turn
+BATCH = 16  # maximum number of frames that are taken from one port before the others
 
 
 def card(name: str) -> socket.socket:
-    """Return a socket of all frames that the network card `name` of this namespace sends and
+    """Return a socket for all frames that the network card `name` of this namespace sends and
     receives, each after a struct virtio_net_hdr."""
     frames = socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK)
     frames.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
@@ -43,17 +43,19 @@ def card(name: str) -> socket.socket:
 
 
 class Port:
-    """The switch's end of one node's cable: a socket of datagrams, as `card` makes it."""
+    """The switch's end of the cable to one node: a datagram socket that `card` has made."""
 
     def __init__(self, cable: socket.socket) -> None:
         self.cable = cable
-        self.sent_s = 0.0  # when the node's card has sent all that came from it
-        self.received_s = 0.0  # when it will have received all that goes to it
-        self.queue: deque[tuple[float, bytes]] = deque()  # (when it arrives, header and frame)
+        self.sent_s = 0.0  # the time at which the node's card has sent everything that came from it
+        # the time at which the node's card will have received everything that goes to it
+        self.received_s = 0.0
+        self.queue: deque[tuple[float, bytes]] = deque()  # (arrival time, header and frame)
 
 
 class Switch:
-    """The queues of frames between ports; `rate` is in bytes per second, `delay_s` one way."""
+    """The queues of frames between ports. `rate` is in bytes per second, `delay_s` is for one
+    direction."""
 
     def __init__(self, ports: Sequence[Port], rate: float, delay_s: float) -> None:
         self.ports = ports
@@ -80,16 +82,16 @@ class Switch:
                 other.queue.append((other.received_s + self.delay_s, data))
 
     def _receivers(self, address: bytes, sender: Port) -> list[Port]:
-        """Return the port of a hardware address; all but the sender's, if it is a broadcast (its
-        first byte is odd) or not known yet."""
+        """Return the port of a hardware address. For a broadcast (its first byte is odd) or an
+        unknown address, return all ports except the sender's."""
         broadcast = address[0] & 1
         if not broadcast and address in self.behind:
             return [self.behind[address]]
         return [port for port in self.ports if port is not sender]
 
     def deliver(self) -> float | None:
-        """Send the frames that have arrived to their nodes. Return the seconds until the next one
-        arrives; None: no frame is under way."""
+        """Send the frames whose delay is over to their nodes. Return the seconds until the next one
+        arrives; None if there are no more frames."""
         arrivals = []
         for port in self.ports:
             while port.queue and port.queue[0][0] <= time.monotonic():
@@ -101,12 +103,13 @@ class Switch:
         return max(0.0, min(arrivals) - time.monotonic())
 
     def run(self) -> None:
-        """Pass frames on until standard input ends."""
-        # Ranks keep the cores busy: an ordinary process would wait for a core, and delay frames.
+        """Pass frames on, and return when standard input ends."""
+        # Ranks keep the cores busy: with ordinary priority this process would wait for a core, and
+        # delay frames.
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
         by_cable = {port.cable: port for port in self.ports}
         while True:
-            # poll counts in milliseconds, select in microseconds
+            # poll has a resolution of milliseconds, select of microseconds
             ready, _, _ = select.select([*by_cable, sys.stdin], [], [], self.deliver())
             if sys.stdin in ready:
                 return

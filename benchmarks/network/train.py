@@ -1,4 +1,5 @@
-"""One rank of the comparison: trains the same model in both layouts, in turn, and times the steps.
+"""One rank of the comparison: it trains the same model in both layouts, alternately, and measures
+the steps.
 
     mpirun ... python -m benchmarks.network.train JOB
 
@@ -24,7 +25,7 @@ LOSSES_AGREE = 1e-4  # relative, in fp32: the two layouts add in different order
 
 
 def sent_bytes() -> int:
-    """Return the bytes that have left this node by eth0 (proc(5), /proc/net/dev: the ninth
+    """Return the bytes that have left this node through eth0 (proc(5), /proc/net/dev: the ninth
     column)."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, columns = line.partition(":")
@@ -34,9 +35,10 @@ def sent_bytes() -> int:
 
 
 def compare(case: Compared, sizes: dict[int, int]) -> dict:
-    """Return all that is measured on these ranks, the same on each of them.
+    """Return all measurements on these ranks. All of them get the same result.
 
-    `sizes`: how often a message of so many bytes is sent to measure the link.
+    `sizes` maps the size of a message in bytes to how often it is sent, in order to measure the
+    link.
     """
     from ptdmpi.comm.world import World, fail_together
 
@@ -53,15 +55,16 @@ def compare(case: Compared, sizes: dict[int, int]) -> dict:
 
 
 def _row(case: Compared, batch: int, world, axes: dict) -> dict:
-    """Return tokens/s by round and the bytes across the link in a step, of both layouts with one
-    global batch."""
+    """Return, for both layouts with one global batch, the tokens/s in each round and the bytes over
+    the link in a step."""
     sides: dict[str, Callable] = {}
     for way, layout in layouts(world.size, batch).items():
         config = case.config(layout, batch)
-        if way not in axes:  # MPI libraries have a limited number of communicators
+        # reuse them, because MPI libraries have a limited number of communicators
+        if way not in axes:
             axes[way] = world.split(grid_of(config))
         trainer = _Trainer(config, case.vocab_size, world, axes[way])
-        trainer.measure()  # connects, and allocates what is kept
+        trainer.measure()  # the first step connects, and allocates memory that stays
         sides[way] = trainer.measure
     rounds = [round_of(sides, number) for number in range(case.rounds)]
     for results in rounds:
@@ -83,7 +86,7 @@ def _row(case: Compared, batch: int, world, axes: dict) -> dict:
 
 
 class _Trainer:
-    """One rank of the engine of `ptdmpi train`, in one layout."""
+    """The engine of `ptdmpi train` in one layout, on one rank."""
 
     def __init__(self, config: Config, vocab_size: int, world, axes) -> None:
         from ptdmpi.engine.engine import Engine
@@ -96,7 +99,8 @@ class _Trainer:
         self.done = 0
 
     def measure(self) -> dict:
-        """Train a step. Return its seconds, the bytes across the link in it, and its loss."""
+        """Train a step. Return its seconds, the bytes over the link during the step, and its
+        loss."""
         control = self.world.control
         batches = self._microbatches(self.done)
         control.Barrier()
@@ -110,7 +114,7 @@ class _Trainer:
         return {"step_time_s": time_s, "sent_bytes": control.allreduce(sent), "loss": loss}
 
     def _microbatches(self, step: int) -> list:
-        """Return this data rank's part of a global batch that depends on the step alone."""
+        """Return this data rank's part of a global batch that depends only on the step."""
         import torch
 
         from ptdmpi.model.batch import Microbatch
@@ -132,7 +136,7 @@ class _Trainer:
 
 
 def main() -> None:
-    """Run the job of the command line; the first rank prints the results as JSON."""
+    """Run the job on the command line. The first rank prints the results as JSON."""
     launch.prepare()
     job = json.loads(sys.argv[1])
     results = compare(Compared(**job["case"]), dict(job["messages"]))

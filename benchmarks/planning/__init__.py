@@ -1,1 +1,1 @@
-"""Predictions compared with published and with measured runs."""
+"""The planner's predictions compared with published and with measured runs."""

@@ -1,11 +1,12 @@
-"""`make calibrate`: the efficiency of software relative to data sheets, from published files only.
+"""`make calibrate`: the efficiency of software relative to data sheets, computed from published
+files only.
 
-Writes `src/ptdmpi/presets/efficiency.toml`. Links are fitted to NCCL's all-reduce times within a
-node. Products and memory are fitted to the times of a layer (Korthikanti et al. 2022, Table 4), of
-a small model on one GPU (Narayanan et al. 2021, Figure 7) and of products on an A100 (published
-with Anthony et al. 2024, arXiv 2401.14489). Other devices are scaled by their best products
-(Bekman). Attention is fitted to FlashAttention-2's own measurements on A100 and H100. Only `FILES`
-are read.
+The result is written to `src/ptdmpi/presets/efficiency.toml`. Links are fitted to NCCL's all-reduce
+times within a node. Matrix multiplications and memory are fitted to the times of a layer
+(Korthikanti et al. 2022, Table 4), of a small model on one GPU (Narayanan et al. 2021, Figure 7)
+and of matrix multiplications on an A100 (published with Anthony et al. 2024, arXiv 2401.14489).
+Other devices are scaled by their fastest matrix multiplications (Bekman). Attention is fitted to
+FlashAttention-2's own measurements on A100 and H100. Only `FILES` are read.
 """
 
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from ptdmpi.plan.machine.kernels import Machine
 OUTPUT = ROOT / "src/ptdmpi/presets/efficiency.toml"
 RINGS = "vtrain_nccl_allreduce_lut_sample"
 LAYERS = "korthikanti2022_table4_layer"
-SMALL = "narayanan2021_figures"  # only its Figure 7 is used
+SMALL = "narayanan2021_figures"  # only Figure 7 of this file is used
 PRODUCTS = "eleutherai_cookbook_gemm"
 DEVICES = "bekman_matmul_flops"
 ATTENTION = "flash_attention2"
@@ -37,11 +38,11 @@ HEADER = """\
 
 
 def links(gpu: str, link_bytes_per_s: float, known: dict[str, float]) -> dict[str, float]:
-    """Return the values of T = c + 2 (n - 1) (step + S / (n rate)), fitted by least squares of
-    relative errors.
+    """Return the values c, step and rate of T = c + 2 (n - 1) (step + S / (n rate)), fitted by
+    least squares of relative errors.
 
     With `known` start and step times, only the rate of eight GPUs is fitted: the V100 file is from
-    a machine without a switch, where fewer GPUs do not use all links.
+    a machine without a switch, on which fewer GPUs do not use all links.
     """
     rows = [row for row in read(RINGS) if row["gpu"] == gpu]
     if known:
@@ -63,13 +64,14 @@ def links(gpu: str, link_bytes_per_s: float, known: dict[str, float]) -> dict[st
 
 
 def with_efficiency(cluster: Cluster, values: dict[str, float]) -> Cluster:
-    """Return the cluster with these values of its section [efficiency]."""
+    """Return the cluster with these values in its section [efficiency]."""
     return cluster.model_copy(update={"efficiency": Efficiency(**values)})
 
 
 def layer_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, predicted, measured) of Table 4. The program of 2022 overlaps the sums of the
-    column-parallel linears' input gradients with their weight gradients."""
+    """Yield (name, predicted, measured) for the rows of Table 4. The program of 2022 overlaps the
+    all-reduces of the column-parallel linears' input gradients with the computation of their weight
+    gradients."""
     machine = Machine(cluster, "fp16", 2)
     for row in read(LAYERS):
         model = load_model(f"l={row['l']},h={row['h']},a={row['a']},s={row['s']}")
@@ -92,15 +94,16 @@ def layer_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
 
 
 def _recomputation(experiment: str) -> str:
-    """Return the mode of recomputation by the name of an experiment of Table 4."""
+    """Return the mode of recomputation, given the name of an experiment in Table 4."""
     if "ecompute" in experiment and "no recompute" not in experiment:
         return "full" if "full" in experiment else "selective"
     return "selective" if "Selective" in experiment else "none"
 
 
 def small_rows(cluster: Cluster, recomputation: str) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, predicted, measured) of Figure 7. The paper does not say whether its FLOP/s
-    include recomputation: `recomputation` is "counted", as in the file, or "not counted"."""
+    """Yield (name, predicted, measured) for the points of Figure 7. The paper does not say whether
+    its FLOP/s include recomputation: `recomputation` is "counted", as in the file, or "not
+    counted"."""
     for row in published(SMALL):
         if row.calibrates:
             price = Pricer.of(cluster, row.model, row.batch, "fp16").price(row.layout)
@@ -111,7 +114,7 @@ def small_rows(cluster: Cluster, recomputation: str) -> Iterator[tuple[str, floa
 
 
 def product_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, predicted, measured) of products of matrices."""
+    """Yield (name, predicted, measured) for matrix multiplications."""
     machine = Machine(cluster, "fp16", 2)
     for row in read(PRODUCTS):
         batch, m, n, k = (int(row[key]) for key in ("batch", "m", "n", "k"))
@@ -120,9 +123,9 @@ def product_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
 
 
 def attention_rows(cluster: Cluster, section: str) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, predicted, measured) of causal FlashAttention-2, forward and backward, for
-    16,384 tokens and heads of 2,048 in total. Its rate counts seven products of half of the
-    scores."""
+    """Yield (name, predicted, measured) for causal FlashAttention-2, forward and backward, with
+    16,384 tokens and a total width of all heads of 2,048. Its rate counts seven matrix
+    multiplications with half of the scores."""
     machine = Machine(cluster, "fp16", 2)
     for row in read(ATTENTION):
         if row["section"] == section:
@@ -136,7 +139,8 @@ def attention_rows(cluster: Cluster, section: str) -> Iterator[tuple[str, float,
 
 
 def attention(cluster: Cluster, section: str, values: dict[str, float]) -> dict[str, float]:
-    """Return `values` with `attention_fraction`, attention's fraction of the products' rate."""
+    """Return `values` with the fitted `attention_fraction`, which is relative to the rate of matrix
+    multiplications."""
 
     def of(fraction: float) -> dict[str, float]:
         return {**values, "attention_fraction": fraction}
@@ -149,7 +153,8 @@ def attention(cluster: Cluster, section: str, values: dict[str, float]) -> dict[
 
 
 def observations(cluster: Cluster, recomputation: str) -> list[tuple[str, float, float]]:
-    """Return (name, predicted, measured) of all rows to which products and memory are fitted."""
+    """Return (name, predicted, measured) for all rows to which matrix multiplications and memory
+    are fitted."""
     hidden = cluster.software.model_copy(update={"overlap_tensor": True})
     newer = cluster.model_copy(update={"software": hidden})
     return [*layer_rows(newer), *small_rows(cluster, recomputation), *product_rows(cluster)]
@@ -158,8 +163,8 @@ def observations(cluster: Cluster, recomputation: str) -> list[tuple[str, float,
 def kernels(
     cluster: Cluster, ring: dict[str, float], reading: str
 ) -> tuple[float, dict[str, float]]:
-    """Return the root mean square error and the fractions of products and memory, for a `reading`
-    of Figure 7."""
+    """Return the root mean square error, and the fitted fractions for matrix multiplications and
+    memory, for one `reading` of Figure 7."""
 
     def values(pair: list[float]) -> dict[str, float]:
         return {"gemm_fraction": pair[0], "memory_fraction": pair[1], **ring}
@@ -175,8 +180,8 @@ def kernels(
 def calibrate() -> tuple[dict[str, dict[str, float]], str]:
     """Return the sections of the file, and the reading of Figure 7 that fits better.
 
-    Prints the errors of both readings, and for comparison those of other `gradient_bytes` than the
-    scripts of the runs state.
+    The errors of both readings are printed, and for comparison those with other `gradient_bytes`
+    than the scripts of the runs state.
     """
     cluster = load_cluster("selene")
     volta = load_cluster("v100-dgx2")
@@ -202,8 +207,9 @@ def calibrate() -> tuple[dict[str, dict[str, float]], str]:
 
 
 def others(values: dict[str, float]) -> dict[str, dict[str, float]]:
-    """Return the values of devices without a published layer. Their `gemm_fraction` is that of an
-    A100 times the ratio of the best products' fractions of the peak."""
+    """Return the values for devices without a published layer. Their `gemm_fraction` is that of an
+    A100, multiplied by the ratio of the fractions of the peak that the fastest matrix
+    multiplications reach."""
     reached = {
         row["section"]: float(row["tflops"]) / float(row["theory_tflops"]) for row in read(DEVICES)
     }

@@ -1,9 +1,10 @@
-"""`make curves-here`: the curves of Narayanan et al. 2021 (Figures 12 to 18) on this machine.
+"""`make curves-here`: the curves of Narayanan et al. 2021 (Figures 12 to 18), repeated on this
+machine.
 
-A small GPT, predicted and measured, on two and four ranks: bubbles over the batch, the three axes
-against each other, microbatch sizes, recomputation, scatter/gather. The machine is probed with as
-many ranks as train. Four ranks share fewer cores: while a rank waits, the others run faster than in
-the probe, in which all ranks work at once.
+A small GPT, predicted and measured, on two and four ranks: bubbles over the batch, pairs of the
+three axes, microbatch sizes, recomputation, scatter/gather. The machine is probed with the same
+number of ranks as train. Four ranks share fewer cores: while a rank waits, the others run faster
+than in the probe, in which all ranks work at the same time.
 """
 
 import statistics
@@ -22,12 +23,12 @@ from ptdmpi.plan.show.table import lines
 TURNS = Turns("l=8,h=256,a=4,s=128,V=1024", "fp32", rounds=3, steps=3)
 PICTURE = ROOT / "docs/pictures/curves-here.png"
 BATCHES = (4, 8, 16)
-Point = tuple[str, TimedCase]  # its place on the horizontal axis
+Point = tuple[str, TimedCase]  # (label on the horizontal axis, case)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A panel: the figure of the paper that it repeats, and its series by name."""
+    """A panel of the picture: the figure of the paper that it repeats, and its series by name."""
 
     figure: str
     title: str
@@ -114,14 +115,14 @@ CURVES = (
 
 @dataclass(frozen=True)
 class CaseTimes:
-    """A case's step times: measured, by round, and predicted."""
+    """The step times of a case: measured, by round, and predicted."""
 
     measured_s: Sequence[float]
     predicted_s: float
 
     @property
     def median_s(self) -> float:
-        """Return the median of the measured ones."""
+        """Return the median of the measured step times."""
         return statistics.median(self.measured_s)
 
     @property
@@ -131,7 +132,7 @@ class CaseTimes:
 
 
 def measure(ranks: int) -> dict[TimedCase, CaseTimes]:
-    """Measure and predict every case of the curves of `ranks` ranks, each once."""
+    """Measure and predict every case in the curves for `ranks` ranks, each once."""
     series = [
         points for curve in CURVES if curve.ranks == ranks for points in curve.series.values()
     ]
@@ -149,7 +150,7 @@ def measure(ranks: int) -> dict[TimedCase, CaseTimes]:
 
 
 def table(curve: Curve, by_case: dict[TimedCase, CaseTimes]) -> list[list[str]]:
-    """Return a curve's table of sequences per second."""
+    """Return the table of a curve, in sequences per second."""
     rows = [[f"Figure {curve.figure}: {curve.title}", "measured", "spread", "predicted", "error"]]
     for name, points in curve.series.items():
         for place, case in points:
@@ -168,7 +169,7 @@ def table(curve: Curve, by_case: dict[TimedCase, CaseTimes]) -> list[list[str]]:
 
 
 def draw(by_ranks: dict[int, dict[TimedCase, CaseTimes]]) -> None:
-    """Draw a panel for each curve: measured points as circles, predictions as crosses on a
+    """Plot a panel for each curve. Measured points are circles, predictions are crosses on a
     line."""
     from matplotlib.figure import Figure
 

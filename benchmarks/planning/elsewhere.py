@@ -1,8 +1,9 @@
-"""Predictions of runs of other programs on other machines, by source: the planner's error where it
-was not tuned.
+"""Predictions of runs by other programs on other machines, by source: the planner's error where it
+was not calibrated.
 
-A source is a file of `published/` with a row for each run, and a mapping: the machine as far as it
-is stated, and our choice where it is not. No constant is chosen by these rows.
+A source is a file of `published/` with a row for each run, and a mapping to the planner's inputs:
+the machine as far as it is stated, and assumptions where it is not. No constant was chosen by these
+rows.
 """
 
 import statistics
@@ -30,9 +31,10 @@ from ptdmpi.plan.machine.cluster import (
 OMNI_PATH = {"adapters": 4, "adapter_bytes_per_s": 12.3e9}
 # DGX-1V: six NVLinks of 25 GB/s each way; one EDR adapter
 DGX1V = {"devices": 8, "link_bytes_per_s": 150e9, "adapters": 1, "adapter_bytes_per_s": 12.4e9}
-# torchtitan shares with this trainer: FlashAttention, float32 sums of gradients by layer
+# torchtitan has these in common with ptdmpi: FlashAttention, and float32 sums of gradients layer by
+# layer
 OURS = TRAINER.model_dump()
-# `make calibrate`, from FlashAttention-2's own measurements on an H100
+# from `make calibrate`, which uses FlashAttention-2's own measurements on an H100
 FLASH2_H100 = {"attention_fraction": 0.5}
 NUMBERS = {**LETTERS, "zero": "zero", **{k: k for k in ("first_layers", "recompute_layers")}}
 SHAPES = {**SHORT_KEYS, "V": "vocab_size", "kv_heads": "kv_heads", "ffn_hidden": "ffn_hidden"}
@@ -41,9 +43,9 @@ SHAPES = {**SHORT_KEYS, "V": "vocab_size", "kv_heads": "kv_heads", "ffn_hidden":
 @dataclass(frozen=True)
 class MappedSource:
     """A file of runs and their mapping. `device`, `node`, `software` and `efficiency` replace parts
-    of the preset `cluster`. All rows share `layout` and `model`. `chosen` describes our choices
-    where the source is silent. With `open_sizes` it does not state v, b and recomputation, and the
-    fastest prediction that fits is taken."""
+    of the preset `cluster`. All rows share `layout` and `model`. `chosen` describes the assumptions
+    made where the source states nothing. With `open_sizes` the source does not state v, b and
+    recomputation, and the fastest prediction that fits is used."""
 
     title: str
     file: str
@@ -58,8 +60,9 @@ class MappedSource:
     open_sizes: bool = False
 
     def machine(self, row: Mapping[str, str]) -> Cluster:
-        """Return the cluster of a row. Gradients have 4 bytes if the row's group says bf16, because
-        its program adds them in float32; stages share the embedding if the group says so."""
+        """Return the cluster for a row. Gradients have 4 bytes if the row's group says bf16,
+        because its program adds them in float32; stages share the embedding if the group says
+        so."""
         cluster = load_cluster(self.cluster)
         software = dict(self.software)
         if "bf16" in row["group"]:
@@ -78,7 +81,7 @@ class MappedSource:
         )
 
     def model_of(self, row: Mapping[str, str]) -> Model:
-        """Return the model of a row."""
+        """Return the model for a row."""
         sizes = {name: int(row[short]) for short, name in SHAPES.items() if row.get(short)}
         return model_of("", {**self.model, **sizes})
 
@@ -164,7 +167,8 @@ SOURCES = (
 
 @dataclass(frozen=True)
 class MappedRun:
-    """A row and its prediction. Runs with the same `ranked` are ranked among each other."""
+    """A row and its prediction. Runs with the same value of `ranked` are ranked against each
+    other."""
 
     layout: Layout
     ranked: tuple[str, ...]
@@ -178,8 +182,8 @@ class MappedRun:
 
 
 def fastest(pricer: Pricer, stated: Layout) -> Price:
-    """Return the fastest prediction of the layouts that are legal and fit, with every v, b and mode
-    of recomputation."""
+    """Return the fastest prediction among the layouts that are legal and fit, over every v, b and
+    mode of recomputation."""
     config = pricer.model.config
     batch = pricer.batch
     most_chunks = config.layers // stated.pipeline if stated.pipeline > 1 else 1
@@ -206,8 +210,9 @@ def runs(source: MappedSource) -> Iterator[MappedRun]:
 
 
 class Ranking(NamedTuple):
-    """The agreement of predicted and measured order: Kendall's tau over `pairs` of runs, and the
-    mean regret, the slowdown of the layout predicted fastest relative to the fastest one."""
+    """How well the predicted order agrees with the measured order: Kendall's tau over `pairs` of
+    runs, and the mean regret, which is the slowdown of the layout that is predicted to be fastest
+    relative to the fastest one."""
 
     tau: float
     pairs: int
@@ -215,7 +220,7 @@ class Ranking(NamedTuple):
 
 
 def rank_correlation(mapped: list[MappedRun]) -> Ranking:
-    """Return the ranking over runs of the same model, batch, day and number of ranks; zeros if no
+    """Return the ranking over runs with the same model, batch, day and number of ranks; zeros if no
     two runs can be compared."""
     groups: dict[tuple[str, ...], list[MappedRun]] = defaultdict(list)
     for run in mapped:
@@ -239,7 +244,7 @@ def rank_correlation(mapped: list[MappedRun]) -> Ranking:
 
 
 def source_table() -> list[list[str]]:
-    """Return a table of the errors, a row for each source."""
+    """Return a table of the errors, with a row for each source."""
     head = ["source", "runs", "MAPE", "median", "bias", "tau", "pairs", "regret", "worst", "chosen"]
     rows = [head]
     for source in SOURCES:
@@ -265,7 +270,7 @@ def source_table() -> list[list[str]]:
 
 
 def by_size_table() -> list[list[str]]:
-    """Return a table of the bias of each source by one size of the layout."""
+    """Return a table of the bias of each source for each size of the layout."""
     rows = [["source", "bias by t", "bias by p", "bias by b"]]
     for source in SOURCES:
         mapped = list(runs(source))

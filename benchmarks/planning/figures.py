@@ -1,4 +1,5 @@
-"""`make figures`: Figures 11 to 18 of Narayanan et al. 2021, published points and predictions."""
+"""`make figures`: Figures 11 to 18 of Narayanan et al. 2021, with published points and
+predictions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ COLORS = ("#1f4e8c", "#c8511b", "#3b7d3b")
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the paper: its title, its horizontal axis, and the place and the series of a
-    run."""
+    """A figure of the paper: its title, its horizontal axis, and functions that give the position
+    and the series of a run."""
 
     number: int
     title: str
@@ -79,7 +80,7 @@ FIGURES = (
 
 
 def value(row: PublishedRun, figure: Figure) -> float:
-    """Return the prediction in the figure's unit."""
+    """Return the prediction for a run in the unit of the figure."""
     price = predicted(row)
     if figure.number == 17:
         return row.batch / price.step_time_s
@@ -87,7 +88,7 @@ def value(row: PublishedRun, figure: Figure) -> float:
 
 
 def draw(figure: Figure, path: Path) -> None:
-    """Draw published points as circles and predictions as crosses on a line, a color for each
+    """Plot published points as circles and predictions as crosses on a line, with a color for each
     series."""
     from matplotlib.figure import Figure as Canvas
 

@@ -1,9 +1,9 @@
-"""The host's time for a kernel of this trainer, which is `launch_s` of a cluster file.
+"""The host's time for launching a kernel of ptdmpi, which is `launch_s` in a cluster file.
 
     .venv/bin/python -m benchmarks.planning.host_time
 
 The layers are so small, and on the CPU, that only the time of Python, autograd and the library's
-calls remains. Launches on a device take some microseconds more.
+calls remains. Launching on a device takes some microseconds more.
 """
 
 import torch
@@ -18,7 +18,7 @@ from ptdmpi.plan.machine.kernels import Machine
 from ptdmpi.probe.bench import Bench
 from ptdmpi.probe.layers import Layers, ProbedModel
 
-# layers of two models with the same embedding and head
+# the numbers of layers of two models with the same embedding and head
 FEW = 2
 MANY = 18
 

@@ -1,4 +1,5 @@
-"""`make figures`: answers and pictures of docs/explanation/questions.md, by the page's commands.
+"""`make figures`: the answers and pictures in docs/explanation/questions.md, made by the commands
+on the page.
 
 Arguments name some of the questions: `python -m benchmarks.planning.questions size days`.
 """
@@ -15,13 +16,13 @@ from benchmarks.launch import ROOT
 from ptdmpi.cli import group
 
 PAGE = ROOT / "docs/explanation/questions.md"
-# a command as an indented line, and the block of its answer after it
+# a command as an indented line, and the block with its answer after it
 EXAMPLE = re.compile(r"^    ptdmpi ask (?P<question>[^\n]*)\n\n```\n.*?```\n", re.M | re.S)
 
 
 def answered(page: str, pictures: Path, only: Collection[str] = ()) -> str:
-    """Return the page with new answers of its commands, or of the questions `only`; their pictures
-    go into the folder `pictures`."""
+    """Return the page with new answers to its commands, or only to the questions `only`. Their
+    pictures are written to the folder `pictures`."""
 
     def answer(example: re.Match[str]) -> str:
         arguments = shlex.split(example["question"])

@@ -1,7 +1,7 @@
-"""The published measurements of `benchmarks/planning/published/` as layouts and step times.
+"""The published measurements in `benchmarks/planning/published/`, as layouts and step times.
 
-A row of the papers' tables and figures states a model, a layout, a batch and a time. For all that
-it does not state, this module assumes v = 1, no overlap, and stages of equal size.
+A row of the papers' tables and figures states a model, a layout, a batch and a time. Where it
+states nothing, this module assumes v = 1, no overlap, and stages of equal size.
 """
 
 import csv
@@ -19,7 +19,7 @@ JUDGED = ("narayanan2021_table1", "narayanan2021_table2", "narayanan2021_figures
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published run. `dataset` is its table or figure, `value` its value on the vertical axis."""
+    """A published run. `dataset` is its table or figure, `value` the value on the vertical axis."""
 
     dataset: str
     model: Model
@@ -31,18 +31,18 @@ class PublishedRun:
 
     @property
     def calibrates(self) -> bool:
-        """Return True if the planner was calibrated on it."""
+        """Return True if the planner was calibrated on this run."""
         return self.dataset == "Figure 7"
 
 
 def read(name: str) -> list[dict[str, str]]:
-    """Return the rows of a file as they are."""
+    """Return the rows of a file, unchanged."""
     with open(PUBLISHED / f"{name}.csv", encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
 
 
 def published(*names: str) -> Iterator[PublishedRun]:
-    """Yield the runs of Narayanan et al. 2021 whose layout is stated, or only those of the files
+    """Yield the runs of Narayanan et al. 2021 whose layout is stated, or only those in the files
     `names`."""
     for name in names or JUDGED:
         for raw in read(name):
@@ -59,7 +59,7 @@ def _row(raw: dict[str, str]) -> PublishedRun:
         raw["model"], {**sizes, "seq_length": int(raw["s"]), "vocab_size": int(raw["V"])}
     )
     virtual = int(raw["v"] or 1)
-    # Figure 7 does not say; without recomputation its largest microbatch would need 190 GB
+    # Figure 7 does not state this; without recomputation its largest microbatch would need 190 GB
     full = raw["recompute"].startswith("full") or dataset == "Figure 7"
     layout = Layout(
         tensor=int(raw["t"]),

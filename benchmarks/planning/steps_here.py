@@ -1,6 +1,6 @@
-"""Step times of layouts on this machine, measured round by round in one launch of ranks.
+"""Step times of layouts on this machine, measured round by round, with ranks that are started once.
 
-Each round times all cases, so that a disturbance does not affect only one of them.
+Each round measures all cases, so that a disturbance affects all of them.
 """
 
 import json
@@ -29,8 +29,8 @@ class TimedCase:
 
 @dataclass(frozen=True)
 class Turns:
-    """The model, and the number of rounds and of steps in each; the first step of a round warms
-    up."""
+    """The model, the number of rounds, and the number of steps in each. The first step of a round
+    is a warm-up."""
 
     model: str
     precision: str
@@ -40,7 +40,7 @@ class Turns:
 
 def measured_steps(ranks: int, cases: Sequence[TimedCase], turns: Turns) -> list[list[float]]:
     """Return the median step time of each case in seconds, by round, on `ranks` ranks with one
-    thread each. A case of fewer ranks runs on the first of them. The program exits if ranks fail.
+    thread each. A case with fewer ranks runs on the first of them. The program exits if ranks fail.
     """
     job = {"cases": [asdict(case) for case in cases], **asdict(turns)}
     text = answer(ranks, ["-m", "benchmarks.planning.steps_here", json.dumps(job)])
@@ -49,7 +49,7 @@ def measured_steps(ranks: int, cases: Sequence[TimedCase], turns: Turns) -> list
 
 
 def _measure(text: str) -> None:
-    """Measure all cases on a rank; rank 0 prints the step times of each, by round."""
+    """Measure all cases on this rank. Rank 0 prints the step times of each, by round."""
     from ptdmpi.comm import launch
 
     launch.prepare()
@@ -79,7 +79,7 @@ def _measure(text: str) -> None:
 
 
 def _step_s(world: Any, case: TimedCase, turns: Turns) -> float:
-    """Return the median step time of a case with new weights."""
+    """Return the median step time of a case that starts with new weights."""
     import time
 
     import torch

@@ -1,7 +1,8 @@
 """`make validate-plan-here`: compare predictions for this machine with measured steps.
 
-Probes the machine on two ranks, then times the steps of sixteen layouts of one and two ranks. The
-order of two layouts counts only if they differ by more than the spread of their rounds.
+The machine is probed on two ranks, then the steps of sixteen layouts on one and two ranks are
+measured. The order of two layouts counts only if their times differ by more than the spread of the
+rounds.
 """
 
 import itertools
@@ -44,8 +45,9 @@ LAYOUTS = (
 
 
 class Order(NamedTuple):
-    """The agreement of predicted and measured order: Kendall's tau (NaN without pairs) over
-    `pairs`, without `ties`, pairs whose medians differ by at most the larger spread of rounds."""
+    """How well the predicted order agrees with the measured order: Kendall's tau (NaN without
+    pairs) over `pairs`, leaving out `ties`, which are pairs whose medians differ by at most the
+    larger spread of rounds."""
 
     tau: float
     pairs: int
@@ -53,7 +55,7 @@ class Order(NamedTuple):
 
 
 def kendall(predicted: Sequence[float], measured: Sequence[Sequence[float]]) -> Order:
-    """Return the agreement of predictions with step times measured by round."""
+    """Return how well the order of predictions agrees with that of step times measured by round."""
     signs = []
     ties = 0
     for i, j in itertools.combinations(range(len(measured)), 2):
@@ -102,7 +104,8 @@ def compare(predicted: Sequence[float], measured: Sequence[Sequence[float]]) -> 
 
 
 def probed(ranks: int, precision: str) -> Cluster:
-    """Return this machine as `ptdmpi probe` measures it on `ranks` ranks, and print its report."""
+    """Return this machine as `ptdmpi probe` measures it on `ranks` ranks, and print the probe's
+    report."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "here.toml")
         print(answer(ranks, ["-m", "ptdmpi", "probe", "--output", path, "--precision", precision]))

@@ -1,9 +1,9 @@
 """`make validate-plan`: compare predictions with all published runs, by data set.
 
-The error of a run is its predicted over its published step time, less one: below 0 the prediction
-is too optimistic. The error of the throughput, which weighs such runs more, is listed, too. Runs of
-the calibration are listed but not counted; runs that two figures show are counted once in the sum
-of the figures.
+The error of a run is its predicted divided by its published step time, minus one: below 0 the
+prediction is too optimistic. The error of the throughput, which gives such runs more weight, is
+listed, too. Runs that were used for calibration are listed but not counted; runs that are in two
+figures are counted once in the total of the figures.
 """
 
 import statistics
@@ -30,7 +30,7 @@ def predicted(row: PublishedRun) -> Price:
 
 
 def errors() -> dict[str, list[tuple[float, PublishedRun]]]:
-    """Return (relative error of the step time, run) of each published run, by data set."""
+    """Return (relative error of the step time, run) for each published run, by data set."""
     by_dataset: dict[str, list[tuple[float, PublishedRun]]] = defaultdict(list)
     figures: dict[str, tuple[float, PublishedRun]] = {}
     for row in published():
@@ -43,7 +43,7 @@ def errors() -> dict[str, list[tuple[float, PublishedRun]]]:
 
 
 def error_table() -> list[list[str]]:
-    """Return a table of the errors, a row for each data set."""
+    """Return a table of the errors, with a row for each data set."""
     rows = [["data set", "runs", "MAPE", "bias", "of throughput", "goal", "worst run"]]
     for dataset, entries in errors().items():
         if entries[0][1].calibrates:
@@ -66,7 +66,8 @@ def error_table() -> list[list[str]]:
 
 
 def best_table() -> list[list[str]]:
-    """Return a table of the published and the predicted best layout, by figure and batch."""
+    """Return a table of the fastest published and the fastest predicted layout, by figure and
+    batch."""
     rows = [["figure", "batch", "varied", "published best", "predicted best", ""]]
     for figure, varied in BEST_OF.items():
         runs = [row for row in published() if row.dataset == figure]
@@ -80,8 +81,8 @@ def best_table() -> list[list[str]]:
 
 
 def memory_table() -> list[list[str]]:
-    """Return a table of predicted memory: runs that were run must fit, and two limits that the
-    paper states must be met."""
+    """Return a table of predicted memory: all published runs must fit, and two limits that the
+    paper states must hold."""
     runs = [row for row in published() if not row.calibrates]
     prices = [(row, predicted(row)) for row in runs]
     fitting = sum(price.fits for _, price in prices)
@@ -98,7 +99,7 @@ def memory_table() -> list[list[str]]:
                 f"predicted {price.memory.total / 1e9:.1f} of {price.capacity_bytes / 1e9:.0f} GB",
             ]
         )
-    # Table 2: a microbatch of 4 did not fit on 560 GPUs, and ran on 640
+    # Table 2: a microbatch of 4 did not fit on 560 GPUs, but did on 640
     (zero,) = [r for r in runs if r.layout.shards_weights and r.layout.data == 640]
     for data in (640, 560):
         layout = Layout(1, 1, data, 1, 4, recompute="full", zero=3)

@@ -1,1 +1,1 @@
-"""This project compared with other trainers and with the limit of its products"""
+"""ptdmpi compared with other trainers and with the time of its bare matrix multiplications"""

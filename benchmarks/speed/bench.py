@@ -1,4 +1,4 @@
-"""Measure this project and other trainers in turn, and write results/latest.json.
+"""Measure ptdmpi and other trainers alternately, and write results/latest.json.
 
 python -m benchmarks.speed.bench [--rows "t2 single-bf16"] [--peers "torch deepspeed"]
     [--rounds 5] [--minutes 45]
@@ -26,19 +26,19 @@ from ptdmpi.config import InputError
 
 RESULTS = Path(__file__).resolve().parent / "results"
 OURS = "ours"
-ENDING_S = 60.0  # kept for ending processes that do not end by themselves
-TRIALS_SHARE = 0.4  # of a row's time
-# Greatest relative difference between two sides' losses in each step. In bf16 the two sides round
-# the same computation in different places.
+ENDING_S = 60.0  # time reserved for ending processes that do not end by themselves
+TRIALS_SHARE = 0.4  # fraction of a row's time for trials
+# The largest relative difference that is allowed between two sides' losses in each step. In bf16
+# the two sides round the same computation at different points.
 LOSS_LIMITS = {"fp32": 1e-4, "bf16": 2e-3}
 
 
 def check_losses(row: Row, name: str, ours: Sequence[float], peer: Sequence[float]) -> None:
-    """Raise SideFailed unless the losses of both sides agree in every step, as they do when both
+    """Raise SideFailed unless the losses of both sides agree in every step, which is so if both
     compute the same."""
     limit = LOSS_LIMITS[row.precision]
     for step, (a, b) in enumerate(zip(ours, peer, strict=True)):
-        if not abs(a - b) <= limit * abs(b):  # NaN does not agree either
+        if not abs(a - b) <= limit * abs(b):  # this also rejects NaN
             raise SideFailed(
                 f"row {row.id}: at step {step} the loss is {a:.7g} here and {b:.7g} in {name}: "
                 f"they differ by more than {limit:g} relative, so it is not the same computation"
@@ -46,10 +46,10 @@ def check_losses(row: Row, name: str, ours: Sequence[float], peer: Sequence[floa
 
 
 class Contest:
-    """All sides of a row on the same cores, which take turns round by round.
+    """All sides of a row on the same cores, which alternate in each round.
 
-    A side that fails, or whose losses are not ours, leaves the row, and `out` has the reason. A
-    failure of this project ends the row. `end_s` ends all waiting.
+    A side that fails, or whose losses differ from ptdmpi's, leaves the row, and `out` has the
+    reason. If ptdmpi itself fails, the row ends. `end_s` ends all waiting.
     """
 
     def __init__(self, row: Row, against: Sequence[Rival], end_s: float) -> None:
@@ -63,8 +63,8 @@ class Contest:
         self.done: list[dict[str, TimedSteps]] = []
 
     def run(self, wanted: int, until_s: float) -> None:
-        """Measure rounds until `wanted` were undisturbed. Only the first round may end after
-        `until_s` (of time.monotonic)."""
+        """Measure rounds until `wanted` of them were undisturbed. Only the first round may end
+        after `until_s` (of time.monotonic)."""
         with contextlib.ExitStack() as stack:
             self._enter(stack, OURS, self.row, None)
             for rival in self.against:
@@ -105,7 +105,7 @@ class Contest:
             say(f"  {self.out[-1]}")
 
     def _turns(self, number: int, count: int) -> dict[str, TimedSteps]:
-        """Train `count` steps on each side that is still in the row."""
+        """Train `count` steps on each side that has not left the row."""
         timed: dict[str, TimedSteps] = {}
 
         def train(name: str) -> None:
@@ -122,8 +122,8 @@ class Contest:
         return timed
 
     def _rounds(self, tool: str) -> list[Round]:
-        """Return the rounds of this project and `tool`, which may be this project itself. A rival
-        that never finished has its bound as its rate."""
+        """Return the rounds of ptdmpi and `tool`, which may be ptdmpi itself in another layout. If
+        a rival never finished, its rate is its upper bound."""
         bound = None
         case = self.row.case
         for rival in self.against:
@@ -152,7 +152,7 @@ class Contest:
         )
 
     def results(self, wanted: int) -> list[Result]:
-        """Return a result for each rival that is still in the row."""
+        """Return a result for each rival that has not left the row."""
         results = []
         for rival in self.against:
             if rival.at_most is None and rival.tool not in self.sides:
@@ -175,12 +175,13 @@ class Contest:
 
 
 def say(text: str) -> None:
-    """Print a line at once."""
+    """Print a line immediately."""
     print(text, flush=True)
 
 
 def positive(text: str) -> int:
-    """Return an option's value. Raises ArgumentTypeError unless it is at least 1."""
+    """Return the value of an option as a number. Raises ArgumentTypeError unless it is at least
+    1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("at least 1")
@@ -206,7 +207,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure the rows that the command line names, and print a table."""
     options = arguments()
-    # an exit, and not a signal, ends the sides
+    # an exit, but not a signal, ends the sides
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         rows = select(options.rows)
@@ -216,7 +217,8 @@ def main() -> None:
         sys.exit(2)
     missing: list[str] = []
     if options.rows is None and measuring.machine()["bf16"] == "none":
-        # peers' products would be scalar code: the time is better spent on rounds in fp32
+        # the peers' matrix multiplications would be scalar code, so the time is better spent on
+        # rounds in fp32
         rows = [row for row in rows if row.precision != "bf16"]
         missing.append("bf16: left out on a processor without bf16; `--rows bf16` measures it")
     results, failures = all_rows(rows, tools, options, missing)
@@ -228,10 +230,10 @@ def main() -> None:
 def all_rows(
     rows: Sequence[Row], tools: Sequence[str], options: argparse.Namespace, missing: list[str]
 ) -> tuple[list[Result], int]:
-    """Measure row after row in the time there is, and write the results so far after each row.
+    """Measure row after row in the available time, and write the results so far after each row.
 
-    Return the results and the number of rows that failed. A line is added to `missing` for each
-    thing that was not measured.
+    Return the results and the number of rows that failed. For each thing that was not measured, a
+    line is added to `missing`.
     """
     end_s = time.monotonic() + 60 * options.minutes - ENDING_S
     order = [(row.layout, row.precision, tool) for row in every() for tool in row.peers]

@@ -1,4 +1,4 @@
-"""The rows that are measured: one model and batch in several layouts and precisions; in weak
+"""The rows that are measured: one model and batch in several layouts and precisions; for weak
 scaling, a larger model or batch on two ranks."""
 
 import itertools
@@ -34,13 +34,14 @@ LAYOUTS = {
     "t=2,weak": Layout(2, 1, 1),
     "p=2,weak": Layout(1, 2, 1),
 }
-# The size that is doubled with the ranks, so that each has as much work as one rank alone.
+# The size that is doubled together with the ranks, so that each rank has as much work as one rank
+# alone.
 WEAK = {"d=2,weak": "global_size", "t=2,weak": "layers", "p=2,weak": "layers"}
 ALONE = "single"
 COMPILED = "single,compile"  # one rank alone with compiled layers
 ON_REQUEST = ("p=2,v=2,zb-v", "d=2,zero=1", "d=2,zero=3", COMPILED)
-# The trainers to compare with in each layout, and the name of their implementation. For this
-# project itself that is the layout of another row; one rank alone gives the scaling.
+# The trainers that are compared in each layout, and the name of their implementation. For ptdmpi
+# itself the name is the layout of another row; one rank alone gives the scaling.
 PEERS = {
     "single": {
         "torch": "torch",
@@ -105,13 +106,13 @@ class GptSizes:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step."""
+        """Return the number of tokens in one step."""
         return self.global_size * self.seq_length
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: a layout, a precision, and what is trained."""
+    """A line of the table: a layout, a precision, and the sizes that are trained."""
 
     layout: str
     precision: str
@@ -120,17 +121,18 @@ class Row:
 
     @property
     def id(self) -> str:
-        """Return its name for `--rows`, such as `p2v2-bf16`."""
+        """Return the name of the row for `--rows`, such as `p2v2-bf16`."""
         return f"{_short(self.layout)}-{self.precision}"
 
     @property
     def sizes(self) -> Layout:
-        """Return its layout."""
+        """Return the layout of the row."""
         return LAYOUTS[self.layout]
 
     @property
     def alone(self) -> "Row":
-        """Return the row of one rank alone: with the same work, in weak scaling with half of it."""
+        """Return the row for one rank alone: with the same work, or in weak scaling with half of
+        it."""
         case = self.case
         if self.layout in WEAK:
             key = WEAK[self.layout]
@@ -139,13 +141,13 @@ class Row:
 
     @property
     def peers(self) -> dict[str, str]:
-        """Return the name of each peer's implementation, by its tool (of TOOLS)."""
+        """Return the name of each peer's implementation, by its tool (in TOOLS)."""
         return PEERS[self.layout]
 
     @property
     def work(self) -> float:
-        """Return the time of a round of all sides relative to other rows; bf16 takes half of
-        fp32."""
+        """Return the time for a round of all sides, relative to other rows. bf16 takes half as long
+        as fp32."""
         work = 1 / self.sizes.ranks
         if self.layout in WEAK:
             work *= 2
@@ -155,10 +157,10 @@ class Row:
 
     @property
     def config(self) -> Config:
-        """Return its configuration. Clipping is off: torch cannot compute the norm over all stages
-        of a pipeline."""
+        """Return the configuration of the row. Clipping is off, because torch cannot compute the
+        norm over all stages of a pipeline."""
         model = asdict(self.case)
-        del model["vocab_size"]  # it comes from the data, not from the configuration
+        del model["vocab_size"]  # the data determines it, not the configuration
         global_size = model.pop("global_size")
         micro_size = model.pop("micro_size")
         return synthetic_config(
@@ -181,12 +183,12 @@ class Row:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Row":
-        """Return the row that `to_json` made `values` of."""
+        """Return the row from which `to_json` made `values`."""
         return cls(**{**values, "case": GptSizes(**values["case"])})
 
 
 def grown(layout: str, case: GptSizes) -> GptSizes:
-    """Return the case of a row with this layout: in weak scaling one of its sizes is doubled."""
+    """Return the sizes for a row with this layout. For weak scaling one of them is doubled."""
     if layout not in WEAK:
         return case
     key = WEAK[layout]
@@ -199,9 +201,9 @@ def _short(layout: str) -> str:
 
 def select(text: str | None) -> list[Row]:
     """Return the rows that `--rows` names by ids, layouts (`t2` or `t=2`) or precisions, separated
-    by spaces; None: the rows that are measured by default.
+    by spaces; for None, the rows that are measured by default.
 
-    Raises InputError for a name that fits no row.
+    Raises InputError for a name that matches no row.
     """
     rows = every()
     if text is None:
@@ -223,8 +225,8 @@ def every() -> list[Row]:
 
 
 def select_tools(text: str | None) -> list[str]:
-    """Return the tools that `--peers` names, separated by spaces; None: all. Raises InputError for
-    a name that is not in TOOLS."""
+    """Return the tools that `--peers` names, separated by spaces; for None, all. Raises InputError
+    for a name that is not in TOOLS."""
     if text is None:
         return list(TOOLS)
     words = text.split()
@@ -240,13 +242,14 @@ def _named(row: Row, words: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way of another tool to train a row, where there are several.
+    """One way in which another tool can train a row.
 
-    `cast`: "fp32"; "microbatch" or "step" (bf16 autocast is entered once in each; once a step casts
-    each weight once); "masters" (bf16 weights and gradients, fp32 master weights); or "policy"
-    (fp32 shards are gathered as bf16, gradients reduced in fp32). `loss_parallel` and
-    `sequence_parallel` are DTensor's. `reduce_each`: gradients are reduced into shards after each
-    microbatch and never held whole; otherwise after the last one.
+    `cast` is one of these: "fp32"; "microbatch" or "step" (bf16 autocast, entered once in each
+    microbatch or step; with "step" each weight is cast once per step); "masters" (bf16 weights and
+    gradients, fp32 master weights); "policy" (fp32 shards are gathered as bf16, gradients reduced
+    in fp32). `loss_parallel` and `sequence_parallel` are those of DTensor. `reduce_each`: gradients
+    are reduced into shards after each microbatch and never stored unsharded; otherwise after the
+    last microbatch.
     """
 
     tool: str = "torch"
@@ -257,7 +260,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Return its name in tables."""
+        """Return the name of the way in tables."""
         casts = {
             "fp32": "fp32",
             "microbatch": "bf16 autocast",
@@ -274,11 +277,11 @@ class Variant:
 
 
 def choices(row: Row, tool: str) -> list[list[dict[str, Any]]]:
-    """Return how `tool` can train `row`: a list of decisions, each a list of alternatives, which
-    are fields of a `Variant`.
+    """Return how `tool` can train `row`: a list of decisions, each of which is a list of
+    alternatives, which are fields of a `Variant`.
 
     The decisions are made one after another, by measurement, beginning with the first alternatives.
-    Every way keeps fp32 master weights.
+    With every alternative there are fp32 master weights.
     """
     decisions: list[list[dict[str, Any]]] = []
     fsdp = tool == "torch" and row.sizes.shards_weights
@@ -297,9 +300,9 @@ def choices(row: Row, tool: str) -> list[list[dict[str, Any]]]:
 
 
 def synthetic_ids(row: Row, step: int) -> "Tensor":
-    """Return token ids [B, s + 1] of a step, the same for all sides. Some are frequent and most are
-    rare (log-uniform): uniform ids cannot be learned, so that the loss would not show a missing
-    update.
+    """Return token ids [B, s + 1] for a step, the same for all sides. Some ids are frequent and
+    most are rare (log-uniform): uniform ids cannot be learned, so that the loss would not show a
+    missing update.
     """
     import torch
 

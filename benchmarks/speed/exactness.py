@@ -1,4 +1,4 @@
-"""The cost of reproducible sums, and the losses of each precision.
+"""The cost of reproducible sums, and the losses in each precision.
 
 python -m benchmarks.speed.exactness reproducible [--rounds 5]   # d = 2, with and without
 python -m benchmarks.speed.exactness precisions [--steps 300]    # fp32, bf16, fp16; the demo's data
@@ -19,12 +19,12 @@ from benchmarks.speed.case import Row
 from benchmarks.speed.sides import Side
 from benchmarks.speed.trials import WARM_STEPS
 
-LAST = 50  # steps whose mean loss is compared
+LAST = 50  # number of steps whose mean loss is compared
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def reproducible(wanted: int) -> None:
-    """Measure step time and memory with `run.reproducible = true` and without, in turn, until
+    """Measure step time and memory with `run.reproducible = true` and without, alternately, until
     `wanted` rounds were undisturbed."""
     plain = Row("d=2", "fp32")
     with Side(plain, None) as off, Side(replace(plain, reproducible=True), None) as on:
@@ -52,7 +52,7 @@ def reproducible(wanted: int) -> None:
 
 
 def precisions(steps: int) -> None:
-    """Print the mean loss of the last steps of the demo's training in each precision."""
+    """Print the mean loss of the last steps when the demo is trained in each precision."""
     if not (ROOT / "runs/demo-data/train").is_dir():
         sys.exit("exactness: runs/demo-data is missing: run `make demo` first")
     means: dict[str, float] = {}

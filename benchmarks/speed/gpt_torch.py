@@ -1,7 +1,7 @@
-"""The same GPT in plain torch, as its user would write it: batch first, fused qkv, SDPA.
+"""The same GPT in plain torch, as a user of torch would write it: batch first, fused qkv, SDPA.
 
-Its parameters have this project's names and are drawn from the same (seed, name), so that the
-losses of both must agree.
+Its parameters have ptdmpi's names and the same random values, which depend on (seed, name), so that
+the losses of both must agree.
 """
 
 import math
@@ -29,7 +29,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention with a fused projection of queries, keys and values."""
+    """Causal attention with one linear for queries, keys and values."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the output [b, s, h] for x [b, s, h]."""
         # [b, s, a, 3, head size]: the heads are outermost, so that DTensor's contiguous shards of
-        # the rows of qkv are whole heads
+        # the rows of qkv consist of complete heads
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))
         q, k, v = qkv.transpose(1, 2).unbind(3)
         core = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -49,7 +49,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linears around tanh GELU."""
+    """An MLP: two linears with tanh GELU between them."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer with its norms before attention and MLP."""
+    """A layer, with norms before attention and MLP."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -82,8 +82,9 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A pipeline stage of the GPT, or all of it: `layers`, with the embedding before the first one
-    and norm and head after the last. `autocast`: the forward pass enters bf16 autocast.
+    """A pipeline stage of the GPT, or the complete GPT: `layers`, with the embedding before the
+    first layer, and norm and head after the last. `autocast`: the forward pass enters bf16
+    autocast.
     """
 
     def __init__(self, config: Config, layers: range, vocab_size: int, autocast: bool) -> None:
@@ -98,8 +99,8 @@ class Gpt(nn.Module):
         self._initialise(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the stage's output for x: token ids [b, s] or, after the first stage,
-        [b, s, h]."""
+        """Return the output of the stage for x: token ids [b, s] or, after the first stage, [b, s,
+        h]."""
         if not self.autocast:
             return self._forward(x)
         with torch.autocast("cpu", torch.bfloat16):
@@ -125,12 +126,12 @@ class Gpt(nn.Module):
                 start = model.init_std / math.sqrt(2 * model.layers)
             slabs = initial(config.run.seed, name, tuple(parameter.shape), start)
             whole = torch.cat([values for _, values in slabs])
-            if ".qkv." in name:  # from all q, all k, all v to q, k, v of each head
+            if ".qkv." in name:  # reorder from all q, all k, all v to q, k, v of each head
                 parts = (3, model.heads, model.head_size)
                 whole = whole.unflatten(0, parts).transpose(0, 1).flatten(0, 2)
             parameter.copy_(whole)
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean over the tokens, in float32; logits [b, s, V], labels [b, s]."""
+    """Return the mean loss over the tokens, in float32, for logits [b, s, V] and labels [b, s]."""
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())

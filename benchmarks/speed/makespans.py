@@ -1,11 +1,13 @@
-"""The runner against the simulator: steps of stages that sleep, and the host's time for an op.
+"""The runner compared with the simulator: steps of stages that only sleep, and the host's time for
+an op.
 
     . jobs/mpi-env.sh; mpirun -n 4 .venv/bin/python -m benchmarks.speed.makespans
 
-prints the time of the runner's step and the simulator's makespan for each schedule, and the host's
-microseconds per action where ops do nothing: with activations of 128 bytes, where that is Python
-and latency, and of 1 MiB, as in training, where they are copied, too. A sleep needs no core, so
-there may be more ranks than cores; other processes on the cores disturb the measurement.
+prints, for each schedule, the time of the runner's step and the simulator's makespan. It also
+prints the host's microseconds per action where ops do nothing: with activations of 128 bytes, where
+this is Python and latency, and of 1 MiB, as in training, where they are copied, too. A sleep needs
+no core, so there may be more ranks than cores; other processes on the cores disturb the
+measurement.
 """
 
 import itertools
@@ -28,9 +30,9 @@ from ptdmpi.plan.schedule.program import post_early, programs
 from ptdmpi.plan.schedule.simulate import Costs, simulate
 from ptdmpi.watch.stopwatch import Place, Stopwatch
 
-OP_S = 0.03  # of F, I and W; a B takes twice as long
+OP_S = 0.03  # seconds of an F, I or W; a B takes twice as long
 MICROBATCHES = 8
-SHAPES = ((4, 1, 8), (512, 1, 512))  # of activations in float32: 128 bytes and 1 MiB
+SHAPES = ((4, 1, 8), (512, 1, 512))  # shapes of activations in float32: 128 bytes and 1 MiB
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2))
 
 
@@ -52,22 +54,22 @@ class Sleeper:
         return None if silent else self.output
 
     def begin_step(self) -> None:
-        """Nothing is left of the last step."""
+        """Do nothing: nothing remains of the last step."""
 
     def forward_microbatch(self, microbatch: object, x: object) -> torch.Tensor | None:
-        """Stand for F."""
+        """Sleep in place of a forward op (F)."""
         return self._slept(1, self.last)
 
     def backward_microbatch(self, microbatch: object, dy: object) -> torch.Tensor | None:
-        """Stand for B."""
+        """Sleep in place of a backward op (B)."""
         return self._slept(2, self.first)
 
     def input_microbatch(self, microbatch: object, dy: object) -> torch.Tensor | None:
-        """Stand for I."""
+        """Sleep in place of the first part of a backward op (I)."""
         return self._slept(1, self.first)
 
     def weight_microbatch(self, microbatch: object, nothing: object) -> None:
-        """Stand for W."""
+        """Sleep in place of the second part of a backward op (W)."""
         self._slept(1, True)
 
 
@@ -93,7 +95,7 @@ class Makespan:
 
 
 def rows(comm: MPI.Comm, repeats: int = 3) -> Iterator[Makespan]:
-    """Yield the quickest of `repeats` steps of each schedule. Called by all ranks."""
+    """Yield the fastest of `repeats` steps for each schedule. All ranks call this."""
     axes = World(comm).split(Grid({"tensor": 1, "data": 1, "pipeline": comm.size}))
     axis = axes["pipeline"]
     for (kind, virtual), shape in itertools.product(SCHEDULES, SHAPES):

@@ -1,4 +1,4 @@
-"""This project's side: the engine of `ptdmpi train`, fed with synthetic batches."""
+"""ptdmpi's side of the comparison: the engine of `ptdmpi train`, with synthetic batches."""
 
 import math
 import os
@@ -34,7 +34,7 @@ REPEATS = 6
 
 
 class OurTrainer:
-    """One rank of the engine of `ptdmpi train`."""
+    """The engine of `ptdmpi train` on one rank."""
 
     def __init__(self, row: Row, world: World) -> None:
         config = row.config
@@ -51,7 +51,7 @@ class OurTrainer:
         give_back()
 
     def batch(self, step: int) -> list[Microbatch]:
-        """Return this rank's microbatches of a step."""
+        """Return this rank's microbatches for a step."""
         size = self.row.case.micro_size
         ids = synthetic_ids(self.row, step)
         first = self.data_rank * self.microbatches * size
@@ -67,13 +67,14 @@ class OurTrainer:
         return self.engine.step(step, batch).loss
 
     def limits_s(self) -> tuple[float, float]:
-        """Return the seconds of a step's linear GEMMs, and of these and its attention, measured
-        alone."""
+        """Return two numbers, each measured separately: the seconds of a step's linear GEMMs, and
+        the seconds of these together with its attention."""
         gemms = self._gemm_time_s()
         return gemms, gemms + self._attention_time_s()
 
     def _attention_time_s(self) -> float:
-        """Return the seconds of a step's attention by its fastest implementation here."""
+        """Return the seconds of a step's attention with the fastest implementation on this
+        machine."""
         case = self.row.case
         layers = sum(len(stage.layers) for stage in self.engine.stages.values())
         shape = (
@@ -104,7 +105,7 @@ class OurTrainer:
 
 
 def _settled(row: Row, world: World) -> HostChoice:
-    """Return the kernels that `ptdmpi train` takes on this machine for such a run."""
+    """Return the kernels that `ptdmpi train` uses on this machine for such a run."""
     dtype = data_types(row.precision).compute
     memory = Memory(row.config, row.case.vocab_size, world, torch.device("cpu"))
     settled = memory.settle(measured_choice(dtype, {}), lambda line: None)
@@ -113,7 +114,7 @@ def _settled(row: Row, world: World) -> HostChoice:
 
 
 def _linear_time_s(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
-    """Return the least time of x W^T, dy W and dy^T x together, each by its faster kernel."""
+    """Return the shortest time of x W^T, dy W and dy^T x together, each with its faster kernel."""
     x = torch.randn(rows, inputs).to(dtype)
     dy = torch.randn(rows, outputs).to(dtype)
     weight = torch.randn(outputs, inputs).to(dtype)
@@ -134,7 +135,7 @@ def _linear_time_s(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> 
 
 
 def _attention_time_s(shape: tuple[int, ...], dtype: torch.dtype, way: HostAttention) -> float:
-    """Return the least time of causal attention, forward and backward."""
+    """Return the shortest time of causal attention, forward and backward."""
     if not host.multiplies("cpu", dtype):
         dtype = torch.float32
     q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))
@@ -154,7 +155,8 @@ def _time_s(work: Callable[[], object]) -> float:
 
 
 def run(row: Row, serve: Callable[[OurTrainer], None]) -> None:
-    """Build this rank's trainer of a row, and serve it; all ranks end when one fails."""
+    """Build the trainer of a row on this rank, and pass it to `serve`. All ranks end when one
+    fails."""
     world = World()
     with fail_together(world):
         serve(OurTrainer(row, world))

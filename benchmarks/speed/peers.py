@@ -1,5 +1,5 @@
-"""Other trainers of pinned versions, each installed into a folder of its own when a row needs it;
-all use the project's torch."""
+"""Other trainers in pinned versions. Each is installed into its own folder when a row needs it; all
+use the project's torch."""
 
 import os
 import subprocess
@@ -14,7 +14,8 @@ from benchmarks.launch import ROOT
 
 LIMIT_S = 600.0
 BUILT = "built"
-# Complete together with the packages of `make setup`; torch is neither listed nor resolved.
+# The pinned packages are complete together with those of `make setup`; torch is neither listed nor
+# resolved.
 PINS: dict[str, tuple[str, ...]] = {
     "deepspeed": (
         "deepspeed==0.19.0",
@@ -35,16 +36,17 @@ PINS: dict[str, tuple[str, ...]] = {
 
 
 class PeerMissing(Exception):
-    """A peer cannot be installed here; the message has the reason."""
+    """The error that a peer cannot be installed on this machine. The message is the reason."""
 
 
 def absent(tools: Iterable[str], end_s: float) -> dict[str, str]:
-    """Install `tools` that are not installed yet, and return the reason for each that cannot be.
-    Together they may take a third of the time until `end_s` (of time.monotonic)."""
+    """Install those of `tools` that are not installed yet, and return the reason for each that
+    cannot be. Together this may take a third of the time until `end_s` (of time.monotonic)."""
     reasons = {}
     left = list(tools)
     for lock in FOLDER.glob(f"*/{BUILT}/*/lock"):
-        lock.unlink()  # a process that was ended while it compiled left it: others would wait
+        # a process that was ended while it compiled has left this lock; others would wait for it
+        lock.unlink()
     end_s -= 2 / 3 * max(0.0, end_s - time.monotonic())
     while left:
         share_s = (end_s - time.monotonic()) / len(left)
@@ -76,7 +78,8 @@ def install(tool: str, limit_s: float = LIMIT_S) -> None:
 def _pip(words: Sequence[str], limit_s: float) -> None:
     """Run `pip install`. Raises PeerMissing with pip's errors."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    # packages without wheels are built with the project's setuptools: setup scripts import torch
+    # packages without wheels are built with the project's setuptools, because their setup scripts
+    # import torch
     flags = ["--no-deps", "--no-build-isolation", "--no-compile", "--root-user-action=ignore"]
     try:
         done = subprocess.run(
@@ -95,9 +98,10 @@ def _pip(words: Sequence[str], limit_s: float) -> None:
 
 
 def environment(tool: str) -> dict[str, str]:
-    """Return the variables that the processes of `tool` need in their environment."""
+    """Return the environment variables that the processes of `tool` need."""
     if tool not in PINS:
         return {}
-    # its own versions come before the project's; DeepSpeed compiles a part when it starts
+    # the peer's own versions come before the project's; DeepSpeed compiles a part of itself when it
+    # starts
     path = os.pathsep.join([str(FOLDER / tool), str(ROOT), *sys.path])
     return {"PYTHONPATH": path, "TORCH_EXTENSIONS_DIR": str(FOLDER / tool / BUILT)}

@@ -1,4 +1,4 @@
-"""Plain torch over gloo as a peer, each layout by torch's own means."""
+"""Plain torch over gloo as a peer, with each layout implemented by torch's own features."""
 
 import contextlib
 import os
@@ -43,11 +43,11 @@ SCHEDULES = {
 
 
 def groups(config: Config, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: parameters of two dimensions, whose weights decay, and others
-    without decay."""
+    """Return the optimizer's parameter groups: parameters with two dimensions, whose weights decay,
+    and others without decay."""
     members: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
-        # fused kernels take no mixture of DTensors and others
+        # fused kernels do not accept a mixture of DTensors and other tensors
         key = (parameter.dim() > 1, isinstance(parameter, DTensor))
         members.setdefault(key, []).append(parameter)
     decay = config.optimizer.weight_decay
@@ -65,7 +65,7 @@ def adam_settings(config: Config) -> dict[str, Any]:
 
 
 def microbatches(row: Row, data_rank: int, step: int) -> list[tuple[Tensor, Tensor]]:
-    """Return inputs and labels [b, s] of each of this data rank's microbatches of a step."""
+    """Return inputs and labels [b, s] for each of this data rank's microbatches of a step."""
     size = row.case.micro_size
     own = row.config.microbatches * size
     mine = synthetic_ids(row, step)[data_rank * own : (data_rank + 1) * own]
@@ -73,7 +73,7 @@ def microbatches(row: Row, data_rank: int, step: int) -> list[tuple[Tensor, Tens
 
 
 def layers_of_stages(row: Row) -> list[range]:
-    """Return the layers of each stage of a pipeline, cut where this project cuts."""
+    """Return the layers of each pipeline stage, which are cut at the same layers as ptdmpi's."""
     sizes = row.sizes
     model = row.config.model
     placed = placement(sizes.schedule, sizes.pipeline, sizes.virtual)
@@ -83,7 +83,7 @@ def layers_of_stages(row: Row) -> list[range]:
 class Optimizer:
     """Fused AdamW on `parameters`, or on fp32 master copies of them (`masters`).
 
-    `divided`: each data rank updates its share of the parameters and sends them to the others.
+    `divided`: each data rank updates its share of the parameters and sends it to the others.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the parameters, and drop their gradients."""
+        """Update the parameters, and remove their gradients."""
         if self.masters is None:
             self.adam.step()
             self.adam.zero_grad()
@@ -118,7 +118,8 @@ class Optimizer:
 
 
 class AccumulatingTrainer:
-    """A rank of one process, DistributedDataParallel, FSDP2 or DTensor: microbatches in a loop."""
+    """One rank with a single process, DistributedDataParallel, FSDP2 or DTensor, which runs
+    microbatches in a loop."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
         config = row.config
@@ -141,7 +142,7 @@ class AccumulatingTrainer:
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's microbatches of a step."""
+        """Return this rank's microbatches for a step."""
         return microbatches(self.row, self.data_rank, step)
 
     def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float:
@@ -158,7 +159,7 @@ class AccumulatingTrainer:
         return float(torch.stack(losses).double().mean())
 
     def _sync(self, reduced: bool) -> contextlib.AbstractContextManager:
-        """Return a context in which gradients are reduced after the backward pass, or not."""
+        """Return a context in which gradients are, or are not, reduced after the backward pass."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(reduced)
         if reduced or not isinstance(self.model, DistributedDataParallel):
@@ -170,7 +171,7 @@ class AccumulatingTrainer:
 
 
 class PipelineTrainer:
-    """A rank of torch.distributed.pipelining, with stages cut at the same layers as ours."""
+    """One rank of torch.distributed.pipelining, with stages cut at the same layers as ptdmpi's."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
         config = row.config
@@ -197,12 +198,12 @@ class PipelineTrainer:
         )
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and labels [B, s] of a step."""
+        """Return inputs and labels [B, s] for a step."""
         ids = synthetic_ids(self.row, step)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def step(self, step: int, batch: tuple[Tensor, Tensor]) -> float | None:
-        """Train a step; return its loss on the rank of the last stage."""
+        """Train a step. Return its loss on the rank of the last stage."""
         inputs, labels = batch
         losses: list[Tensor] = []
         arguments = [inputs] if self.first else []
@@ -230,7 +231,7 @@ def _local(loss: Tensor) -> Tensor:
 
 
 def divide(model: Gpt, mesh: DeviceMesh, variant: Variant) -> None:
-    """Divide a whole model over `mesh` by torch's own plans."""
+    """Divide an undivided model over `mesh` by torch's own parallel styles."""
     between = Shard(1) if variant.sequence_parallel else Replicate()
     plan: dict = {"embedding.word": RowwiseParallel(input_layouts=Replicate())}
     if variant.sequence_parallel:
@@ -249,7 +250,7 @@ def divide(model: Gpt, mesh: DeviceMesh, variant: Variant) -> None:
 
 
 def shard(model: Gpt, mesh: DeviceMesh, variant: Variant) -> None:
-    """Shard a whole model over `mesh`: layer by layer, and the rest as one unit."""
+    """Shard an unsharded model over `mesh`: each layer separately, and the rest together."""
     policy = MixedPrecisionPolicy()
     if variant.cast == "policy":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -274,20 +275,21 @@ def _block_plan(between: Shard | Replicate, sequence_parallel: bool) -> dict:
 
 
 def trainer(row: Row, variant: Variant, rank: int) -> AccumulatingTrainer | PipelineTrainer:
-    """Return the trainer of a rank."""
+    """Return the trainer for a rank."""
     kind = PipelineTrainer if row.sizes.pipeline > 1 else AccumulatingTrainer
     return kind(row, variant, rank)
 
 
 def connect_alone() -> None:
-    """Make a process group of one process, unless there is a group: some tools always need one."""
+    """Make a process group of one process, unless a group exists already: some tools always need
+    one."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def run(row: Row, store: str, serve: Callable[[int], None]) -> None:
-    """Connect the ranks over gloo, and serve. RANK and WORLD_SIZE of the environment give a rank
-    its number; the ranks meet in the file `store`."""
+    """Connect the ranks over gloo, and call `serve`. RANK and WORLD_SIZE in the environment give a
+    rank its number; the ranks meet through the file `store`."""
     torch.set_num_threads(row.config.run.threads)
     rank = int(os.environ["RANK"])
     ranks = int(os.environ["WORLD_SIZE"])

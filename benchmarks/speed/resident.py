@@ -1,9 +1,10 @@
-"""Resident memory of a rank in two steps of training in bf16, measured and by the planner.
+"""The resident memory of a rank in two bf16 training steps, as measured and as predicted by the
+planner.
 
 . jobs/mpi-env.sh; mpirun -n 2 .venv/bin/python -m benchmarks.speed.resident --zero 3
     [--hidden 640] [--layers 8] [--vocabulary 32000] [--lora 8 [--base nf4]]
 
-One process measures one setting: a process's peak never falls.
+One process measures one setting, because a process's peak never decreases.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.train.capacity import process_bytes
 
 MIB = 2**20
-SEQUENCE = 64  # short: the state is measured, not the activations
+SEQUENCE = 64  # short, because the state is measured, not the activations
 STEPS = 2
 PRECISION = "bf16"
 
@@ -68,7 +69,7 @@ def main() -> None:
     config = configuration(options, layout)
     compute = data_types(PRECISION).compute
     some = torch.ones(256, 256, dtype=compute)
-    some @ some  # libraries allocate their memory now
+    some @ some  # this makes libraries allocate their memory now
     axes = world.split(grid_of(config))
     _, start = process_bytes()
     engine = Engine(config, axes, options.vocabulary)

@@ -1,4 +1,4 @@
-"""Rounds of a row, their disturbance by other processes, and the file of results."""
+"""The rounds of a row, their disturbance by other processes, and the file of results."""
 
 import datetime
 import importlib.metadata
@@ -13,15 +13,16 @@ from typing import Any
 
 from ptdmpi.base.disk import write_whole
 
-FOREIGN_LIMIT = 0.05  # of one core
-# A processor's name does not tell whether it has them; without them torch's products are scalar.
+FOREIGN_LIMIT = 0.05  # number of cores
+# A processor's name does not tell whether it has these instructions; without them torch's matrix
+# multiplications are scalar code.
 BF16_UNITS = ("amx_bf16", "avx512_bf16")
 
 
 @dataclass(frozen=True)
 class Round:
-    """This project and a peer, measured in one round. `foreign_share` is the greatest number of
-    cores that other processes took while a side of the round ran."""
+    """The measurements of ptdmpi and of a peer in one round. `foreign_share` is the greatest number
+    of cores that other processes used while a side of the round ran."""
 
     tokens_per_s: float
     peer_tokens_per_s: float
@@ -29,34 +30,35 @@ class Round:
 
     @property
     def ratio(self) -> float:
-        """This project's tokens per second over the peer's."""
+        """Return ptdmpi's tokens per second divided by the peer's."""
         return self.tokens_per_s / self.peer_tokens_per_s
 
     @property
     def disturbed(self) -> bool:
-        """Return True if other processes took more than FOREIGN_LIMIT cores."""
+        """Return True if other processes used more than FOREIGN_LIMIT cores."""
         return self.foreign_share > FOREIGN_LIMIT
 
 
 @dataclass(frozen=True)
 class LeastTimes:
-    """Seconds of a step's bare linear GEMMs, and of these and its attention, on one rank. They are
-    of the fastest kernels known here, and the least of several measurements: no step takes less."""
+    """The seconds of a step's bare linear GEMMs, and of these together with its attention, on one
+    rank. They are the least of several measurements with the fastest known kernels: no step takes
+    less."""
 
     gemm_s: float
     both_s: float
 
     def least(self, other: "LeastTimes") -> "LeastTimes":
-        """Return the lesser of each."""
+        """Return the smaller of each number."""
         return LeastTimes(min(self.gemm_s, other.gemm_s), min(self.both_s, other.both_s))
 
 
 def busy_cpu_s(stat: str | None = None) -> float:
-    """Return the CPU time that processes of this machine have used since boot, from the text of
-    /proc/stat.
+    """Return the CPU time that processes on this machine have used since boot, according to the
+    text of /proc/stat.
 
-    Stolen time counts, for another guest used it. Interrupts do not: they belong to no process, and
-    those of the loopback network are our own.
+    Stolen time counts, because another guest used it. Interrupts do not count: they belong to no
+    process, and those of the loopback network are caused by the benchmark itself.
     """
     first = (stat or Path("/proc/stat").read_text()).splitlines()[0].split()
     user, nice, system, _idle, _iowait, _irq, _softirq, steal = (int(x) for x in first[1:9])
@@ -64,13 +66,13 @@ def busy_cpu_s(stat: str | None = None) -> float:
 
 
 def foreign_share(busy_s: float, own_s: float, wall_s: float) -> float:
-    """Return the cores used by other processes during `wall_s` seconds, at least 0 (ticks are
-    coarse)."""
+    """Return the number of cores that other processes used during `wall_s` seconds, at least 0
+    (clock ticks are coarse)."""
     return max(0.0, (busy_s - own_s) / wall_s)
 
 
 def enough(rounds: Sequence[Round], wanted: int) -> bool:
-    """Return True after `wanted` undisturbed rounds, or twice as many in all."""
+    """Return True after `wanted` undisturbed rounds, or after twice as many rounds in total."""
     return sum(not r.disturbed for r in rounds) >= wanted or len(rounds) >= 2 * wanted
 
 
@@ -81,8 +83,8 @@ def counted(rounds: Sequence[Round], wanted: int) -> list[Round]:
 
 @dataclass(frozen=True)
 class PeerTrial:
-    """A trial of a peer's way on a small batch. A way that was given up is not `finished`: its rate
-    is an upper bound."""
+    """A trial of one of a peer's ways on a small batch. If the way was given up, it is not
+    `finished`, and its rate is an upper bound."""
 
     tokens_per_s: float
     finished: bool
@@ -93,21 +95,21 @@ class Constants:
     """The values that are the same in all rounds: for each side, the greatest over its ranks."""
 
     peak_memory_bytes: int
-    peer_peak_memory_bytes: int | None  # None: it did not finish
-    limits: LeastTimes  # the least of all rounds
-    losses: list[float]  # of all steps, with those before the first round
+    peer_peak_memory_bytes: int | None  # None: the peer did not finish
+    limits: LeastTimes  # the least over all rounds
+    losses: list[float]  # losses of all steps, including those before the first round
     peer_losses: list[float]
-    peer_trials: dict[str, PeerTrial]  # by the name of the way
+    peer_trials: dict[str, PeerTrial]  # by the name of the peer's way
 
 
 @dataclass(frozen=True)
 class Result:
-    """A row of the file of results."""
+    """A row in the file of results."""
 
     layout: str
     precision: str
     tool: str
-    peer: str  # the tool's way
+    peer: str  # the name of the tool's way
     tokens_per_s: float
     peer_tokens_per_s: float
     ratio_median: float
@@ -116,17 +118,21 @@ class Result:
     peak_memory_bytes: int
     peer_peak_memory_bytes: int | None
     gemm_share: float
-    limit_share: float  # GEMMs and attention, over our step
-    counted: int  # rounds, the least disturbed ones, that the figures are of
+    limit_share: float  # time of GEMMs and attention, divided by that of ptdmpi's step
+    # number of rounds that the figures are computed from, which are the least disturbed ones
+    counted: int
     rounds: list[dict[str, float]]
-    disturbed: int  # of all rounds
+    disturbed: int  # number of disturbed rounds among all rounds
     counted_disturbed: int
     losses: list[float]
     peer_losses: list[float]
     peer_trials: dict[str, PeerTrial]
-    peer_finished: bool  # if not, peer_tokens_per_s is an upper bound, and ratios are lower bounds
+    # if False, peer_tokens_per_s is an upper bound, and ratios are lower bounds
+    peer_finished: bool
     measured: str
-    scalar: bool  # the peer's products of this type are scalar code here: it is no rival
+    # True if the peer's matrix multiplications in this type are scalar code on this machine, so
+    # that the comparison says little
+    scalar: bool
 
 
 def summarise(
@@ -137,8 +143,8 @@ def summarise(
     *,
     tokens: int,
 ) -> Result:
-    """Return the result of a row's rounds. `names` are layout, precision, tool and its way;
-    `tokens` are those of one step."""
+    """Return the result of the rounds of a row. `names` are layout, precision, tool and its way;
+    `tokens` is the number in one step."""
     used = counted(rounds, wanted)
     ratios = [r.ratio for r in used]
     rate = statistics.median(r.tokens_per_s for r in used)
@@ -187,17 +193,18 @@ def machine() -> dict[str, Any]:
 
 
 def write(path: Path, results: Sequence[Result], order: Sequence[tuple[str, str, str]]) -> None:
-    """Put `results` into the file, atomically.
+    """Write `results` into the file, in one step.
 
-    Its rows that were not measured again remain, if they were measured on the same machine. `order`
-    lists the (layout, precision, tool) of all rows.
+    Rows of the file that were not measured again remain, if they were measured on the same machine.
+    `order` lists the (layout, precision, tool) of all rows.
     """
     here = machine()
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     if path.exists():
         before = json.loads(path.read_text())
         if before["machine"] == here:
-            keys = {field.name for field in fields(Result)}  # of an older benchmark: others
+            # a file of an older version has other keys
+            keys = {field.name for field in fields(Result)}
             kept = (row for row in before["rows"] if row.keys() == keys)
             rows = {(row["layout"], row["precision"], row["tool"]): row for row in kept}
     rows |= {(each.layout, each.precision, each.tool): asdict(each) for each in results}

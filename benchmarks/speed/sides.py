@@ -1,4 +1,4 @@
-"""The sides of a row as groups of processes that train on command."""
+"""The sides of a row, which are groups of processes that train on command."""
 
 import json
 import math
@@ -23,37 +23,37 @@ from benchmarks.speed.rounds import LeastTimes, busy_cpu_s, foreign_share
 START_LIMIT_S = 180.0
 ANSWER_LIMIT_S = 600.0
 END_LIMIT_S = 20.0
-POLL_S = 0.5  # between two looks for processes that have ended without an answer
+POLL_S = 0.5  # seconds between two checks for processes that have ended without an answer
 
 
 class SideFailed(Exception):
-    """A side ended or hung; the message has what it wrote."""
+    """The error that a side has ended or hangs. The message has what it wrote."""
 
 
 class SideTooSlow(SideFailed):
-    """A side did not answer within its limit and was ended."""
+    """The error that a side did not answer within its limit and was ended."""
 
 
 class TimeIsOver(Exception):
-    """The benchmark's time ran out; the side that was waited for was ended."""
+    """The error that the benchmark's time is over; the side that it waited for was ended."""
 
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """The steps that a side trained in one command; `foreign_share` is in cores."""
+    """The steps that a side trained in one command. `foreign_share` is in cores."""
 
-    time_s: float  # from the first rank's start to the last rank's end
+    time_s: float  # seconds from the first rank's start to the last rank's end
     losses: list[float]
     peak_memory_bytes: int
     foreign_share: float
 
 
 class Side:
-    """A context with all ranks of one side of a row.
+    """A context in which all ranks of one side of a row are running.
 
-    A `variant` of None is this project, started by mpirun; otherwise its tool is started as one
-    process per rank. All have the environment of jobs/mpi-env.sh, and sleep while they have no
-    command. After `end_s` (of time.monotonic) waiting raises TimeIsOver.
+    With a `variant` of None the side is ptdmpi, started by mpirun; otherwise its tool is started as
+    one process per rank. All processes have the environment of jobs/mpi-env.sh, and sleep while
+    they have no command. After `end_s` (of time.monotonic) waiting raises TimeIsOver.
     """
 
     def __init__(self, row: Row, variant: Variant | None, end_s: float = math.inf) -> None:
@@ -63,7 +63,7 @@ class Side:
         self.name = "ptdmpi" if variant is None else variant.tool
         self.ranks = row.sizes.ranks
         self.steps_done = 0
-        self.streams: dict[TextIO, socket.socket] = {}  # of the ranks, in their order
+        self.streams: dict[TextIO, socket.socket] = {}  # the sockets of the ranks, in rank order
         self.processes: list[subprocess.Popen] = []
 
     def __enter__(self) -> Self:
@@ -100,7 +100,8 @@ class Side:
             self.processes.append(start([sys.executable, *worker], self.log, extra=extra))
 
     def _greet(self, place: Path) -> None:
-        """Accept every rank, send it its job, and wait until its model is built."""
+        """Accept the connection of every rank, send it its job, and wait until its model is
+        built."""
         job = {
             "row": self.row.to_json(),
             "variant": asdict(self.variant or Variant()),
@@ -124,15 +125,15 @@ class Side:
         self.streams = {ready[rank]: self.streams[ready[rank]] for rank in range(self.ranks)}
 
     def ask(self, limit_s: float = ANSWER_LIMIT_S, **command: Any) -> list[dict[str, Any]]:
-        """Send all ranks a command, and return their replies in the order of ranks. Raises
-        SideFailed; after `limit_s` seconds SideTooSlow."""
+        """Send a command to all ranks, and return their replies in rank order. Raises SideFailed,
+        and after `limit_s` seconds SideTooSlow."""
         for stream in self.streams:
             self._say(stream, command)
         end_s = time.monotonic() + limit_s
         return [self._hear(stream, end_s) for stream in self.streams]
 
     def train(self, count: int, limit_s: float = ANSWER_LIMIT_S) -> TimedSteps:
-        """Train the next `count` steps. Raises as `ask` does."""
+        """Train the next `count` steps. Raises the same errors as `ask`."""
         begin_s = time.perf_counter()
         busy_before = busy_cpu_s()
         own_before = family_cpu_s()
@@ -150,7 +151,7 @@ class Side:
         )
 
     def limits(self) -> LeastTimes:
-        """Measure the least times of a step, and return those of the rank with most work."""
+        """Measure the least times of a step, and return those of the rank with the most work."""
         times = [LeastTimes(*reply["limits_s"]) for reply in self.ask(limits=True)]
         return LeastTimes(max(rank.gemm_s for rank in times), max(rank.both_s for rank in times))
 
@@ -163,7 +164,7 @@ class Side:
 
     def _hear(self, stream: TextIO, end_s: float) -> dict[str, Any]:
         """Return a rank's answer. Raises SideTooSlow after `end_s` (of time.monotonic), and
-        SideFailed when any rank has ended, for which this one may wait forever."""
+        SideFailed when any rank has ended, because this rank may wait for it forever."""
         while not select.select([self.streams[stream]], [], [], POLL_S)[0]:
             self._still_time()
             if time.monotonic() > end_s:
@@ -198,7 +199,7 @@ class Side:
     def _close(self) -> None:
         for stream, connection in self.streams.items():
             stream.close()
-            connection.close()  # the end of its commands ends a rank
+            connection.close()  # a rank ends when its commands end
         for process in self.processes:
             _wait(process)
         self.listener.close()
@@ -208,14 +209,14 @@ class Side:
 
 def family_cpu_s() -> float:
     """Return the CPU time of this process and of all its descendants. They include the sides that
-    wait, for gloo's threads wake a hundred times a second in them."""
+    wait, because gloo's threads wake up a hundred times per second in them."""
     me = psutil.Process()
     times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
     return sum(process.user + process.system for process in times)
 
 
 def _wait(process: subprocess.Popen) -> None:
-    """Wait until it has ended by itself, by request, or by force."""
+    """Wait until a process has ended by itself, by request, or by force."""
     for end in (lambda: None, process.terminate, process.kill):
         end()
         try:

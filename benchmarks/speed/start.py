@@ -1,9 +1,9 @@
 """`python -m benchmarks.speed.start [--rounds 5]`: the time from mpirun to the end of the first
-step, and the least that any trainer needs for it.
+step, and the minimum that any trainer needs for this.
 
-The run is that of `make demo` (jobs/demo.toml, on the shards of `make demo`). In turn with it, as
-many processes import torch and mpi4py and nothing else. These imports and a later step, as the run
-recorded it, are the least.
+The run is that of `make demo` (jobs/demo.toml, on the shards of `make demo`). Alternating with it,
+the same number of processes import only torch and mpi4py. The minimum is the time of these imports
+plus that of a later step, as recorded by the run.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def imports_s() -> float:
 
 
 def first_step_s() -> tuple[float, float]:
-    """Return the seconds from mpirun to the record of the first step, and those of the last
+    """Return the seconds from mpirun until the first step is recorded, and the seconds of the last
     step."""
     with tempfile.TemporaryDirectory(prefix="ptdmpi-start-") as folder:
         settings = [f"run.dir={folder}/run", f"run.steps={STEPS}", "optimizer.warmup_steps=1"]
@@ -59,7 +59,7 @@ def first_step_s() -> tuple[float, float]:
 
 
 def main() -> None:
-    """Measure in turn, and print each round and the median."""
+    """Measure alternately, and print each round and the median."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()

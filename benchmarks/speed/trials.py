@@ -1,4 +1,4 @@
-"""The fastest way of a peer to train a row, chosen by short trials."""
+"""The fastest way in which a peer can train a row, chosen by short trials."""
 
 import math
 import time
@@ -10,18 +10,18 @@ from benchmarks.speed.rounds import PeerTrial
 from benchmarks.speed.sides import ANSWER_LIMIT_S, Side, SideFailed, SideTooSlow
 
 WARM_STEPS = 1
-TRIAL_MICROBATCHES = 2  # per data rank
-GIVE_UP = 2.0  # a way is given up at so many times the time of its tool's fastest way,
-GIVE_UP_OURS = 3.0  # or at so many times our time,
-FIRST_STEP_S = 5.0  # plus what a first step may take longer
+TRIAL_MICROBATCHES = 2  # number per data rank
+GIVE_UP = 2.0  # a way is given up if it takes this many times as long as the tool's fastest way,
+GIVE_UP_OURS = 3.0  # or this many times as long as ptdmpi,
+FIRST_STEP_S = 5.0  # plus the time by which a first step may be longer
 
 
 @dataclass(frozen=True)
 class Rival:
-    """A trainer that is measured against this project in a row, and its fastest way.
+    """A trainer that is compared with ptdmpi in a row, and its fastest way.
 
-    A `variant` of None is this project with the layout of `row`. If no way finished, `at_most`
-    is the bound of its tokens per second, and nothing is measured.
+    A `variant` of None is ptdmpi itself, with the layout of `row`. If no way has finished,
+    `at_most` is the upper bound of the rival's tokens per second, and nothing is measured.
     """
 
     tool: str
@@ -35,8 +35,9 @@ class Rival:
 def rivals(
     row: Row, tools: Sequence[str], absent: Mapping[str, str], trials: "Trials"
 ) -> tuple[list[Rival], list[str]]:
-    """Return those of `tools` that train the row, and a line for each that could but is left out:
-    those that are not installed, with their reasons in `absent`, and those that fail.
+    """Return two things: the rivals among `tools` that train the row, and a line for each tool that
+    could but is left out, because it is not installed (with the reason in `absent`) or because it
+    fails.
     """
     against: list[Rival] = []
     without: list[str] = []
@@ -61,10 +62,10 @@ def rivals(
 
 
 class Trials:
-    """The trials of all rows. A cast that was given up in one row is not tried in others.
+    """The trials of all rows. A `cast` that was given up in one row is not tried in other rows.
 
-    After `until_s` (of time.monotonic; set for each row) no trial begins: the fastest way so far is
-    taken, or the first one, and `untried` counts the others. `end_s` ends all waiting.
+    After `until_s` (of time.monotonic; set for each row) no new trial begins: the fastest way so
+    far is used, or the first one, and `untried` counts the others. `end_s` ends all waiting.
     """
 
     def __init__(self, end_s: float = math.inf) -> None:
@@ -73,7 +74,7 @@ class Trials:
         self.untried = 0
 
     def rival(self, row: Row, tool: str, tokens_per_s: float) -> Rival:
-        """Return the tool with its fastest way; `tokens_per_s` is our own rate in the trials."""
+        """Return the tool with its fastest way. `tokens_per_s` is ptdmpi's rate in the trials."""
         best, tried = self.fastest(row, tool, tokens_per_s)
         name = row.peers[tool]
         if best is None:
@@ -89,8 +90,8 @@ class Trials:
         """Return the fastest way, chosen decision by decision, and all trials by the names of their
         ways.
 
-        With our own `tokens_per_s`, ways that are much slower than it are given up, too. The way is
-        None if none is left (bf16 on a CPU without bf16 instructions).
+        If ptdmpi's rate `tokens_per_s` is given, ways that are much slower are given up, too. The
+        way is None if none is left (bf16 on a CPU without bf16 instructions).
         """
         decisions = choices(row, tool)
         best = Variant(tool)
@@ -102,14 +103,15 @@ class Trials:
                 continue  # there is nothing to choose or to give up
             ways = [replace(best, **change) for change in alternatives]
             for way in ways:
-                # where all casts were given up, the last is tried all the same: it gives the bound
+                # if all casts were given up, try the last one nevertheless, because it gives the
+                # bound
                 hopeless = (tool, way.cast) in self.hopeless and way is not ways[-1]
                 if way not in tried and not hopeless:
                     self._try(row, way, tried, tokens_per_s)
                 if "cast" in alternatives[0] and way in tried and not tried[way].finished:
                     self.hopeless.add((tool, way.cast))
             if not any(way in tried for way in ways):
-                continue  # there was no time
+                continue  # there is no time left
             finished = [way for way in ways if way in tried and tried[way].finished]
             best = max(finished, key=lambda way: tried[way].tokens_per_s, default=None)
             if best is None:
@@ -119,7 +121,7 @@ class Trials:
     def _try(
         self, row: Row, way: Variant, tried: dict[Variant, PeerTrial], tokens_per_s: float
     ) -> None:
-        """Add a trial of a way to `tried`, if there is time for it."""
+        """Try a way and add the trial to `tried`, if there is time for it."""
         if time.monotonic() > self.until_s:
             self.untried += 1
             return
@@ -129,7 +131,7 @@ class Trials:
 
 
 def attempt(row: Row, way: Variant, at_least: float, end_s: float) -> PeerTrial:
-    """Measure a way, or give it up if it does not reach `at_least` tokens per second."""
+    """Measure a way. Give it up if it does not reach `at_least` tokens per second."""
     tokens = row.case.tokens
     limit_s = ANSWER_LIMIT_S
     if at_least > 0.0:
@@ -139,7 +141,7 @@ def attempt(row: Row, way: Variant, at_least: float, end_s: float) -> PeerTrial:
             side.train(1, limit_s)
             trial = PeerTrial(tokens / side.train(1).time_s, finished=True)
         except SideTooSlow:
-            if at_least == 0.0:  # it is not slow, but hangs
+            if at_least == 0.0:  # without a bound it is not slow, but hangs
                 raise
             trial = PeerTrial(tokens / limit_s, finished=False)
     at_most = "" if trial.finished else "given up, at most "
@@ -155,7 +157,7 @@ def short(row: Row) -> Row:
 
 
 def own_rate(row: Row, end_s: float = math.inf) -> float:
-    """Return our tokens per second on the small batch of the trials."""
+    """Return ptdmpi's tokens per second on the small batch of the trials."""
     with Side(short(row), None, end_s) as ours:
         ours.train(WARM_STEPS)
         return short(row).case.tokens / ours.train(1).time_s

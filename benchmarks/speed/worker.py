@@ -1,9 +1,9 @@
-"""One rank of one side: builds its model, then trains steps on command.
+"""One rank of one side: it builds its model, then trains steps on command.
 
     python -m benchmarks.speed.worker ptdmpi|TOOL SOCKET
 
-Commands and replies are lines of JSON on a Unix socket. Between commands the rank sleeps while it
-reads; a barrier of MPI or gloo would keep a core busy on which another side is measured.
+Commands and replies are lines of JSON on a Unix socket. Between commands the rank sleeps in a read;
+a barrier of MPI or gloo would keep a core busy on which another side is measured.
 """
 
 import json
@@ -20,12 +20,12 @@ from ptdmpi.comm import launch
 
 
 class Trainer(Protocol):
-    """One rank of a side. If it raises, all ranks of the side end."""
+    """The trainer of a side on one rank. If it raises an error, all ranks of the side end."""
 
     rank: int
 
     def batch(self, step: int) -> Any:
-        """Return this rank's data of a step, made before the clock starts."""
+        """Return this rank's data for a step. This is called before the clock starts."""
 
     def step(self, step: int, batch: Any) -> float | None:
         """Train one step and return its mean loss in nats; None on a rank that does not know it."""
@@ -35,7 +35,7 @@ def serve(
     stream: TextIO, trainer: Trainer, limits_s: Callable[[], tuple[float, float]] | None = None
 ) -> None:
     """Execute commands until there are no more. `limits_s` measures the least times of this rank's
-    step (`rounds.LeastTimes`); it is needed on one side only."""
+    step (`rounds.LeastTimes`); only one side needs it."""
     _say(stream, {"rank": trainer.rank, "pid": os.getpid()})
     for command in _commands(stream):
         match command:
@@ -47,7 +47,8 @@ def serve(
 
 def _train(trainer: Trainer, steps: range) -> dict[str, Any]:
     batches = [trainer.batch(step) for step in steps]
-    begin_s = time.perf_counter()  # CLOCK_MONOTONIC: the same for all processes of a machine
+    # CLOCK_MONOTONIC, which is the same for all processes on a machine
+    begin_s = time.perf_counter()
     losses = [trainer.step(step, batch) for step, batch in zip(steps, batches, strict=True)]
     end_s = time.perf_counter()
     return {
@@ -69,7 +70,8 @@ def _commands(stream: TextIO) -> Iterator[dict[str, Any]]:
 
 
 def builder(tool: str) -> Callable[[Row, Variant, int], Trainer]:
-    """Return what builds one rank of `tool`. Only that tool is imported: others may be missing."""
+    """Return a function that builds the trainer of `tool` on one rank. Only this tool is imported,
+    because others may be missing."""
     if tool == "deepspeed":
         from benchmarks.speed.others import deep_speed
 

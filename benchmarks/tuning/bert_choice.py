@@ -1,9 +1,9 @@
-"""BERT on a multiple-choice task, with its norms before and after the residual sums, at two depths.
+"""BERT on a multiple-choice task, with its norms before or after the residual sums, at two depths.
 
 `python -m benchmarks.tuning.bert_choice CORPUS.jsonl FOLDER` trains four models from random weights
-on the task of `continuations`, one after another, and prints a table. Runs that are done in FOLDER
-are kept. Shoeybi et al. 2019, Figure 7: BERT's own order (norms after the residual sum, "post")
-fails to train as models grow; norms before each part ("pre") do not.
+on the task of `continuations`, one after another, and prints a table. Complete runs in FOLDER are
+kept. The reason: with BERT's original order (norms after the residual sum, "post") training fails
+as models grow; with norms before each part ("pre") it does not (Shoeybi et al. 2019, Figure 7).
 """
 
 import json
@@ -22,7 +22,7 @@ ORDERS = ("pre", "post")
 VOCAB_SIZE = 2048
 SAMPLE_BYTES = 4_000_000
 MODEL = {"kind": "bert", "hidden": 64, "heads": 4, "ffn_hidden": 128, "seq_length": 128}
-# at this width layers drawn with the usual 0.02 hardly change the residual stream
+# at this width, layers with the usual standard deviation of 0.02 hardly change the residual stream
 MODEL |= {"init_std": 0.08}
 QUESTIONS = 16
 STEPS = 2000
@@ -31,10 +31,10 @@ LIMIT_S = 4 * 3600.0
 
 
 def configuration(folder: Path, depth: int, order: str) -> Mapping[str, Any]:
-    """Return the configuration of a training on the files of `folder`."""
+    """Return the configuration of a training run on the files in `folder`."""
     return {
         "run": {"dir": str(folder / f"{order}-{depth}"), "steps": STEPS},
-        # with norms before its parts BERT has none after the embedding, as in Megatron-LM
+        # with norms before its parts, BERT has no norm after the embedding, as in Megatron-LM
         "model": {
             **MODEL,
             "layers": depth,
@@ -61,7 +61,7 @@ def configuration(folder: Path, depth: int, order: str) -> Mapping[str, Any]:
 
 
 def trained(folder: Path, depth: int, order: str) -> dict[str, Any]:
-    """Train a model, unless it is done, and return its row of the table."""
+    """Train a model, unless this is already done, and return its row of the table."""
     import tomlkit
 
     path = folder / f"{order}-{depth}.toml"
@@ -82,7 +82,7 @@ def trained(folder: Path, depth: int, order: str) -> dict[str, Any]:
 
 
 def prepare(corpus: Path, folder: Path) -> dict[str, int]:
-    """Write the task's files and, unless it is there, its tokenizer. Return the numbers of
+    """Write the task's files and, unless it exists, its tokenizer. Return the numbers of
     questions."""
     counts = continuations.write(corpus, folder)
     if not (folder / "tokenizer.json").is_file():
@@ -94,7 +94,7 @@ def prepare(corpus: Path, folder: Path) -> dict[str, int]:
 
 
 def row(run: dict[str, Any]) -> list[str]:
-    """Return a training's cells of the table."""
+    """Return the table cells for a training run."""
     return [
         str(run["layers"]),
         run["norms"],

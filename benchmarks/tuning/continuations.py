@@ -1,8 +1,8 @@
-"""A multiple-choice task made from a corpus: which of four continuations does this passage have?
+"""A multiple-choice task made from a corpus: which of four continuations does a passage have?
 
 `python -m benchmarks.tuning.continuations CORPUS.jsonl FOLDER`. The same files give the same task.
-A passage is some lines of a document. The right answer are the lines after it; the wrong ones come
-from other documents. Questions for training and for validation are from different documents.
+A passage is some lines of a document. The right answer is the lines that follow; the wrong answers
+come from other documents. Questions for training and for validation are from different documents.
 """
 
 import json
@@ -15,13 +15,13 @@ from pathlib import Path
 CHOICES = 4
 PASSAGE_LINES = 5
 ANSWER_LINES = 3
-MOST = 20  # questions of a document
-HELD_OUT = 10  # one of so many documents is for validation
-LEAST = 12  # characters of a line that is used
+MOST = 20  # maximum number of questions about a document
+HELD_OUT = 10  # every HELD_OUT-th document is for validation
+LEAST = 12  # minimum number of characters in a line that is used
 
 
 def documents(corpus: Path) -> list[list[str]]:
-    """Return the lines of each document that is long enough, without short lines."""
+    """Return the lines of each document that is long enough, leaving out short lines."""
     texts = []
     for document in corpus.read_text(encoding="utf-8").splitlines():
         lines = [line.strip() for line in json.loads(document)["text"].splitlines()]
@@ -32,7 +32,7 @@ def documents(corpus: Path) -> list[list[str]]:
 
 
 def questions(texts: list[list[str]], draw: random.Random) -> Iterator[dict[str, object]]:
-    """Yield questions about each document, with wrong answers from others."""
+    """Yield questions about each document, with wrong answers from other documents."""
     size = PASSAGE_LINES + ANSWER_LINES
     for number, lines in enumerate(texts):
         places = range(0, len(lines) - size, size)
@@ -51,7 +51,7 @@ def questions(texts: list[list[str]], draw: random.Random) -> Iterator[dict[str,
 
 
 def write(corpus: Path, folder: Path, seed: int = 0) -> dict[str, int]:
-    """Write `train.jsonl` and `valid.jsonl` into the folder, and return the number of questions of
+    """Write `train.jsonl` and `valid.jsonl` into the folder. Return the number of questions in
     each."""
     texts = documents(corpus)
     draw = random.Random(seed)

@@ -1,10 +1,10 @@
-"""`python -m benchmarks.tuning.few_bits [MODEL DATA]`: the perplexity of a quantized model.
+"""`python -m benchmarks.tuning.few_bits [MODEL DATA]`: the perplexity of quantized models.
 
-Quantizes the demo's model (jobs/demo.toml, on the shards of `make demo`), or a MODEL with the
-shards in DATA/train and DATA/valid, to int8, int4, uint4 and nf4, by rounding and by GPTQ. Then it
-trains the model further with rounded weights and without, and quantizes both. The tables go between
-the marks of docs/how-to/quantization.md. Runs and results are kept in runs/few-bits, and are not
-repeated.
+The demo's model (jobs/demo.toml, on the shards of `make demo`), or a MODEL with the shards in
+DATA/train and DATA/valid, is quantized to int8, int4, uint4 and nf4, by rounding and by GPTQ. Then
+the model is trained further with rounded weights and without, and both results are quantized. The
+tables are written between the marks of docs/how-to/quantization.md. Runs and results are stored in
+runs/few-bits, and are not repeated.
 """
 
 import argparse
@@ -24,13 +24,13 @@ WORK = ROOT / "runs/few-bits"
 DATA = ROOT / "runs/demo-data"
 SERIAL = ("tensor=1", "pipeline=1", "virtual=1")
 STEPS = 600
-MORE_STEPS = 200  # of the demo's further training, at a quarter of its rate
-# of a pretrained model's further training
+MORE_STEPS = 200  # steps of the further training of the demo, at a quarter of its learning rate
+# settings for the further training of a pretrained model
 PRETRAINED_STEPS = 24
 LENGTH = 256
 BATCH = 2
 RATE = 1e-4
-FORMS = {  # codes and their block
+FORMS = {  # names of codes, and their block sizes
     "int8, 64": ["--bits", "8"],
     "int4, 64": ["--bits", "4"],
     "int4, 32": ["--bits", "4", "--block", "32"],
@@ -42,8 +42,8 @@ METHODS = ("absmax", "gptq")
 
 
 def train(name: str, steps: int, *settings: str) -> Path:
-    """Train the demo's model on one rank, unless it is done, and return its run directory. A
-    training that was stopped is resumed."""
+    """Train the demo's model on one rank, unless this is already done, and return its run
+    directory. A training run that was stopped is resumed."""
     folder = WORK / name
     if not (folder / "checkpoints" / f"step-{steps:08d}").is_dir():
         every = [f"parallel.{axis}" for axis in SERIAL]
@@ -56,8 +56,8 @@ def train(name: str, steps: int, *settings: str) -> Path:
 
 
 def train_on(base: Path, data: Path, steps: int, name: str, *settings: str) -> Path:
-    """Train a pretrained model further on one rank, which quantizes each matrix separately, and
-    return its run directory."""
+    """Train a pretrained model further on one rank, which quantizes each matrix separately. Return
+    its run directory."""
     folder = WORK / f"{base.name}-{name}"
     tree = {
         "run": {"steps": steps},
@@ -75,7 +75,7 @@ def train_on(base: Path, data: Path, steps: int, name: str, *settings: str) -> P
 def quantized(
     model: Path, data: Path, form: str, method: str, *, more: Sequence[str]
 ) -> dict[str, Any]:
-    """Quantize a model, unless it is done, and return the report of `ptdmpi quantize`, with
+    """Quantize a model, unless this is already done. Return the report of `ptdmpi quantize`, with
     perplexities in bf16. `more` are its options for GPTQ's samples."""
     target = WORK / f"{model.name}-{form.replace(', ', '-')}-{method}"
     known = target.with_suffix(".json")
@@ -90,7 +90,7 @@ def quantized(
 
 
 def rows(model: Path, data: Path, more: Sequence[str]) -> Iterator[list[str]]:
-    """Yield a row of the table for each form and method."""
+    """Yield a row of the table for each format and method."""
     for form in FORMS:
         for method in METHODS:
             report = quantized(model, data, form, method, more=more)
@@ -107,7 +107,7 @@ def rows(model: Path, data: Path, more: Sequence[str]) -> Iterator[list[str]]:
 
 
 def demo_on(base: Path, name: str, *settings: str) -> Path:
-    """Train the demo's model further, and return its run directory."""
+    """Train the demo's model further. Return its run directory."""
     further = ["optimizer.learning_rate=1e-3", "optimizer.warmup_steps=20"]
     return train(name, MORE_STEPS, *further, f"checkpoint.initial={base}", *settings)
 
@@ -115,8 +115,8 @@ def demo_on(base: Path, name: str, *settings: str) -> Path:
 def after_training(
     base: Path, trained: Callable[..., Path], data: Path, more: Sequence[str]
 ) -> Iterator[list[str]]:
-    """Yield rows of int4 of the base, and of the base trained further without rounded weights and
-    with them."""
+    """Yield rows with int4: for the base, and for the base after further training without rounded
+    weights and with them."""
     models = {
         "before": base,
         "trained without": trained("plain"),
@@ -141,7 +141,7 @@ HEAD = (
 
 
 def main() -> None:
-    """Quantize, train further, and write the tables."""
+    """Quantize models, train them further, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path, nargs="?", help="default: the demo's, trained here")
     parser.add_argument("data", type=Path, nargs="?", default=DATA, help="its shards")

@@ -1,10 +1,10 @@
 """`python -m benchmarks.tuning.layouts MODEL [FOLDER]`: LoRA in five layouts, and by `peft`.
 
-Each of them tunes a pretrained model from the same adapters, on the same data, in float32 with one
-thread a rank. MODEL: see `smol`. The first and the last loss, and the greatest relative difference
-from one rank over all steps, go between the marks of docs/how-to/fine-tuning.md; so do the
-distances between the logits of merged adapters and of adapters with their base. SmolLM2-135M takes
-some ten minutes on two cores.
+Each of them tunes a pretrained model from the same initial adapters, on the same data, in float32
+with one thread per rank. For MODEL see `smol`. Two results are written between the marks of
+docs/how-to/fine-tuning.md: the first and the last loss with the greatest relative difference from
+one rank over all steps, and the distances between the logits of merged adapters and of adapters
+with their base. SmolLM2-135M takes some ten minutes on two cores.
 """
 
 import json
@@ -24,15 +24,15 @@ BATCH = 2
 
 
 def layouts(base: Path) -> tuple[tuple[int, int, int], ...]:
-    """Return (t, p, d) of the trainings; t is 2, or the next number that divides the model's heads
-    (3 for SmolLM2-135M)."""
+    """Return (t, p, d) for each training run. Here t is 2, or the next number that divides the
+    model's heads (3 for SmolLM2-135M)."""
     model = smol.sizes(base)
     t = next(n for n in range(2, 1 + model["heads"]) if model["kv_heads"] % n == 0)
     return (1, 1, 1), (t, 1, 1), (1, 2, 1), (1, 1, 2), (t, 2, 1)
 
 
 def begin(base: Path) -> Path:
-    """Return our checkpoint of adapters that `peft` has drawn."""
+    """Return ptdmpi's checkpoint of adapters that `peft` has initialized."""
     work = base.parent
     theirs = work / "peft-begin"
     ours = work / "begin"
@@ -46,7 +46,7 @@ def begin(base: Path) -> Path:
 
 
 def trained(base: Path, axes: Sequence[int], steps: int, length: int) -> tuple[Path, list[float]]:
-    """Train a layout, unless it is done, and return its run directory and its losses."""
+    """Train in a layout, unless this is already done. Return its run directory and its losses."""
     tensor, pipeline, data = axes
     tree = smol.configuration(
         base,
@@ -67,7 +67,7 @@ def trained(base: Path, axes: Sequence[int], steps: int, length: int) -> tuple[P
 
 
 def against_peft(base: Path, run: Path) -> dict[str, Any]:
-    """Return the comparison of `theirs` with the run on one rank."""
+    """Return the result of comparing the run on one rank with `theirs`."""
     merged = base.parent / "layouts" / "merged"
     if not merged.is_dir():
         answer(1, ["-m", "ptdmpi", "adapter", "merge", *map(str, (base, run, merged))])
@@ -78,18 +78,18 @@ def against_peft(base: Path, run: Path) -> dict[str, Any]:
 
 
 def measured(base: Path, chosen: Sequence[Sequence[int]], steps: int, length: int) -> Any:
-    """Return the losses of each layout, and the comparison of the first one with `peft`."""
+    """Return the losses for each layout, and the comparison of the first one with `peft`."""
     runs = [trained(base, axes, steps, length) for axes in chosen]
     return [losses for _, losses in runs], against_peft(base, runs[0][0])
 
 
 def greatest(losses: Sequence[float], plain: Sequence[float]) -> float:
-    """Return the greatest relative difference of two curves."""
+    """Return the greatest relative difference between two curves."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses, plain, strict=True))
 
 
 def table(chosen: Sequence[Sequence[int]], curves: Any, peft: dict[str, Any]) -> list[str]:
-    """Return the results in Markdown: a table, and a paragraph about logits."""
+    """Return the results as Markdown: a table, and a paragraph about logits."""
     names = [", ".join(map(str, axes)) for axes in chosen]
     rows = []
     for name, losses in zip(names, curves, strict=True):

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.tuning.lora_full MODEL [FOLDER]`: LoRA against full tuning.
+"""`python -m benchmarks.tuning.lora_full MODEL [FOLDER]`: LoRA compared with full tuning.
 
-MODEL: see `smol`; the task is that of `one_line`, in bfloat16 on two data ranks. Writes its results
-between the marks of docs/how-to/fine-tuning.md and draws docs/pictures/lora-full.png. It keeps
-trained runs in FOLDER, and does not repeat them.
+For MODEL see `smol`; the task is that of `one_line`, in bfloat16 on two data ranks. The results are
+written between the marks of docs/how-to/fine-tuning.md, and docs/pictures/lora-full.png is drawn.
+Training runs are kept in FOLDER, and not repeated.
 """
 
 import json
@@ -23,10 +23,10 @@ LENGTH = 128
 BATCH = 4
 VALIDATED = 24
 ROUNDS = 4
-METHODS = {"full": "full", "lora": "LoRA"}  # and their names in tables
+METHODS = {"full": "full", "lora": "LoRA"}  # methods, and their names in tables
 RATES = {"full": 1e-4, "lora": 1e-3}
 ADAPT: dict[str, dict[str, Any]] = {"full": {}, "lora": smol.LORA}
-# tokens of a microbatch of one row, in the table of memory; with recomputation: measured
+# tokens in a microbatch of one row, for the table of memory; cases with recomputation are measured
 LENGTHS = [256, 1024, 2048, 4096, 8192]
 MEASURED = [(256, "none"), (1024, "none"), (1024, "full")]
 MIB = 2**20
@@ -34,7 +34,7 @@ BAR = 0.45
 
 
 def trained(base: Path, method: str) -> list[Any]:
-    """Train by a method, unless it is done, and return the records."""
+    """Train with a method, unless this is already done, and return the records."""
     tree = smol.configuration(
         base,
         LENGTH,
@@ -55,7 +55,7 @@ def trained(base: Path, method: str) -> list[Any]:
 
 
 def untuned(base: Path) -> float:
-    """Return the held-out loss of the base, from a run whose only step changes nothing."""
+    """Return the held-out loss of the base model, from a run whose only step changes nothing."""
     tree = smol.configuration(
         base,
         LENGTH,
@@ -82,7 +82,7 @@ def validations(records: Sequence[Any]) -> list[tuple[int, float]]:
 
 
 def planned(base: Path, method: str, length: int, recompute: str) -> Footprint:
-    """Return the planned memory of one rank in bfloat16 with microbatches of one row."""
+    """Return the planned memory of one rank in bfloat16, with microbatches of one row."""
     adapt = AdaptConfig(**ADAPT[method])
     model = ModelConfig(**{**smol.sizes(base), "seq_length": length}).adapted(adapt)
     account = MemoryModel(model, model.vocab_size, "bf16")
@@ -98,8 +98,8 @@ def measured(base: Path, method: str, length: int, recompute: str) -> dict[str, 
 
 
 def greatest_length(base: Path, recompute: str) -> int:
-    """Return the most tokens of a microbatch of one row at which LoRA needs at most `BAR` of the
-    memory of full tuning."""
+    """Return the greatest number of tokens in a microbatch of one row at which LoRA needs at most
+    the fraction `BAR` of the memory of full tuning."""
 
     def ratio(length: int) -> float:
         lora = planned(base, "lora", length, recompute).total
@@ -157,8 +157,8 @@ def _measured_cells(numbers: dict[str, Any]) -> list[str]:
 
 
 def file_sizes(base: Path) -> dict[str, int]:
-    """Return the bytes of the adapter and of the whole model as they are handed on, and of the
-    newest checkpoints with their optimizers."""
+    """Return the sizes in bytes of the adapter and of the full model as users receive them, and of
+    the newest checkpoints with their optimizers."""
     work = base.parent
     sizes = {}
     folder = work / "exported"
@@ -199,7 +199,7 @@ def loss_lines(base: Path, curves: dict[str, list[Any]], first: float) -> Iterat
 
 
 def picture(base: Path, curves: dict[str, list[Any]], first: float) -> None:
-    """Draw the losses over the steps, and the planned memory by part."""
+    """Plot the losses over the steps, and the planned memory by part."""
     import matplotlib
 
     matplotlib.use("Agg")

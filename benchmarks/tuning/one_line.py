@@ -2,8 +2,8 @@
 
 `python -m benchmarks.tuning.one_line FOLDER`. The prompt is the source of a short function without
 its docstring; the answer is the docstring's first line, in the library's own style. The same Python
-gives the same files. Functions for training and for validation are from different modules, and no
-answer occurs twice.
+version gives the same files. Functions for training and for validation are from different modules,
+and no answer occurs twice.
 """
 
 import ast
@@ -15,15 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ASKED = "Say in one line what this Python function does.\n\n"
-# the least and the most characters
+# the minimum and the maximum number of characters
 SOURCE = (60, 400)
 ANSWER = (20, 80)
-HELD_OUT = 8  # one of so many modules is for validation
+HELD_OUT = 8  # every HELD_OUT-th module is for validation
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
 
 
 def functions(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (source without the docstring, the docstring's first line) of a file's functions."""
+    """Yield (source without the docstring, the docstring's first line) for the functions in a
+    file."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError):  # files that test Python's own tools
@@ -41,7 +42,7 @@ def functions(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def write(folder: Path) -> dict[str, int]:
-    """Write `train.jsonl` and `valid.jsonl` into the folder, and return the number of examples of
+    """Write `train.jsonl` and `valid.jsonl` into the folder. Return the number of examples in
     each."""
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in sorted(library.rglob("*.py")) if not LEFT_OUT & set(path.parts)]

@@ -1,8 +1,8 @@
-"""A small pretrained model, its data, and trainings of it.
+"""A small pretrained model, its data, and training runs that begin from it.
 
 MODEL is a model directory of Hugging Face (SmolLM2-135M-Instruct, for example) or a .gguf file,
-which `transformers` unpacks with the package `gguf`. All results are kept in a folder, and are not
-made again.
+which `transformers` unpacks with the package `gguf`. All results are stored in a folder, and are
+not computed again.
 """
 
 import json
@@ -25,8 +25,8 @@ Tree = dict[str, dict[str, Any]]
 
 
 def prepare(source: Path, work: Path = WORK) -> Path:
-    """Convert `source` into a base in `work`, unless it is there, and return the base; its folder
-    hugging_face/ has the tokenizer."""
+    """Convert `source` into a base model in `work`, unless it exists, and return the base. Its
+    folder hugging_face/ contains the tokenizer."""
     work = work.resolve()
     base = work / "base"
     if base.is_dir():
@@ -57,7 +57,7 @@ def unpack(source: Path, target: Path) -> None:
 
 
 def rows(base: Path, length: int) -> tuple[Path, Path]:
-    """Pack the task of `one_line` into rows of `length` tokens, unless that is done, and return
+    """Pack the task of `one_line` into rows of `length` tokens, unless this is already done. Return
     the folders for training and for validation."""
     work = base.parent
     folders = (work / f"train-{length}", work / f"valid-{length}")
@@ -81,7 +81,7 @@ def sizes(base: Path) -> dict[str, Any]:
 
 
 def configuration(base: Path, length: int, more: Mapping[str, Mapping[str, Any]]) -> Tree:
-    """Return the configuration of a training on the task, with the keys of `more`."""
+    """Return the configuration of a training run on the task, with the additional keys `more`."""
     train, valid = rows(base, length)
     tree: Tree = {
         "model": {**sizes(base), "seq_length": length},
@@ -98,7 +98,7 @@ def configuration(base: Path, length: int, more: Mapping[str, Mapping[str, Any]]
 
 
 def train(folder: Path, ranks: int, tree: Tree, settings: Sequence[str] = ()) -> list[Any]:
-    """Train in `folder`, unless that is done, and return the records."""
+    """Train in `folder`, unless this is already done, and return the records."""
     import tomlkit
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def train(folder: Path, ranks: int, tree: Tree, settings: Sequence[str] = ()) ->
 
 
 def put(name: str, lines: Sequence[str]) -> None:
-    """Write `lines`, each a row of a table, a picture or a paragraph, between the marks `name` of
-    the page."""
+    """Write `lines` between the marks `name` of the page. Each is a row of a table, a picture or a
+    paragraph."""
     wrapped = [line if line.startswith(("|", "!")) else textwrap.fill(line, 118) for line in lines]
     marks.put(PAGE, name, wrapped)

@@ -1,11 +1,12 @@
-"""One rank's memory in two steps of LoRA or of full tuning, or the time of both in turn.
+"""The memory of one rank in two steps of LoRA or of full tuning, or the time of both, measured
+alternately.
 
     python -m benchmarks.tuning.step memory BASE METHOD LENGTH RECOMPUTE
     python -m benchmarks.tuning.step time BASE LENGTH ROUNDS
 
-Trains a model of the sizes of BASE in bfloat16, with random tokens and weights, one row of LENGTH
-tokens a step; METHOD is "lora" or "full". Prints JSON. One process measures one setting of memory:
-a process's peak never falls.
+A model with the sizes of BASE is trained in bfloat16, with random tokens and weights and one row of
+LENGTH tokens per step; METHOD is "lora" or "full". The output is JSON. One process measures one
+setting of memory, because a process's peak never decreases.
 """
 
 import json
@@ -36,7 +37,7 @@ STEPS = 2
 
 
 def configuration(base: Path, method: str, length: int, recompute: str) -> Config:
-    """Return the configuration of a microbatch of one row a step, on one rank."""
+    """Return the configuration with a microbatch of one row per step, on one rank."""
     model = tomllib.loads((base / "config.toml").read_text())["model"]
     sections: dict[str, Any] = {"run": {"steps": 1_000_000}, "precision": {"compute": "bf16"}}
     if method == "lora":
@@ -46,7 +47,7 @@ def configuration(base: Path, method: str, length: int, recompute: str) -> Confi
 
 
 def built(config: Config, world: World) -> tuple[Engine, Callable[[int], None]]:
-    """Return an engine, and a function that trains a step of it."""
+    """Return an engine, and a function that trains one of its steps."""
     vocab_size = config.model.vocab_size
     engine = Engine(config, world.split(grid_of(config)), vocab_size)
     shape = (config.model.seq_length + 1, config.batch.micro_size)
@@ -60,10 +61,10 @@ def built(config: Config, world: World) -> tuple[Engine, Callable[[int], None]]:
 
 
 def memory(config: Config, world: World) -> dict[str, Any]:
-    """Return the resident bytes when the model is built and at the peak of a step, both above those
-    at the start, and the planned ones."""
+    """Return the resident bytes when the model is built and at the peak of a step, both relative to
+    those at the start, and the planned bytes."""
     some = torch.ones(256, 256, dtype=torch.bfloat16)
-    some @ some  # libraries allocate their memory now
+    some @ some  # this makes libraries allocate their memory now
     _, start = process_bytes()
     engine, step = built(config, world)
     give_back()
@@ -84,8 +85,8 @@ def memory(config: Config, world: World) -> dict[str, Any]:
 
 
 def times(configs: dict[str, Config], world: World, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the steps per second of each configuration, and their ratios to full tuning, taken
-    round by round."""
+    """Return the steps per second with each configuration, and their ratios to full tuning, taken
+    within each round."""
     counts = dict.fromkeys(configs, 0)
     steps = {name: built(config, world)[1] for name, config in configs.items()}
 

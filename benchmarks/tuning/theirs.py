@@ -1,12 +1,12 @@
-"""The same adapters by `peft` and `transformers`: their initial weights, and their training.
+"""The same adapters in `peft` and `transformers`: their initial weights, and their training.
 
     python -m benchmarks.tuning.theirs begin HF FOLDER RANK ALPHA
     python -m benchmarks.tuning.theirs train RUN HF BEGIN MERGED
 
-`begin` writes new adapters of all linears of the model directory HF into FOLDER. `train` trains
-them, from BEGIN, on the data and at the rates of RUN, a finished training on one rank. It prints as
-JSON their losses, and the greatest differences of logits: between RUN and MERGED by type, between
-RUN in float32 and in float64, and between RUN and theirs.
+`begin` writes new adapters for all linears of the model directory HF into FOLDER. `train` trains
+them, starting from BEGIN, on the data and with the learning rates of RUN, a complete training run
+on one rank. It prints the losses as JSON, and the greatest differences of logits: between RUN and
+MERGED by type, between RUN in float32 and in float64, and between RUN and `transformers`.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def model_of(path: Path) -> Any:
 
 
 def begin(path: Path, folder: Path, rank: int, alpha: float) -> None:
-    """Write adapters as `peft` initializes them: A random, B zero."""
+    """Write adapters with the initial values of `peft`: A random, B zero."""
     import peft
 
     torch.manual_seed(0)
@@ -45,8 +45,9 @@ def begin(path: Path, folder: Path, rank: int, alpha: float) -> None:
 
 
 def seen(batch: Microbatch) -> dict[str, Tensor]:
-    """Return a microbatch as arguments of their model: ids [b, s]; if its rows have several
-    documents, also positions and a mask [b, 1, s, s] of the keys that each query sees."""
+    """Return a microbatch as arguments for the model of `transformers`: ids [b, s], and, if its
+    rows have several documents, positions and a mask [b, 1, s, s] of the keys that each query
+    sees."""
     ids = batch.inputs.t()
     if batch.documents is None:
         return {"input_ids": ids}
@@ -60,7 +61,7 @@ def seen(batch: Microbatch) -> dict[str, Tensor]:
 
 
 def loss_of(model: Any, batch: Microbatch) -> Tensor:
-    """Return the sum of a microbatch's losses, by the weights of its tokens."""
+    """Return the sum of a microbatch's losses, with the weights of its tokens."""
     logits = model(**seen(batch)).logits
     losses = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), batch.labels.t().flatten(), reduction="none"
@@ -73,7 +74,7 @@ def loss_of(model: Any, batch: Microbatch) -> Tensor:
 def stepped(
     model: Any, config: Any, batches: list[list[Microbatch]], rates: list[float]
 ) -> list[float]:
-    """Train by AdamW, and return the loss of each step."""
+    """Train with AdamW, and return the loss of each step."""
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     own = config.optimizer
     optimizer = torch.optim.AdamW(
@@ -97,12 +98,13 @@ def stepped(
 
 
 def apart(values: Tensor, reference: Tensor) -> float:
-    """Return the greatest difference, relative to the greatest magnitude of `reference`."""
+    """Return the greatest difference of two tensors, relative to the greatest magnitude of
+    `reference`."""
     return float((values - reference).abs().max() / reference.abs().max())
 
 
 def train(run: Path, path: Path, begun: Path, merged: Path) -> dict[str, Any]:
-    """Train their adapters, and return their losses and the differences of logits."""
+    """Train the adapters of `peft`, and return their losses and the differences of logits."""
     import peft
 
     from ptdmpi.comm.world import World
@@ -121,7 +123,7 @@ def train(run: Path, path: Path, begun: Path, merged: Path) -> dict[str, Any]:
     rates = [record["learning_rate"] for record in records if "loss" in record]
 
     def logits(precision: str, path: Path, adapter: Path | None) -> Tensor:
-        """Return the logits of the first row's tokens, [s, V]."""
+        """Return the logits for the tokens of the first row, [s, V]."""
         opened, _ = open_inference(path, world, None, precision, adapter=adapter)
         with torch.no_grad():
             (stage,) = opened.stages.values()

@@ -1,1 +1,1 @@
-"""Other trainers, one a file, around the same GPT: the work of one rank."""
+"""Other trainers, each in one file, for the same GPT: the trainer of one rank."""

@@ -1,5 +1,5 @@
-"""DeepSpeed on CPU over gloo: its ZeRO and its pipeline, with plain torch's GPT, weights, batches
-and optimizer."""
+"""DeepSpeed on CPU over gloo: its ZeRO and its pipeline, with the GPT, the weights, batches and
+optimizer of `plain_torch`."""
 
 import os
 from typing import Any
@@ -13,16 +13,16 @@ from benchmarks.speed.plain_torch import adam_settings, groups, layers_of_stages
 
 
 def trainer(row: Row, variant: Variant, rank: int) -> "ZeroTrainer | StageTrainer":
-    """Return the trainer of a rank."""
+    """Return the trainer for a rank."""
     kind = StageTrainer if row.sizes.pipeline > 1 else ZeroTrainer
     return kind(row, variant, rank)
 
 
 class ZeroTrainer:
-    """One rank of a DeepSpeed engine with DeepSpeed's defaults.
+    """A DeepSpeed engine with DeepSpeed's defaults, on one rank.
 
-    It reduces gradients and updates after the last microbatch. Gradients add up in the type of the
-    weights: in bf16 with the cast "masters".
+    It reduces gradients and updates after the last microbatch. Gradients are added up in the type
+    of the weights, which is bf16 with the cast "masters".
     """
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
@@ -31,11 +31,11 @@ class ZeroTrainer:
         deepspeed = _imported(rank)
         config = row.config
         model = Gpt(config, range(config.model.layers), row.case.vocab_size, autocast=False)
-        # stage 0 would be DistributedDataParallel, with which plain torch is measured
+        # stage 0 would be DistributedDataParallel, which is measured with plain torch
         self.engine = _engine(deepspeed, row, variant, model, zero=max(1, row.sizes.zero))
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's microbatches of a step."""
+        """Return this rank's microbatches for a step."""
         return microbatches(self.row, self.rank, step)
 
     def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float:
@@ -50,8 +50,9 @@ class ZeroTrainer:
 
 
 class StageTrainer:
-    """One rank of DeepSpeed's PipelineModule and its 1F1B, cut at the same layers as this project.
-    With bf16 weights its gradients add up in float32, and its masters are float32."""
+    """DeepSpeed's PipelineModule with its 1F1B schedule, on one rank, cut at the same layers as
+    ptdmpi. With bf16 weights, its gradients are added up in float32, and its master weights are
+    float32."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
         self.row = row
@@ -59,7 +60,7 @@ class StageTrainer:
         deepspeed = _imported(rank)
         from deepspeed.pipe import LayerSpec, PipelineModule
 
-        # a stage is one of its layers: a rank builds only its own
+        # DeepSpeed treats a stage as one of its layers, so that a rank builds only its own
         stages = [
             LayerSpec(Gpt, row.config, layers, row.case.vocab_size, False)
             for layers in layers_of_stages(row)
@@ -70,7 +71,7 @@ class StageTrainer:
         self.engine = _engine(deepspeed, row, variant, model, zero=0)
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the microbatches of a step."""
+        """Return the microbatches for a step."""
         return microbatches(self.row, 0, step)
 
     def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float:
@@ -89,7 +90,8 @@ def _engine(deepspeed: Any, row: Row, variant: Variant, model: nn.Module, *, zer
 
 
 def _imported(rank: int) -> Any:
-    """Return the module. It reads the kind of device and the rank's own from the environment."""
+    """Return the imported module. It reads the kind of device and this rank's device from the
+    environment."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank)}
     import deepspeed
 
@@ -112,7 +114,7 @@ def _settings(row: Row, variant: Variant, zero: int) -> dict[str, Any]:
         "steps_per_print": 10**9,
         "zero_optimization": {"stage": zero},
         "zero_allow_untested_optimizer": True,
-        # torch's fused AdamW, as on all sides
+        # torch's fused AdamW, which all sides use
         "zero_force_ds_cpu_optimizer": False,
         **casts[variant.cast],
     }

@@ -1,5 +1,5 @@
-"""GPT-2 of transformers in one process, as its user trains it: the model, autograd, and torch's
-fused AdamW, beginning with plain torch's weights."""
+"""GPT-2 of transformers in one process, as its users train it: the model, autograd, and torch's
+fused AdamW, starting with the weights of `plain_torch`."""
 
 import contextlib
 
@@ -16,7 +16,8 @@ from ptdmpi.inference.stored import declarations
 
 
 class TransformersTrainer:
-    """The one rank: microbatches in a loop, scaled dot product attention, no cache."""
+    """The trainer of the single rank: microbatches in a loop, scaled dot product attention, no
+    key-value cache."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
         self.row = row
@@ -30,7 +31,7 @@ class TransformersTrainer:
         self.optimizer = Optimizer(row.config, parameters, masters=masters, divided=False)
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the microbatches of a step."""
+        """Return the microbatches for a step."""
         return microbatches(self.row, 0, step)
 
     def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float:
@@ -52,7 +53,7 @@ class TransformersTrainer:
 
 
 def _model(config: Config, vocab_size: int) -> nn.Module:
-    """Return the model that `ptdmpi convert to-hf` would write of plain torch's weights."""
+    """Return the model that `ptdmpi convert to-hf` would write for the weights of `plain_torch`."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = config.model
@@ -64,7 +65,7 @@ def _model(config: Config, vocab_size: int) -> nn.Module:
     renamed = {}
     for pair in counterparts(family, declarations(config, vocab_size)):
         value = weights[pair.ours]
-        if ".qkv." in pair.ours:  # from q, k, v of each head to all q, all k, all v
+        if ".qkv." in pair.ours:  # reorder from q, k, v of each head to all q, all k, all v
             heads = (sizes.heads, 3, sizes.head_size)
             value = value.unflatten(0, heads).transpose(0, 1).flatten(0, 2)
         renamed[family.full(pair.theirs)] = value.t() if pair.transposed else value

@@ -1,9 +1,9 @@
 """Megatron-Core on CPU over gloo: its own layers, schedules, gradient buffers and reductions, with
-the initial weights of plain torch's GPT, and torch's fused AdamW.
+the initial weights of `plain_torch`'s GPT, and torch's fused AdamW.
 
-It calls a CUDA device in many places. `stand_in` replaces these calls; nothing else is needed. Its
-ranks then compute as elsewhere, with its implementations in plain torch instead of its CUDA kernels
-(Apex, Transformer Engine).
+Megatron-Core calls a CUDA device in many places. `stand_in` replaces these calls; nothing else is
+needed. Its ranks then compute as on a GPU, but with its implementations in plain torch instead of
+its CUDA kernels (Apex, Transformer Engine).
 """
 
 import functools
@@ -25,7 +25,7 @@ from benchmarks.speed.plain_torch import (
     microbatches,
 )
 
-# This project's name of each part of Megatron-Core: in a layer, and outside.
+# ptdmpi's name for each part of Megatron-Core: in a layer, and outside layers.
 PARTS = {
     "input_layernorm": "attention_norm",
     "self_attention.linear_qkv": "attention.qkv",
@@ -43,7 +43,8 @@ ENDS = {
 
 
 class _Nothing:
-    """A stream, an event or a guard of a device that does not exist: every method does nothing."""
+    """A stand-in for a stream, an event or a guard of a device that does not exist: every method
+    does nothing."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         pass
@@ -63,8 +64,8 @@ def _ignored(*arguments: Any, **settings: Any) -> None:
 
 
 def stand_in() -> None:
-    """Replace torch's functions of a CUDA device in this process by such of the CPU."""
-    # else its small fused functions would be compiled, and there may be no compiler
+    """Replace torch's functions for CUDA devices in this process by functions for the CPU."""
+    # otherwise its small fused functions would be compiled, and there may be no compiler
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     cuda: Any = torch.cuda
     for name in ("Stream", "Event", "stream"):
@@ -75,7 +76,7 @@ def stand_in() -> None:
         setattr(cuda, name, _ignored)
     cuda.current_device = lambda: "cpu"
     cuda.device_count = lambda: 1
-    # a step draws nothing at random, so that no state is needed
+    # a step uses no random numbers, so that no state is needed
     cuda.get_rng_state = lambda *device: torch.empty(0, dtype=torch.uint8)
     for name in ("zeros", "empty", "ones", "tensor", "full"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -92,8 +93,8 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class MegatronTrainer:
-    """One rank of Megatron-Core: weights in bf16 or fp32, whose gradients add up in float32 buffers
-    and are reduced there after the last microbatch."""
+    """The trainer of Megatron-Core on one rank: weights in bf16 or fp32, whose gradients are added
+    up in float32 buffers and are reduced there after the last microbatch."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
         stand_in()
@@ -123,11 +124,11 @@ class MegatronTrainer:
         self.adam = torch.optim.AdamW(groups(row.config, self.masters), **settings)
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's microbatches of a step."""
+        """Return this rank's microbatches for a step."""
         return microbatches(self.row, self.data_rank, step)
 
     def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float | None:
-        """Train a step; return its loss on a rank of the last stage."""
+        """Train a step. Return its loss on a rank of the last stage."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         case = self.row.case
@@ -160,8 +161,8 @@ class MegatronTrainer:
 
 
 def _forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-    """Return the model's output for the next microbatch and the function of its loss, as the
-    schedules of Megatron-Core require."""
+    """Return the model's output for the next microbatch and its loss function, as the schedules of
+    Megatron-Core require."""
     inputs, labels = next(data)
     length = inputs.shape[1]
     positions = torch.arange(length)[None].expand(len(inputs), -1)
@@ -169,14 +170,15 @@ def _forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callab
 
     def loss(of_tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         mean = of_tokens.float().mean()
-        # a copy, for the schedule divides the first value in place
+        # a copy, because the schedule divides the first value in place
         return mean, {"loss": mean.detach().clone()}
 
     return model(inputs, positions, hidden, labels=labels), loss
 
 
 def _cut(row: Row) -> list[list[str]]:
-    """Return its pipeline layout: the parts of each stage, cut at the same layers as ours."""
+    """Return Megatron-Core's pipeline layout: the parts of each stage, cut at the same layers as
+    ptdmpi's."""
     stages = [["decoder"] * len(layers) for layers in layers_of_stages(row)]
     return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
@@ -211,7 +213,8 @@ def _transformer_config(row: Row, variant: Variant) -> Any:
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         apply_rope_fusion=False,
-        # with two ranks its batches of messages cannot tell next from previous
+        # with two ranks, its batches of messages cannot distinguish the next rank from the previous
+        # one
         batch_p2p_comm=sizes.virtual == 1,
         overlap_p2p_comm=sizes.virtual > 1,
         finalize_model_grads_func=finalize_model_grads,
@@ -219,7 +222,7 @@ def _transformer_config(row: Row, variant: Variant) -> Any:
 
 
 def _chunks(row: Row, config: Any) -> list[Any]:
-    """Return this rank's parts of the model, each wrapped with its buffers of gradients."""
+    """Return this rank's parts of the model, each wrapped together with its gradient buffers."""
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -252,8 +255,9 @@ def _chunks(row: Row, config: Any) -> list[Any]:
 
 @torch.no_grad()
 def _load(chunk: Any, weights: dict[str, nn.Parameter], rank: int, ranks: int) -> None:
-    """Load this rank's part of plain torch's weights; both order the rows of qkv by heads."""
-    # names are numbered anew in each chunk
+    """Load this rank's part of the weights of `plain_torch`. Both order the rows of qkv by
+    heads."""
+    # layers are numbered from 0 in each chunk
     first = chunk.decoder.layers[0].layer_number - 1
     for name, parameter in chunk.named_parameters():
         module, kind = name.rsplit(".", 1)

@@ -1,4 +1,4 @@
-"""Stand-ins for modules that torchtitan imports and a machine without a GPU lacks."""
+"""Stand-ins for modules that torchtitan imports and that a machine without a GPU does not have."""
 
 import sys
 import types
@@ -7,7 +7,7 @@ import torch
 
 
 class _Kernels(types.ModuleType):
-    """A module of Triton kernels, which no row calls."""
+    """A stand-in for a module of Triton kernels, which no row calls."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -17,6 +17,6 @@ class _Kernels(types.ModuleType):
 def for_torchtitan() -> None:
     """Make the CPU the device that torchtitan finds in this process."""
     torch._utils._get_available_device_type = lambda: "cpu"
-    # of expert parallelism, which no row has
+    # modules for expert parallelism, which no row uses
     kernels = "torchtitan.distributed.minimal_async_ep.kernels"
     sys.modules[kernels] = _Kernels(kernels)

@@ -1,10 +1,10 @@
-"""torchtitan on CPU over gloo: its decoder, attention, linears, shardings, pipeline and loss, as
-its trainer combines them, with the initial weights of plain torch's GPT and torch's fused AdamW.
+"""torchtitan on CPU over gloo: its decoder, attention, linears, shardings, pipeline and loss,
+combined as in its trainer, with the initial weights of `plain_torch`'s GPT and torch's fused AdamW.
 
-Its trainer needs a CUDA device. `stand_ins.py`, called before this is imported, replaces what its
-parts need of a device and of Triton, which torch for CPUs has not. torchtitan lacks three parts of
-this GPT: learned positions, an MLP of two matrices, and attention without rotation. They are
-classes of its own with a change here.
+torchtitan's trainer needs a CUDA device. `stand_ins.py`, called before torchtitan is imported,
+replaces what its parts need of a device and of Triton, which torch for CPUs does not have.
+torchtitan lacks three parts of this GPT: learned positions, an MLP of two matrices, and attention
+without rotation. They are made by small changes to its own classes.
 """
 
 from dataclasses import dataclass
@@ -40,10 +40,10 @@ from benchmarks.speed.case import Row, Variant
 from benchmarks.speed.gpt_torch import Gpt
 from benchmarks.speed.plain_torch import Optimizer, connect_alone, layers_of_stages, microbatches
 
-# for sharding its default needs a newer torch (parameters with types instead of DTensors)
+# for sharding, its default needs a newer torch (parameters with types instead of DTensors)
 BACKEND = "partial_dtensor"
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
-# plain torch's name of each part of torchtitan: in a layer, and outside
+# plain torch's name for each part of torchtitan: in a layer, and outside layers
 PARTS = {
     "attention_norm": "attention_norm",
     "attention.qkv_linear.wqkv": "attention.qkv",
@@ -62,11 +62,11 @@ ENDS = {
 
 
 class PositionedEmbedding(Embedding):
-    """Its embedding plus a learned row for each position."""
+    """torchtitan's embedding plus a learned row for each position."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Embedding.Config):
-        """Its configuration; `length` is the number of positions."""
+        """The configuration of the embedding; `length` is the number of positions."""
 
         length: int
 
@@ -79,7 +79,7 @@ class PositionedEmbedding(Embedding):
         position = self.position
         if isinstance(position, DTensor):
             position = position.to_local()
-        if self.tp_group is not None:  # the ranks' results are summed
+        if self.tp_group is not None:  # the results of the ranks are summed
             position = position / dist.get_world_size(self.tp_group)
         return super().forward(input) + position
 
@@ -89,22 +89,22 @@ class Unrotated(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Its configuration."""
+        """The configuration of `Unrotated`."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return queries and keys as they are."""
+        """Return queries and keys unchanged."""
         return q, k
 
 
 class Mlp(Module):
-    """Two of its linears around tanh GELU."""
+    """An MLP: two of torchtitan's linears with tanh GELU between them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Its configuration."""
+        """The configuration of the MLP."""
 
         w1: Linear.Config
         w2: Linear.Config
@@ -120,11 +120,11 @@ class Mlp(Module):
 
 
 class TitanTrainer:
-    """One rank of torchtitan's training step.
+    """The trainer of torchtitan on one rank.
 
-    Losses are sums over the tokens of the whole batch. Parameters are sharded over the data ranks,
-    even over a single one: that is how it computes in bf16 with float32 masters. Gradients are
-    reduced into shards after each microbatch.
+    Losses are sums over the tokens of the complete batch. Parameters are sharded over the data
+    ranks, even over a single one, because this is how torchtitan computes in bf16 with float32
+    master weights. Gradients are reduced into shards after each microbatch.
     """
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
@@ -162,21 +162,22 @@ class TitanTrainer:
             parameters += part.parameters()
             for module in part.modules():
                 if isinstance(module, FSDPModule):
-                    # torchtitan's factor of 1 would be multiplied in the sum, which gloo cannot
+                    # torchtitan's factor of 1 would be multiplied within the all-reduce, which gloo
+                    # does not support
                     module.set_force_sum_reduction_for_comms(True)
         self.optimizer = Optimizer(row.config, parameters, masters=False, divided=False)
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's microbatches of a step."""
+        """Return this rank's microbatches for a step."""
         return microbatches(self.row, self.data_rank, step)
 
     def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float | None:
-        """Train a step; return its loss on a rank of the last stage."""
+        """Train a step. Return its loss on a rank of the last stage."""
         losses = self._accumulated(batch) if self.schedule is None else self._piped(batch)
         self.optimizer.step()
         if not losses:
             return None
-        # the losses are of this rank's share of the tokens
+        # the losses are those of this rank's share of the tokens
         return float(torch.stack(losses).double().sum()) * self.row.sizes.data
 
     def _accumulated(self, batch: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -211,7 +212,7 @@ def _dims(row: Row) -> ParallelDims:
 
 
 def _settings(row: Row, variant: Variant) -> dict[str, Any]:
-    """Return its configuration: arguments of parallelize_llama and pipeline_llm."""
+    """Return the configuration of torchtitan: arguments of parallelize_llama and pipeline_llm."""
     case = row.case
     sizes = row.sizes
     parallelism = ParallelismConfig(
@@ -238,7 +239,7 @@ def _settings(row: Row, variant: Variant) -> dict[str, Any]:
 
 
 def _cut(row: Row) -> list[list[str]]:
-    """Return the parts of each stage, cut at the same layers as ours."""
+    """Return the parts of each stage, cut at the same layers as ptdmpi's."""
     stages = [[f"layers.{layer}" for layer in layers] for layers in layers_of_stages(row)]
     return [["tok_embeddings", *stages[0]], *stages[1:-1], [*stages[-1], "norm", "lm_head"]]
 
@@ -310,14 +311,15 @@ def _norm(row: Row) -> LayerNorm.Config:
 
 
 def _with_bias(norm: LayerNorm.Config) -> None:
-    """Divide a norm's bias as its weight: torchtitan's norms have no bias, and no rule for it."""
+    """Divide a norm's bias in the same way as its weight: torchtitan's norms have no bias, and no
+    rule for it."""
     states = norm.sharding_config.state_shardings
     states["bias"] = states["weight"]
 
 
 @torch.no_grad()
 def _load(model: nn.Module, row: Row) -> None:
-    """Load plain torch's weights; both order the rows of qkv by heads."""
+    """Load the weights of `plain_torch`. Both order the rows of qkv by heads."""
     config = row.config
     whole = Gpt(config, range(config.model.layers), row.case.vocab_size, autocast=False)
     weights = dict(whole.named_parameters())

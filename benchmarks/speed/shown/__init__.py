@@ -1,1 +1,1 @@
-"""The picture of the measurements, and the table of scaling."""
+"""A picture of the measurements, and a table of scaling."""

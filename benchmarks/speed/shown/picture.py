@@ -1,4 +1,5 @@
-"""A picture of results/latest.json: our tokens per second over each peer's, row by row."""
+"""A picture of results/latest.json: ptdmpi's tokens per second divided by each peer's, row by
+row."""
 
 import json
 from pathlib import Path
@@ -18,7 +19,8 @@ COLORS = {
 
 
 def draw(source: Path, target: Path) -> None:
-    """Draw a panel for each data type: medians, and bars from the least to the greatest round."""
+    """Draw a panel for each data type, with medians, and bars from the least to the greatest
+    round."""
     import matplotlib
 
     matplotlib.use("Agg")

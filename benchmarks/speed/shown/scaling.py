@@ -1,4 +1,4 @@
-"""Scaling efficiency of two ranks, from the rows that compare this project with itself."""
+"""Scaling efficiency of two ranks, computed from the rows that compare ptdmpi with itself."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,7 +8,7 @@ from ptdmpi.plan.shape.flops import model_flops
 
 
 def share(result: Result) -> float:
-    """Return the FLOP/s of each of a row's ranks over those of one rank alone: 1 is ideal."""
+    """Return the FLOP/s per rank in a row divided by that of one rank alone; 1 is ideal."""
     row = Row(result.layout, result.precision, grown(result.layout, GptSizes()))
     return result.ratio_median * _per_token(row) / _per_token(row.alone) / row.sizes.ranks
 
@@ -19,7 +19,7 @@ def _per_token(row: Row) -> float:
 
 def lines(results: Sequence[Result]) -> Iterator[str]:
     """Yield a table of strong scaling (the same work) and weak scaling (twice the work) on each
-    axis; no lines where none was measured."""
+    axis; no lines if none was measured."""
     alone = [result for result in results if result.peer == f"ptdmpi {ALONE}"]
     shares = {(result.layout, result.precision): share(result) for result in alone}
     if not shares:

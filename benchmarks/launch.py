@@ -26,8 +26,8 @@ def start(
     """Start a program in a new session, so that all its processes can be found.
 
     `extra` is added to the environment. Standard input is empty, and standard output goes to
-    `output`. Standard error goes to `errors` if given. Otherwise it goes to `output`, or, if that
-    is a pipe, to the standard error of this process.
+    `output`. Standard error goes to `errors` if given. If `errors` is not given, standard error
+    goes to `output`, or, if that is a pipe, to the standard error of this process.
     """
     if errors is None and output != subprocess.PIPE:
         errors_to: IO[str] | int | None = subprocess.STDOUT

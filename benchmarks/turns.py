@@ -1,7 +1,7 @@
 """Rounds of a comparison, in which each side runs once, in changing order.
 
-The machines are shared, and their speed drifts. So only figures of the same round are compared, and
-each round begins with another side, so that a drift favours no side.
+The machines are shared, and their speed drifts. For this reason only figures of the same round are
+compared, and each round begins with another side, so that a drift favours no side.
 """
 
 import statistics

@@ -1,8 +1,9 @@
 """Making token shards from a corpus, on several ranks, with restarts.
 
 A corpus consists of groups, which are divided among ranks. A single writer writes the encoded
-blocks of a group in their order. So the bytes of every shard are a pure function of files and
-options, independent of the number of ranks, and a restart continues where the previous run stopped.
+blocks of a group in their order. The bytes of every shard are therefore a pure function of files
+and options, independent of the number of ranks, and a restart continues where the previous run
+stopped.
 """
 
 import os
@@ -194,8 +195,8 @@ def make_shards(
     tokens_per_s.
 
     All ranks call this. Raise InputError for bad options or input, for an output directory with
-    other contents, and for a full disk. Then no incomplete shard is left, and no directory without
-    a finished shard.
+    other contents, and for a full disk. After such an error no incomplete shard is left, and no
+    directory without a finished shard.
     """
     started = time.perf_counter()
 

@@ -204,7 +204,7 @@ class Duplicates:
 
     def find(self, groups: int) -> None:
         """Find the documents to leave out, over all groups together, and write them for each group.
-        This needs 24 bytes of memory per document."""
+        The search needs 24 bytes of memory per document."""
         tables = [self._read("keys", group) for group in range(groups)]
         ends = np.cumsum([0, *(len(table) for table in tables)])
         dropped = repeated(
@@ -238,8 +238,8 @@ def repeated(column: Callable[[int], np.ndarray], columns: int, size: int) -> np
 
     `column` returns the keys in one of `columns` columns, uint64 [size]; only keys in the same
     column are compared. Every document takes the lowest number among the documents with the same
-    key, one column after the other, until nothing changes. Then its number is that of the first
-    document to which it is connected.
+    key, one column after the other, until nothing changes. At the end, the number of a document is
+    that of the first document to which it is connected.
     """
     labels = np.arange(size)
     changed = size > 0

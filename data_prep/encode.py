@@ -108,7 +108,7 @@ def _decode(data: bytes | memoryview, path: str, start: int, errors: str) -> str
 
 
 class _BadLine(ValueError):
-    """An error in a line of a .jsonl file. Its text describes the mistake."""
+    """An error in a line of a .jsonl file. The text of the error describes the mistake."""
 
 
 def _field(data: memoryview, path: str, start: int, options: EncodeOptions) -> bytes:

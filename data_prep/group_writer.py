@@ -15,8 +15,8 @@ class GroupWriter:
     restarted.
 
     Up to two shards are written at a time, one for training documents and one for held-out
-    documents. Both end at the first end of a document at which they have `shard_tokens` tokens
-    together, or inside a document that would double that number.
+    documents. Both shards end at the first end of a document at which they have `shard_tokens`
+    tokens together, or inside a document that would double that number.
     """
 
     def __init__(self, state: RunState, group: int, vocabulary: Vocabulary, shard_tokens: int):

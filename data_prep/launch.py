@@ -1,4 +1,5 @@
-"""The ranks that prepare data together. This is the only module of data_prep that uses MPI."""
+"""The ranks that prepare data together. `launch.py` is the only module of data_prep that uses
+MPI."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -158,8 +158,8 @@ class MegatronIndex:
     def blocks(self) -> Iterator[TokenBlock]:
         """Yield all documents, in order, in blocks of at most BLOCK_TOKENS.
 
-        The blocks are a pure function of the documents. They do not depend on how documents are
-        divided into sequences, or on the order of sequences in the .bin. Raise InputError for
+        The blocks are a pure function of the documents. The blocks do not depend on how documents
+        are divided into sequences, or on the order of sequences in the .bin. Raise InputError for
         impossible lengths, offsets and bounds.
         """
         for window in self._windows():

@@ -1,4 +1,5 @@
-"""Megatron-LM's indexed datasets as a corpus. Their documents are already tokens."""
+"""Megatron-LM's indexed datasets as a corpus. The documents of such a dataset are already
+tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,8 +31,8 @@ class GivenVocabulary:
 def given_vocabulary(vocab_size: int, eod_id: int) -> GivenVocabulary:
     """Return a vocabulary that is given by two numbers instead of a tokenizer's file.
 
-    Its hash consists of zeros and the two numbers, so that datasets with the same numbers can be
-    used together. Raise InputError for numbers that contradict each other.
+    The hash of this vocabulary consists of zeros and the two numbers, so that datasets with the
+    same numbers can be used together. Raise InputError for numbers that contradict each other.
     """
     if not 0 <= eod_id < vocab_size <= 1 << 32:
         raise InputError(

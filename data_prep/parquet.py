@@ -1,4 +1,5 @@
-"""Documents in Parquet files, one per row of the text column. This needs pyarrow, an extra."""
+"""Documents in Parquet files, one per row of the text column. Reading Parquet needs pyarrow, an
+extra."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -177,8 +177,8 @@ def group_sources(sources: Sequence[CorpusFile], group_bytes: int) -> list[list[
     """Group consecutive files (or slices) so that each group, except the last, has at least
     `group_bytes` on the disk.
 
-    A shard never contains tokens of two groups. So groups can be divided among ranks before their
-    numbers of tokens are known.
+    A shard never contains tokens of two groups. Groups can therefore be divided among ranks before
+    their numbers of tokens are known.
     """
     groups: list[list[CorpusFile]] = []
     size_bytes = group_bytes

@@ -2,9 +2,9 @@
 progress.
 
 While shards are made, each output directory contains a folder `.unfinished`, so that nobody trains
-on a part of a corpus by mistake. Its `identity.json` records the inputs and options; in the main
-output the folder also has one small file per group with the group's progress. At the end the folder
-is removed, and `tokenize.json` records from what the shards were made."""
+on a part of a corpus by mistake. The file `identity.json` in that folder records the inputs and
+options; in the main output the folder also has one small file per group with the group's progress.
+At the end the folder is removed, and `tokenize.json` records from what the shards were made."""
 
 import hashlib
 import json
@@ -212,7 +212,7 @@ class _OutputLocks:
         self._held[output] = lock
 
     def release(self) -> None:
-        """Unlock all outputs. This may be called more than once."""
+        """Unlock all outputs. `release` may be called more than once."""
         while self._held:
             self._held.popitem()[1].close()
 
@@ -323,8 +323,8 @@ class RunState:
 
     def _belongs(self, output: Path, main: dict[str, Any] | None) -> bool:
         """Return True if the main output, with the identity `main`, names this directory for its
-        held-out shards. Then ptdmpi-data has made them, even if the directory itself has no
-        identity."""
+        held-out shards. If it does, ptdmpi-data has made these shards, even if the directory itself
+        has no identity."""
         valid_outputs = self._identities[0]["valid_outputs"]
         return (
             output != self.outputs[0]

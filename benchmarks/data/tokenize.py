@@ -48,7 +48,7 @@ class Peers:
 
 
 def stdlib_texts(size_bytes: int) -> list[str]:
-    """Return Python's own sources, about `size_bytes` bytes. They are repeated if there are
+    """Return Python's own sources, about `size_bytes` bytes. The sources are repeated if there are
     fewer."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     texts = []

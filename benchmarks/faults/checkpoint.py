@@ -30,7 +30,7 @@ LIMIT_S = 1800.0
 
 
 class Rank:
-    """One rank. It has the same state on all three sides."""
+    """One rank. A rank has the same state on all three sides."""
 
     def __init__(self, layers: int, folder: Path) -> None:
         from ptdmpi.comm.world import World

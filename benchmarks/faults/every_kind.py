@@ -4,11 +4,11 @@ lost.
     python -m benchmarks.faults.every_kind [--deaths 500] [--minutes 60] [--seed 1] [--kinds "zb-v"]
 
 The kinds come from the tables of the program: each data-parallel method, compressor, ZeRO stage,
-schedule, adapter and task. So a new name in a table is tested, too; if its settings are incomplete,
-the list is refused with the configuration's error. In each run a rank is killed three times at
-random moments. The job must then complete by itself, with the losses and the last state of an
-undisturbed run, bit by bit. Most kinds have copies in memory, and every fourth run continues from
-checkpoints.
+schedule, adapter and task. A new name in a table is therefore tested, too; if its settings are
+incomplete, the list is refused with the configuration's error. In each run a rank is killed three
+times at random moments. The job must then complete by itself, with the losses and the last state of
+an undisturbed run, bit by bit. Most kinds have copies in memory, and every fourth run continues
+from checkpoints.
 """
 
 import argparse
@@ -154,8 +154,8 @@ class SupervisedRun:
         return False
 
     def ranks(self) -> list[int]:
-        """Return the process ids of the ranks. They are recognized by the run directory in their
-        command lines."""
+        """Return the process ids of the ranks. The ranks are recognized by the run directory in
+        their command lines."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             try:

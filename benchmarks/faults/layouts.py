@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from benchmarks.faults.training import BASE, Way
 
-# Every layout has exactly one of the first four kinds, which depends on `parallel.zero`. It may
-# also have some of the others: shards within groups, an optimizer with its state in a file,
-# adapters of a frozen model.
+# Every layout has exactly one of the first four kinds, which depends on `parallel.zero`. A layout
+# may also have some of the other kinds: shards within groups, an optimizer with its state in a
+# file, adapters of a frozen model.
 KINDS = ("whole", "zero-1", "zero-2", "zero-3", "groups", "offloaded", "adapted")
 ADAPTED = ("adapt.method=lora", "adapt.dropout=0.1", f"adapt.base={BASE}")
 KEYS = {"t": "tensor", "p": "pipeline"}

@@ -106,7 +106,7 @@ class Trial:
 
 
 class Job:
-    """An mpirun that executes a run. Its ranks are recognized by their session and their
+    """An mpirun that executes a run. The ranks of the job are recognized by their session and their
     environment."""
 
     def __init__(self, folder: Path, name: str, setup: Setup, failure: str) -> None:
@@ -260,7 +260,8 @@ def corpus(folder: Path) -> None:
 
 
 def straight(folder: Path, setup: Setup) -> Path:
-    """Return the run directory of the undisturbed run for a setup. Its bits depend on t alone."""
+    """Return the run directory of the undisturbed run for a setup. The bits of the undisturbed run
+    depend on t alone."""
     name = f"straight-{setup.tensor}"
     if not (folder / "runs" / name).exists():
         whole = replace(setup, ranks=setup.ranks - setup.spare, spare=0)

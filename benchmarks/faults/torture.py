@@ -6,9 +6,9 @@
 Each trial disturbs a training run, removes the cause, and repeats the same command until the run is
 complete. The run's parameters, moments and losses must then be those of an undisturbed run, bit by
 bit, and no step that was reported as saved may be lost. A refusal (exit code 2 and one line) is
-counted separately. It is right only if the disk is full or read-only, or if no complete checkpoint
-is left. Each trial prints a line with its layout in short words; counts by fault and by kind of
-layout follow at the end. The exit code is 1 if anything was lost.
+counted separately. A refusal is right only if the disk is full or read-only, or if no complete
+checkpoint is left. Each trial prints a line with its layout in short words; counts by fault and by
+kind of layout follow at the end. The exit code is 1 if anything was lost.
 """
 
 import argparse

@@ -56,8 +56,8 @@ Side = Callable[[Workload], Iterator[Row]]
 
 
 def sizes(workload: Workload) -> list[Size]:
-    """Return the microbatches to try, largest first, beginning with twice ptdmpi's size. Those with
-    full recomputation come last."""
+    """Return the microbatches to try, largest first, beginning with twice ptdmpi's size. The
+    microbatches with full recomputation come last."""
     tried = []
     size = min(2 * workload.micro_size, workload.sequences)
     while size:
@@ -197,7 +197,8 @@ def torchtitan_side(workload: Workload) -> Iterator[Row]:
     """Yield the row for torchtitan's LLaMA. Raises Left if torchtitan is not installed.
 
     As in torchtitan's trainer, its blocks are compiled one by one, and FSDP2 over the single rank
-    provides bfloat16. Its attention is SDPA, because there are no documents to mask.
+    provides bfloat16. The attention of torchtitan's model is SDPA, because there are no documents
+    to mask.
     """
     if not torchtitan_folder().is_dir():
         raise Left(

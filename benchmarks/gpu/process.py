@@ -25,9 +25,9 @@ def answer(
     """Return the JSON object in the last complete line that a program prints to standard output.
 
     If the program fails, the object has the key "failed". If it does not end within `limit_s`
-    seconds, it is killed and the object has the key "left". Both quote the last line of its
-    standard error. `extra` is added to its environment. About every ten seconds `so_far` is called
-    with the object printed until then.
+    seconds, it is killed and the object has the key "left". Both keys quote the last line of the
+    program's standard error. `extra` is added to its environment. About every ten seconds `so_far`
+    is called with the object printed until then.
     """
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = start(command, output, extra=extra, errors=errors)

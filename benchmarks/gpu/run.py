@@ -161,10 +161,10 @@ def measured(name: str, limit_s: float, record: Record) -> Part:
 
 
 def share_s(left_s: float, mine_s: float, others_s: float) -> float:
-    """Return the seconds that a part may take of the `left_s` that remain. This is twice its share,
-    where `mine_s` and `others_s` are the normal times of this part and of the later ones. Most
-    parts need less than their share, and the limit keeps one slow part from using up the time of
-    the others."""
+    """Return the seconds that a part may take of the `left_s` that remain. The part may take twice
+    its share, where `mine_s` and `others_s` are the normal times of this part and of the later
+    ones. Most parts need less than their share, and the limit keeps one slow part from using up the
+    time of the others."""
     return left_s * min(1.0, 2 * mine_s / (mine_s + others_s))
 
 

@@ -83,8 +83,8 @@ def engine_on(
 def drawn_there() -> Iterator[None]:
     """Make initial weights random numbers of the device on which they are stored.
 
-    They differ from those of a run, which are computed on the host. For 6.7e9 weights that takes a
-    minute and a half. Training has the same speed with both.
+    The random numbers of the device differ from those of a run, which are computed on the host. For
+    6.7e9 weights that takes a minute and a half. Training has the same speed with both.
     """
     with mock.patch.object(buffer, "_fill", _draw):
         yield

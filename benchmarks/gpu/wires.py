@@ -1,6 +1,6 @@
-"""A check whether transports (`wires`) carry tensors of this machine's devices. It does every
-operation of the interface: `python -m benchmarks.gpu.wires nccl`, started by mpirun, prints JSON on
-rank 0."""
+"""A check whether transports (`wires`) carry tensors of this machine's devices. The check does
+every operation of the interface: `python -m benchmarks.gpu.wires nccl`, started by mpirun, prints
+JSON on rank 0."""
 
 import json
 import sys
@@ -99,8 +99,8 @@ def neighbours_hear(axis: Communicator, dtype: torch.dtype, device: torch.device
 
 
 def alone(device: torch.device) -> Iterator[Check]:
-    """Yield checks of NCCL with a communicator of a single rank, which the trainer never makes.
-    They show that the library works at all, and leaves its inputs unchanged."""
+    """Yield checks of NCCL with a communicator of a single rank, which the trainer never makes. The
+    checks show that the library works at all, and leaves its inputs unchanged."""
     NcclCommunicator.open(MPI.COMM_SELF, device)
     assert NcclCommunicator.library is not None
     carrier = NcclCarrier(NcclCommunicator.library, MPI.COMM_SELF, "alone", ())

@@ -34,8 +34,8 @@ class Problem:
         cls, workers: int, dim: int, *, noise: float, apart: float, seed: int = 0, of: int = 16
     ) -> "Problem":
         """Return a random problem with Gaussian rows. The minima of the workers are `apart` from
-        each other in each element. It is made for `of` workers and divided among them, so that the
-        mean problem is the same for every number of workers."""
+        each other in each element. The problem is made for `of` workers and divided among them, so
+        that the mean problem is the same for every number of workers."""
         random = np.random.default_rng(seed)
         rows = random.standard_normal((of, 4 * dim, dim))
         own = random.standard_normal(dim) + apart * random.standard_normal((of, dim))
@@ -187,7 +187,8 @@ def falling(first: float, half: int) -> Callable[[int], float]:
 
 def transient(errors: Array, reference: Array, every: int, within: float = 1.25) -> int | None:
     """Return the number of steps after which `errors` stay within a factor `within` of `reference`;
-    None if this is more than were recorded. Both are recorded once in `every` steps."""
+    None if this is more than were recorded. `errors` and `reference` are both recorded once in
+    `every` steps."""
     beyond = np.flatnonzero(errors > within * reference)
     if not len(beyond):
         return every

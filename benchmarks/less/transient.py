@@ -3,14 +3,15 @@ exactly.
 
     python -m benchmarks.less.transient [--ranks 16]
 
-Worker i has the loss f_i(x) = (x - b_i)^2 / 2 and a gradient with noise of variance sigma^2. So a
-step X <- W (X - rate (X - b + noise)), the form that the trainer reproduces to 1e-10, is linear:
-means and covariances of all workers are computed exactly, and nothing is sampled. With the learning
-rate 1 / (k + k0), SGD over all n workers has an error of sigma^2 / (n k), and decentralized SGD
-reaches the same in the end. The steps before that are its transient iterations (Pu, Olshevsky,
-Paschalidis 2020, arXiv 1906.02702): those until its mean square error stays below 1.25 times that
-of SGD over all workers. Their number is of the order n / gap if the workers' data is the same, and
-n / gap^2 if it differs (strongly convex; Ying et al. 2021, arXiv 2110.13363).
+Worker i has the loss f_i(x) = (x - b_i)^2 / 2 and a gradient with noise of variance sigma^2. A step
+X <- W (X - rate (X - b + noise)), the form that the trainer reproduces to 1e-10, is therefore
+linear: means and covariances of all workers are computed exactly, and nothing is sampled. With the
+learning rate 1 / (k + k0), SGD over all n workers has an error of sigma^2 / (n k), and
+decentralized SGD reaches the same in the end. The steps before that are its transient iterations
+(Pu, Olshevsky, Paschalidis 2020, arXiv 1906.02702): those until its mean square error stays below
+1.25 times that of SGD over all workers. The number of transient iterations is of the order n / gap
+if the workers' data is the same, and n / gap^2 if it differs (strongly convex; Ying et al. 2021,
+arXiv 2110.13363).
 """
 
 import argparse

@@ -15,9 +15,10 @@ ZERO_3 = "ZeRO-3"
 def layouts(ranks: int, batch: int) -> dict[str, Layout]:
     """Return the layouts of PTD-P and ZeRO-3 on `ranks` ranks of two nodes.
 
-    They correspond to Table 2 of Narayanan et al. 2021. PTD-P has the tensor axis inside a node and
-    the pipeline across nodes; ZeRO-3 has one microbatch with all sequences of a rank. The pipeline
-    has up to eight microbatches (a bubble of an eighth), because smaller ones are slow on a CPU.
+    The layouts correspond to Table 2 of Narayanan et al. 2021. PTD-P has the tensor axis inside a
+    node and the pipeline across nodes; ZeRO-3 has one microbatch with all sequences of a rank. The
+    pipeline has up to eight microbatches (a bubble of an eighth), because smaller ones are slow on
+    a CPU.
     """
     return {
         PTD_P: Layout(tensor=ranks // NODES, pipeline=NODES, data=1, micro_size=max(1, batch // 8)),

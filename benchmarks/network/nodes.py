@@ -1,11 +1,11 @@
 """Several simulated nodes on one machine: namespaces with a link between them, and mpirun across
 them.
 
-A node has its own network, host name and /dev/shm, and shares the machine's files. So MPI sees
-several nodes, and its messages between them cross the link by TCP. No name on the machine is used,
-and nothing remains afterwards: the switch is the first process of a process namespace that contains
-all nodes, and it ends when its input ends. However the program that made the nodes ends, the kernel
-then ends all processes of the nodes and removes their network.
+A node has its own network, host name and /dev/shm, and shares the machine's files. MPI therefore
+sees several nodes, and its messages between them cross the link by TCP. No name on the machine is
+used, and nothing remains afterwards: the switch is the first process of a process namespace that
+contains all nodes, and it ends when its input ends. However the program that made the nodes ends,
+the kernel then ends all processes of the nodes and removes their network.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from benchmarks import launch
 from benchmarks.network.switch import Port, Switch, card
 
 TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname")
-# A node consists of the namespaces of its first process. This process writes its id, so that others
-# can enter the namespaces.
+# A node consists of the namespaces of its first process. The first process writes its id, so that
+# others can enter the namespaces.
 NODE = """\
 set -e
 hostname "$1"
@@ -130,7 +130,7 @@ def answer(
     ranks_per_node: int, words: Sequence[str], link: NodeLink, limit_s: float = 600.0
 ) -> dict:
     """Return the JSON object that `python WORDS...` prints last on the ranks of two nodes joined by
-    `link`. It must contain the number of `nodes` that MPI sees.
+    `link`. The object must contain the number of `nodes` that MPI sees.
 
     Raises NoNodes if this machine cannot simulate nodes, RuntimeError if the ranks fail or MPI does
     not see two nodes, and subprocess.TimeoutExpired. The ranks end together with the nodes.

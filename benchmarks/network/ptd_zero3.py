@@ -2,8 +2,8 @@
 
     python -m benchmarks.network.ptd_zero3
 
-This needs root and Open MPI 5, and takes some minutes. On 2 and 4 ranks of two nodes, with a slow
-link and with an unlimited one, both layouts train the same batches alternately.
+The benchmark needs root and Open MPI 5, and takes some minutes. On 2 and 4 ranks of two nodes, with
+a slow link and with an unlimited one, both layouts train the same batches alternately.
 results/ptd_zero3.json stores the measurement, from which `benchmarks.network.page` makes the table
 and the pictures of the page.
 """

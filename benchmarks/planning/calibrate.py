@@ -124,7 +124,7 @@ def product_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
 
 def attention_rows(cluster: Cluster, section: str) -> Iterator[tuple[str, float, float]]:
     """Yield (name, predicted, measured) for causal FlashAttention-2, forward and backward, with
-    16,384 tokens and a total width of all heads of 2,048. Its rate counts seven matrix
+    16,384 tokens and a total width of all heads of 2,048. The rate counts seven matrix
     multiplications with half of the scores."""
     machine = Machine(cluster, "fp16", 2)
     for row in read(ATTENTION):
@@ -207,8 +207,8 @@ def calibrate() -> tuple[dict[str, dict[str, float]], str]:
 
 
 def others(values: dict[str, float]) -> dict[str, dict[str, float]]:
-    """Return the values for devices without a published layer. Their `gemm_fraction` is that of an
-    A100, multiplied by the ratio of the fractions of the peak that the fastest matrix
+    """Return the values for devices without a published layer. The `gemm_fraction` of such a device
+    is that of an A100, multiplied by the ratio of the fractions of the peak that the fastest matrix
     multiplications reach."""
     reached = {
         row["section"]: float(row["tflops"]) / float(row["theory_tflops"]) for row in read(DEVICES)

@@ -21,8 +21,8 @@ EXAMPLE = re.compile(r"^    ptdmpi ask (?P<question>[^\n]*)\n\n```\n.*?```\n", r
 
 
 def answered(page: str, pictures: Path, only: Collection[str] = ()) -> str:
-    """Return the page with new answers to its commands, or only to the questions `only`. Their
-    pictures are written to the folder `pictures`."""
+    """Return the page with new answers to its commands, or only to the questions `only`. The
+    pictures of the answers are written to the folder `pictures`."""
 
     def answer(example: re.Match[str]) -> str:
         arguments = shlex.split(example["question"])

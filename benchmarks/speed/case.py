@@ -300,7 +300,7 @@ def choices(row: Row, tool: str) -> list[list[dict[str, Any]]]:
 
 
 def synthetic_ids(row: Row, step: int) -> "Tensor":
-    """Return token ids [B, s + 1] for a step, the same for all sides. Some ids are frequent and
+    """Return token ids [B, s + 1] for a step, the same for all sides. A few ids are frequent and
     most are rare (log-uniform): uniform ids cannot be learned, so that the loss would not show a
     missing update.
     """

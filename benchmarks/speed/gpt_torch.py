@@ -1,7 +1,7 @@
 """The same GPT in plain torch, as a user of torch would write it: batch first, fused qkv, SDPA.
 
-Its parameters have ptdmpi's names and the same random values, which depend on (seed, name), so that
-the losses of both must agree.
+The parameters of this model have ptdmpi's names and the same random values, which depend on (seed,
+name), so that the losses of both must agree.
 """
 
 import math

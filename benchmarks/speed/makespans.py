@@ -3,10 +3,10 @@ an op.
 
     . jobs/mpi-env.sh; mpirun -n 4 .venv/bin/python -m benchmarks.speed.makespans
 
-prints, for each schedule, the time of the runner's step and the simulator's makespan. It also
-prints the host's microseconds per action where ops do nothing: with activations of 128 bytes, where
-this is Python and latency, and of 1 MiB, as in training, where they are copied, too. A sleep needs
-no core, so there may be more ranks than cores; other processes on the cores disturb the
+prints, for each schedule, the time of the runner's step and the simulator's makespan. The benchmark
+also prints the host's microseconds per action where ops do nothing: with activations of 128 bytes,
+where this is Python and latency, and of 1 MiB, as in training, where they are copied, too. A sleep
+needs no core, so there may be more ranks than cores; other processes on the cores disturb the
 measurement.
 """
 

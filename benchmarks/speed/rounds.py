@@ -42,8 +42,8 @@ class Round:
 @dataclass(frozen=True)
 class LeastTimes:
     """The seconds of a step's bare linear GEMMs, and of these together with its attention, on one
-    rank. They are the least of several measurements with the fastest known kernels: no step takes
-    less."""
+    rank. The seconds are the least of several measurements with the fastest known kernels: no step
+    takes less."""
 
     gemm_s: float
     both_s: float

@@ -208,8 +208,8 @@ class Side:
 
 
 def family_cpu_s() -> float:
-    """Return the CPU time of this process and of all its descendants. They include the sides that
-    wait, because gloo's threads wake up a hundred times per second in them."""
+    """Return the CPU time of this process and of all its descendants. The descendants include the
+    sides that wait, because gloo's threads wake up a hundred times per second in them."""
     me = psutil.Process()
     times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
     return sum(process.user + process.system for process in times)

@@ -25,7 +25,7 @@ class Trainer(Protocol):
     rank: int
 
     def batch(self, step: int) -> Any:
-        """Return this rank's data for a step. This is called before the clock starts."""
+        """Return this rank's data for a step. `batch` is called before the clock starts."""
 
     def step(self, step: int, batch: Any) -> float | None:
         """Train one step and return its mean loss in nats; None on a rank that does not know it."""

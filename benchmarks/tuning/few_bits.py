@@ -1,10 +1,10 @@
 """`python -m benchmarks.tuning.few_bits [MODEL DATA]`: the perplexity of quantized models.
 
 The demo's model (jobs/demo.toml, on the shards of `make demo`), or a MODEL with the shards in
-DATA/train and DATA/valid, is quantized to int8, int4, uint4 and nf4, by rounding and by GPTQ. Then
-the model is trained further with rounded weights and without, and both results are quantized. The
-tables are written between the marks of docs/how-to/quantization.md. Runs and results are stored in
-runs/few-bits, and are not repeated.
+DATA/train and DATA/valid, is quantized to int8, int4, uint4 and nf4, by rounding and by GPTQ. After
+that, the model is trained further with rounded weights and without, and both results are quantized.
+The tables are written between the marks of docs/how-to/quantization.md. Runs and results are stored
+in runs/few-bits, and are not repeated.
 """
 
 import argparse

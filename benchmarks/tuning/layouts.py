@@ -24,8 +24,8 @@ BATCH = 2
 
 
 def layouts(base: Path) -> tuple[tuple[int, int, int], ...]:
-    """Return (t, p, d) for each training run. Here t is 2, or the next number that divides the
-    model's heads (3 for SmolLM2-135M)."""
+    """Return (t, p, d) for each training run. The value t above 1 is 2, or the next number that
+    divides the model's heads (3 for SmolLM2-135M)."""
     model = smol.sizes(base)
     t = next(n for n in range(2, 1 + model["heads"]) if model["kv_heads"] % n == 0)
     return (1, 1, 1), (t, 1, 1), (1, 2, 1), (1, 1, 2), (t, 2, 1)

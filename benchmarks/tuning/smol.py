@@ -25,8 +25,8 @@ Tree = dict[str, dict[str, Any]]
 
 
 def prepare(source: Path, work: Path = WORK) -> Path:
-    """Convert `source` into a base model in `work`, unless it exists, and return the base. Its
-    folder hugging_face/ contains the tokenizer."""
+    """Convert `source` into a base model in `work`, unless it exists, and return the base. The
+    folder hugging_face/ of the base contains the tokenizer."""
     work = work.resolve()
     base = work / "base"
     if base.is_dir():

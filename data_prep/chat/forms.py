@@ -45,13 +45,13 @@ KNOWN = (
 
 
 class BadConversation(ValueError):
-    """An error in a record. Its text describes the mistake."""
+    """An error in a record. The text of the error describes the mistake."""
 
 
 @dataclass(frozen=True)
 class ChatFields:
-    """The names of the fields that contain a conversation. They are tried before the usual ones:
-    `messages`, a list of messages, or a `prompt` and its `answer`."""
+    """The names of the fields that contain a conversation. The configured fields are tried before
+    the usual ones: `messages`, a list of messages, or a `prompt` and its `answer`."""
 
     messages: str = "messages"
     prompt: str = "prompt"

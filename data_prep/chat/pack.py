@@ -75,8 +75,8 @@ class RowWriter:
 
     A row has `seq_length` tokens: conversations, each of which is a document, then padding, which
     is one more document of end-of-document tokens and does not count. Sample j of a shard is row j.
-    Its last label is the first token of the next row, which never counts, so each shard ends with
-    one extra token.
+    The last label of a row is the first token of the next row, which never counts, so each shard
+    ends with one extra token.
     """
 
     def __init__(

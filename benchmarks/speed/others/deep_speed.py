@@ -21,8 +21,8 @@ def trainer(row: Row, variant: Variant, rank: int) -> "ZeroTrainer | StageTraine
 class ZeroTrainer:
     """A DeepSpeed engine with DeepSpeed's defaults, on one rank.
 
-    It reduces gradients and updates after the last microbatch. Gradients are added up in the type
-    of the weights, which is bf16 with the cast "masters".
+    This trainer reduces gradients and updates after the last microbatch. Gradients are added up in
+    the type of the weights, which is bf16 with the cast "masters".
     """
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
@@ -90,8 +90,8 @@ def _engine(deepspeed: Any, row: Row, variant: Variant, model: nn.Module, *, zer
 
 
 def _imported(rank: int) -> Any:
-    """Return the imported module. It reads the kind of device and this rank's device from the
-    environment."""
+    """Return the imported module. DeepSpeed reads the kind of device and this rank's device from
+    the environment."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank)}
     import deepspeed
 

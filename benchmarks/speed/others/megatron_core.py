@@ -2,8 +2,8 @@
 the initial weights of `plain_torch`'s GPT, and torch's fused AdamW.
 
 Megatron-Core calls a CUDA device in many places. `stand_in` replaces these calls; nothing else is
-needed. Its ranks then compute as on a GPU, but with its implementations in plain torch instead of
-its CUDA kernels (Apex, Transformer Engine).
+needed. The ranks of Megatron-Core then compute as on a GPU, but with its implementations in plain
+torch instead of its CUDA kernels (Apex, Transformer Engine).
 """
 
 import functools
@@ -255,8 +255,8 @@ def _chunks(row: Row, config: Any) -> list[Any]:
 
 @torch.no_grad()
 def _load(chunk: Any, weights: dict[str, nn.Parameter], rank: int, ranks: int) -> None:
-    """Load this rank's part of the weights of `plain_torch`. Both order the rows of qkv by
-    heads."""
+    """Load this rank's part of the weights of `plain_torch`. Megatron-Core and `plain_torch` both
+    order the rows of qkv by heads."""
     # layers are numbered from 0 in each chunk
     first = chunk.decoder.layers[0].layer_number - 1
     for name, parameter in chunk.named_parameters():

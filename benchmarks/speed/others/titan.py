@@ -4,7 +4,7 @@ combined as in its trainer, with the initial weights of `plain_torch`'s GPT and 
 torchtitan's trainer needs a CUDA device. `stand_ins.py`, called before torchtitan is imported,
 replaces what its parts need of a device and of Triton, which torch for CPUs does not have.
 torchtitan lacks three parts of this GPT: learned positions, an MLP of two matrices, and attention
-without rotation. They are made by small changes to its own classes.
+without rotation. The three parts are made by small changes to torchtitan's own classes.
 """
 
 from dataclasses import dataclass
@@ -319,7 +319,8 @@ def _with_bias(norm: LayerNorm.Config) -> None:
 
 @torch.no_grad()
 def _load(model: nn.Module, row: Row) -> None:
-    """Load the weights of `plain_torch`. Both order the rows of qkv by heads."""
+    """Load the weights of `plain_torch`. torchtitan and `plain_torch` both order the rows of qkv by
+    heads."""
     config = row.config
     whole = Gpt(config, range(config.model.layers), row.case.vocab_size, autocast=False)
     weights = dict(whole.named_parameters())

@@ -11,8 +11,8 @@ from typing import BinaryIO
 def start_writing_out(file: BinaryIO, start: int, end: int) -> None:
     """Start writing bytes [start, end) of a file to the disk in the background. The disk then works
     while the program does, and little is left for the sync at the end. Linux starts writing when
-    posix_fadvise says that written pages will not be needed. It also drops pages from memory that
-    are already on the disk."""
+    posix_fadvise says that written pages will not be needed. `posix_fadvise` also drops pages from
+    memory that are already on the disk."""
     os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
 
 

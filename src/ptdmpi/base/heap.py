@@ -34,7 +34,7 @@ def keep_freed(environ: Mapping[str, str]) -> bool:
 
 
 def give_back() -> None:
-    """Return all memory that is free now to the kernel, once. It was used to prepare the run, and a
-    step may not need it."""
+    """Return all memory that is free now to the kernel, once. This free memory was used to prepare
+    the run, and a step may not need it."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

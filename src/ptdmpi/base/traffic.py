@@ -1,7 +1,7 @@
 """The number of bytes that a rank sends, for each kind of message: counted while it runs, or
 computed by closed forms.
 
-Both ways of counting use one convention, which is independent of the algorithm and of the
+Both ways of counting bytes use one convention, which is independent of the algorithm and of the
 transport. For a collective on x bytes of tensors, it counts the bytes that each of n ranks must
 send on average (Thakur et al. 2005, section 4). Rajbhandari et al. 2020 (arXiv 1910.02054, section
 7) count in the same way for large n: 2 x for an all-reduce.
@@ -33,7 +33,7 @@ def _none() -> dict[str, int]:
 @dataclass
 class Tally:
     """The messages of one rank in a group of `ranks`, by kind: their number, and the bytes x of the
-    convention above. Both are integers, so that sums of them are exact."""
+    convention above. The number and the bytes are integers, so that sums of them are exact."""
 
     ranks: int
     messages: dict[str, int] = field(default_factory=_none)

@@ -88,7 +88,8 @@ def take_base(
     head's parameters that keep their initial values.
 
     `tokenizer_sha256` is the hash of the base's tokenizer, or None if the caller does not know it.
-    It is used only if the checkpoint records no tokenizer. Raise InputError on every rank.
+    The caller's hash is used only if the checkpoint records no tokenizer. Raise InputError on every
+    rank.
     """
     path = Path(course.config.adapt.base)
     form = LowBit.of(course.config.quantize)

@@ -2,10 +2,10 @@
 one pass.
 
 Each file is a valid safetensors file (8 bytes of length, a JSON header, raw little-endian data), so
-any tool can open it. This module writes the format itself for two reasons: the checksums are
-computed while the data is written, not in a second reading, and the data comes straight from the
-memory of the parameters. Reading uses the offsets in the manifest: exactly the bytes of a slice are
-read, straight into their destination.
+any tool can open it. This module writes the safetensors format itself for two reasons: the
+checksums are computed while the data is written, not in a second reading, and the data comes
+straight from the memory of the parameters. Reading uses the offsets in the manifest: exactly the
+bytes of a slice are read, straight into their destination.
 """
 
 import json

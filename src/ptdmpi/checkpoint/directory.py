@@ -11,7 +11,7 @@ may be removed.
     checkpoints/branched_from            the checkpoint that `checkpoint.resume` named then
 
 A name `step-NNNNNNNN` appears by one rename, when the whole content is on the disk, and disappears
-by one rename. So no crash leaves an incomplete checkpoint with such a name.
+by one rename. A crash therefore never leaves an incomplete checkpoint with such a name.
 """
 
 import os
@@ -97,7 +97,8 @@ def prepare(directory: Path, step: int, needed_bytes: int) -> Path:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the leftovers of crashes and failed saves. It must not be called during a save."""
+    """Remove the leftovers of crashes and failed saves. This function must not be called during a
+    save."""
     # remove these before anything is written, because they may fill the disk
     for leftover in directory.glob("step-*.tmp"):
         _remove(leftover)

@@ -150,8 +150,8 @@ def _misfits(directory: Path, name: str, manifest: Manifest) -> Iterator[str]:
 class Difference:
     """A difference between two checkpoints in one tensor or in one value of the progress.
     `greatest_absolute` is the greatest absolute difference of all elements; `greatest_relative` is
-    this divided by the greatest magnitude in the first checkpoint. Both are None if values cannot
-    be compared."""
+    this divided by the greatest magnitude in the first checkpoint. Both differences are None if
+    values cannot be compared."""
 
     name: str
     what: str

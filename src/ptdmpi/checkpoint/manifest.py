@@ -128,8 +128,8 @@ class Manifest:
 
     def as_weights(self, kind: str) -> "Manifest":
         """Return a manifest in which the tensors of another kind, such as the average of the
-        weights, are the weights. It has no other tensors. Raise InputError if there are none of
-        this kind."""
+        weights, are the weights. The returned manifest has no other tensors. Raise InputError if
+        there are none of this kind."""
         renamed = {}
         for name, tensor in self.tensors.items():
             own, slash, rest = name.partition("/")
@@ -151,8 +151,8 @@ class Manifest:
     @cached_property
     def in_few_bits(self) -> dict[str, StoredTensor]:
         """Return the quantized weights under the names of their dequantized values, as float32
-        tensors of full shape. They have no pieces, because no file contains the dequantized
-        values."""
+        tensors of full shape. The returned tensors have no pieces, because no file contains the
+        dequantized values."""
         if self.form is None:
             return {}
         per_byte = 8 // self.form.bits

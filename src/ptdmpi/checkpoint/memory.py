@@ -10,7 +10,7 @@ removes it at the end.
 
 A copy is made in two phases. First every rank writes its file, and sends it to the next node. If
 all ranks report success, each node writes the manifest, which makes the copy valid. If all nodes
-report success, the previous copy is removed. So at every moment one complete copy exists.
+report success, the previous copy is removed. A complete copy therefore exists at every moment.
 """
 
 import contextlib

@@ -17,8 +17,8 @@ from ptdmpi.model.state import State
 class OutgoingState:
     """The part of the state that this rank writes to the disk.
 
-    `parts` are views of the state. They are the same in every save, because slices and owners do
-    not change.
+    `parts` are views of the state. The views are the same in every save, because slices and owners
+    do not change.
     """
 
     def __init__(self, state: State, axes: Axes, *, mean: bool, copied: bool) -> None:
@@ -37,8 +37,8 @@ class OutgoingState:
         """Return the parts with the present values of the state.
 
         If the mean of replicas is written, or training may change the state meanwhile, the parts
-        are copied to a host buffer that all saves share. Otherwise the parts are views of the state
-        itself. A device copies while it computes, and the next update waits for the copy
+        are copied to a host buffer that all saves share. In all other cases the parts are views of
+        the state itself. A device copies while it computes, and the next update waits for the copy
         (`State.read`).
         """
         self.state.settle()  # wait for operations that still write to the views

@@ -89,7 +89,7 @@ class Resumption:
         """Load the newest copy in the nodes' memory, unless the run has since saved a later step to
         the disk. Return its progress, or None if there is no such copy or it cannot be read.
 
-        A copy was made by the same job. So the run continues its own checkpoints, unless
+        A copy was made by the same job. The run therefore continues its own checkpoints, unless
         `checkpoint.resume = wanted` names another checkpoint and nothing has been saved since. In
         that case the next save renames the checkpoints that the run does not continue, as after the
         first start.

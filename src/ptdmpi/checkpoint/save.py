@@ -4,12 +4,13 @@ A checkpoint is a directory `step-00000100/` with one safetensors file for each 
 something to write, and `manifest.json`. The manifest lists every logical tensor (`weights/NAME`,
 `exp_avg/NAME`, `exp_avg_sq/NAME`; the weights are the fp32 master weights) with its shape, its
 type, and the file and offset of each of its slices. All files are written and synced under a
-temporary name. Then the manifest is written, the directory is renamed, and `latest` is changed, in
-this order. If several ranks have the same tensors, each writes an equal share of the bytes.
+temporary name. After that, the manifest is written, the directory is renamed, and `latest` is
+changed, in this order. If several ranks have the same tensors, each writes an equal share of the
+bytes.
 
 A thread of each rank writes its file, and a thread of rank 0 does the remaining work. When ranks
-must agree, their main threads use the world communicator between two steps. So MPI need not support
-threads, and these messages are not mixed with those of a step.
+must agree, their main threads use the world communicator between two steps. MPI therefore need not
+support threads, and the messages of a save are not mixed with those of a step.
 """
 
 import contextlib
@@ -150,9 +151,10 @@ class Checkpoints:
     def save(self, step: int) -> list[Saved]:
         """Write the state after `step` steps. Return the saves that are complete.
 
-        With `checkpoint.asynchronous` the state is copied, and a thread does the rest. Then this
-        method waits for an earlier save that is not complete and returns it, and `poll` completes
-        the present one. Raise SaveFailed if a rank could not write; its files are then removed.
+        With `checkpoint.asynchronous` the state is copied, and a thread does the rest. In that case
+        this method first waits for an earlier save that is not complete and returns it, and `poll`
+        completes the present one. Raise SaveFailed if a rank could not write; its files are then
+        removed.
         """
         done = self.finish()
         begin = time.perf_counter()

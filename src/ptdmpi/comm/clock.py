@@ -35,8 +35,8 @@ class Clock(Protocol):
 
     def settle(self) -> None:
         """Wait for the device, so that all marks so far are done, and align the device's clock with
-        the host's. This is called once in a step, at a point where the host must wait anyway.
-        Making a mark never waits."""
+        the host's. The trainer calls `settle` once in a step, at a point where the host must wait
+        anyway. Making a mark never waits."""
 
     def asked_from_here(self) -> None:
         """Prepare the calling thread for asking whether marks are done."""

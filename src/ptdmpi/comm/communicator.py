@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # this import initialises MPI, which a run on one rank does n
 
 
 class Handle(Protocol):
-    """A communication that has begun. Its tensors must not be used until `wait` returns."""
+    """A communication that has begun. Do not use its tensors until `wait` returns."""
 
     def wait(self) -> None:
         """Wait until the tensors may be used. On a device only the current stream waits."""
@@ -312,8 +312,8 @@ class Communicator(WireTraits, ABC):
     ) -> Handle:
         """Begin the collective `name`, one of the kinds that are counted, on flat tensors.
 
-        `counted_bytes` is what the tally counts. None: the size of the largest tensor, which is the
-        full result of a gather and the full input of a scatter.
+        The tally counts `counted_bytes`. If that is None, it counts the size of the largest tensor:
+        the full result of a gather or the full input of a scatter.
         """
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         if counted_bytes is None:
@@ -394,8 +394,8 @@ class Neighbourhood:
     """The neighbours of this rank in a graph: the ranks that send to it, and those to which it
     sends.
 
-    This class exchanges by sends and receives in pairs, which every transport has. A transport that
-    supports graphs has a class of its own. Tallies and `busy` call an exchange "neighbours".
+    This class sends and receives in pairs, which every transport can do. A transport that supports
+    graphs has a class of its own. Tallies and `busy` call an exchange "neighbours".
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """The environment variables of a rank, which must be set before mpi4py, torch or h5py is imported.
 
 Variables for binding and for the network differ from site to site, and are not changed. This module
-sets only variables whose defaults are wrong on every machine, unless the user has set them.
+sets only environment variables whose defaults are wrong on every machine, unless the user has set
+them.
 """
 
 import contextlib
@@ -60,8 +61,8 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
     """Suspend the garbage collector while modules are imported, and exclude the objects of these
-    modules from later collections. They are never freed, and scanning them repeatedly took a tenth
-    of the time of PyTorch's import."""
+    modules from later collections. The objects of modules are never freed, and scanning them
+    repeatedly took a tenth of the time of PyTorch's import."""
     collects = gc.isenabled()
     known = len(sys.modules)
     gc.disable()

@@ -1,8 +1,8 @@
 """The `mpi` transport (`wire`): MPI sends host tensors as bytes.
 
-MPI only moves bytes, and torch computes the sums. So bfloat16 needs no MPI type, every sum is taken
-in ascending rank order, and the result does not depend on the MPI library's choice of algorithm.
-Tensors on other devices are copied to the host before they are sent.
+MPI only moves bytes, and torch computes the sums. For this reason bfloat16 needs no MPI type, every
+sum is taken in ascending rank order, and the result does not depend on the MPI library's choice of
+algorithm. Tensors on other devices are copied to the host before they are sent.
 """
 
 from collections.abc import Sequence

@@ -13,8 +13,8 @@ def pair_order(
     both ends of the previous one have met (as NCCL does). The order is this rank's part of one
     total order of all messages of the graph: both ranks of the first remaining message are always
     free. Messages are sorted by the distance of the two ranks around the group, then by whether
-    that stretch has an even or an odd number. So in a ring, a grid or an exponential graph a
-    message waits for few others, and not for a chain of messages around the group.
+    that stretch has an even or an odd number. With this order, a message in a ring, a grid or an
+    exponential graph waits for few others, and not for a chain of messages around the group.
     """
 
     def key(message: tuple[int, int]) -> tuple[int, int, int, bool]:

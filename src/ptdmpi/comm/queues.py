@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Passed(Protocol):
-    """A mark in a queue. It is passed when all work before it is done."""
+    """A mark in a queue. The mark is passed when all work before it in the queue is done."""
 
     def computing_waits(self) -> None:
         """Let all later work in the device's current queue wait for the mark."""
@@ -152,8 +152,8 @@ def pinned_like(values: Tensor) -> Tensor:
 
 
 def on_its_way(values: Tensor) -> Tensor:
-    """Begin to copy `values` to the host, and return the host tensor. Its numbers are valid after
-    the clock of their device has settled (`Clock.settle`)."""
+    """Begin to copy `values` to the host, and return the host tensor. The numbers in the host
+    tensor are valid after the clock of the device has settled (`Clock.settle`)."""
     if values.device.type == "cpu":
         return values
     return pinned_like(values).copy_(values, non_blocking=True)

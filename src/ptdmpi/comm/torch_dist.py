@@ -87,7 +87,7 @@ class Session:
         """Return a group of these ranks of the world, in ascending order. Only these ranks call it.
         `most` returns the maximum of a number over them."""
         # torch names a group by its ranks and by the number of groups that the process has made.
-        # This number must be the same on all ranks of the group.
+        # The number of groups made must be the same on all ranks of the group.
         for _ in range(most(self.made) - self.made):
             self._new([self.everyone.Get_rank()])
         return self._new(ranks)

@@ -27,8 +27,8 @@ ALL_FLAGS = (1 << 31) - 1
 def require(environ: Mapping[str, str] = os.environ) -> None:
     """Raise InputError if the launcher would end the job after the loss of a rank.
 
-    That the calls succeed proves nothing: Open MPI and MPICH accept them even under a launcher that
-    ends the job. `mpirun --with-ft ulfm` sets a variable for its ranks, which is checked here.
+    The success of the calls proves nothing: Open MPI and MPICH accept them even under a launcher
+    that ends the job. `mpirun --with-ft ulfm` sets a variable for its ranks, which is checked here.
     """
     if environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() not in ("1", "true"):
         raise InputError(

@@ -22,8 +22,8 @@ class Wire:
 
     `World.split` calls `connect` on all ranks of a group, for one group after the other, in the
     same order on every rank. `control` is an MPI communicator of the ranks of the group, and a
-    barrier on it is complete. So a transport can use it for messages that it needs in order to
-    connect, such as a unique id or an error of rank 0.
+    barrier on it is complete. A transport can therefore use `control` for messages that it needs in
+    order to connect, such as a unique id or an error of rank 0.
     """
 
     kind: type[Communicator]

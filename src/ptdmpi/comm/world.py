@@ -99,16 +99,16 @@ class Process:
 
 
 class World:
-    """All ranks of the job. They are numbered node by node, whatever order the launcher has started
-    them in.
+    """All ranks of the job. Ranks are numbered node by node, whatever order the launcher has
+    started them in.
 
-    So ranks that are neighbours on the tensor axis are on one node if t divides the number of ranks
-    of each node.
+    Ranks that are neighbours on the tensor axis are therefore on one node if t divides the number
+    of ranks of each node.
 
     `made` contains every communicator that was split from this world, so that all can be revoked
     together. A new communicator is used only after a barrier on the communicator that it was split
-    from. So a rank that waits in the new one knows that all its members have it, and that revoking
-    it wakes them.
+    from. A rank that waits in the new communicator therefore knows that all its members have it,
+    and that revoking it wakes them.
     """
 
     def __init__(
@@ -225,8 +225,9 @@ class World:
 
     def abort_wires(self) -> None:
         """End all operations on this rank's device after a rank has failed. Any thread may call
-        this. Otherwise a thread that waits for the device would wait for a message that never
-        comes. Afterwards messages can be sent through MPI only; a new world connects again."""
+        this. Without this call, a thread that waits for the device would wait for a message that
+        never comes. After this call, messages can be sent through MPI only; a new world connects
+        again."""
         _abort(self.connected)
 
     def on_root(self, work: Callable[[], T]) -> T:

@@ -1,4 +1,5 @@
-"""`ptdmpi adapter`: merge, split, export and import adapters. It needs no MPI and no GPU."""
+"""`ptdmpi adapter`: merge, split, export and import adapters. The command needs no MPI and no
+GPU."""
 
 from pathlib import Path
 

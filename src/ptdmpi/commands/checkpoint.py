@@ -1,5 +1,5 @@
-"""`ptdmpi checkpoint`: inspect, verify, compare and prune checkpoints. It needs no MPI, GPU or
-torch."""
+"""`ptdmpi checkpoint`: inspect, verify, compare and prune checkpoints. The command needs no MPI,
+GPU or torch."""
 
 import json
 import math
@@ -47,8 +47,8 @@ def inspect(path: Path, tensors: bool, as_json: bool) -> None:
 
 
 def _summary(path: Path, tensors: bool) -> dict[str, Any]:
-    """Return the contents of a checkpoint's manifest. Its entry "problem" is None if the checkpoint
-    is complete."""
+    """Return the contents of a checkpoint's manifest. The entry "problem" of the result is None if
+    the checkpoint is complete."""
     try:
         manifest = sound_manifest(path)
     except InputError as error:

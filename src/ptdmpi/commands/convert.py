@@ -1,4 +1,5 @@
-"""`ptdmpi convert`: convert from and to models of Hugging Face. It needs no MPI and no GPU."""
+"""`ptdmpi convert`: convert from and to models of Hugging Face. The command needs no MPI and no
+GPU."""
 
 import json
 import sys

@@ -1,2 +1,2 @@
-"""Conversion of models from and to the format of Hugging Face. It needs no MPI, no GPU and no
-`transformers`."""
+"""Conversion of models from and to the format of Hugging Face. The conversion needs no MPI, no GPU
+and no `transformers`."""

@@ -141,11 +141,11 @@ def merge(base: Path, adapter: Path, target: Path, kind: str = WEIGHTS) -> tuple
     """Merge the adapters at `adapter` into the model at `base`, and write the merged model at
     `target`.
 
-    The result is a directory for `train`, `evaluate`, `generate` and `convert`. It has the chat
-    template of the adapter, or else of the base. `kind` is the state of the adapter to merge as its
-    weights, for example their running average. Return the bytes of the weights, and a note about
-    files that are missing. Raise InputError if an input is missing or damaged; then `target` is not
-    written.
+    The result is a directory for `train`, `evaluate`, `generate` and `convert`. The merged model
+    has the chat template of the adapter, or else of the base. `kind` is the state of the adapter to
+    merge as its weights, for example their running average. Return the bytes of the weights, and a
+    note about files that are missing. Raise InputError if an input is missing or damaged; then
+    `target` is not written.
     """
     stored = open_model(base)
     loaded = load_adapter(adapter, kind)
@@ -233,7 +233,7 @@ def _merged_rows(place: AdapterPlace, adapter: LoadedAdapter, rows: Tensor, ther
 
 def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list[str]]:
     """Write the LoRA adapter of rank `rank`, for all linears, that is nearest to the difference of
-    the models at `tuned` and `base`. It is written at `target`.
+    the models at `tuned` and `base`. The adapter is written to the directory `target`.
 
     For each linear the adapter has the greatest singular values of the difference; q, k and v are
     treated separately (Eckart and Young 1936). The adapter begins at the first layer that differs.
@@ -285,7 +285,7 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
 
 def _factors(difference: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return A [rank, i] and B [o, rank], of equal norms, for which the matrix product B A is
-    nearest to a difference [o, i]. They are padded with zeros if the difference has a lower
+    nearest to a difference [o, i]. A and B are padded with zeros if the difference has a lower
     rank."""
     u, s, v = torch.linalg.svd(difference, full_matrices=False)
     held = min(rank, len(s))

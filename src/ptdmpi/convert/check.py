@@ -2,9 +2,9 @@
 fixed prompts.
 
 The files of Hugging Face are evaluated by the forward passes in `reference.py`, and the weights of
-the checkpoint by ptdmpi's model. The logits of every head are compared. Both sides compute in
-float64 on a CPU, so rounding errors are far below the limit BAR, and any mistake is far above it.
-At any time only one layer, or the embedding, is in memory."""
+the checkpoint by ptdmpi's model. The logits of every head are compared. ptdmpi and the reference
+both compute in float64 on a CPU, so rounding errors are far below the limit BAR, and any mistake is
+far above it. At any time only one layer, or the embedding, is in memory."""
 
 from collections.abc import Iterable
 
@@ -40,8 +40,8 @@ def prompts(vocab_size: int, seq_length: int) -> Tensor:
 
 
 def segments(ids: Tensor, token_types: int) -> Tensor:
-    """Return the types [b, s] of the tokens. There is one segment of each type, and the segments
-    have about equal length."""
+    """Return the types [b, s] of the tokens. Each type has one segment, and the segments have about
+    equal length."""
     length = ids.shape[1]
     return (torch.arange(length) * token_types // length).expand_as(ids)
 

@@ -1,7 +1,7 @@
 """LLaMA and its descendants in Hugging Face's format, described as data: LLaMA, Mistral, Mixtral,
 Qwen 2 and 3, with or without experts, Gemma 2.
 
-These families share nearly all names of parameters, and most keys of config.json. A `Decoder`
+The decoder families share nearly all names of parameters, and most keys of config.json. A `Decoder`
 describes how one family differs.
 """
 
@@ -171,7 +171,7 @@ def _scaling(config: ConfigJson, key: str, rope: Mapping[str, Any]) -> dict[str,
 
 def _rope_config(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of config.json for rotary angles. Both older and newer versions of
-    `transformers` can read them."""
+    `transformers` can read the returned keys."""
     scaling = None
     parameters: dict[str, Any] = {"rope_type": "default"}
     if model.rope_scaling == "llama3":

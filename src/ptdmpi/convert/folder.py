@@ -1,11 +1,11 @@
 """The directory that a conversion writes. After an error nothing of it remains.
 
 `from_hf` writes a directory with the layout of a run directory, so that `train`, `evaluate` and
-`generate` can use it. It has a config.toml with [model], and a checkpoint with weights only. Its
-folder `hugging_face/` contains all that only the conversion back needs: every other file of the
-model's directory (config.json, tokenizer), the headers of the weight files, and the buffers of old
-files. From these `to_hf` writes the original files again, byte for byte if the weights are
-unchanged.
+`generate` can use it. The directory has a config.toml with [model], and a checkpoint with weights
+only. The folder `hugging_face/` in the directory contains all that only the conversion back needs:
+every other file of the model's directory (config.json, tokenizer), the headers of the weight files,
+and the buffers of old files. From these `to_hf` writes the original files again, byte for byte if
+the weights are unchanged.
 """
 
 import contextlib

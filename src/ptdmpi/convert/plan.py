@@ -1,5 +1,5 @@
 """Which tensor of a Hugging Face model contains which part of which parameter of ptdmpi's model.
-This is checked before anything is converted."""
+The plan is checked before anything is converted."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,9 +1,9 @@
 """Independent forward passes of each family, for the self-check of a conversion.
 
 The passes follow Hugging Face's definition of each family: its names, its layouts, and the keys of
-its config.json. They share nothing with ptdmpi's model or with the tables of `families.py`, so they
-cannot repeat a mistake made there. One tensor is read at a time. The tests compare these passes
-with `transformers`.
+its config.json. The reference passes share nothing with ptdmpi's model or with the tables of
+`families.py`, so they cannot repeat a mistake made there. One tensor is read at a time. The tests
+compare these passes with `transformers`.
 """
 
 import math
@@ -295,8 +295,8 @@ def _gelu(x: Tensor, form: str) -> Tensor:
 
 
 def _rotated(config: Json, x: Tensor, heads: int) -> Tensor:
-    """Apply RoPE to x [b, s, heads * head size], as rotations of complex numbers. Their real parts
-    are the first half of a head, their imaginary parts the second half."""
+    """Apply RoPE to x [b, s, heads * head size], as rotations of complex numbers. The real parts of
+    these numbers are the first half of a head, and the imaginary parts are the second half."""
     rope = config.get("rope_parameters") or {}
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     real, imaginary = x.unflatten(-1, (heads, -1)).chunk(2, dim=-1)

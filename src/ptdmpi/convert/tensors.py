@@ -45,7 +45,8 @@ class Stored:
 
 
 class WeightFiles:
-    """All tensors of a model directory. This is a context manager, since it keeps files open.
+    """All tensors of a model directory. `WeightFiles` is a context manager, since it keeps files
+    open.
 
     `headers` has the text of each file's header, from which an identical file can be written.
     """

@@ -25,9 +25,9 @@ class MicrobatchRows(NamedTuple):
 
     `ptdmpi.inference.tensors` converts this to the `Microbatch` that a model uses, which has
     tensors of the same names. `inputs` and `labels` are two views of one int64 [b, s + 1] array.
-    Neither is contiguous, so use numpy's `reshape`, not `view`. The samples of a masked language
-    model (`ptdmpi.data.masked`) have k labels each, at the positions `masked`: `labels` and
-    `weights` are then [b, k].
+    Neither `inputs` nor `labels` is contiguous, so use numpy's `reshape`, not `view`. The samples
+    of a masked language model (`ptdmpi.data.masked`) have k labels each, at the positions `masked`:
+    `labels` and `weights` are then [b, k].
     """
 
     inputs: np.ndarray  # int64 [b, s]
@@ -65,8 +65,8 @@ class TrainBatches:
     With B = `global_size`, b = `micro_size`, d = `data_size` and m = B / (d b): step k (from 0)
     trains on global samples k*B to (k+1)*B - 1. If the order starts later in the run, k and the
     samples are counted from that start. Microbatch j of a step contains its samples j*b to (j+1)*b
-    - 1, and data rank r has the contiguous block j = r*m to (r+1)*m - 1. So neither the samples of
-    a step nor their order depend on d, t or p.
+    - 1, and data rank r has the contiguous block j = r*m to (r+1)*m - 1. Neither the samples of a
+    step nor their order therefore depend on d, t or p.
     """
 
     def __init__(
@@ -204,9 +204,9 @@ class Prefetcher:
     """An iterator over the microbatches of steps first_step to last_step - 1, which a thread reads
     in advance.
 
-    It uses a thread because forked and spawned processes do not work together with MPI. At most
-    `depth` steps are ready or being read. If reading a step fails, next() raises the exception for
-    that step, with its traceback.
+    The prefetcher uses a thread because forked and spawned processes do not work together with MPI.
+    At most `depth` steps are ready or being read. If reading a step fails, next() raises the
+    exception for that step, with its traceback.
     """
 
     def __init__(self, batches: Steps, first_step: int, last_step: int, depth: int = 2):
@@ -240,7 +240,7 @@ class Prefetcher:
         return microbatches
 
     def close(self) -> None:
-        """End the thread and the iteration. This may be called more than once."""
+        """End the thread and the iteration. `close` may be called more than once."""
         self._steps = iter(())
         self._ahead.clear()
         self._thread.shutdown(cancel_futures=True)

@@ -16,7 +16,7 @@ from ptdmpi.config import InputError
 from ptdmpi.data.header import ShardHeader, format_checksum
 
 BLOCKS = "token_blocks"
-# This is 32 KiB of uint16: the checksum of a block takes about as long as a page fault on a file
+# A block is 32 KiB of uint16: the checksum of a block takes about as long as a page fault on a file
 # that is not cached.
 BLOCK_TOKENS = 1 << 14
 

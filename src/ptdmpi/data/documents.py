@@ -24,8 +24,8 @@ class Windows:
         self._datasets = datasets
         self._locate = locate
         self._length = length
-        # The cache contains maps of shards. It wraps a plain function, so it has no reference to
-        # this object.
+        # The cache contains maps of shards. The cache wraps a plain function, so it has no
+        # reference to this object.
         self._offsets = lru_cache(_OPEN_DOCUMENTS)(partial(_document_offsets, tuple(datasets)))
 
     def documents(self, sample_ids: np.ndarray) -> np.ndarray:
@@ -119,8 +119,8 @@ def with_documents(windows: Windows, microbatch: MicrobatchRows) -> MicrobatchRo
 
 
 class FormedBatches:
-    """Training batches in which the function `form` makes samples from windows. It runs in the
-    thread that reads them."""
+    """Training batches in which the function `form` makes samples from windows. The function `form`
+    runs in the thread that reads the windows."""
 
     def __init__(self, batches: Steps, form: Callable[[MicrobatchRows], MicrobatchRows]) -> None:
         self._batches = batches

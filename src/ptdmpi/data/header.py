@@ -304,8 +304,8 @@ def listed_headers(directory: Path) -> dict[str, ShardHeader | None]:
     """Return the headers that SUMMARY lists, by the names of the shards' files; empty if there is
     no SUMMARY.
 
-    So a program starts by reading one file, whatever the number of shards, and opens a shard when
-    it is first needed (`confirmed`). The header is None for a shard of which only the name is
+    A program therefore starts by reading one file, whatever the number of shards, and opens a shard
+    when it is first needed (`confirmed`). The header is None for a shard of which only the name is
     listed, as older versions did. Raise InputError if SUMMARY cannot be read or is damaged.
     """
     path = directory / SUMMARY

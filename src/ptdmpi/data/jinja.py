@@ -1,8 +1,8 @@
 """Compiling chat templates: Jinja in a sandbox, with the functions that Hugging Face provides for
 templates.
 
-Importing Jinja takes long. So `chat_template` imports this module only when a program compiles its
-first template.
+Importing Jinja takes long. For this reason `chat_template` imports this module only when a program
+compiles its first template.
 """
 
 import json

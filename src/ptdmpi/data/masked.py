@@ -101,8 +101,8 @@ class MaskedSamples:
         """Return global sample `number`, made from a window: its token ids (int [n]) and the
         document numbers of its tokens (int [n]).
 
-        The sample's text is the part of one document that is inside the window. It is the document
-        of a randomly chosen token, so that in the long run every token is read.
+        The sample's text is the part of one document that is inside the window. The chosen document
+        is that of a random token of the window, so that in the long run every token is read.
         """
         # The number of random numbers depends only on the window's length, whether they are used or
         # not, so that no choice shifts the random numbers of other choices.
@@ -161,12 +161,13 @@ class MaskedSamples:
     def _choose(
         self, words: Sequence[tuple[np.ndarray, int]], budget: int, chances: np.ndarray
     ) -> np.ndarray:
-        """Return the positions of the masked tokens. There are `budget` of them, or a few less.
+        """Return the positions of the masked tokens. The number of masked tokens is `budget`, or a
+        few less.
 
-        They are n-grams of complete words, chosen in random order. Each n-gram has its random
-        length, or the greatest length that fits. `words` has, for each segment, the positions of
-        the first tokens of its words and the end of the segment; `chances` is float [2, at least
-        the number of words].
+        The masked tokens are n-grams of complete words, chosen in random order. Each n-gram has its
+        random length, or the greatest length that fits. `words` has, for each segment, the
+        positions of the first tokens of its words and the end of the segment; `chances` is float
+        [2, at least the number of words].
         """
         first = np.concatenate([own for own, _ in words])
         last = np.concatenate([np.append(own[1:], end)[: len(own)] for own, end in words])

@@ -1,8 +1,8 @@
 """The training order: a pure function (seed, global sample index) -> (dataset, sample within it).
 
 Only one period of the mixture is stored. A keyed permutation replaces the shuffled index files of
-other trainers. So start-up time and memory do not depend on the size of the corpus, and resuming
-needs one integer: the number of consumed samples.
+other trainers. Start-up time and memory therefore do not depend on the size of the corpus, and
+resuming needs one integer: the number of consumed samples.
 """
 
 import heapq
@@ -126,8 +126,8 @@ class Start:
 
 
 def _weights(parts: Sequence[Part]) -> list[int]:
-    """Return the weights of `parts` as integers with exactly the same ratios. Their sum is the
-    period.
+    """Return the weights of `parts` as integers with exactly the same ratios. The sum of these
+    integers is the period.
 
     Raise InputError for a weight that is not a decimal above 0, and for a period above MAX_PERIOD.
     """
@@ -190,9 +190,9 @@ class SampleOrder:
 
     A table for the mixture assigns global sample n to a dataset. If n is the k-th sample of that
     dataset (k counts from 0), it is sample permute(k mod samples) of epoch k // samples, with a key
-    made from seed, dataset and epoch. So every epoch of a dataset has each of its samples exactly
-    once, in a new order. With a later `start`, the table begins there, and each dataset continues
-    after the `drawn` samples that were already used."""
+    made from seed, dataset and epoch. Every epoch of a dataset therefore has each of its samples
+    exactly once, in a new order. With a later `start`, the table begins there, and each dataset
+    continues after the `drawn` samples that were already used."""
 
     def __init__(self, parts: Sequence[Part], seed: int, start: Start = Start()):
         """Raise InputError if there are no parts, for a part without samples, for weights that are

@@ -2,10 +2,10 @@
 incomplete shard.
 
 HDF5 needs the length of a contiguous dataset before its data, but a stream knows the length only at
-its end. So the tokens are appended to the file by plain writes, after the HDF5 structures of an
-empty file, at the offset where HDF5 will place the first dataset. At the end HDF5 makes a dataset
-of the right length there, without filling it. HDF5 itself reports the offset beforehand, and the
-offset is checked when the dataset is made.
+its end. To solve this, the tokens are appended to the file by plain writes, after the HDF5
+structures of an empty file, at the offset where HDF5 will place the first dataset. At the end HDF5
+makes a dataset of the right length there, without filling it. HDF5 itself reports the offset
+beforehand, and the offset is checked when the dataset is made.
 """
 
 import io
@@ -77,9 +77,9 @@ class ShardWriter:
     write fails, the temporary file is removed. The writer needs memory for one buffer, for 8 bytes
     per document, and for one byte per token of a shard with rows.
 
-    Its methods raise InputError if the file cannot be written (on a full disk, for example), for a
-    token id outside the vocabulary (perhaps in a later call, because short blocks are collected
-    first), and for a shard that would be empty or whose last document has no end.
+    The methods of `ShardWriter` raise InputError if the file cannot be written (on a full disk, for
+    example), for a token id outside the vocabulary (perhaps in a later call, because short blocks
+    are collected first), and for a shard that would be empty or whose last document has no end.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Datasets of token shards: finding, mapping, reading and verifying the shards.
 
 `header.py` describes the file format, `shard_writer.py` writes it. h5py opens a shard once, for the
-metadata and the byte offset of `tokens` in the file. Afterwards the tokens are read through
+metadata and the byte offset of `tokens` in the file. After that, the tokens are read through
 `np.memmap`, without HDF5.
 """
 
@@ -84,8 +84,8 @@ def find_headers(directory: str | Path) -> list[ShardHeader]:
 
 
 def map_tokens(header: ShardHeader) -> np.ndarray:
-    """Return all tokens of a shard, read-only. They are mapped, so that the operating system reads
-    pages when they are needed.
+    """Return all tokens of a shard, read-only. The file is mapped into memory, so that the
+    operating system reads pages when they are needed.
 
     Raise InputError if the file cannot be mapped. Also raise the same errors as `confirmed`.
     """
@@ -124,7 +124,7 @@ class _MappedTokens:
     """The tokens of a shard, read through a memory map.
 
     If a file is truncated while it is mapped, reading it ends the process by a bus error, without a
-    message. So each read checks the size of the file first, which takes 1 us.
+    message. To prevent this, each read checks the size of the file first, which takes 1 us.
     """
 
     def __init__(self, header: ShardHeader):

@@ -16,8 +16,8 @@ class SplitOrder(SampleOrder):
     Each rank gets a contiguous block of datasets, all blocks having the same number of them, and
     reads that block alone. In step k data rank r trains on the r-th of `ranks` blocks of the B =
     `global_size` samples, as without a split. These are samples k B / ranks and following of the
-    rank's own order: a `SampleOrder` of its datasets, with their weights. So global sample n is
-    still a pure function of seed and n, independent of t and p.
+    rank's own order: a `SampleOrder` of its datasets, with their weights. Global sample n is
+    therefore still a pure function of seed and n, independent of t and p.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class SplitOrder(SampleOrder):
         self.ranks = ranks
         self.global_size = global_size
         self.block = len(parts) // ranks  # number of datasets per rank
-        # A dataset's key is its number among all datasets. So two ranks with equal datasets still
-        # have different orders.
+        # A dataset's key is its number among all datasets. Two ranks with equal datasets therefore
+        # still have different orders.
         keyed = []
         for number, part in enumerate(parts):
             keyed.append(part if part.key is not None else replace(part, key=number))

@@ -5,8 +5,9 @@ Memory and arithmetic units occasionally fail without notice (Dixit et al. 2021,
 Before every N-th update, ranks that should have the same values compare hashes of them. If two
 replicas differ, it is unknown which one is right. Among three or more, the majority counts as
 right. Each rank also compares its values with the hashes that it computed after the previous
-update. This needs no replica, and shows which rank is wrong. Both comparisons take place after the
-step has used the values and before the update replaces them.
+update. The comparison with the rank's own earlier hashes needs no replica, and shows which rank is
+wrong. Both comparisons of hashes take place after the step has used the values and before the
+update replaces them.
 """
 
 import hashlib
@@ -22,9 +23,9 @@ from ptdmpi.comm.world import Axes
 from ptdmpi.model.state import Resident, State
 
 COLUMNS = 512  # words of 8 bytes: 4 KiB, the size of a page
-# Both factors are odd, so that multiplying by them loses no bit of a word. STRIDE is the golden
-# ratio in 64 bits (Knuth, The Art of Computer Programming, volume 3, section 6.4). MIX is the
-# multiplier of SplitMix (Steele et al. 2014).
+# Both factors of the hash are odd, so that multiplying by them loses no bit of a word. STRIDE is
+# the golden ratio in 64 bits (Knuth, The Art of Computer Programming, volume 3, section 6.4). MIX
+# is the multiplier of SplitMix (Steele et al. 2014).
 STRIDE, MIX = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
 
 Members = tuple[int, ...]  # ranks that should have the same values, in ascending order

@@ -223,10 +223,10 @@ class Engine:
         """Run forward and backward of all microbatches, and leave the sums of their gradients on
         this rank in the buffer.
 
-        Return the microbatches, which have their losses if this rank has the last stage; the number
-        of terms of each loss in the global batch, by name; and the factor by which the gradients
-        are larger than those of the mean loss: fp16's loss scale, and for a loss of the user's own
-        the number of its terms over the number of tokens.
+        Return three values: the microbatches, which have their losses if this rank has the last
+        stage; the number of terms of each loss in the global batch, by name; and the factor by
+        which the gradients are larger than those of the mean loss: fp16's loss scale, and for a
+        loss of the user's own the number of its terms over the number of tokens.
         """
         # Count the terms before anything runs: gradients are weighted by 1 / valid as they are
         # computed, so microbatches with unequal numbers of tokens need no further weights in any
@@ -246,9 +246,9 @@ class Engine:
         return passes, counts, self.loss_scale.value * ((counts[TASK] or 1.0) / tokens)
 
     def evaluate(self, batches: Sequence[Microbatch]) -> dict[str, SummedLoss]:
-        """Return the losses, by name, of the `batches` of all data ranks, without training. They
-        are equal on all ranks. The loss of the task counts only tokens, so that the exponential of
-        its mean is a perplexity."""
+        """Return the losses, by name, of the `batches` of all data ranks, without training. The
+        losses are equal on all ranks. The loss of the task counts only tokens, so that the
+        exponential of its mean is a perplexity."""
         schedule = schedules.forwards(self.schedule, len(batches))
         program = _program(self.axes["pipeline"], schedule)
         passes = [MicrobatchPass(number, batch) for number, batch in enumerate(batches)]

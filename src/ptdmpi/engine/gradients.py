@@ -102,8 +102,8 @@ class TiedTable:
         self.ends = ends
 
     def reduce(self) -> None:
-        """Add the two gradients. Afterwards both ends have the sum. If both uses are on this rank,
-        the first use has it."""
+        """Add the two gradients. After `reduce`, both the first and the last stage have the sum. If
+        both uses are on this rank, the first use has it."""
         buffer = self.buffer
         first = _own_views(buffer, [buffer.entries[TIED_NAME]])
         if self.ends is not None:

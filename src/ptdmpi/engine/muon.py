@@ -30,8 +30,9 @@ from ptdmpi.model.kernels import USUAL, Kernels
 from ptdmpi.model.parameters import Declaration, Entry
 from ptdmpi.plan.shape.matrices import STEPS, effort
 
-# Coefficients of the Newton-Schulz iteration: x <- a x + b (x x^T) x + c (x x^T)^2 x. They make it
-# steepest at 0: singular values are between 0.7 and 1.2 after 5 steps (Jordan et al. 2024).
+# Coefficients of the Newton-Schulz iteration: x <- a x + b (x x^T) x + c (x x^T)^2 x. These
+# coefficients make the polynomial steepest at 0: singular values are between 0.7 and 1.2 after 5
+# steps (Jordan et al. 2024).
 A = 3.4445
 B = -4.7750
 C = 2.0315

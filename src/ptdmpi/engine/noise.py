@@ -1,5 +1,5 @@
-"""The noise of gradients: how much the gradients of small batches differ. It indicates whether a
-larger batch would help (McCandlish et al. 2018, arXiv 1812.06162)."""
+"""The noise of gradients: how much the gradients of small batches differ. The noise indicates
+whether a larger batch would help (McCandlish et al. 2018, arXiv 1812.06162)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -66,10 +66,10 @@ class HostUpdate:
     `storage` that is not on the device.
 
     If gradients are on a device, the host has page-locked memory for every gradient of this rank's
-    part, and for every master weight that is itself the weight on the device. So the copies of a
-    step begin before the host waits for loss and norm, and no other wait is needed. If weights are
-    fp16 or bf16, the host rounds the new weights before it sends them, which halves the bytes on
-    the link. They are sent from the memory of their gradients.
+    part, and for every master weight that is itself the weight on the device. The copies of a step
+    can therefore begin before the host waits for loss and norm, and no other wait is needed. If
+    weights are fp16 or bf16, the host rounds the new weights before it sends them, which halves the
+    bytes on the link. The rounded weights are sent from the memory of their gradients.
     """
 
     def __init__(self, storage: Storage, groups: Sequence[Alike]) -> None:

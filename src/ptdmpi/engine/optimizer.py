@@ -87,9 +87,9 @@ class LossScale:
 
 
 class Optimizer:
-    """The optimizer that the configuration names. It works on flat tensors, which are this rank's
-    part of each shard unit, in groups with the same weight decay and the same factor of the
-    learning rate.
+    """The optimizer that the configuration names. The optimizer works on flat tensors, which are
+    this rank's part of each shard unit, in groups with the same weight decay and the same factor of
+    the learning rate.
 
     The master weights, the moments and the count of updates belong to `state`. If they are not on
     the device, the host does the update, and `writes_weights` is True.

@@ -13,9 +13,9 @@ from ptdmpi.plan.shape.dealt import owners
 
 
 class Parcels:
-    """The positions of parts of matrices in the messages between the ranks of a shard group. There
-    is one message in each direction. If nothing is sharded, each rank owns its matrices, and
-    nothing is sent.
+    """The positions of parts of matrices in the messages between the ranks of a shard group. Each
+    pair of ranks exchanges one message in each direction. If nothing is sharded, each rank owns its
+    matrices, and nothing is sent.
 
     `away`: this rank's parts of matrices that another rank owns, by name, in the message to the
     owner. `coming`: other ranks' parts of this rank's matrices, by name, in the messages from these

@@ -1,8 +1,8 @@
 """The execution of a program, action by action.
 
-The runner knows neither the roles of ranks nor the phases of a schedule. Its inputs are the stages
-of this rank and a program, in which every message is already at a position where it cannot
-deadlock.
+The runner knows neither the roles of ranks nor the phases of a schedule. The inputs of the runner
+are the stages of this rank and a program, in which every message is already at a position where it
+cannot deadlock.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ class Transfer(NamedTuple):
 
 
 class OpHook:
-    """An observer that is called before and after each op on this rank. This base class does
-    nothing."""
+    """An observer that is called before and after each op on this rank. The methods of this base
+    class do nothing."""
 
     def begin(self, op: Op) -> None:
         """Act before `op` is computed, when its input has arrived."""
@@ -54,7 +54,7 @@ class _Work(NamedTuple):
 
 
 class Runner:
-    """The executor of the stages of one rank. It sends activations over the pipeline axis.
+    """The executor of the stages of one rank. The runner sends activations over the pipeline axis.
 
     For each op, `hooks` are called in their order.
     """

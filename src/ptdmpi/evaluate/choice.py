@@ -12,9 +12,9 @@ from ptdmpi.inference.text import Text
 def continuation(text: Text, context: str, rest: str, place: str = "") -> Request:
     """Return the request for the probability of `rest` after `context`.
 
-    Both texts are tokenized together, because a token may span the end of the context. Spaces
-    between the two belong to `rest`, as tokenizers put them before words. Every non-empty text has
-    at least one token to score. `place` is the beginning of error messages.
+    The context and the continuation are tokenized together, because a token may span the end of the
+    context. Spaces between the two belong to `rest`, as tokenizers put them before words. Every
+    non-empty text has at least one token to score. `place` is the beginning of error messages.
     """
     end = len(context.rstrip(" "))
     rest = context[end:] + rest
@@ -67,7 +67,7 @@ def accuracies(items: Sequence[TaskItem], scores: Sequence[Score]) -> dict[str, 
     """Return, for each measure, the fraction of items for which the right choice has the greatest
     value.
 
-    `scores` are those of `requests`, in their order. There are four measures: the log-likelihood
+    `scores` are those of `requests`, in their order. Four measures are computed: the log-likelihood
     itself; the log-likelihood per character (LLaMA, arXiv 2302.13971, section 3, after Gao et al.
     2021); the log-likelihood per token; and the difference between the log-likelihoods after the
     item's context and after the neutral context (LLaMA for OpenBookQA and BoolQ, after Brown et al.

@@ -53,7 +53,7 @@ class CodeTask:
     place: str
 
     def program(self, written: str) -> str:
-        """Return the complete program. It has passed its test if it runs to its end."""
+        """Return the complete program. The program has passed its test if it runs to its end."""
         return f"{self.prompt}{written}\n{self.test}\ncheck({self.entry_point})\n"
 
 

@@ -148,7 +148,8 @@ def simple_evaluate(harness: Harness, options: Mapping[str, Any]) -> dict[str, A
         return {}
 
     class Adapter(LM):
-        """The model as the harness calls it. It passes each request on."""
+        """The model as the harness calls it. The adapter passes each request on to ptdmpi's
+        model."""
 
         def loglikelihood(
             self, requests: list[Any], disable_tqdm: bool = False

@@ -1,8 +1,8 @@
 """The process inside the sandbox: it sets limits, then runs an untrusted program.
 
 The process is started by the path of this file, without importing the project: `python -I -S
-inside.py TOKEN_FD VERDICT_FD BYTES SECONDS`, with the program on stdin. It writes the token to
-VERDICT_FD if the program runs to its end, else the name of the exception.
+inside.py TOKEN_FD VERDICT_FD BYTES SECONDS`, with the program on stdin. `inside.py` writes the
+token to VERDICT_FD if the program runs to its end, else the name of the exception.
 """
 
 import ctypes

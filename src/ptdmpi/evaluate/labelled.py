@@ -1,5 +1,5 @@
-"""Task files for models with a head, converted to sequences. They have JSON lines of texts with a
-label, or of questions.
+"""Task files for models with a head, converted to sequences. The files have JSON lines of texts
+with a label, or of questions.
 
 If a text is too long for a sequence, the first part (the passage) is cut at its end, and then the
 question at its end. The candidate is never cut. The number of cut sequences is counted.

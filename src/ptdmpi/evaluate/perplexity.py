@@ -19,8 +19,8 @@ from ptdmpi.inference.model import InferenceModel
 class Window(NamedTuple):
     """A part of a shard that is scored in one forward pass.
 
-    Its inputs begin with token `first`, and its labels end before token `end`. Only labels from
-    token `scored` on are scored.
+    The inputs of a window begin with token `first`, and its labels end before token `end`. Only
+    labels from token `scored` on are scored.
     """
 
     shard: int
@@ -34,7 +34,8 @@ def windows(tokens: int, shard: int, seq_length: int, stride: int) -> Iterator[W
     first once.
 
     The first window scores all of its labels. Each later window scores its last `stride` labels
-    (fewer at the end of the shard). These have at least seq_length - stride tokens of context.
+    (fewer at the end of the shard). The scored labels have at least seq_length - stride tokens of
+    context.
     """
     scored = 1
     while scored < tokens:
@@ -55,8 +56,8 @@ def perplexity(
     `words` is the number of words in the original text. If it is given, the sum over tokens is also
     divided by that number, which allows comparing tokenizers (Shoeybi et al. 2019, arXiv
     1909.08053, section 5.3 and appendix E.1). `stride` is the number of tokens that a window
-    scores, 32 in that paper. None means `seq_length`, which takes the shortest time (then only the
-    last window overlaps). Every rank calls this. Raises InputError.
+    scores, 32 in that paper. If `stride` is None, it is `seq_length`, which takes the shortest time
+    (then only the last window overlaps). Every rank calls this. Raises InputError.
     """
     if stride is None:
         stride = model.seq_length

@@ -1,7 +1,7 @@
 """Sampling of the next token from float32 logits: temperature, top-k, top-p.
 
-The choice is a pure function of (seed, number of the sample, position). It depends neither on the
-layout nor on the rest of the batch.
+The choice is a pure function of (seed, number of the sample, position). The sampled token depends
+neither on the layout nor on the rest of the batch.
 """
 
 from dataclasses import dataclass

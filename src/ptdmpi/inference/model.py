@@ -46,7 +46,8 @@ from ptdmpi.plan.shape.parameters import task_head
 
 
 class InferenceModel:
-    """This rank's part of a model. All ranks with the same data rank call its methods together.
+    """The part of a model that this rank has. All ranks with the same data rank call its methods
+    together.
 
     `device` and `dtype` are those of the weights, `axis` is the model's tensor axis.
     """
@@ -234,11 +235,11 @@ def open_inference(
 ) -> tuple[InferenceModel, StoredModel]:
     """Load the model at `path` on all ranks of `world`. Every rank calls this.
 
-    `layout` is text such as "t=2,p=2". None means the layout of the training run if it fits these
-    ranks, else one rank for each model. `precision` None means the precision of the training.
-    `classifies`: the model has a head for a task; otherwise it predicts tokens. `adapter` names
-    adapters that are loaded on top of the model. `kind` is the state that is loaded as the weights
-    (of the adapters, if given), for example their moving average.
+    `layout` is text such as "t=2,p=2". If `layout` is None, it is the layout of the training run if
+    it fits these ranks, else one rank for each model. `precision` None means the precision of the
+    training. `classifies`: the model has a head for a task; otherwise it predicts tokens. `adapter`
+    names adapters that are loaded on top of the model. `kind` is the state that is loaded as the
+    weights (of the adapters, if given), for example their moving average.
 
     Returns the model, and the description of its files. Raises InputError on every rank.
     """

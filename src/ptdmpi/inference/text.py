@@ -136,9 +136,9 @@ def find_chat(
     """Return the chat template with which the model was trained; None if it was trained without
     one.
 
-    This is the template of the conversations on which ptdmpi trained the `adapter`. If there is
-    none, it is the template of the model's own conversations, or else the template of a model from
-    Hugging Face. Raises InputError.
+    `find_chat` returns the template of the conversations on which ptdmpi trained the `adapter`. If
+    there is none, it is the template of the model's own conversations, or else the template of a
+    model from Hugging Face. Raises InputError.
     """
     if not hasattr(text.tokenizer, "encode_marked"):
         return None

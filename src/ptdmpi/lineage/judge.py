@@ -1,8 +1,8 @@
 """The decision whether a run may continue with its present data and configuration, for every kind
 of start.
 
-There are three answers. The run may be the same as before. It may be refused, with one line that
-says what differs, where, and what is legal. Or it was changed on purpose (`data.change = "from
+There are three answers. The run may be the same as before. The run may be refused, with one line
+that says what differs, where, and what is legal. Or it was changed on purpose (`data.change = "from
 here"`), and the changes are logged.
 """
 

@@ -1,5 +1,5 @@
-"""The boundary between two pipeline stages. It defines the form in which an activation is sent, and
-the input and the output of the autograd graph that a stage builds for a microbatch."""
+"""The boundary between two pipeline stages. This module defines the form in which an activation is
+sent, and the input and the output of the autograd graph that a stage builds for a microbatch."""
 
 from typing import Any
 
@@ -44,8 +44,8 @@ class Boundary:
 
 
 class Arrival:
-    """The input of a stage's autograd graph. It keeps no reference to the input's values, and
-    receives the gradient."""
+    """The input of a stage's autograd graph. An `Arrival` keeps no reference to the input's values,
+    and receives the gradient."""
 
     gradient: Tensor | None = None
 
@@ -57,7 +57,7 @@ class Arrival:
 
 
 class _Arrive(Function):
-    """The identity. Its backward hands the gradient to an `Arrival`."""
+    """The identity. The backward of this function hands the gradient to an `Arrival`."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, x: Tensor, arrival: Arrival) -> Tensor:
@@ -71,8 +71,8 @@ class _Arrive(Function):
 
 
 class Departure:
-    """The output of a stage's autograd graph. It keeps no reference to the output's values, whose
-    memory can be freed once they have been sent."""
+    """The output of a stage's autograd graph. A `Departure` keeps no reference to the output's
+    values, whose memory can be freed once they have been sent."""
 
     gradient: Tensor | None = None
 
@@ -92,7 +92,8 @@ class Departure:
 
 
 class _Depart(Function):
-    """An end of the graph without values. Its backward takes the gradient from a `Departure`."""
+    """An end of the graph without values. The backward of this function takes the gradient from a
+    `Departure`."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, departure: Departure) -> Tensor:

@@ -20,8 +20,8 @@ from ptdmpi.model.random import initial
 
 class Storage:
     """The memory of the optimizer's state: the moments, and the master weights if they are separate
-    from the weights. This class uses the memory of `device`. `apart` is True if the memory is not
-    on the device that trains; then the update is computed where the memory is (`offload`)."""
+    from the weights. The base class uses the memory of `device`. `apart` is True if the memory is
+    not on the device that trains; then the update is computed where the memory is (`offload`)."""
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
         self.device = device
@@ -195,8 +195,8 @@ def _fill(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
 
 
 def absent(entry: Entry, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a placeholder for a weight that is not gathered. It has the weight's shape, uses no
-    memory, and is NaN everywhere, so that using it by mistake is noticed."""
+    """Return a placeholder for a weight that is not gathered. The placeholder has the weight's
+    shape, uses no memory, and is NaN everywhere, so that using it by mistake is noticed."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(entry.shape)
 
 

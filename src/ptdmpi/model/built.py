@@ -96,8 +96,8 @@ def word_embedding(part: Part, axis: TensorAxis) -> VocabularyEmbedding:
 
 
 def output_head(part: Part, axis: TensorAxis, softcap: float) -> VocabularyHead:
-    """Return the linear that makes the logits of the vocabulary. They are capped if `softcap` is
-    not 0."""
+    """Return the linear that makes the logits of the vocabulary. The logits are capped if `softcap`
+    is not 0."""
     linear = as_linear(part, "columns")
     (vocab_size,) = linear.outputs
     return VocabularyHead(

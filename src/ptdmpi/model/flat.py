@@ -86,8 +86,8 @@ class LogicalPart(NamedTuple):
 @dataclass(frozen=True)
 class OwnPart:
     """The elements [begin, end) of an entry's local tensor, in row-major order, which this rank
-    has. They begin at `offset` of this rank's part of shard unit number `unit`. Shard units of
-    frozen weights are counted separately."""
+    has. These elements begin at `offset` of this rank's part of shard unit number `unit`. Shard
+    units of frozen weights are counted separately."""
 
     entry: Entry
     begin: int
@@ -134,10 +134,11 @@ class FlatOrder:
     owns.
 
     `named` has (logical name, parameter) of all stages of the rank. A name that occurs twice is a
-    tied weight. Both occurrences share their storage, and the `second` has a gradient of its own,
-    so that the two gradients can be reduced separately and then added. `unit_of` maps a name to the
-    name of its shard unit. Parameters that do not train are `packed` if they are quantized, and
-    otherwise `frozen`, in a separate flat buffer with its own shard units.
+    tied weight. Both occurrences of a tied weight share their storage, and the `second` has a
+    gradient of its own, so that the two gradients can be reduced separately and then added.
+    `unit_of` maps a name to the name of its shard unit. Parameters that do not train are `packed`
+    if they are quantized, and otherwise `frozen`, in a separate flat buffer with its own shard
+    units.
     """
 
     def __init__(

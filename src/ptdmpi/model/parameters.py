@@ -102,8 +102,8 @@ class Declaration:
 
     @property
     def packed(self) -> bool:
-        """Return True if the parameter is stored quantized. Then only matrix multiplications use
-        it, with its dequantized values."""
+        """Return True if the parameter is stored quantized. If it is, only matrix multiplications
+        use the parameter, with its dequantized values."""
         return self.low_bit is not None and not self.trains
 
     @property
@@ -156,7 +156,8 @@ class Declaration:
 
 
 class Parameter(nn.Parameter):
-    """A parameter's local slice of a logical tensor. Its gradient accumulates in `main_grad`.
+    """A parameter's local slice of a logical tensor. The gradient of the parameter accumulates in
+    `main_grad`.
 
     In a split backward `later` is a list: contributions to the gradient are put into it, and the
     second part of the backward adds them. `entry` is the parameter's position in the flat buffer.

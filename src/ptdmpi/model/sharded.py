@@ -250,9 +250,9 @@ class Walk:
             place: [parameter for parameter in some if parameter.declaration.trains]
             for place, some in parameters.items()
         }
-        # The backward does not reach modules before the first one that trains. It also leaves out
-        # an embedding that consists of tables only, because the backward of a look-up does not need
-        # their values.
+        # The backward does not reach modules before the first one that trains. The backward also
+        # leaves out an embedding that consists of tables only, because the backward of a look-up
+        # does not need their values.
         tables = all(len(parameter.shape) > 1 for parameter in parameters.get(EMBEDDING, ()))
         idle = itertools.takewhile(
             lambda place: not trained[place] or (place == EMBEDDING and tables), self.places
@@ -285,7 +285,7 @@ class Walk:
 
     def backward(self, place: str | None) -> None:
         """Note that the backward reaches the module `place`, and has finished all modules that
-        follow it in the forward. None means that it has finished all modules."""
+        follow it in the forward. If `place` is None, the backward has finished all modules."""
         assert self.gradients is not None, "nothing trains"
         if place is None:
             self.gradients.end()
@@ -326,8 +326,8 @@ class Walk:
 
 
 class _Enter(Function):
-    """An identity at the input of a module. Its forward runs before the module's forward, and its
-    backward after the module's backward."""
+    """An identity at the input of a module. The forward of this function runs before the module's
+    forward, and its backward after the module's backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, walk: Walk, place: str) -> Tensor:

@@ -36,9 +36,9 @@ class Stage(nn.Module):
     """Layers [begin, end) of the model. The first stage has the embedding before layer 0, the last
     one the output after the last layer.
 
-    It runs the ops of a schedule: `forward_microbatch` and `backward_microbatch` are its F and B,
-    `input_microbatch` and `weight_microbatch` its I and W, the two parts of a B. The inputs of each
-    are the microbatch and the tensor that the op receives from a neighbour.
+    A stage runs the ops of a schedule: `forward_microbatch` and `backward_microbatch` are its F and
+    B, `input_microbatch` and `weight_microbatch` its I and W, the two parts of a B. The inputs of
+    each are the microbatch and the tensor that the op receives from a neighbour.
     """
 
     def __init__(
@@ -230,8 +230,9 @@ class Stage(nn.Module):
         stage, and free the activations.
 
         Weight gradients are added to each parameter's main_grad. If no layer before this stage
-        trains, the gradient of its input is zeros. They are sent nevertheless, because the schedule
-        is the same for all models. If no parameter of the stage trains either, nothing is computed.
+        trains, the gradient of its input is zeros. The zeros are sent nevertheless, because the
+        schedule is the same for all models. If no parameter of the stage trains either, nothing is
+        computed.
         """
         if self._idle:
             return self._no_gradient()
@@ -258,7 +259,8 @@ class Stage(nn.Module):
         does, and free the activations.
 
         All weight gradients that B would add, including those of norms and biases, are deferred
-        until W. So they never belong to a later microbatch than the one whose gradient W completes.
+        until W. Weight gradients therefore never belong to a later microbatch than the one whose
+        gradient W completes.
         """
         later: list[Callable[[], object]] = []
         try:

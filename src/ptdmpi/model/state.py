@@ -6,8 +6,8 @@ moment of the optimizer, and the values that the data-parallel method keeps. For
 have equal or different values. A few counters belong to the state too. Code that stores or compares
 state (checkpoints, parity) iterates over `State.pieces`: slices of logical tensors with their
 values. A piece says which ranks have the same values. Only this module knows how a rank stores its
-part, which may differ from entry to entry and from kind to kind. There is one exception: survivors
-of a lost rank send `State.flats` unchanged, since the receivers store the same part.
+part, which may differ from entry to entry and from kind to kind. One exception exists: survivors of
+a lost rank send `State.flats` unchanged, since the receivers store the same part.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class Kept:
 @dataclass
 class Counters:
     """The counters of the optimizer: the number of updates (skipped steps do not count), the loss
-    scale, and the steps since it was last changed. They are equal on all ranks."""
+    scale, and the steps since it was last changed. The counters are equal on all ranks."""
 
     updates: int = 0
     loss_scale: float = 1.0
@@ -68,10 +68,10 @@ class Piece:
 
     `cut_by` are the axes along which ranks have different slices; along all other axes ranks have
     the same slice. `owned` is False in a special case: ranks along an axis of `cut_by` have the
-    same slice nevertheless, and they write it to checkpoints. This is so for a tied table, or for a
-    share of which neighbours on the tensor axis have copies. Otherwise the slice is written by this
-    rank and those that have it along the other axes. `replica` is the number of the replica if
-    replicas differ in this kind; None if they are equal.
+    same slice nevertheless, and they write it to checkpoints. The special case is a tied table, or
+    a share of which neighbours on the tensor axis have copies. In all other cases the slice is
+    written by this rank and those that have it along the other axes. `replica` is the number of the
+    replica if replicas differ in this kind; None if they are equal.
     """
 
     kind: str
@@ -214,8 +214,8 @@ class State:
 
     @property
     def flats(self) -> list[Tensor]:
-        """Return all tensors of the state, flat. They are equal on ranks that have the same part of
-        it."""
+        """Return all tensors of the state, flat. The tensors are equal on ranks that have the same
+        part of the state."""
         return [part for kind in self.kinds.values() for part in kind.parts]
 
     def view(self, kind: str, name: str) -> Tensor:
@@ -235,7 +235,7 @@ class State:
 
     def frozen(self) -> Iterator[Piece]:
         """Yield this rank's part of the frozen weights as pieces, including codes and scales of
-        quantized weights. They are not part of the state."""
+        quantized weights. The frozen weights are not part of the state."""
         for held in self.buffer.own_frozen():
             yield from self._pieces(WEIGHTS, held, self.buffer.idle_parts)
         place = (self.buffer.portion.tensor_rank, self.buffer.portion.tensor_size)
@@ -284,7 +284,8 @@ class State:
         return tuple(axis for axis in cut_by if axis != "shard")
 
     def gradients(self) -> Iterator[Piece]:
-        """Yield the gradients as pieces with the same slices. They are not part of the state."""
+        """Yield the gradients as pieces with the same slices. The gradients are not part of the
+        state."""
         for held in self.buffer.own_parts():
             yield from self._pieces("gradients", held, self.buffer.reduced)
 
@@ -354,7 +355,7 @@ def pieces_of(
 def assemble(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], list[str]]:
     """Return two values: the logical tensors by parameter, assembled from the pieces of all ranks,
     which are all of one kind; and the names of the tensors whose copies do not have the same bits.
-    Both are in the order of names.
+    The tensors and the names are both in the order of names.
 
     An element that no rank has is NaN, so that every comparison with it fails.
     """

@@ -34,8 +34,8 @@ def _add_rows(total: Tensor, rows: Tensor, dy: Tensor) -> None:
 
 
 class Table(nn.Module):
-    """A table that every rank has unsharded. It is looked up at this rank's positions: [...] ->
-    [..., h]."""
+    """A table that every rank has unsharded. The table is looked up at this rank's positions: [...]
+    -> [..., h]."""
 
     def __init__(self, rows: int, hidden: int, init_std: float) -> None:
         super().__init__()

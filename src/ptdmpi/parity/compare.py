@@ -74,8 +74,8 @@ def first_other_bit(actual: Training, expected: Training) -> str | None:
 def left_out(models: Iterable[ComparedModel]) -> list[str]:
     """Return the names of the tensors of which the key part is ignored in relative differences.
 
-    A key bias adds the same number to all scores of a query, and the softmax cancels it. So its
-    true gradient is zero, and the computed one is only rounding.
+    A key bias adds the same number to all scores of a query, and the softmax cancels it. The true
+    gradient of a key bias is therefore zero, and the computed one is only rounding.
     """
     layers = max((model.layers for model in models if model.kind in ("gpt", "bert")), default=0)
     return [f"layers.{layer}.{KEY_BIAS}" for layer in range(layers)]

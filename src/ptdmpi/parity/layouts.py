@@ -1,9 +1,9 @@
 """The layouts and models that are compared. Every legal pair of settings occurs in one of them.
 
 Most faults occur only if two settings meet (sequence parallelism and dropout, an uneven split and a
-tied embedding). So all pairs are covered, but not all combinations (Cohen et al. 1997, "The AETG
-system"). The candidates are few enough to be listed, and the greedy choice needs no random search,
-so it gives the same set on every machine.
+tied embedding). The cases therefore cover all pairs of settings, but not all combinations (Cohen et
+al. 1997, "The AETG system"). The candidates are few enough to be listed, and the greedy choice
+needs no random search, so it gives the same set on every machine.
 """
 
 import itertools
@@ -41,7 +41,8 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "offload": ("none", "disk"),
 }
 # Every STRIDE-th combination is a candidate. The number is a prime, so each value of a factor meets
-# each value of any other factor. It leaves as many candidates as can be listed in a few seconds.
+# each value of any other factor. The prime 41 leaves as many candidates as can be listed in a few
+# seconds.
 STRIDE = 41
 # 12 layers are enough for p v = 12 stages. No p v above 1 divides 7, and no t above 1 divides 53.
 MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
@@ -152,9 +153,10 @@ class ComparedLayout(Layout):
     def base(self) -> "ComparedLayout":
         """Return the plainest layout for which a training run must have the same bits.
 
-        It has the same settings that determine the order of sums: t, b, sequence parallelism and,
-        unless the run is reproducible, d. It also has the same order of sums under sharding: over
-        ranks before or after microbatches, and within groups first or not.
+        The base layout has the same settings that determine the order of sums: t, b, sequence
+        parallelism and, unless the run is reproducible, d. The base layout also has the same order
+        of sums under sharding: over ranks before or after microbatches, and within groups first or
+        not.
         """
         plain = ComparedLayout(
             tensor=self.tensor,
@@ -410,8 +412,8 @@ def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
 
 
 def adapted_cases(ranks: int = MOST_RANKS) -> list[Case]:
-    """Return cases with adapters. Their sums, splits and dropout masks are combined with each kind
-    of division."""
+    """Return cases with adapters. The sums, splits and dropout masks of adapters are combined with
+    each kind of division."""
     lora = AdaptedModel("llama", layers=4, dropout=True)
     cases = [
         Case(

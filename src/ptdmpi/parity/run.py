@@ -1,4 +1,4 @@
-"""Training runs of cases. Their results are full logical tensors."""
+"""Training runs of cases. The results of these runs are full logical tensors."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -48,8 +48,8 @@ class TrainingTask:
 class Training:
     """The results of a training run.
 
-    They are the loss and the gradient norm of each step, the gradients of the first step as the
-    optimizer gets them, the final master weights (`parameters`), and the names of tensors whose
+    The results are the loss and the gradient norm of each step, the gradients of the first step as
+    the optimizer gets them, the final master weights (`parameters`), and the names of tensors whose
     copies on several ranks differ (`torn`).
     """
 

@@ -129,8 +129,8 @@ def _precision(wish: Wish) -> str:
 def _folders(wish: Wish) -> tuple[str, str | None]:
     """Return the directories of training and validation shards.
 
-    They are the directories that `wish` names, or the folders `train` and `valid` in its data
-    directory.
+    The folders are the directories that `wish` names, or the folders `train` and `valid` in its
+    data directory.
     """
     train = wish.data
     valid = wish.valid

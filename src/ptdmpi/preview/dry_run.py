@@ -27,9 +27,9 @@ def show(
     """Print the preview of a configuration.
 
     All ranks that a launcher started may call this; only the first one prints. `ranks` is the
-    number of ranks. None means the number of ranks that were started, or that are needed. `cluster`
-    replaces run.cluster. With `auto`, the layout is searched first. Raise InputError if the run
-    would not start.
+    number of ranks. If `ranks` is None, it is the number of ranks that were started, or that are
+    needed. `cluster` replaces run.cluster. With `auto`, the layout is searched first. Raise
+    InputError if the run would not start.
     """
     if launched_rank():
         return

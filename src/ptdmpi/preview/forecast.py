@@ -1,7 +1,7 @@
 """The preview of a run, for `ptdmpi train --dry-run` and `ptdmpi plan CONFIG`.
 
-It needs no MPI, because the number of ranks is given. It needs torch only to find the memory of a
-GPU.
+The forecast needs no MPI, because the number of ranks is given. The forecast needs torch only to
+find the memory of a GPU.
 """
 
 import math

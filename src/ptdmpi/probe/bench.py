@@ -72,8 +72,8 @@ class Bench:
         return self._least_s(work, self.clock)
 
     def message_s(self, work: Callable[[], Any]) -> float:
-        """Return the seconds of `work` that sends messages. They are measured as in `work_s`, but
-        include waiting time."""
+        """Return the seconds of `work` that sends messages. The seconds are measured as in
+        `work_s`, but include waiting time."""
         return self._least_s(work, time.perf_counter)
 
     def _least_s(self, work: Callable[[], Any], clock: Callable[[], float]) -> float:
@@ -87,7 +87,7 @@ class Bench:
         """Return how often a trial repeats work of `seconds` seconds. All ranks get the same
         number.
 
-        This must be so because the work may be a collective.
+        All ranks must repeat equally often, because the work may be a collective.
         """
         most = max(self.everyone.all_gather_object(seconds))
         return max(1, min(MOST_REPEATS, round(TRIAL_S / most)))

@@ -9,8 +9,8 @@ from ptdmpi.config import InputError
 
 
 def require_writable(path: Path) -> None:
-    """Raise InputError if `path` cannot be written as a cluster file. This is called before
-    anything is measured."""
+    """Raise InputError if `path` cannot be written as a cluster file. This function is called
+    before anything is measured."""
     if path.suffix != ".toml" or not path.parent.is_dir() or path.is_dir():
         raise InputError(f"--output {path}: must be a .toml file in a directory that exists")
     if not os.access(path.parent, os.W_OK):

@@ -91,9 +91,9 @@ def _tables(
 def overlaps(bench: Bench, world: World) -> bool:
     """Return True if a message arrives while its sender computes, without calls to MPI.
 
-    Otherwise the message arrives only when the sender waits for it. The arrival is measured on the
-    device, because on a transport with streams the host does not wait. Every rank calls this and
-    gets the same result.
+    If it does not return True, the message arrives only when the sender waits for it. The arrival
+    is measured on the device, because on a transport with streams the host does not wait. Every
+    rank calls this and gets the same result.
     """
     wire = wire_named(device=bench.device)
     everyone = world.split(training_grid(data=world.size), wire)["data"]

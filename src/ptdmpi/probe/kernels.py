@@ -32,8 +32,8 @@ OTHERS = 2 * len(HEAD_SIZES) + 2 * 5
 class Extent:
     """The sizes of the kernels that are measured.
 
-    They are the side lengths of matrices, the bytes that streams move, the length and the heads of
-    attention, and the rows and columns of elementwise kernels.
+    The sizes are the side lengths of matrices, the bytes that streams move, the length and the
+    heads of attention, and the rows and columns of elementwise kernels.
     """
 
     sides: tuple[int, ...]

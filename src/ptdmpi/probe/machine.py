@@ -25,7 +25,7 @@ from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Layers, ProbedModel
 from ptdmpi.train.capacity import process_bytes, rank_memory_bytes, ranks_sharing
 from ptdmpi.train.records.rates import device_name
 
-# These fractions say that the measured rates are reached completely. `Layers.fit` replaces them by
+# Fractions of 1 say that the measured rates are reached completely. `Layers.fit` replaces them by
 # the fractions that layers reach.
 WHOLE = {
     "gemm_fraction": 1.0,
@@ -131,8 +131,8 @@ def _quickest_kernels(
 def _program_bytes(compute: torch.dtype) -> int:
     """Return the resident memory of the trainer itself, without a model.
 
-    It includes all imports, and all that PyTorch loads with its first matrix multiplication,
-    attention and backward pass.
+    This memory includes all imports, and all that PyTorch loads with its first matrix
+    multiplication, attention and backward pass.
     """
     importlib.import_module("ptdmpi.train.loop")
     x = torch.ones(1, 1, 32, 32, dtype=compute, requires_grad=True)

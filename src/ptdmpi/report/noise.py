@@ -17,7 +17,7 @@ SMALLER = 0.5
 def judged(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Judge the batch size by the newest records that have a finite `gradient_noise`.
 
-    Returns None if there is no such record. Otherwise the result has these entries.
+    Returns None if there is no such record. In all other cases the result has these entries.
     `noise_scale_tokens`: B_simple = tr(Sigma) / |G|^2 from the means of both, or None if the noise
     hides the gradient. `batch_tokens`: the mean number of valid tokens in a step. `steps`: the
     number of records. `answer`: a sentence.

@@ -50,8 +50,8 @@ WARNINGS = (
 class Tail:
     """A reader of a growing file, which returns only new complete lines.
 
-    The file may be replaced or truncated, because a new start of the run removes records. Then it
-    is read from its beginning again, and `begun_anew` is True.
+    The file may be replaced or truncated, because a new start of the run removes records. A
+    replaced file is read from its beginning again, and `begun_anew` is True.
     """
 
     def __init__(self, path: Path) -> None:
@@ -219,7 +219,7 @@ class Watched:
 def _is_sound(record: dict[str, Any]) -> bool:
     """Return True if every value of a record that is shown has the right type and is possible.
 
-    This is checked because a line that a disk has damaged may still be valid JSON.
+    Records are checked because a line that a disk has damaged may still be valid JSON.
     """
     step = record.get("step")
     if type(step) is not int or not 0 <= step <= MOST_STEPS:

@@ -128,7 +128,7 @@ class Heartbeat:
             waiting -= {rank for rank, report in self.mailbox.receive() if report.leaves}
 
     def close(self) -> None:
-        """End the thread without sending a message to other ranks. This may be called again."""
+        """End the thread without sending a message to other ranks. `close` may be called again."""
         self._ended.set()
         if self._thread.is_alive():
             self.signals.wake()
@@ -163,7 +163,7 @@ class Heartbeat:
         self.axes.abort()
 
     def _beat(self) -> None:
-        """Wait for a signal or the next beat. Then report, receive messages and judge."""
+        """Wait for a signal or the next beat. After that, report, receive messages and judge."""
         hurried = self.judge is not None and self.judge.verdict is not None
         came = self.signals.wait(0.05 if hurried else BEAT_S)
         now_s = time.monotonic()

@@ -122,8 +122,8 @@ class Lookout:
         self.heartbeat.finish()
 
     def close(self) -> None:
-        """End the thread and release the directory, independently of the other ranks. This may be
-        called again."""
+        """End the thread and release the directory, independently of the other ranks. `close` may
+        be called again."""
         self.heartbeat.close()
         if self._lock is not None:
             self._lock.close()

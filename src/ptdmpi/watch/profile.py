@@ -20,8 +20,8 @@ MEMORY_EVENTS = 100_000
 class Profile:
     """The profiler of one rank. If `run.profile_steps` is "10:12", it covers steps 10 to 12.
 
-    It writes into the folder `profile/` of the run directory. If that fails, it prints a warning,
-    and the run continues.
+    The profile is written into the folder `profile/` of the run directory. If that fails, it prints
+    a warning, and the run continues.
     """
 
     def __init__(

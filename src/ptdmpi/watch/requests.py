@@ -62,8 +62,8 @@ class StopRequest:
 
     After the context these signals are ignored. A signal that the process already ignores (because
     of nohup, or in a shell's background) stays ignored. A handler in Python runs only after the
-    main thread has returned from MPI, which may never happen. So each signal also writes a byte to
-    a pipe, which another thread reads.
+    main thread has returned from MPI, which may never happen. To end the wait, each signal also
+    writes a byte to a pipe, which another thread reads.
     """
 
     def __init__(self) -> None:

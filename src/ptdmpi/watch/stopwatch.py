@@ -36,9 +36,10 @@ class Place:
     """The present activity of a rank in its run. The main thread writes it, the heartbeat's thread
     reads it.
 
-    `doing` is the activity of the host. It is replaced by a new object, so a reader never sees an
-    inconsistent one. `phase` is "start-up", "training", "validation", "saving" or "ending"; `step`
-    counts from 1; `compute_s` are the seconds of this rank's own work in each of the last steps.
+    `doing` is the activity of the host. The `Place` is replaced by a new object, so a reader never
+    sees an inconsistent one. `phase` is "start-up", "training", "validation", "saving" or "ending";
+    `step` counts from 1; `compute_s` are the seconds of this rank's own work in each of the last
+    steps.
     """
 
     def __init__(self) -> None:
@@ -79,8 +80,8 @@ class Place:
 
 
 class Spanned:
-    """The context of a span. It is not a generator, because a rank has thousands of spans per
-    second."""
+    """The context of a span. `Spanned` is not a generator, because a rank has thousands of spans
+    per second."""
 
     __slots__ = ("_begin", "_doing", "_watch")
 

@@ -1,7 +1,7 @@
 """The activity of each rank, which rank waits for which, and which ranks hold up the others.
 
-These are pure functions of the reports that rank 0 has. The thread that receives the reports is in
-`heartbeat.py`.
+The functions of this module are pure functions of the reports that rank 0 has. The thread that
+receives the reports is in `heartbeat.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ TERMINAL_ROWS = 40
 class Report(NamedTuple):
     """A rank's report about itself.
 
-    It has ages at the moment of sending instead of times, because the clocks of hosts differ.
+    A report has ages at the moment of sending instead of times, because the clocks of hosts differ.
     """
 
     phase: str

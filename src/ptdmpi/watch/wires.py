@@ -22,8 +22,8 @@ class Wires:
     def inside(self) -> tuple[str, str]:
         """Return the axis and the name of the collective that this rank is in.
 
-        This is the collective in which its host waits, or else the one that its device has not
-        finished. Both texts are empty outside a collective.
+        The current collective of a rank is the one in which its host waits, or else the one that
+        its device has not finished. Both returned texts are empty outside a collective.
         """
         for name, group in self.axes.groups.items():
             if busy := group.busy:  # read `busy` only once, because the main thread may change it

@@ -2,7 +2,7 @@
 through NVIDIA's `nccl4py`.
 
 The callers of these four interfaces make all decisions: which rank makes unique ids, in which order
-ranks connect, which stream waits for which mark. So the callers work with any library that
+ranks connect, which stream waits for which mark. The callers therefore work with any library that
 implements the interfaces.
 """
 
@@ -156,8 +156,8 @@ class Nccl:
 
 
 class NcclConnection:
-    """One communicator of NCCL. It is never destroyed, because all ranks would have to destroy it
-    together. The end of the process frees it, or `abort` after an error."""
+    """One communicator of NCCL. The NCCL communicator is never destroyed, because all ranks would
+    have to destroy it together. The end of the process frees it, or `abort` after an error."""
 
     def __init__(self, core: Any, communicator: Any) -> None:
         self.core = core

@@ -25,8 +25,9 @@ ELSE = 'legal: comm.wire = "mpi", "torch"'
 
 
 class Queued:
-    """An operation in a stream. It keeps its tensors until `wait` is called, because their memory
-    must not be used again before the other stream has waited for the operation."""
+    """An operation in a stream. The object keeps the operation's tensors until `wait` is called,
+    because their memory must not be used again before the other stream has waited for the
+    operation."""
 
     def __init__(self, line: "Line", event: Event, label: str, tensors: Sequence[Tensor]) -> None:
         self._line = line

@@ -9,8 +9,8 @@ from torch import Tensor
 from ptdmpi.model.low_bit.codes import Packed, codes_of, packed, scales_of, values_of
 from ptdmpi.plan.layer.low_bit import LowBit
 
-# This fraction of the mean of the Hessian's diagonal is added to the diagonal (section 3, step 3:
-# "dampening" of 1 %).
+# This fraction of the mean of the Hessian's diagonal is added to the diagonal before GPTQ inverts
+# it (section 3, step 3: "dampening" of 1 %).
 DAMPING = 0.01
 # The number of columns in a block. Errors are compensated within the block first, then in all later
 # columns (section 3, step 2: B).
@@ -23,9 +23,9 @@ def gptq(weight: Tensor, hessian: Tensor, form: LowBit) -> Packed:
 
     The columns are rounded one by one, and later columns compensate the error of the outputs as far
     as they can. The columns with the greatest inputs come first, while most columns are left to
-    compensate their errors (`act-order` of the authors' program, github.com/IST-DASLab/gptq). This
-    order mixes the blocks of a row, so the scales are those of the original matrix. Columns whose
-    inputs were always zero are rounded independently.
+    compensate their errors (`act-order` of the authors' program, github.com/IST-DASLab/gptq). The
+    order of act-order mixes the blocks of a row, so the scales are those of the original matrix.
+    Columns whose inputs were always zero are rounded independently.
     """
     order = hessian.diagonal().argsort(descending=True, stable=True)
     left = weight.double()[:, order]

@@ -42,8 +42,8 @@ from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.shape import parameters
 
 Json = Mapping[str, Any]
-# The keys of a manifest that describe the weights themselves. They are not copied from the original
-# manifest.
+# The keys of a manifest that describe the weights themselves. The new manifest does not copy these
+# keys from the original.
 OWN = ("format_version", "progress", "model", QUANTIZATION)
 
 
@@ -262,8 +262,8 @@ def _scales(maker: Maker, name: str) -> Array:
 
 
 def _write(folder: Path, stored: StoredModel, parts: list[Outgoing], description: Json) -> None:
-    """Write a checkpoint that contains only weights. It has the step and the history of the
-    original."""
+    """Write a checkpoint that contains only weights. The new checkpoint has the step and the
+    history of the original."""
     directory = folder / "checkpoints"
     temporary = directory / (files.name_of(stored.step) + ".tmp")
     temporary.mkdir(parents=True)

@@ -2,5 +2,6 @@
 error.
 
 A compressor always works on a compression block, which is a part of a logical parameter (`units`).
-Its result therefore depends neither on the layout nor on the other parameters that a rank has.
+The result of a compressor therefore depends neither on the layout nor on the other parameters that
+a rank has.
 """

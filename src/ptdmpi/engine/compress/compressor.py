@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ptdmpi.model.random import GOLDEN, fold, mix, shift_right
 
-# This replaces the number of the data rank in the hash of random numbers that are the same on all
-# data ranks.
+# This value replaces the number of the data rank in the hash of random numbers that are the same on
+# all data ranks.
 EVERYBODY = -1
 
 

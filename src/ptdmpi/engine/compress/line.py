@@ -13,8 +13,8 @@ from ptdmpi.engine.compress.compressor import Compressor, Draws
 from ptdmpi.engine.compress.units import Numbers, TileBatch
 from ptdmpi.model.random import fold
 
-# The value of `source` for the random numbers of a server. It is not a data rank, so that the
-# random numbers do not depend on which rank is the server.
+# The value of `source` for the random numbers of a server. The value is not the number of a data
+# rank, so that the random numbers do not depend on which rank is the server.
 SERVER = -2
 
 
@@ -144,9 +144,9 @@ def gathered_mean(coder: Coder, x: Tensor, data: Communicator) -> tuple[Tensor, 
 def squeezed_mean(
     coder: Coder, x: Tensor, error: Tensor, data: Communicator
 ) -> tuple[Tensor, Tensor]:
-    """Return C(x) of this rank, and C(y), which has the same bits on all ranks. Here y is the mean
-    of all C(x) plus the server's `error` [tiles, width]. Then `error` becomes y - C(y) (Tang et al.
-    2019, arXiv 1905.05957).
+    """Return C(x) of this rank, and C(y), which has the same bits on all ranks. In this formula y
+    is the mean of all C(x) plus the server's `error` [tiles, width]. After the exchange, `error`
+    becomes y - C(y) (Tang et al. 2019, arXiv 1905.05957).
 
     Each data rank is the server of its share of the tiles, which is chosen by their numbers. Codes
     go to the servers, and codes of the means come back, so a rank sends the bytes of two codes for

@@ -46,8 +46,8 @@ class LowRank:
         self, x: Tensor, second: Tensor, data: Communicator
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return three values: C(x) of this rank, the sum of C(x) over the data axis, and the next
-        factor `second`, [n, length, rank]. This takes two all-reduces over the data axis, with rank
-        (lines + length) numbers for each tile in total."""
+        factor `second`, [n, length, rank]. The sum takes two all-reduces over the data axis, with
+        rank (lines + length) numbers for each tile in total."""
         first = orthonormal(data.all_reduce(torch.bmm(x, second)))
         mine = torch.bmm(x.mT, first)
         total = data.all_reduce(mine.clone())

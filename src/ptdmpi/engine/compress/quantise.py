@@ -124,8 +124,8 @@ class Rounded(Quantiser):
     with q = 127 or 7: int8 or int4 in blocks, each with a scale.
 
     The greatest element is exact. The error of any other element is at most half a step and at most
-    the element itself. So delta = 4 q^2 / (4 q^2 + d - 1); this value is reached if all other
-    elements are half a step from zero.
+    the element itself. It follows that delta = 4 q^2 / (4 q^2 + d - 1); this value is reached if
+    all other elements are half a step from zero.
     """
 
     def __init__(self, bits: int, block: int) -> None:

@@ -2,8 +2,9 @@
 zero.
 
 `ratio` times the block's length d is not an integer in general. Therefore floor(ratio d + u)
-elements are sent, with u uniform in [0, 1) and the same on all data ranks. So ratio d elements are
-sent on average for blocks of any length, and short blocks are not always sent completely.
+elements are sent, with u uniform in [0, 1) and the same on all data ranks. With this rule, ratio d
+elements are sent on average for blocks of any length, and short blocks are not always sent
+completely.
 """
 
 import math
@@ -113,7 +114,8 @@ class RandomK(Sparse):
     numbers, so that no index is sent.
 
     If `unbiased`, the elements are scaled by d / k, and omega = d / k - 1 (Wangni et al. 2018,
-    arXiv 1710.09854). Otherwise they are not scaled, and delta = k / d (Stich et al. 2018).
+    arXiv 1710.09854). If not `unbiased`, the elements are not scaled, and delta = k / d (Stich et
+    al. 2018).
     """
 
     def __init__(self, ratio: float, unbiased: bool) -> None:

@@ -2,10 +2,10 @@
 
 A *line* of a parameter has the elements at one index of the dim that the tensor axis divides (a row
 of a column-parallel weight, a column of a row-parallel one). No legal size of the tensor axis cuts
-a line. `grains` returns how many neighbouring lines are on one rank for every legal size. These
-lines are a *tile*; its elements are in logical order, line after line. A tile is cut into runs, its
-*units* or compression blocks, which are as long as the compressor allows. A parameter that the
-tensor axis does not divide is one tile.
+a line. `grains` returns how many neighbouring lines are on one rank for every legal size.
+Neighbouring lines of one rank form a *tile*; its elements are in logical order, line after line. A
+tile is cut into runs, its *units* or compression blocks, which are as long as the compressor
+allows. A parameter that the tensor axis does not divide is one tile.
 """
 
 from collections.abc import Iterator, Sequence
@@ -78,8 +78,8 @@ class Slab:
         return self.entry.view(flat)[self.box.index].movedim(self.dim, 0)
 
     def numbers(self) -> Iterator[int]:
-        """Yield a number for each tile, which is the same in every layout. It decides which data
-        rank is the tile's server."""
+        """Yield a number for each tile, which is the same in every layout. The tile's number
+        decides which data rank is its server."""
         begin = unit_number(self.entry.name, 0, 0) >> 1  # the shift leaves room to count
         for tile in range(self.tiles):
             yield begin + self.first // self.lines + tile
@@ -149,8 +149,8 @@ class TileBatch:
     """A batch of tiles of the same size, which are processed together as [tiles, width].
 
     `units` has an entry for each length of blocks: their columns in a tile, the length, and their
-    numbers, tile by tile. `numbers` [tiles] are the numbers of the tiles. Both are on the device
-    and on the host.
+    numbers, tile by tile. `numbers` [tiles] are the numbers of the tiles. The numbers are stored on
+    the device and on the host.
     """
 
     def __init__(self, some: Sequence[Slab], longest: int, device: torch.device) -> None:

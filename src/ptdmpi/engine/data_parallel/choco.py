@@ -19,14 +19,14 @@ class Choco(Decentralized):
         q_i = C(x_i - public_i) is sent to the neighbours;  public_j += q_j for j = i and neighbours
         x_i += rate sum_j w_ij (public_j - public_i)
 
-    Here C is a contraction, and rate is `consensus_rate` (the paper's gamma). W is symmetric and
-    the same in every step. The next difference contains what C has left out of this one, so nothing
-    is lost.
+    In this formula C is a contraction, and rate is `consensus_rate` (the paper's gamma). W is
+    symmetric and the same in every step. The next difference contains what C has left out of this
+    one, so nothing is lost.
 
     Each replica has a copy of its neighbours' public weights, with the same bits, since it adds the
     same numbers. The copies are not part of the state: they are sent uncompressed, once, before the
-    first exchange after a start. So a run may resume, or continue with fewer replicas, on any
-    graph.
+    first exchange after a start. A run may therefore resume, or continue with fewer replicas, on
+    any graph.
 
     Public weights begin as the initial weights, which all replicas know; in the paper they begin as
     zero.

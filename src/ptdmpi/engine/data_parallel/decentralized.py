@@ -18,8 +18,8 @@ from ptdmpi.plan.schedule.ops import Op
 
 @dataclass(frozen=True)
 class _Exchange:
-    """An exchange with the neighbours that is not complete. It concerns a piece of the state, which
-    is all or part of shard unit `number`."""
+    """An exchange with the neighbours that is not complete. The exchange concerns a piece of the
+    state, which is all or part of shard unit `number`."""
 
     number: int
     own: Tensor

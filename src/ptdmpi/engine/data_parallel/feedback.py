@@ -168,8 +168,8 @@ class Compression:
         )
 
     def places(self, state: State) -> Iterator[CompressedTiles]:
-        """Yield all tiles, batch by batch. Their random numbers depend on the number of updates in
-        `state`."""
+        """Yield all tiles, batch by batch. The random numbers of a tile depend on the number of
+        updates in `state`."""
         rounds = rounds_of(self.section)
         key = fold(self.seed, PURPOSE, state.counters.updates)
         code_bytes = elements = 0

@@ -9,17 +9,18 @@ from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 
 class Local(DataParallel):
     """Local SGD, or FedAvg (McMahan et al. 2017, arXiv 1602.05629; Stich 2019, arXiv 1805.09767):
-    each replica does `local_steps` steps of the optimizer on its own samples. Then all replicas
-    continue from the mean of their parameters, and, with `average_moments`, of their moments.
+    each replica does `local_steps` steps of the optimizer on its own samples. After these local
+    steps, all replicas continue from the mean of their parameters, and, with `average_moments`, of
+    their moments.
 
     An outer step (DiLoCo: Douillard et al. 2023, arXiv 2311.08105, algorithm 1) uses the change of
     the mean in a round as a gradient. `anchor` stores the parameters at the beginning of the round,
     and Nesterov's method updates them with `outer_learning_rate` and `outer_momentum`.
 
     With a compressor each replica sends a code of its change in the round, and the mean of the
-    decoded codes replaces the change of the mean. This is FedPAQ (Reisizadeh et al. 2020, arXiv
-    1909.13014, algorithm 1). With `error_feedback` = "mem_sgd" it is Qsparse-local-SGD (Basu et al.
-    2019, arXiv 1906.02367, algorithm 1).
+    decoded codes replaces the change of the mean. Averaging compressed changes is FedPAQ
+    (Reisizadeh et al. 2020, arXiv 1909.13014, algorithm 1). With `error_feedback` = "mem_sgd" it is
+    Qsparse-local-SGD (Basu et al. 2019, arXiv 1906.02367, algorithm 1).
 
     Rounds are counted from step 0 of the run, also in a resumed run. The bits are the same for
     every t and p if the gradients are: every operation is element by element, over replicas in
@@ -60,8 +61,9 @@ class Local(DataParallel):
             self._outer_step()
 
     def _outer_step(self) -> None:
-        """Do a step of torch.optim.SGD with nesterov = True. Its gradient is (the parameters at the
-        beginning of the round) - (their mean at the end). This overwrites the gradients."""
+        """Do a step of torch.optim.SGD with nesterov = True. The gradient of that step is (the
+        parameters at the beginning of the round) - (their mean at the end). This overwrites the
+        gradients."""
         rate = self.settings.outer_learning_rate
         momentum = self.settings.outer_momentum
         kinds = self.state.kinds

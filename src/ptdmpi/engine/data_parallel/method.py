@@ -39,18 +39,18 @@ class DataParallel(OpHook):
     """A data-parallel method. In this base class each replica trains alone on its own samples.
 
     `differs`: the axes of the grid along which ranks may have different weights (and moments) for
-    the same parameters. It is ("replicate",), or () if all replicas are equal, bit by bit, after
-    every step.
+    the same parameters. `differs` is ("replicate",), or () if all replicas are equal, bit by bit,
+    after every step.
 
     `linear`: True if `reduce` may run before the sums over the tensor axis and over the tied table.
-    A method that does more than add (compresses, for example) sets False. Its input is then the
-    gradients of this replica alone, already summed over its tensor ranks and, for a tied table,
-    over both ends of the pipeline.
+    A method that does more than add (compresses, for example) sets False. The input of such a
+    method is then the gradients of this replica alone, already summed over its tensor ranks and,
+    for a tied table, over both ends of the pipeline.
 
-    `by_unit`: True if the method sums over all ranks that see different tokens. These are the group
-    `losses`, not only `data`. It sums each shard unit separately, and leaves out the axes along
-    which the parameters of the unit are declared to be `apart`. If this makes a difference, other
-    methods are refused.
+    `by_unit`: True if the method sums over all ranks that see different tokens. These ranks are the
+    group `losses`, not only `data`. Such a method sums each shard unit separately, and leaves out
+    the axes along which the parameters of the unit are declared to be `apart`. If this makes a
+    difference, other methods are refused.
 
     `kinds`: the state, by name, that the method keeps for each parameter in addition to weights and
     moments: one number for every element, in the type of the master weights. Each kind says whether
@@ -75,7 +75,7 @@ class DataParallel(OpHook):
 
     def begin_step(self) -> None:
         """Discard what remains of a step that was not reduced, such as one that was only observed.
-        This is called before the gradients are set to zero and the first op begins."""
+        `begin_step` is called before the gradients are set to zero and the first op begins."""
 
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
         """Call `leaf` if the gradient of a microbatch is complete. If its backward is split into
@@ -84,9 +84,9 @@ class DataParallel(OpHook):
             self.leaf(op.stage, op.microbatch)
 
     def leaf(self, stage: int, microbatch: int) -> None:
-        """Use the gradient of one microbatch (number `microbatch` of this data rank, from 0). This
-        is called when the gradient has been added to the buffer; later ops may add more to the same
-        elements."""
+        """Use the gradient of one microbatch (number `microbatch` of this data rank, from 0).
+        `leaf` is called when the gradient has been added to the buffer; later ops may add more to
+        the same elements."""
 
     def reduce(self) -> None:
         """Replace the gradients of this data rank's microbatches, which are in the buffer, by the

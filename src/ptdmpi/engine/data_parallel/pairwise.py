@@ -14,17 +14,17 @@ class Ring(DataParallel):
     """A reduction and then a gather around a ring (Patarasuk and Yuan 2009): each rank sends at
     most 2 (n - 1) messages, and each message is a part of 1 / (n - 1) of the gradients.
 
-    In the textbook, the ring begins part c at rank c, and so adds the parts in different orders.
-    Here every part begins at rank 0 and ends at rank n - 1, so that all are added in ascending rank
-    order; then the sums go from there to 0, 1, .., n - 2. All ranks together send as many bytes as
-    in the textbook, 2 (n - 1) times the gradients. But each rank sends the gradients twice, not 2
-    (n - 1) / n times, except ranks n - 2 and n - 1, which send them once. For n = 3 and parts a and
-    b:
+    In the textbook, the ring begins part c at rank c, and so adds the parts in different orders. In
+    ptdmpi's ring every part begins at rank 0 and ends at rank n - 1, so that all are added in
+    ascending rank order; then the sums go from there to 0, 1, .., n - 2. All ranks together send as
+    many bytes as in the textbook, 2 (n - 1) times the gradients. However, each rank sends the
+    gradients twice, not 2 (n - 1) / n times, except ranks n - 2 and n - 1, which send them once.
+    For n = 3 and parts a and b:
 
         0 -a0-> 1 -a01-> 2      0 -b0-> 1 -b01-> 2       then      2 -a-> 0 -a-> 1      2 -b-> ..
 
-    The gather begins when the reduction is complete. So ranks cannot wait for each other in a
-    circle, even if a send completes only when its receive begins.
+    The gather begins when the reduction is complete. Ranks therefore cannot wait for each other in
+    a circle, even if a send completes only when its receive begins.
     """
 
     def reduce(self) -> None:
@@ -68,8 +68,8 @@ class Ring(DataParallel):
 
 class ParameterServer(DataParallel):
     """A parameter server on data rank 0: it receives the gradients of the other ranks, one after
-    the other, adds them in rank order, and sends the sum to each of them (Li et al. 2014). It sends
-    and receives n - 1 times the gradients; each other rank sends and receives them once."""
+    the other, adds them in rank order, and sends the sum to each of them (Li et al. 2014). Rank 0
+    sends and receives n - 1 times the gradients; each other rank sends and receives them once."""
 
     def reduce(self) -> None:
         """Replace the gradients by their sum over data ranks."""

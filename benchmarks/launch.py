@@ -61,8 +61,8 @@ def mpirun(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -> lis
 def answer(ranks: int, words: Sequence[str], limit_s: float = 1800.0) -> str:
     """Return the text that `python WORDS...` on `ranks` ranks writes to standard output.
 
-    If it fails, this program exits with a message. After `limit_s` seconds the ranks are ended, and
-    subprocess.TimeoutExpired is raised.
+    If the command fails, this program exits with a message. After `limit_s` seconds the ranks are
+    ended, and subprocess.TimeoutExpired is raised.
     """
     process = start(mpirun(ranks, words), subprocess.PIPE)
     try:

@@ -9,7 +9,7 @@ from ptdmpi.base.disk import write_whole
 
 def replaced(text: str, name: str, lines: Iterable[str]) -> str:
     """Return `text` in which `lines` replace those between `<!-- NAME -->` and `<!-- end of NAME
-    -->`. Raises ValueError if it has no such marks."""
+    -->`. Raises ValueError if the text has no such marks."""
     begin = f"<!-- {name} -->\n"
     end = f"<!-- end of {name} -->"
     before, _, rest = text.partition(begin)

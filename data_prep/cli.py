@@ -100,8 +100,8 @@ def _make_shards(
 
 
 class _Program(CommandGroup):
-    """The group of commands of `ptdmpi-data`. `in_parallel` names those that several ranks may
-    run."""
+    """The group of commands of `ptdmpi-data`. `in_parallel` names the commands that several ranks
+    may run."""
 
     in_parallel = frozenset({"tokenize", "import-megatron"})
 

@@ -156,7 +156,7 @@ class _Run:
                 _together(self._ranks, step)
 
     def work(self) -> None:
-        """Write those groups of this rank that are not complete."""
+        """Write the groups of this rank that are not complete."""
         groups = [group for group in self._mine() if not self.state.load(group).complete]
         try:
             with self._progress("tokenizing", groups) as work:
@@ -173,8 +173,8 @@ class _Run:
 
 
 def _together(ranks: Team, action: Callable[[], Result]) -> Result:
-    """Do an action on all ranks and return its result. If it fails on one rank, all ranks raise the
-    first failure."""
+    """Do an action on all ranks and return its result. If the action fails on one rank, all ranks
+    raise the first failure."""
     try:
         result = action()
     except Exception as error:

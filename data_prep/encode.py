@@ -96,8 +96,8 @@ class TextPiece:
 
 
 def _decode(data: bytes | memoryview, path: str, start: int, errors: str) -> str:
-    """Decode bytes that begin at offset `start` of a file. Raise InputError if they are not UTF-8
-    and `errors` is "strict"."""
+    """Decode bytes that begin at offset `start` of a file. Raise InputError if the bytes are not
+    UTF-8 and `errors` is "strict"."""
     try:
         return str(data, "utf-8", errors)
     except UnicodeDecodeError as error:
@@ -113,7 +113,7 @@ class _BadLine(ValueError):
 
 def _field(data: memoryview, path: str, start: int, options: EncodeOptions) -> bytes:
     """Return the UTF-8 text in a JSON line that is at byte `start` of its file. Raise _BadLine if
-    it has no such text. Also raise the same errors as `_decode`."""
+    the line has no such text. Also raise the same errors as `_decode`."""
     line = _decode(data, path, start, options.errors)
     try:
         record = json.loads(line)
@@ -131,8 +131,8 @@ def _field(data: memoryview, path: str, start: int, options: EncodeOptions) -> b
 
 
 def _decoded(string: memoryview) -> Iterator[bytes]:
-    """Yield the UTF-8 text of a JSON string in parts. `string` is its content between the quotes.
-    Raise ValueError if it is malformed."""
+    """Yield the UTF-8 text of a JSON string in parts. `string` is the content of the JSON string
+    between the quotes. Raise ValueError if the string is malformed."""
     start = 0
     while start < len(string):
         stop = _WHOLE.match(string, start, start + _PART_BYTES).end()
@@ -394,7 +394,7 @@ def _interrupts_wait() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # starting it unmasks the signal, so it is started before the signal is masked
+    # starting the tracker unmasks the signal, so it is started before the signal is masked
     resource_tracker.ensure_running()
     received: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))

@@ -178,7 +178,7 @@ class MegatronIndex:
         self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray
     ) -> Iterator[TokenBlock]:
         """Yield one block of complete documents with the lengths `documents`, or the blocks of a
-        single longer document. `starts` and `lengths` are those of its sequences."""
+        single longer document. `starts` and `lengths` are those of the document's sequences."""
         total = int(documents.sum())
         if total <= BLOCK_TOKENS:
             runs = [self.tokens[start:stop] for start, stop in _runs(starts, lengths)]

@@ -14,7 +14,7 @@ _TEXT_TYPES = ("string", "large_string", "string_view")  # the last type exists 
 
 
 def _pyarrow(path: Path) -> tuple[ModuleType, ModuleType]:
-    """Import pyarrow and pyarrow.parquet. Raise InputError if they are missing."""
+    """Import pyarrow and pyarrow.parquet. Raise InputError if pyarrow is missing."""
     try:
         import pyarrow
         import pyarrow.parquet

@@ -238,8 +238,8 @@ def read_blocks(source: CorpusFile, advance: Callable[[int], object]) -> Iterato
 
 
 def _cut(window: bytes) -> int:
-    """Return the position at which to cut a document of more than PIECE_BYTES. `window` is its
-    first PIECE_BYTES + 1 bytes.
+    """Return the position at which to cut a document of more than PIECE_BYTES. `window` is the
+    document's first PIECE_BYTES + 1 bytes.
 
     The cut is in the second half of the window, after the last single line end that is between two
     non-space characters. The usual pre-tokenizers (GPT-2's and its successors') have a boundary on

@@ -108,7 +108,7 @@ def _unknown(output: Path) -> InputError:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write or replace a small file in one step. Raise InputError if it cannot be written."""
+    """Write or replace a small file in one step. Raise InputError if the file cannot be written."""
     try:
         write_whole(path, content)
     except OSError as error:
@@ -116,13 +116,14 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write or replace a small JSON file in one step. Raise InputError if it cannot be written."""
+    """Write or replace a small JSON file in one step. Raise InputError if the file cannot be
+    written."""
     write_file(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if there is no such file. Raise InputError if it is
-    damaged."""
+    """Return the JSON object in a file; None if there is no such file. Raise InputError if the file
+    is damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -279,7 +280,8 @@ class RunState:
         return None
 
     def _make_outputs(self) -> None:
-        """Make and lock the output directories. Raise InputError if they cannot be written."""
+        """Make and lock the output directories. Raise InputError if the directories cannot be
+        written."""
         try:
             for output in self.outputs:
                 (output / UNFINISHED).mkdir(parents=True, exist_ok=True)
@@ -312,7 +314,7 @@ class RunState:
 
     def _known(self, output: Path) -> dict[str, Any] | None:
         """Return the identity of the shards in an output directory; None if ptdmpi-data has written
-        nothing there. Raise InputError if it is damaged."""
+        nothing there. Raise InputError if the identity is damaged."""
         for path in (output / UNFINISHED / IDENTITY, output / SUMMARY):
             known = read_json(path)
             if known is not None and "holds" not in known:
@@ -364,7 +366,7 @@ class RunState:
         return self.folder / f"group-{group:05d}.json"
 
     def load(self, group: int) -> GroupProgress:
-        """Return the progress of a group. Raise InputError if its file is damaged."""
+        """Return the progress of a group. Raise InputError if the group's file is damaged."""
         known = read_json(self._group_path(group))
         if known is None:
             return GroupProgress()

@@ -69,7 +69,8 @@ class TextCorpus:
         """Return the tokenizer, the files and the options that influence the tokens."""
         skipping = {}
         if self._options.encode.skip_bad_lines:
-            # left out unless it is set, so that outputs of older versions can still be restarted
+            # the option is left out unless it is set, so that outputs of older versions can still
+            # be restarted
             skipping["skip_bad_lines"] = True
         return {
             "tokenizer": self.vocabulary.name,

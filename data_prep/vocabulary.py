@@ -57,7 +57,7 @@ class MarkedTokenizer(Tokenizer, Protocol):
     """A tokenizer that can also encode texts in which the names of special tokens mean these
     tokens. A chat template writes such texts."""
 
-    special: frozenset[str]  # names of its special tokens
+    special: frozenset[str]  # names of the tokenizer's special tokens
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return the token ids of each text, and the character at which each token begins
@@ -117,8 +117,8 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: str | Path):
-        """Load the file. Raise InputError if it is not a tokenizer.json, or if a file of its model
-        is damaged."""
+        """Load the file. Raise InputError if the file is not a tokenizer.json, or if a file of its
+        model is damaged."""
         # several processes encode in parallel; rayon's threads would oversubscribe the cores
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         import tokenizers
@@ -293,7 +293,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tuple[str, int]:
     """Train a byte-level BPE (Radford et al. 2019, section 2.2) with the special token
     <|endoftext|>.
 
-    Return the content of its tokenizer.json, and the size of its vocabulary, which is below
+    Return the content of the new tokenizer.json, and the size of its vocabulary, which is below
     `vocab_size` if the texts have too few pairs. The same texts give the same tokenizer. Raise
     InputError for a size outside MIN_VOCAB_SIZE to MAX_VOCAB_SIZE.
     """

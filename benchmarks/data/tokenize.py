@@ -300,7 +300,7 @@ def commands(folder: Path, tokenizer: Path, rounds: int, peers: Peers) -> None:
 
 def rates_between(seconds: list[list[float]], tokens: list[int]) -> list[float] | None:
     """Return the tokens per second in each round, from the difference between the tool's shortest
-    and longest corpus. Return None if their times differ by no more than they scatter."""
+    and longest corpus. Return None if the tool's two times differ by no more than they scatter."""
     longest = len(seconds[0]) - 1
     differences = [times[longest] - times[0] for times in seconds]
     if min(differences) <= max(differences) - min(differences):

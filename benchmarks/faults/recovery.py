@@ -149,8 +149,8 @@ class Job:
         return True
 
     def finish(self) -> str:
-        """Wait until the job ends. Return its failure; empty means that it was successful. A job
-        that hangs is killed."""
+        """Wait until the job ends. Return the failure of the job; empty means that it was
+        successful. A job that hangs is killed."""
         self.wait_for(lambda: self.process.poll() is not None)
         code = self.process.poll()
         if code is None:

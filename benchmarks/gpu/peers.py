@@ -196,9 +196,9 @@ def torchtitan_folder() -> Path:
 def torchtitan_side(workload: Workload) -> Iterator[Row]:
     """Yield the row for torchtitan's LLaMA. Raises Left if torchtitan is not installed.
 
-    As in torchtitan's trainer, its blocks are compiled one by one, and FSDP2 over the single rank
-    provides bfloat16. The attention of torchtitan's model is SDPA, because there are no documents
-    to mask.
+    As in torchtitan's trainer, the model's blocks are compiled one by one, and FSDP2 over the
+    single rank provides bfloat16. The attention of torchtitan's model is SDPA, because there are no
+    documents to mask.
     """
     if not torchtitan_folder().is_dir():
         raise Left(

@@ -24,10 +24,10 @@ def answer(
 ) -> dict[str, Any]:
     """Return the JSON object in the last complete line that a program prints to standard output.
 
-    If the program fails, the object has the key "failed". If it does not end within `limit_s`
-    seconds, it is killed and the object has the key "left". Both keys quote the last line of the
-    program's standard error. `extra` is added to its environment. About every ten seconds `so_far`
-    is called with the object printed until then.
+    If the program fails, the object has the key "failed". If the program does not end within
+    `limit_s` seconds, it is killed and the object has the key "left". Both keys quote the last line
+    of the program's standard error. `extra` is added to the program's environment. About every ten
+    seconds `so_far` is called with the object printed until then.
     """
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = start(command, output, extra=extra, errors=errors)
@@ -44,8 +44,8 @@ def answer(
 def _wait(
     process: "subprocess.Popen[str]", limit_s: float, look: Callable[[], None]
 ) -> dict[str, str]:
-    """Wait for a program, and kill its session after `limit_s` seconds. Return how it failed, if it
-    did."""
+    """Wait for a program, and kill its session after `limit_s` seconds. Return a description of the
+    failure if the program failed."""
     end_s = time.monotonic() + limit_s
     while (left_s := end_s - time.monotonic()) > 0.0:
         try:

@@ -73,7 +73,8 @@ def engine_on(
     wire: str = "auto",
     world: World | None = None,
 ) -> Engine:
-    """Return the engine for a configuration on a device. Without a `world` it uses all ranks."""
+    """Return the engine for a configuration on a device. Without a `world` the engine uses all
+    ranks."""
     world = World() if world is None else world
     axes = world.split(grid_of(config), wire_named(wire, device))
     return Engine(config, axes, vocab_size, device)
@@ -103,7 +104,7 @@ def fitting(
     model: dict[str, Any], vocab_size: int, device: torch.device, *, compiled: bool = False
 ) -> list[Config]:
     """Return those configurations of WAYS that fit the device according to the memory model, in
-    their order. Raises Skipped if none does."""
+    their order. Raises Skipped if no configuration fits."""
     capacity = rank_memory_bytes(device, 1)
     configs = []
     for micro_size, mode in WAYS:

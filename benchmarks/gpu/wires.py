@@ -76,8 +76,8 @@ def checks(axis: Communicator, dtype: torch.dtype, device: torch.device) -> Iter
 
 
 def neighbours_hear(axis: Communicator, dtype: torch.dtype, device: torch.device) -> bool:
-    """Send messages of several sizes to the right neighbour in a ring. Return True if those of the
-    left neighbour arrive unchanged."""
+    """Send messages of several sizes to the right neighbour in a ring. Return True if the messages
+    of the left neighbour arrive unchanged."""
     if axis.size == 1:
         return True
     right = (axis.rank + 1) % axis.size

@@ -97,8 +97,8 @@ def parallel() -> Update:
 
 def decentralized(topology: Topology, average_every: int = 0) -> Update:
     """Return the update of decentralized SGD (DSGD), adapt then combine: X <- W (X - rate G). With
-    `average_every` it is that of Gossip-PGA, which averages over all workers once in this many
-    steps."""
+    `average_every` the update is that of Gossip-PGA, which averages over all workers once in this
+    many steps."""
     size = topology.size
     period = [np.array(matrix(topology, step)) for step in range(topology.period or 64)]
     whole = np.full((size, size), 1 / size)

@@ -65,8 +65,8 @@ class NodeLink:
 
 
 class Nodes:
-    """A context in which `count` nodes n1, n2, ... exist, joined by `link`. Entering it raises
-    NoNodes if this machine cannot simulate nodes."""
+    """A context in which `count` nodes n1, n2, ... exist, joined by `link`. Entering the context
+    raises NoNodes if this machine cannot simulate nodes."""
 
     def __init__(self, count: int, link: NodeLink) -> None:
         self.names = [f"n{number}" for number in range(1, count + 1)]

@@ -35,7 +35,7 @@ def sent_bytes() -> int:
 
 
 def compare(case: Compared, sizes: dict[int, int]) -> dict:
-    """Return all measurements on these ranks. All of them get the same result.
+    """Return all measurements on these ranks. All ranks get the same result.
 
     `sizes` maps the size of a message in bytes to how often it is sent, in order to measure the
     link.
@@ -60,7 +60,7 @@ def _row(case: Compared, batch: int, world, axes: dict) -> dict:
     sides: dict[str, Callable] = {}
     for way, layout in layouts(world.size, batch).items():
         config = case.config(layout, batch)
-        # reuse them, because MPI libraries have a limited number of communicators
+        # reuse the groups, because MPI libraries have a limited number of communicators
         if way not in axes:
             axes[way] = world.split(grid_of(config))
         trainer = _Trainer(config, case.vocab_size, world, axes[way])
@@ -99,8 +99,8 @@ class _Trainer:
         self.done = 0
 
     def measure(self) -> dict:
-        """Train a step. Return its seconds, the bytes over the link during the step, and its
-        loss."""
+        """Train a step. Return the seconds of the step, the bytes over the link during the step,
+        and its loss."""
         control = self.world.control
         batches = self._microbatches(self.done)
         control.Barrier()

@@ -64,7 +64,7 @@ def links(gpu: str, link_bytes_per_s: float, known: dict[str, float]) -> dict[st
 
 
 def with_efficiency(cluster: Cluster, values: dict[str, float]) -> Cluster:
-    """Return the cluster with these values in its section [efficiency]."""
+    """Return the cluster with `values` in its section [efficiency]."""
     return cluster.model_copy(update={"efficiency": Efficiency(**values)})
 
 

@@ -1,6 +1,6 @@
 """The published measurements in `benchmarks/planning/published/`, as layouts and step times.
 
-A row of the papers' tables and figures states a model, a layout, a batch and a time. Where it
+A row of the papers' tables and figures states a model, a layout, a batch and a time. Where a row
 states nothing, this module assumes v = 1, no overlap, and stages of equal size.
 """
 
@@ -19,7 +19,8 @@ JUDGED = ("narayanan2021_table1", "narayanan2021_table2", "narayanan2021_figures
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published run. `dataset` is its table or figure, `value` the value on the vertical axis."""
+    """A published run. `dataset` is the table or figure of the run, `value` the value on the
+    vertical axis."""
 
     dataset: str
     model: Model

@@ -180,8 +180,8 @@ def say(text: str) -> None:
 
 
 def positive(text: str) -> int:
-    """Return the value of an option as a number. Raises ArgumentTypeError unless it is at least
-    1."""
+    """Return the value of an option as a number. Raises ArgumentTypeError unless the value is at
+    least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("at least 1")

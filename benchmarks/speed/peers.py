@@ -1,5 +1,5 @@
-"""Other trainers in pinned versions. Each is installed into its own folder when a row needs it; all
-use the project's torch."""
+"""Other trainers in pinned versions. Each trainer is installed into its own folder when a row needs
+it; all use the project's torch."""
 
 import os
 import subprocess
@@ -40,8 +40,9 @@ class PeerMissing(Exception):
 
 
 def absent(tools: Iterable[str], end_s: float) -> dict[str, str]:
-    """Install those of `tools` that are not installed yet, and return the reason for each that
-    cannot be. Together this may take a third of the time until `end_s` (of time.monotonic)."""
+    """Install the trainers of `tools` that are not installed yet, and return the reason for each
+    that cannot be installed. Together this may take a third of the time until `end_s` (of
+    time.monotonic)."""
     reasons = {}
     left = list(tools)
     for lock in FOLDER.glob(f"*/{BUILT}/*/lock"):

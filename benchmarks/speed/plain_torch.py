@@ -203,7 +203,7 @@ class PipelineTrainer:
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def step(self, step: int, batch: tuple[Tensor, Tensor]) -> float | None:
-        """Train a step. Return its loss on the rank of the last stage."""
+        """Train a step. Return the loss of the step on the rank of the last stage."""
         inputs, labels = batch
         losses: list[Tensor] = []
         arguments = [inputs] if self.first else []

@@ -58,7 +58,7 @@ def busy_cpu_s(stat: str | None = None) -> float:
     text of /proc/stat.
 
     Stolen time counts, because another guest used it. Interrupts do not count: they belong to no
-    process, and those of the loopback network are caused by the benchmark itself.
+    process, and the interrupts of the loopback network are caused by the benchmark itself.
     """
     first = (stat or Path("/proc/stat").read_text()).splitlines()[0].split()
     user, nice, system, _idle, _iowait, _irq, _softirq, steal = (int(x) for x in first[1:9])

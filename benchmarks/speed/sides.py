@@ -27,7 +27,7 @@ POLL_S = 0.5  # seconds between two checks for processes that have ended without
 
 
 class SideFailed(Exception):
-    """The error that a side has ended or hangs. The message has what it wrote."""
+    """The error that a side has ended or hangs. The message has the output of the side."""
 
 
 class SideTooSlow(SideFailed):

@@ -131,7 +131,7 @@ class Trials:
 
 
 def attempt(row: Row, way: Variant, at_least: float, end_s: float) -> PeerTrial:
-    """Measure a way. Give it up if it does not reach `at_least` tokens per second."""
+    """Measure a way. Give the attempt up if it does not reach `at_least` tokens per second."""
     tokens = row.case.tokens
     limit_s = ANSWER_LIMIT_S
     if at_least > 0.0:
@@ -141,7 +141,7 @@ def attempt(row: Row, way: Variant, at_least: float, end_s: float) -> PeerTrial:
             side.train(1, limit_s)
             trial = PeerTrial(tokens / side.train(1).time_s, finished=True)
         except SideTooSlow:
-            if at_least == 0.0:  # without a bound it is not slow, but hangs
+            if at_least == 0.0:  # without a bound the attempt is not slow, but hangs
                 raise
             trial = PeerTrial(tokens / limit_s, finished=False)
     at_most = "" if trial.finished else "given up, at most "

@@ -20,7 +20,8 @@ from ptdmpi.comm import launch
 
 
 class Trainer(Protocol):
-    """The trainer of a side on one rank. If it raises an error, all ranks of the side end."""
+    """The trainer of a side on one rank. If the trainer raises an error, all ranks of the side
+    end."""
 
     rank: int
 

@@ -76,7 +76,7 @@ def quantized(
     model: Path, data: Path, form: str, method: str, *, more: Sequence[str]
 ) -> dict[str, Any]:
     """Quantize a model, unless this is already done. Return the report of `ptdmpi quantize`, with
-    perplexities in bf16. `more` are its options for GPTQ's samples."""
+    perplexities in bf16. `more` are the command's options for GPTQ's samples."""
     target = WORK / f"{model.name}-{form.replace(', ', '-')}-{method}"
     known = target.with_suffix(".json")
     if not known.is_file():

@@ -46,7 +46,8 @@ def begin(base: Path) -> Path:
 
 
 def trained(base: Path, axes: Sequence[int], steps: int, length: int) -> tuple[Path, list[float]]:
-    """Train in a layout, unless this is already done. Return its run directory and its losses."""
+    """Train in a layout, unless this is already done. Return the run directory of the training and
+    its losses."""
     tensor, pipeline, data = axes
     tree = smol.configuration(
         base,

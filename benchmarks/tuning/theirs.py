@@ -4,9 +4,10 @@
     python -m benchmarks.tuning.theirs train RUN HF BEGIN MERGED
 
 `begin` writes new adapters for all linears of the model directory HF into FOLDER. `train` trains
-them, starting from BEGIN, on the data and with the learning rates of RUN, a complete training run
-on one rank. `train` prints the losses as JSON, and the greatest differences of logits: between RUN
-and MERGED by type, between RUN in float32 and in float64, and between RUN and `transformers`.
+the adapters, starting from BEGIN, on the data and with the learning rates of RUN, a complete
+training run on one rank. `train` prints the losses as JSON, and the greatest differences of logits:
+between RUN and MERGED by type, between RUN in float32 and in float64, and between RUN and
+`transformers`.
 """
 
 import contextlib

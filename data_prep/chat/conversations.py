@@ -25,8 +25,8 @@ class Conversation(NamedTuple):
 
 
 class Conversations:
-    """A reader of conversations in .jsonl lines. With `skip_bad_lines` it leaves out lines that
-    cannot be used, and counts them in `bad_lines`."""
+    """A reader of conversations in .jsonl lines. With `skip_bad_lines` the reader leaves out lines
+    that cannot be used, and counts them in `bad_lines`."""
 
     def __init__(
         self,

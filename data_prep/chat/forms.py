@@ -97,8 +97,8 @@ def _system(record: Mapping[str, Any], messages: list[Message]) -> list[Message]
 
 
 def _alpaca(record: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of an instruction record. If it has an input, this follows on a new
-    line."""
+    """Return the messages of an instruction record. If the record has an input, it follows the
+    instruction on a new line."""
     history = record.get("history") or []
     earlier: list[Message] = []
     if not isinstance(history, list):

@@ -51,7 +51,7 @@ class ZeroTrainer:
 
 class StageTrainer:
     """DeepSpeed's PipelineModule with its 1F1B schedule, on one rank, cut at the same layers as
-    ptdmpi. With bf16 weights, its gradients are added up in float32, and its master weights are
+    ptdmpi. With bf16 weights, the gradients are added up in float32, and the master weights are
     float32."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:

@@ -65,7 +65,8 @@ def _ignored(*arguments: Any, **settings: Any) -> None:
 
 def stand_in() -> None:
     """Replace torch's functions for CUDA devices in this process by functions for the CPU."""
-    # otherwise its small fused functions would be compiled, and there may be no compiler
+    # otherwise Megatron-Core's small fused functions would be compiled, and there may be no
+    # compiler
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     cuda: Any = torch.cuda
     for name in ("Stream", "Event", "stream"):
@@ -128,7 +129,7 @@ class MegatronTrainer:
         return microbatches(self.row, self.data_rank, step)
 
     def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float | None:
-        """Train a step. Return its loss on a rank of the last stage."""
+        """Train a step. Return the loss of the step on a rank of the last stage."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         case = self.row.case
@@ -213,8 +214,8 @@ def _transformer_config(row: Row, variant: Variant) -> Any:
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         apply_rope_fusion=False,
-        # with two ranks, its batches of messages cannot distinguish the next rank from the previous
-        # one
+        # with two ranks, Megatron-Core's batches of messages cannot distinguish the next rank from
+        # the previous one
         batch_p2p_comm=sizes.virtual == 1,
         overlap_p2p_comm=sizes.virtual > 1,
         finalize_model_grads_func=finalize_model_grads,

@@ -40,7 +40,7 @@ from benchmarks.speed.case import Row, Variant
 from benchmarks.speed.gpt_torch import Gpt
 from benchmarks.speed.plain_torch import Optimizer, connect_alone, layers_of_stages, microbatches
 
-# for sharding, its default needs a newer torch (parameters with types instead of DTensors)
+# for sharding, torchtitan's default needs a newer torch (parameters with types instead of DTensors)
 BACKEND = "partial_dtensor"
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
 # plain torch's name for each part of torchtitan: in a layer, and outside layers
@@ -172,7 +172,7 @@ class TitanTrainer:
         return microbatches(self.row, self.data_rank, step)
 
     def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float | None:
-        """Train a step. Return its loss on a rank of the last stage."""
+        """Train a step. Return the loss of the step on a rank of the last stage."""
         losses = self._accumulated(batch) if self.schedule is None else self._piped(batch)
         self.optimizer.step()
         if not losses:

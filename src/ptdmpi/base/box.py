@@ -14,8 +14,8 @@ def rows_of(shape: Sequence[int], element_bytes: int, limit_bytes: int) -> int:
 
 def runs(shape: Sequence[int], start: int, stop: int) -> Iterator["Box"]:
     """Yield the elements `start` <= i < `stop` of a tensor, counted row by row, as slices in
-    ascending order. In every dim these are the rest of a row, complete rows, and the beginning of a
-    row."""
+    ascending order. In every dim the slices are the rest of a row, complete rows, and the beginning
+    of a row."""
     if start >= stop:
         return
     if len(shape) == 1:

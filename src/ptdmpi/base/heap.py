@@ -22,8 +22,8 @@ VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES
 
 def keep_freed(environ: Mapping[str, str]) -> bool:
     """Make the C library keep freed blocks of up to LARGEST_KEPT bytes in this process. Return True
-    if it does. Nothing is set if one of the user's variables exists, or if the C library is not
-    glibc."""
+    if the C library keeps them. Nothing is set if one of the user's variables exists, or if the C
+    library is not glibc."""
     if any(name in environ for name in VARIABLES):
         return False
     try:

@@ -12,7 +12,7 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 
 
 class FileLock:
-    """A lock on a file. A process holds it until the file is closed or the process ends.
+    """A lock on a file. A process holds the lock until the file is closed or the process ends.
 
     The file is made if it does not exist. The content of the file names the process that has the
     lock. On a file system without locks every process gets the lock.

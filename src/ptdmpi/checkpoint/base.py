@@ -24,9 +24,9 @@ from ptdmpi.plan.shape.parameters import frozen_layer, task_head
 
 def fingerprint(manifest: Manifest) -> str:
     """Return a SHA-256 hash of the manifest's entries of the weights: names, shapes, types, slices
-    and their checksums. For quantized weights these are the entries of codes and scales. A slice is
-    compared with its checksum when it is read, so the hash identifies the values without reading
-    them. The same values cut into other slices have another fingerprint."""
+    and their checksums. For quantized weights the hash covers the entries of codes and scales. A
+    slice is compared with its checksum when it is read, so the hash identifies the values without
+    reading them. The same values cut into other slices have another fingerprint."""
     described: list[Any] = []
     for name, tensor in sorted(manifest.tensors.items()):
         if name.partition("/")[0].partition("@")[0] in (WEIGHTS, KIND_OF_CODES, KIND_OF_SCALES):

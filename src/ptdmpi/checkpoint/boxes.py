@@ -53,8 +53,8 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A slice of a logical tensor that is to be written to a file. `values` returns its values on
-    request."""
+    """A slice of a logical tensor that is to be written to a file. `values` returns the values of
+    the slice on request."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -87,7 +87,7 @@ def header(parts: Sequence[tuple[str, str, Sequence[int]]]) -> bytes:
 
 
 def write(path: Path, parts: Sequence[Outgoing]) -> Written:
-    """Write and sync one file. Return its size and the pieces of tensors in it, for the
+    """Write and sync one file. Return the size of the file and the pieces of tensors in it, for the
     manifest."""
     keys = [f"{part.tensor}#{number}" for number, part in enumerate(parts)]
     head = header([(k, p.dtype, p.box.size) for k, p in zip(keys, parts, strict=True)])
@@ -237,7 +237,8 @@ class Reader:
         target[...] = values.reshape(bottom - top, -1)[:, left - begin : right - begin]
 
     def check(self, number: int) -> None:
-        """Read piece `number` only to compare it with its checksum. Raise Damaged if it differs."""
+        """Read piece `number` only to compare it with its checksum. Raise Damaged if the piece
+        differs from its checksum."""
         name, piece = self.pieces[number]
         left = self.tensors[name].nbytes(piece)
         scratch = memoryview(bytearray(min(left, CHUNK_BYTES)))

@@ -99,7 +99,7 @@ def prepare(directory: Path, step: int, needed_bytes: int) -> Path:
 def remove_leftovers(directory: Path) -> None:
     """Remove the leftovers of crashes and failed saves. This function must not be called during a
     save."""
-    # remove these before anything is written, because they may fill the disk
+    # remove leftovers before anything is written, because they may fill the disk
     for leftover in directory.glob("step-*.tmp"):
         _remove(leftover)
 
@@ -117,8 +117,8 @@ def require_space(directory: Path, needed_bytes: int) -> None:
 def publish(temporary: Path, damaged: Collection[str]) -> Path:
     """Give a completely written checkpoint its name, then make `latest` name it; return its path.
 
-    An older checkpoint with the same name is removed after the rename. If its name is in `damaged`,
-    it is kept under another name instead.
+    An older checkpoint with the same name is removed after the rename. If the name of the older
+    checkpoint is in `damaged`, that checkpoint is kept under another name instead.
     """
     final = temporary.with_suffix("")
     replaced = final.with_name(final.name + ".replaced")

@@ -55,8 +55,8 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def newest(path: Path) -> Path:
-    """Return the newest complete checkpoint that `path` names. Raise InputError if none is
-    complete."""
+    """Return the newest complete checkpoint that `path` names. Blocks above this size, such as a
+    rank's flat parameters, live as long as the run."""
     named = checkpoints(path)
     chosen = next((checkpoint for checkpoint in reversed(named) if is_sound(checkpoint)), named[-1])
     # raises InputError with the reason, if not even this checkpoint is complete

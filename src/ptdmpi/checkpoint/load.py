@@ -24,7 +24,7 @@ Judge = Callable[[Path, Manifest], None]
 
 
 def on_root(world: Communicator, work: Callable[[], T]) -> T:
-    """Call `work` on rank 0 and return its result on every rank. If it fails, every rank raises
+    """Call `work` on rank 0 and return its result on every rank. If `work` fails, every rank raises
     SharedInputError."""
     result: tuple[T | None, str | None] = (None, None)
     if world.rank == 0:
@@ -50,7 +50,7 @@ def load(
     """Load a checkpoint and return its manifest, or the reason why it cannot be read. The result is
     the same on every rank.
 
-    If replicas differ, each continues from its own values. All of them continue from the mean if
+    If replicas differ, each continues from its own values. All replicas continue from the mean if
     the checkpoint contains only the mean, or if `mean` allows it and the number of replicas has
     changed. If `whole` is False, a node may have only the files that its ranks read. If the
     checkpoint is damaged, the state is undefined afterwards, and another checkpoint must be loaded.
@@ -104,17 +104,17 @@ def load_tensors(
     read: Callable[[Path], Manifest] = sound_manifest,
     head: Collection[str] = (),
 ) -> Manifest | str:
-    """Load the tensors of these kinds. Return the manifest, or the reason why it cannot be read.
+    """Load the tensors of some kinds. Return the manifest, or the reason why it cannot be read.
     `judge` may refuse the checkpoint before a tensor is read, by an InputError on every rank.
     `read` reads the manifest. A kind of the data-parallel method that the checkpoint lacks begins
     as at the first step. `head`: names of the parameters of a task's head, which keep their values
     if the checkpoint lacks them (`drawn`). With a head, sequences may be shorter than the
     checkpoint's, and only the first of the learned positions are loaded.
 
-    Each rank reads its slices, and compares those pieces that it reads completely with their
-    checksums. If another layout wrote the checkpoint, some pieces may not have been read completely
-    by any rank. The ranks share these pieces, and read them once more for the comparison. Raise the
-    same errors as `load`.
+    Each rank reads its slices. If it reads a piece completely, it compares the piece with its
+    checksum. If another layout wrote the checkpoint, some pieces may not have been read completely
+    by any rank. The ranks share the pieces that no rank has read completely, and read them once
+    more for the comparison. Raise the same errors as `load`.
     """
     try:
         manifest = on_root(world, lambda: read(directory))
@@ -251,7 +251,7 @@ def _stored(reader: Reader, piece: Piece, peers: int) -> str:
 def _read(reader: Reader, state: State, pieces: Sequence[Piece]) -> None:
     for piece in pieces:
         host = piece.values.cpu()  # the same memory on a CPU
-        if host.dtype == torch.bfloat16:  # numpy has no such type
+        if host.dtype == torch.bfloat16:  # numpy has no bfloat16
             host = host.float()
         reader.read(_stored(reader, piece, state.peers.size), piece.box, host.numpy())
         if host.data_ptr() != piece.values.data_ptr():

@@ -91,10 +91,10 @@ class Written:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint. `said`: the origin of its tensors as JSON, which is the
-    progress, the model (the section [model] of the configuration) and further entries about the
-    run. `files`: the size of each file in bytes. `tensors`: the tensors by their names in the
-    state, such as `weights/NAME`."""
+    """The content of a checkpoint. `said`: the origin of the checkpoint's tensors as JSON, which is
+    the progress, the model (the section [model] of the configuration) and further entries about the
+    run. `files`: the size of each file in bytes. `tensors`: the tensors by the names that they have
+    in the state, such as `weights/NAME`."""
 
     progress: Progress
     said: Mapping[str, Any]
@@ -255,8 +255,8 @@ def checksum(manifest: Mapping[str, Any]) -> int:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a checkpoint. Raise InputError unless it is complete and has this
-    format version."""
+    """Return the manifest of a checkpoint. Raise InputError unless the checkpoint is complete and
+    has this format version."""
     path = directory / MANIFEST
     try:
         table = json.loads(path.read_bytes())

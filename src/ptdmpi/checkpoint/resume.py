@@ -41,8 +41,9 @@ class Resumption:
         self.extras: dict[str, Any] = {}  # the extra entries of the checkpoint that was loaded
 
     def resume(self, wanted: str, lost: bool = False) -> tuple[Progress | None, list[str]]:
-        """Load the checkpoint that `checkpoint.resume = wanted` names. Return its progress (None:
-        the run begins at step 0), and a line for each damaged checkpoint that was skipped.
+        """Load the checkpoint that `checkpoint.resume = wanted` names. Return the checkpoint's
+        progress (None: the run begins at step 0), and a line for each damaged checkpoint that was
+        skipped.
 
         "auto" means the newest complete checkpoint of the run, if there is one; "never" means none.
         Any other `wanted` is the path of a checkpoint, or of a run directory, whose newest
@@ -51,8 +52,9 @@ class Resumption:
         from the mean of all replicas.
 
         Raise InputError if a named checkpoint cannot be used, or if a checkpoint is of another
-        model or was trained on other data (`Course.judge`). Also raise it if all checkpoints are
-        damaged, because a new run would replace files that could perhaps be repaired.
+        model or was trained on other data (`Course.judge`). Also raise InputError if all
+        checkpoints are damaged, because a new run would replace files that could perhaps be
+        repaired.
         """
         if wanted == "never":
             self.retention.branch_from(None)
@@ -87,7 +89,7 @@ class Resumption:
 
     def resume_from_copy(self, copies: MemoryCopies, wanted: str) -> Progress | None:
         """Load the newest copy in the nodes' memory, unless the run has since saved a later step to
-        the disk. Return its progress, or None if there is no such copy or it cannot be read.
+        the disk. Return the progress of the copy, or None if no copy exists or can be read.
 
         A copy was made by the same job. The run therefore continues its own checkpoints, unless
         `checkpoint.resume = wanted` names another checkpoint and nothing has been saved since. In
@@ -123,9 +125,10 @@ class Resumption:
     def begin_from(
         self, path: Path, tokenizer_sha256: str | None, fresh: Collection[str] = ()
     ) -> tuple[Path, list[str]]:
-        """Load only the weights of the newest complete checkpoint that `path` names. Return its
-        path, and the names of a task head's parameters that keep their initial values. With
-        adapters, only names among `fresh` are returned, because the base may have the others.
+        """Load only the weights of the newest complete checkpoint that `path` names. Return the
+        path of the checkpoint, and the names of a task head's parameters that keep their initial
+        values. With adapters, only names among `fresh` are returned, because the base may have the
+        others.
 
         `tokenizer_sha256` is the hash of the weights' tokenizer, used if the checkpoint does not
         record it. Raise InputError on every rank.

@@ -40,8 +40,8 @@ T = TypeVar("T")
 
 
 class SaveFailed(SharedInputError):
-    """An error: a checkpoint could not be written. Every rank raises it, and earlier checkpoints
-    stay."""
+    """An error: a checkpoint could not be written. Every rank raises `SaveFailed`, and earlier
+    checkpoints stay."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,9 @@ class _Flight:
 class Checkpoints:
     """The checkpoints of one run directory. Every rank calls every method except `close`.
 
-    This class writes checkpoints. `retention` keeps and removes them, `resumption` finds and checks
-    the one that a run resumes from. `validated` is the step and the loss of the last validation.
+    This class writes checkpoints. `retention` keeps and removes checkpoints, `resumption` finds and
+    checks the one that a run resumes from. `validated` is the step and the loss of the last
+    validation.
     """
 
     def __init__(self, directory: Path, state: State, axes: Axes, course: Course) -> None:

@@ -118,8 +118,9 @@ class DeviceClock:
 
     def asked_from_here(self) -> None:
         """Prepare the calling thread for queries of this device."""
-        # A new thread uses the first GPU of the process. If it asked for an event of another GPU,
-        # CUDA would make a context of half a GB on that first GPU, where another rank works.
+        # A new thread uses the first GPU of the process. If the thread asked for an event of
+        # another GPU, CUDA would make a context of half a GB on that first GPU, where another rank
+        # works.
         belong_to(self._device)
 
     def _event(self) -> Any:

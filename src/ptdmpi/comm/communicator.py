@@ -243,8 +243,8 @@ class Communicator(WireTraits, ABC):
         return tensor
 
     def isend(self, tensor: Tensor, peer: int) -> Handle:
-        """Begin to send a tensor to rank `peer`. Do not change it before the handle was waited
-        for."""
+        """Begin to send a tensor to rank `peer`. Do not change the tensor before the handle was
+        waited for."""
         self.tally.add("send", _require(tensor).nbytes)
         return self._isend(tensor.view(-1), peer)
 
@@ -257,8 +257,8 @@ class Communicator(WireTraits, ABC):
         self, sources: Sequence[int], destinations: Sequence[int], lasting: bool = True
     ) -> "Neighbourhood":
         """Return the graph in which this rank receives from `sources` and sends to `destinations`.
-        All ranks call it. If it is `lasting`, a transport may synchronize all ranks to set it
-        up."""
+        All ranks call it. If the graph is `lasting`, a transport may synchronize all ranks to set
+        it up."""
         return Neighbourhood(self, sources, destinations)
 
     # -- control ---------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class Communicator(WireTraits, ABC):
 
     def greatest(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each of `values` (64-bit integers) over the group, by one small
-        message without pickling. MPI computes it: a maximum of integers is exact in any order."""
+        message without pickling, by MPI: a maximum of integers is exact in any order."""
         if self.size == 1:
             return list(values)
         from mpi4py import MPI
@@ -312,8 +312,8 @@ class Communicator(WireTraits, ABC):
     ) -> Handle:
         """Begin the collective `name`, one of the kinds that are counted, on flat tensors.
 
-        The tally counts `counted_bytes`. If that is None, it counts the size of the largest tensor:
-        the full result of a gather or the full input of a scatter.
+        The tally counts `counted_bytes`. If `counted_bytes` is None, that is the size of the
+        largest tensor: the full result of a gather or the full input of a scatter.
         """
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         if counted_bytes is None:

@@ -9,9 +9,9 @@ from mpi4py import MPI
 class Mailbox:
     """A mailbox that sends picklable values between ranks, on a communicator of its own.
 
-    All ranks make their mailboxes together, because this duplicates `control`. After the start, one
-    thread of each rank uses the mailbox, while other threads may call MPI too; this needs
-    MPI_THREAD_MULTIPLE. Messages between two ranks arrive in order. The communicator is never
+    All ranks make their mailboxes together, because a mailbox duplicates `control`. After the
+    start, one thread of each rank uses the mailbox, while other threads may call MPI too; this
+    needs MPI_THREAD_MULTIPLE. Messages between two ranks arrive in order. The communicator is never
     freed, because all ranks would have to free it together, and a rank may be lost by then.
     """
 

@@ -24,7 +24,8 @@ from ptdmpi.comm.communicator import (
 
 # Up to this size an exchange of full tensors is faster than a reduce-scatter with an all-gather.
 DIRECT_BYTES = 32 * 1024
-# The same limit for two ranks. For them an exchange sends as many bytes, in half as many messages.
+# The same limit for two ranks. For two ranks an exchange sends as many bytes, in half as many
+# messages.
 PAIR_BYTES = 4 * 1024 * 1024
 # Large tensors are reduced in pieces of this size, so that temporary memory stays in the cache.
 BUCKET_BYTES = 4 * 1024 * 1024

@@ -147,7 +147,7 @@ def locked(size: int) -> Tensor:
 
 def pinned_like(values: Tensor) -> Tensor:
     """Return page-locked host memory with the shape and type of `values`, for a few numbers from
-    the device. PyTorch's allocator reuses it for the next call."""
+    the device. PyTorch's allocator reuses this memory for the next call."""
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
 
 

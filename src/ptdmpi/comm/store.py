@@ -25,8 +25,8 @@ LIMIT = timedelta(minutes=5)
 
 
 class MpiStore(Store):
-    """A key-value store that all ranks of a communicator share. All ranks make it together. It
-    needs MPI_THREAD_MULTIPLE. Each rank calls `leave` and `join` before MPI is finalized.
+    """A key-value store that all ranks of a communicator share. All ranks make the store together.
+    It needs MPI_THREAD_MULTIPLE. Each rank calls `leave` and `join` before MPI is finalized.
 
     Keep a reference to the store as long as groups exist that were made with it, because torch does
     not keep one.

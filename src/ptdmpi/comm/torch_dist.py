@@ -51,9 +51,9 @@ class Session:
             store=self.store,
             rank=everyone.Get_rank(),
             world_size=everyone.Get_size(),
-            # The process group is not bound to a device. If it were, torch would make groups by
-            # splitting it, and all ranks of the world would have to call that, not only the ranks
-            # of the new group.
+            # The process group is not bound to a device. If the process group were bound to a
+            # device, torch would make groups by splitting it, and all ranks of the world would have
+            # to call that, not only the ranks of the new group.
         )
 
     @classmethod
@@ -84,8 +84,8 @@ class Session:
         Session.now = None
 
     def group(self, ranks: Sequence[int], most: Callable[[int], int]) -> dist.ProcessGroup:
-        """Return a group of these ranks of the world, in ascending order. Only these ranks call it.
-        `most` returns the maximum of a number over them."""
+        """Return a group of the ranks `ranks` of the world, in ascending order. Only the ranks of
+        the new group call this method. `most` returns the maximum of a number over them."""
         # torch names a group by its ranks and by the number of groups that the process has made.
         # The number of groups made must be the same on all ranks of the group.
         for _ in range(most(self.made) - self.made):
@@ -271,8 +271,8 @@ class TorchCommunicator(RoutedCommunicator):
 
     @classmethod
     def open(cls, everyone: MPI.Comm, device: torch.device) -> str:
-        """Start torch.distributed, once for each world. Raises SharedInputError if it has no
-        library for `device`, or if MPI has no MPI_THREAD_MULTIPLE."""
+        """Start torch.distributed, once for each world. Raises SharedInputError if
+        torch.distributed has no library for `device`, or if MPI has no MPI_THREAD_MULTIPLE."""
         if device.type not in BACKENDS:
             raise SharedInputError(
                 f'comm.wire = "torch": no library for {device.type}; legal: {", ".join(BACKENDS)}'

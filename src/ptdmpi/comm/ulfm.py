@@ -60,7 +60,8 @@ def revoke(world: World) -> None:
     """Wake every rank that waits in a communicator of this world: its call raises an error.
 
     All communicators must be revoked. A rank may wait in an axis that has lost no rank, for a rank
-    that has left the axis because of the loss elsewhere. Nothing else would wake it.
+    that has left the axis because of the loss elsewhere. Only the revocation of its communicator
+    would wake such a rank.
     """
     for comm in world.made:
         comm.Revoke()
@@ -71,7 +72,7 @@ def agree(world: World, flags: int, poll_s: float = 0.0) -> int:
     number.
 
     Every living rank must call this function; it also works on a revoked communicator. With
-    `poll_s` it sleeps that many seconds between checks.
+    `poll_s` the function sleeps that many seconds between checks.
     """
     # a C int, as MPIX_Comm_agree requires; the flags are combined by bitwise AND
     bits = np.array([flags], dtype=np.intc)

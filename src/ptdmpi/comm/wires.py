@@ -1,5 +1,5 @@
 """The choice of the transport: from a name (`comm.wire`) to an object that makes communicators. No
-other module chooses it."""
+other module chooses the transport."""
 
 import importlib
 from dataclasses import dataclass

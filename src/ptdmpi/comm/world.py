@@ -182,8 +182,8 @@ class World:
         """Return the communicators of the grid's groups; every rank of the world must call it.
 
         `wire` connects every group except the world, which carries small messages of the host
-        through MPI. By default it is the transport that "auto" chooses. Raises InputError if the
-        grid has another number of ranks.
+        through MPI. By default `wire` is the transport that "auto" chooses. Raises InputError if
+        the grid has another number of ranks.
         """
         if grid.size != self.size:
             raise InputError(f"a grid of {grid.size} ranks on a world of {self.size}")
@@ -231,8 +231,8 @@ class World:
         _abort(self.connected)
 
     def on_root(self, work: Callable[[], T]) -> T:
-        """Run `work()` on rank 0 and return its result on every rank. If it raises InputError, or
-        cannot find or read a path, every rank raises InputError."""
+        """Run `work()` on rank 0 and return its result on every rank. If `work` raises InputError,
+        or cannot find or read a path, every rank raises InputError."""
         result: tuple[bool, T | str] = (True, "")
         if self.rank == 0:
             try:

@@ -96,7 +96,7 @@ def _talk(run: Path, world: "World", options: Mapping[str, Any]) -> None:
 
 
 def _print(samples: Sequence[Mapping[str, Any]], as_json: bool) -> None:
-    """Print prompts with their continuations. Number them if there are several."""
+    """Print prompts with their continuations. Number the prompts if there are several."""
     if as_json:
         print(json.dumps({"samples": samples}))
         return

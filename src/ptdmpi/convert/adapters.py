@@ -172,9 +172,9 @@ def _merged(
 ) -> Iterator[Outgoing]:
     """Yield every weight of the merged model, in pieces that consist of complete rows.
 
-    The weights are those of the base, changed by the adapters, and those of a task head that was
-    trained with the adapters. If the base has more learned positions than the model, only the first
-    ones are used.
+    The merged weights are those of the base, changed by the adapters, and those of a task head that
+    was trained with the adapters. If the base has more learned positions than the model, only the
+    first ones are used.
     """
     changes: dict[str, list[AdapterPlace]] = {}
     for place in adapter.places:
@@ -217,7 +217,7 @@ def _merged_slab(
 
 def _merged_rows(place: AdapterPlace, adapter: LoadedAdapter, rows: Tensor, there: slice) -> Tensor:
     """Return rows of a weight, or elements of a bias, after an adapter has changed them. `there`
-    are their numbers within the rows that the adapter changes."""
+    are the numbers of these rows within the rows that the adapter changes."""
     is_bias = rows.dim() == 1
     adapt = adapter.adapted.adapt
     if adapt.method == "lora":
@@ -326,12 +326,12 @@ def _difference(before: Reader, after: Reader, name: str, rows: slice) -> Tensor
 
 
 def whole_tensor(reader: Reader, name: str) -> Tensor:
-    """Return a full tensor of a checkpoint. Raise InputError if it is damaged."""
+    """Return a full tensor of a checkpoint. Raise InputError if the tensor is damaged."""
     return torch.from_numpy(_read(reader, name, Box.whole(reader.manifest[name].shape)))
 
 
 def _read(reader: Reader, name: str, box: Box) -> Array:
-    """Return a slice of a tensor of a checkpoint. Raise InputError if it is damaged."""
+    """Return a slice of a tensor of a checkpoint. Raise InputError if the slice is damaged."""
     values = np.empty(box.size, reader.manifest[name].dtype)
     try:
         reader.read(name, box, values)

@@ -54,8 +54,8 @@ def compare(
     files: WeightFiles | UnpackedFiles,
     plan: Plan,
 ) -> float:
-    """Return the greatest relative difference of the logits over all heads. Raise CheckFailed if it
-    is above BAR, or if logits are not finite.
+    """Return the greatest relative difference of the logits over all heads. Raise CheckFailed if
+    the difference is above BAR, or if logits are not finite.
 
     The weights of ptdmpi's model are first rounded to the types of the tensors in `files`.
     """

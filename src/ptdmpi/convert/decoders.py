@@ -129,9 +129,9 @@ def _config(decoder: Decoder, model: ModelConfig, vocab_size: int) -> dict[str, 
 
 
 def _rope_keys(config: ConfigJson) -> dict[str, Any]:
-    """Make the keys of [model] for rotary angles. Newer files have them in `rope_parameters`; older
-    ones have `rope_theta` at the top level, and `rope_scaling`. Raise InputError for other kinds of
-    angles."""
+    """Make the keys of [model] for rotary angles. Newer files have the rotary keys in
+    `rope_parameters`; older ones have `rope_theta` at the top level, and `rope_scaling`. Raise
+    InputError for other kinds of angles."""
     scaling: dict[str, Any] = {}
     theta = config.get("rope_theta", 10000.0)
     for key in ("rope_parameters", "rope_scaling"):

@@ -130,14 +130,14 @@ class ConfigJson:
         return default if value is None else value
 
     def need(self, key: str) -> Any:
-        """Return the value of a key. Raise InputError if it is missing or null."""
+        """Return the value of a key. Raise InputError if the key is missing or null."""
         if self.values.get(key) is None:
             raise InputError(f"{self.name}: {key} is missing")
         return self.values[key]
 
     def only(self, key: str, *legal: Any) -> Any:
         """Return the value of a key; the first of `legal` if it is missing or null. Raise
-        InputError if it is not in `legal`."""
+        InputError if the value is not in `legal`."""
         value = self.get(key, legal[0])
         if value not in legal:
             shown = " or ".join(map(repr, legal))

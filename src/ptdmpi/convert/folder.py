@@ -4,8 +4,8 @@
 `generate` can use it. The directory has a config.toml with [model], and a checkpoint with weights
 only. The folder `hugging_face/` in the directory contains all that only the conversion back needs:
 every other file of the model's directory (config.json, tokenizer), the headers of the weight files,
-and the buffers of old files. From these `to_hf` writes the original files again, byte for byte if
-the weights are unchanged.
+and the buffers of old files. From the files in `hugging_face/`, `to_hf` writes the original files
+again, byte for byte if the weights are unchanged.
 """
 
 import contextlib

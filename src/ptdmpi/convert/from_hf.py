@@ -33,14 +33,15 @@ from ptdmpi.model.state import WEIGHTS, Counters, key
 NO_CHOICES = (
     "config.json does not say how many candidates a question has: add task.choices to train further"
 )
-# Files with these endings contain weights in some format. All other files of a model are copied.
+# Files with these name endings contain weights in some format. All other files of a model are
+# copied.
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"}
 
 
 def from_hf(source: Path, target: Path) -> Converted:
     """Convert the model directory `source` to a directory `target`. Raise InputError if the model
-    is not supported or damaged, and CheckFailed if the self-check (`compare`) fails. In both cases
-    `target` is not written."""
+    is not supported or damaged, and CheckFailed if the self-check (`compare`) fails. After either
+    error `target` is not written."""
     config = ConfigJson(tensors.read_json(source / "config.json"), str(source / "config.json"))
     task = task_in(config)
     family = with_task(family_of(config), task)
@@ -92,7 +93,7 @@ def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: 
 
 def _settled(plan: Plan, model: ModelConfig, theirs: WeightFiles) -> Plan:
     """Return the plan without those repetitions that differ from the tensor that they should
-    repeat: they are parameters of their own. Raise InputError if such tensors differ in a model
+    repeat: they are parameters of their own. Raise InputError if repeated tensors differ in a model
     whose embeddings are tied."""
     for head, word in plan.again.items():
         if _equal(theirs, head, word):

@@ -42,8 +42,9 @@ def task_in(config: ConfigJson) -> TaskConfig:
 
 
 def _labels(config: ConfigJson) -> list[str]:
-    """Return the names of the classes, in the order of their numbers. If there are none, return the
-    default names of `transformers`. Raise InputError for names that are not supported."""
+    """Return the names of the classes, in the order of their numbers. If the model names no
+    classes, return the default names of `transformers`. Raise InputError for names that are not
+    supported."""
     named = config.get("id2label")
     if named is None:
         count = config.get("num_labels", 2)

@@ -23,8 +23,8 @@ class Question:
     """The input of a forward pass, and the heads to compute.
 
     `ids` are token ids [b, s], `types` their types [b, s] if the model has any. With `order` the
-    model has a second head, for the order of two segments. With `classifies` it has only a head for
-    a task, which computes scores [b, n] of whole sequences.
+    model has a second head, for the order of two segments. With `classifies` the model has only a
+    head for a task, which computes scores [b, n] of whole sequences.
     """
 
     ids: Tensor

@@ -75,13 +75,13 @@ def to_hf(
 
     `like` is a directory that `from_hf` wrote; its files, names and types are used. By default this
     is `source` itself, or the directory that its run began from. Without such a directory the files
-    are made from [model], in float32. `dtype` (a key of DTYPES) is another type for all parameters.
-    With `quantized`, the quantized weights of the checkpoint stay quantized (`packed.py`);
-    otherwise they are dequantized. `kind` is the state to convert as weights, for example their
-    running average.
+    of the model are made from [model], in float32. `dtype` (a key of DTYPES) is another type for
+    all parameters. With `quantized`, the quantized weights of the checkpoint stay quantized
+    (`packed.py`); otherwise they are dequantized. `kind` is the state to convert as weights, for
+    example their running average.
 
     Raise InputError if the checkpoint is damaged, or if `transformers` has no such model. Raise
-    CheckFailed if the self-check (`compare`) fails. In both cases `target` is not written.
+    CheckFailed if the self-check (`compare`) fails. After either error `target` is not written.
     """
     stored = open_model(source, kind)
     needed = declarations(stored.config(), stored.vocab_size)

@@ -1,6 +1,6 @@
 """Token shards, the order of training samples, and the reading of microbatches.
 
-The package `data` needs numpy and h5py, but neither torch nor MPI.
+The package `ptdmpi.data` needs numpy and h5py, but neither torch nor MPI.
 """
 
 import os

@@ -23,8 +23,8 @@ class Bigram:
     """
 
     def __init__(self, datasets: Iterable[Dataset]) -> None:
-        """Count all shards of `datasets`, which share one vocabulary. Raise InputError if it has
-        more than LARGEST_VOCABULARY ids."""
+        """Count all shards of `datasets`, which share one vocabulary. Raise InputError if the
+        vocabulary has more than LARGEST_VOCABULARY ids."""
         datasets = list(datasets)
         size = datasets[0].vocab_size
         if size > LARGEST_VOCABULARY:

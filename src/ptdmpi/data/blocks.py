@@ -59,7 +59,7 @@ class BlockSums:
 
 def block_sums(path: Path, tokens: int) -> np.ndarray | None:
     """Return the checksums of the blocks of a shard, uint32 [blocks]; None if the shard has none.
-    Raise InputError if they are damaged."""
+    Raise InputError if the checksums are damaged."""
     blocks = -(-tokens // BLOCK_TOKENS)
     try:
         with h5py.File(path, "r") as file:

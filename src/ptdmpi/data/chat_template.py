@@ -54,8 +54,9 @@ class _Surroundings(NamedTuple):
 class ChatTemplate:
     """A chat template of a tokenizer.
 
-    `source` is its Jinja text. `said_of` names its origin in error messages. `special` has the
-    texts of special tokens under the names that templates use (`eos_token`).
+    `source` is the Jinja text of the template. `said_of` names the template's origin in error
+    messages. `special` has the texts of special tokens under the names that templates use
+    (`eos_token`).
     """
 
     source: str
@@ -72,7 +73,8 @@ class ChatTemplate:
             raise InputError(f"chat template of {self.said_of}: {error}") from None
 
     def render(self, messages: Sequence[Message], ask: bool = False) -> str:
-        """Return the text of a conversation. With `ask`, it ends with the prompt for an answer.
+        """Return the text of a conversation. With `ask`, the text ends with the prompt for an
+        answer.
 
         Raise InputError if the template cannot be compiled or refuses the conversation; the message
         then contains the text of the template's own error.
@@ -188,10 +190,10 @@ def find_template(tokenizer: Path | None, given: Path | None, eod: str) -> ChatT
     """Return the chat template for the tokenizer in the file `tokenizer` (None: the tokenizer has
     no file).
 
-    The first of these that exists is used: the file `given`; TEMPLATE in the tokenizer's folder;
-    `chat_template` in TOKENIZER_CONFIG there; `PLAIN`. `eod` is the text of the end of document,
-    which is used as `eos_token` if the folder does not name one. Raise InputError for a file that
-    cannot be read.
+    The first existing one of the following is used: the file `given`; TEMPLATE in the tokenizer's
+    folder; `chat_template` in TOKENIZER_CONFIG there; `PLAIN`. `eod` is the text of the end of
+    document, which is used as `eos_token` if the folder does not name one. Raise InputError for a
+    file that cannot be read.
     """
     settings: dict[str, Any] = {}
     folder = None if tokenizer is None else tokenizer.parent

@@ -217,7 +217,8 @@ def read_header(path: str | Path) -> ShardHeader:
         with open(path, "rb") as stream:
             first = int.from_bytes(os.pread(stream.fileno(), 8, documents.offset), "little")
             last = int.from_bytes(os.pread(stream.fileno(), 8, documents.stop - 8), "little")
-    # h5py raises any of these for a damaged file, depending on the message of its C library
+    # h5py raises any of these exceptions for a damaged file, depending on the message of its C
+    # library
     except (OSError, KeyError, TypeError, RuntimeError, ValueError, UnicodeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(f"shard {path}: {reason}; is it a shard of ptdmpi-data?") from error
@@ -328,8 +329,8 @@ def listed_headers(directory: Path) -> dict[str, ShardHeader | None]:
 def confirmed(header: ShardHeader) -> ShardHeader:
     """Return the header that is read from the shard's own file.
 
-    Raise InputError if it differs from the listed header, because the file was replaced. Also raise
-    the same errors as `read_header`.
+    Raise InputError if the opened shard differs from the listed header, because the file was
+    replaced. Also raise the same errors as `read_header`.
     """
     if not header.listed:
         return header

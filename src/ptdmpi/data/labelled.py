@@ -69,8 +69,9 @@ class LabelledForm:
     ) -> MicrobatchRows:
         """Return a microbatch of n samples, which are n * `sequences` rows.
 
-        `samples` names each sample by its file and its number in the file. `ids` (int [n]) has
-        their global numbers. `counts` (float [n]) is 1 if a sample counts in the loss, else 0.
+        `samples` names each sample by its file and its number in the file. `ids` (int [n]) has the
+        global numbers of the samples. `counts` (float [n]) is 1 if a sample counts in the loss,
+        else 0.
         """
         sequences = samples[0][0].sequences
         rows = [

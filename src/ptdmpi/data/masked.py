@@ -164,10 +164,10 @@ class MaskedSamples:
         """Return the positions of the masked tokens. The number of masked tokens is `budget`, or a
         few less.
 
-        The masked tokens are n-grams of complete words, chosen in random order. Each n-gram has its
-        random length, or the greatest length that fits. `words` has, for each segment, the
-        positions of the first tokens of its words and the end of the segment; `chances` is float
-        [2, at least the number of words].
+        The masked tokens are n-grams of complete words, chosen in random order. Each n-gram has the
+        length that was sampled for it, or the greatest length that fits. `words` has, for each
+        segment, the positions of the first tokens of its words and the end of the segment;
+        `chances` is float [2, at least the number of words].
         """
         first = np.concatenate([own for own, _ in words])
         last = np.concatenate([np.append(own[1:], end)[: len(own)] for own, end in words])

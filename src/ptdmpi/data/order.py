@@ -105,9 +105,9 @@ class Part:
     """One dataset of a mixture: its number of training samples, its weight, and its maximum number
     of epochs.
 
-    `key` selects its permutations (None: its number in the mixture). `drawn` is the number of its
-    samples that the run has used before this order begins. Both differ from their defaults only in
-    a mixture that was changed during a run.
+    `key` selects the permutations of the dataset (None: its number in the mixture). `drawn` is the
+    number of its samples that the run has used before this order begins. Both differ from their
+    defaults only in a mixture that was changed during a run.
     """
 
     samples: int
@@ -165,8 +165,8 @@ def _apportion(weights: list[int]) -> np.ndarray:
     at once in fractions w_i fills each slot exactly and does job k within [k / w_i, (k+1) / w_i],
     inside its window. Bipartite flows with integer bounds are integral, so an integral schedule
     exists. For jobs of unit length on one machine, earliest deadline first finds it (Horn, Naval
-    Res. Logist. 21 (1974)). The windows are those of proportionate fairness (Baruah, Cohen,
-    Plaxton, Varvel, Algorithmica 15 (1996)) and of Steiner and Yeomans (1993)."""
+    Res. Logist. 21 (1974)). The windows of the slots are those of proportionate fairness (Baruah,
+    Cohen, Plaxton, Varvel, Algorithmica 15 (1996)) and of Steiner and Yeomans (1993)."""
     period = sum(weights)
     table = np.empty(period, dtype=np.int32)
     given = [0] * len(weights)

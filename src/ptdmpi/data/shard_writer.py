@@ -52,7 +52,8 @@ def _create_tokens(file: h5py.File, tokens: int, dtype: np.dtype) -> int:
     """Make the dataset `tokens` without writing its bytes; return its byte offset in the file."""
     plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plan.set_layout(h5py.h5d.CONTIGUOUS)
-    # allocate now: otherwise HDF5 would choose the position at its first write, which never happens
+    # allocate the dataset now: otherwise HDF5 would choose the position at its first write, which
+    # never happens
     plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     # no times are stored, so that the same tokens give the same bytes
@@ -64,7 +65,7 @@ def _create_tokens(file: h5py.File, tokens: int, dtype: np.dtype) -> int:
 
 def _tokens_offset() -> int:
     """Return the offset at which HDF5 places `tokens` in a file that `ShardWriter` has begun. To
-    find it, such a file is made in memory."""
+    find the offset, such a file is made in memory."""
     with _open_hdf5("probe", mode="w", driver="core", backing_store=False) as file:
         return _create_tokens(file, 1, np.dtype("<u2"))
 
@@ -230,7 +231,8 @@ class ShardWriter:
             if offset != self._offset:
                 raise AssertionError(f"HDF5 placed the tokens at {offset}, not at {self._offset}")
             put_in_place(self._temporary, self.path)
-        except (OSError, RuntimeError) as error:  # HDF5 raises either of these for a failed write
+        # HDF5 raises either of these exceptions for a failed write
+        except (OSError, RuntimeError) as error:
             self.discard()
             raise self._failure(error) from error
 

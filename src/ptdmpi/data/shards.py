@@ -314,7 +314,7 @@ def gather(datasets: Sequence[Dataset], places: Sequence[Address], width: int) -
         for row, (number, shard, start) in enumerate(part):
             narrow[row] = datasets[number].shard_tokens(shard)[start : start + width]
         ready = narrow[: len(part)]
-        # check them before they are widened, which reads only a quarter or half of the bytes
+        # check the tokens before they are widened, which reads only a quarter or half of the bytes
         _check_ids(datasets, part, ready)
         rows[begin : begin + _READ_ROWS] = ready
     return rows

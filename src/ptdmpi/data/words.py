@@ -97,8 +97,8 @@ def special_ids(ids: Mapping[str, int], size: int) -> SpecialTokens:
 
 def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the content of `tokenizer.json`, and the id of each token. Both results are empty if
-    there is no such file and it is not `needed`. Raise InputError if it is needed and cannot be
-    used."""
+    there is no such file and it is not `needed`. Raise InputError if the tokenizer is needed and
+    cannot be used."""
     if dataset.tokenizer == BYTES:
         return {}, {chr(byte): byte for byte in range(256)}
     path = Path(dataset.directory) / TOKENIZER

@@ -4,10 +4,9 @@ comparing hashes of the state.
 Memory and arithmetic units occasionally fail without notice (Dixit et al. 2021, arXiv 2102.11245).
 Before every N-th update, ranks that should have the same values compare hashes of them. If two
 replicas differ, it is unknown which one is right. Among three or more, the majority counts as
-right. Each rank also compares its values with the hashes that it computed after the previous
-update. The comparison with the rank's own earlier hashes needs no replica, and shows which rank is
-wrong. Both comparisons of hashes take place after the step has used the values and before the
-update replaces them.
+right. Among three or more replicas, the majority counts as right. The comparison with the rank's
+own earlier hashes needs no replica, and shows which rank is wrong. Both comparisons of hashes take
+place after the step has used the values and before the update replaces them.
 """
 
 import hashlib
@@ -55,8 +54,8 @@ class Fault:
 
 
 class CorruptState(RuntimeError):
-    """An error: the state of a run is corrupt. All ranks raise it, with the faults that any rank
-    has found."""
+    """An error: the state of a run is corrupt. All ranks raise `CorruptState`, with the faults that
+    any rank has found."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         super().__init__("; ".join(fault.text("rank {}".format) for fault in faults))

@@ -25,7 +25,8 @@ from ptdmpi.plan.layout.grid import ENDS, PARAMETERS
 
 
 class GradientStep(Protocol):
-    """A step between the last backward op and the optimizer. Every rank of its group runs it."""
+    """A step between the last backward op and the optimizer. Every rank of the step's group runs
+    it."""
 
     def reduce(self) -> None:
         """Change the gradients in the buffer."""
@@ -49,8 +50,8 @@ class PartialSum:
 
 class CopiedShares:
     """The sum of gradients over neighbours on the tensor axis that have copies of the same
-    parameter, such as a key head that serves the queries of several ranks. Each of these ranks has
-    the part of the gradient that comes from its own queries.
+    parameter, such as a key head that serves the queries of several ranks. Each of the neighbours
+    has the part of the gradient that comes from its own queries.
 
     `copied` has the pieces, on this rank, of each parameter that other ranks also have.
     """
@@ -103,7 +104,7 @@ class TiedTable:
 
     def reduce(self) -> None:
         """Add the two gradients. After `reduce`, both the first and the last stage have the sum. If
-        both uses are on this rank, the first use has it."""
+        both uses of the table are on this rank, the first use has the sum."""
         buffer = self.buffer
         first = _own_views(buffer, [buffer.entries[TIED_NAME]])
         if self.ends is not None:
@@ -251,7 +252,7 @@ def _parts_of(buffer: ParameterBuffer, held: OwnPart, share: HeldShare) -> list[
 
 
 def _views_of(flat: Tensor, held: OwnPart, share: HeldShare) -> list[Tensor]:
-    """Return views of those elements of `flat` that belong to a share. `flat` has the elements of
+    """Return views of the elements of `flat` that belong to a share. `flat` has the elements of
     `held`."""
     views = []
     for box, view in held.boxes(flat):

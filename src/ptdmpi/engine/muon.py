@@ -80,7 +80,8 @@ def names_of_kinds(config: OptimizerConfig, buffer: ParameterBuffer) -> dict[str
 
 class Muon:
     """The update of all matrices whose slices are on the ranks of `tensor`, and whose slices' parts
-    are on the ranks of the buffer's shard group. All of these ranks call it."""
+    are on the ranks of the buffer's shard group. All ranks of `tensor` and of the shard group call
+    the update."""
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class Muon:
             for place, own in self._in(box, matrix.own, matrix.master):
                 own.add_(update[place.index], alpha=-length)
             self._deal(matrix, box, update, arrived)
-            del update  # free its memory before the next matrix is iterated
+            del update  # free the memory of this matrix before the next one is iterated
 
     def _deal(self, matrix: Matrix, box: Box, update: Tensor, arrived: Sequence[Tensor]) -> None:
         """Copy the other ranks' parts of the update of one matrix (the slice `box` of the
@@ -189,7 +190,8 @@ class Muon:
 def scale(config: OptimizerConfig, rows: int, columns: int) -> float:
     """Return the factor of the learning rate for an orthogonal update. By default the update
     becomes as large as AdamW's, so that AdamW's learning rate and weight decay can be used (Liu et
-    al. 2025, equation 4). With `muon_scale = "original"` it is the factor of Jordan et al. 2024."""
+    al. 2025, equation 4). With `muon_scale = "original"` the factor is that of Jordan et al.
+    2024."""
     if config.muon_scale == "original":
         return math.sqrt(max(1, rows / columns))
     return RMS * math.sqrt(max(rows, columns))
@@ -241,5 +243,5 @@ def _sum(a: Tensor, b: Tensor, beta: float, alpha: float, *, kernels: Kernels) -
         return torch.addmm(b, a, b, beta=beta, alpha=alpha)
     wide = b.float()
     total = torch.addmm(wide, wide if a is b else a.float(), wide, beta=beta, alpha=alpha)
-    del wide  # free it: only the result in both types should take memory
+    del wide  # free the float32 copy: only the result in both types should take memory
     return total.to(b.dtype)

@@ -35,9 +35,9 @@ class OwnGradient:
         return cls(norm, sum(batch.tokens for batch in batches))
 
     def noise(self, data: Communicator, norm: float, tokens: float) -> GradientNoise | None:
-        """Return the noise of the gradients of all data ranks. The sum of these gradients has the
-        norm `norm` and `tokens` valid tokens. All data ranks call this together, and get the same
-        result."""
+        """Return the noise of the gradients of all data ranks. The sum of all ranks' gradients has
+        the norm `norm` and `tokens` valid tokens. All data ranks call this together, and get the
+        same result."""
         every = data.all_gather_object((self.norm, self.tokens))
         means = [(own * tokens / count if count else 0.0, count) for own, count in every]
         return gradient_noise(means, norm, tokens)

@@ -158,12 +158,12 @@ class FileStorage(Storage):
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
         self._mappings: list[_Mapping] = []
         self._rooms: list[Tensor] = []
-        # one thread, which does its tasks in order
+        # one thread, which does the tasks in the order in which they were submitted
         self._thread = ThreadPoolExecutor(1, "offload")
 
     def zeros(self, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Return zeros of these lengths, for which the file is extended. Raise OSError if that
-        fails."""
+        """Return zeros of the lengths `lengths`, for which the file is extended. Raise OSError if
+        that fails."""
         size = sum(lengths) * dtype.itemsize
         if size == 0:
             return super().zeros(lengths, dtype)
@@ -237,7 +237,7 @@ class FileStorage(Storage):
 
 def storage_of(config: Config, device: torch.device) -> Storage:
     """Return the storage for the optimizer's state that `parallel.offload` names. Raise OSError if
-    its file cannot be made."""
+    the storage's file cannot be made."""
     if config.parallel.offload == "disk":
         return FileStorage(Path(config.run.dir))
     apart = config.parallel.offload != "none"

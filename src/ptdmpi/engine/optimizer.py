@@ -53,8 +53,8 @@ def learning_rate(optimizer: OptimizerConfig, step: int, steps: int) -> float:
 
 class LossScale:
     """The dynamic loss scale of fp16 (Micikevicius et al. 2018): it is halved when a gradient
-    overflows, and doubled after `window` steps without overflow. For other types it is always 1.
-    The state's `counters` store it."""
+    overflows, and doubled after `window` steps without overflow. For other types the loss scale is
+    always 1. The state's `counters` store the loss scale."""
 
     def __init__(self, precision: PrecisionConfig, counters: Counters) -> None:
         self.dynamic = precision.scales_loss
@@ -91,8 +91,8 @@ class Optimizer:
     this rank's part of each shard unit, in groups with the same weight decay and the same factor of
     the learning rate.
 
-    The master weights, the moments and the count of updates belong to `state`. If they are not on
-    the device, the host does the update, and `writes_weights` is True.
+    The master weights, the moments and the count of updates belong to `state`. If these tensors are
+    not on the device, the host does the update, and `writes_weights` is True.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Optimizer:
         self._muon = Muon(config, _matrices(config, state), buffer, tensor or OneRank())
 
     def compute_by(self, kernels: Kernels) -> None:
-        """Multiply matrices with these kernels from now on."""
+        """Multiply matrices with the kernels `kernels` from now on."""
         self._muon.kernels = kernels
 
     @property
@@ -191,7 +191,8 @@ class _Range(NamedTuple):
     name: str
 
     def of(self, kind: Kind) -> Tensor:
-        """Return these elements of a kind of state, even if only some parameters have this kind."""
+        """Return the range's elements of a kind of state, even if only some parameters have this
+        kind."""
         begin = self.some.start
         if kind.kept.names is not None:
             begin = kind.held[self.name].offset

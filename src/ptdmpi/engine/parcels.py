@@ -19,7 +19,7 @@ class Parcels:
 
     `away`: this rank's parts of matrices that another rank owns, by name, in the message to the
     owner. `coming`: other ranks' parts of this rank's matrices, by name, in the messages from these
-    ranks. In both, `unit` is the number of the other rank.
+    ranks. In `away` and `coming`, `unit` is the number of the other rank.
     """
 
     def __init__(self, buffer: ParameterBuffer, costs: Mapping[str, int]) -> None:

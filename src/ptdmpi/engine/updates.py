@@ -45,7 +45,7 @@ def adamw_update(config: OptimizerConfig, group: Alike, rate: float, updates: Te
         [],
         # the function needs a separate count for each tensor
         [updates.clone() for _ in group.masters],
-        # a single kernel; it rounds the last elements of a tensor differently (`ALIGNMENT`,
+        # a single kernel: it rounds the last elements of a tensor differently (`ALIGNMENT`,
         # plan/shape)
         fused=True,
         amsgrad=False,

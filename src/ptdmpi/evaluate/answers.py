@@ -42,8 +42,8 @@ def compiled(pattern: str | None) -> re.Pattern[str] | None:
 def extract(generated: str, until: Sequence[str], pattern: re.Pattern[str] | None) -> str:
     """Return the answer in a generated text.
 
-    The answer is the text before the first of `until`. With a pattern it is the last match of the
-    pattern in that text (its first group, if it has one), or "" if there is no match.
+    The answer is the text before the first of `until`. With a pattern the answer is the last match
+    of the pattern in that text (its first group, if it has one), or "" if there is no match.
     """
     text = cut(generated, until)
     if pattern is None:

@@ -31,7 +31,7 @@ class Writing(NamedTuple):
 
 
 class Harness:
-    """The requests of `lm_eval.api.model.LM`. Rank 0 makes them, and the other ranks call
+    """The requests of `lm_eval.api.model.LM`. Rank 0 makes the requests, and the other ranks call
     `serve`."""
 
     def __init__(self, model: InferenceModel, text: Text) -> None:

@@ -30,8 +30,8 @@ class Window(NamedTuple):
 
 
 def windows(tokens: int, shard: int, seq_length: int, stride: int) -> Iterator[Window]:
-    """Yield the windows of a shard of `tokens` tokens. Together they score each token except the
-    first once.
+    """Yield the windows of a shard of `tokens` tokens. The windows together score each token except
+    the first once.
 
     The first window scores all of its labels. Each later window scores its last `stride` labels
     (fewer at the end of the shard). The scored labels have at least seq_length - stride tokens of
@@ -53,8 +53,8 @@ def perplexity(
     """Return exp(mean negative log-likelihood) over all tokens of the shards, on every rank, with
     further numbers.
 
-    `words` is the number of words in the original text. If it is given, the sum over tokens is also
-    divided by that number, which allows comparing tokenizers (Shoeybi et al. 2019, arXiv
+    `words` is the number of words in the original text. If `words` is given, the sum over tokens is
+    also divided by that number, which allows comparing tokenizers (Shoeybi et al. 2019, arXiv
     1909.08053, section 5.3 and appendix E.1). `stride` is the number of tokens that a window
     scores, 32 in that paper. If `stride` is None, it is `seq_length`, which takes the shortest time
     (then only the last window overlaps). Every rank calls this. Raises InputError.

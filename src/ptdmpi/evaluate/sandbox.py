@@ -2,10 +2,11 @@
 
 The sandbox limits time, memory, files and processes. A program gets its own directory, no network
 and no capabilities. The sandbox stops accidents and simple tricks, but not a program that was
-written to break out. A program can still do the following. If root starts it, it runs as the user
-`nobody`: it may read the files that all users may read, and the readable files next to the
-interpreter's library that `..` leads to. If another user starts it, it may read that user's files.
-The program may make any system call. Run programs that are not trusted at all in a container.
+written to break out. A program can still do the following. If root starts the program, it runs as
+the user `nobody`: it may read the files that all users may read, and the readable files next to the
+interpreter's library that `..` leads to. If another user starts the program, it may read that
+user's files. The program may make any system call. Run programs that are not trusted at all in a
+container.
 """
 
 import os
@@ -63,9 +64,10 @@ class Sandbox:
     def run(self, program: str) -> str:
         """Run a Python program and return its outcome.
 
-        PASSED: it ran to its end. TIMEOUT: it took too long. KILLED: it ended without a verdict. In
-        all other cases the result is the name of the exception that ended the program. Raises the
-        same errors as `without_network`.
+        The outcome PASSED means that the program ran to its end. TIMEOUT means that the program
+        took too long. KILLED means that the program ended without a verdict. In all other cases the
+        result is the name of the exception that ended the program. Raises the same errors as
+        `without_network`.
         """
         prefix = () if self.network else without_network()
         # a random word, which a program can write only if it has read it

@@ -82,7 +82,8 @@ def item_of(line: str, place: str) -> TaskItem:
 
 
 def _texts(values: Any, key: str, place: str) -> tuple[str, ...]:
-    """Return the texts in a field. Raises InputError unless they are a list of non-empty texts."""
+    """Return the texts in a field. Raises InputError unless the field is a list of non-empty
+    texts."""
     if not isinstance(values, list) or not all(isinstance(v, str) and v.strip() for v in values):
         raise InputError(f"{place}: {key!r} must be a list of texts that are not empty")
     if not values:

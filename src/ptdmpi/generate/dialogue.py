@@ -27,7 +27,7 @@ class Dialogue:
     def of(cls, stored: StoredModel, text: Text, adapter: StoredAdapter | None) -> Self:
         """Return the dialogue for a model, with its own chat template or that of an adapter.
 
-        Answers end with the ids that end texts. With a template they also end with the special
+        Answers end with the ids that end texts. With a template, answers also end with the special
         token that the template writes after an answer, and with the ids in the config.json of a
         model from Hugging Face. Raises InputError.
         """

@@ -36,7 +36,8 @@ class Prompt:
 class Continuation:
     """The new ids of a prompt, without an end of document.
 
-    `reason` says why the continuation ended: "eod", "length" or "finished". Until then it is empty.
+    `reason` says why the continuation ended: "eod", "length" or "finished". The reason is empty
+    while the continuation has not ended.
     """
 
     ids: list[int]

@@ -2,8 +2,8 @@
 
 Every data rank has a complete model, divided over its tensor and pipeline ranks, and computes
 different batches. The model has no gradients, optimizer or schedule: each stage sends its
-activations to the next stage, and then computes its next batch. The weights are those of a
-checkpoint or of a run.
+activations to the next stage, and then computes its next batch. The weights of the model are those
+of a checkpoint or of a run.
 """
 
 from collections.abc import Callable, Mapping
@@ -162,7 +162,7 @@ class InferenceModel:
         self._leaving.append((self.axes["pipeline"].isend(x, following), x))
 
     def finish(self) -> None:
-        """Wait until all messages have arrived. Call it before the model is dropped."""
+        """Wait until all messages have arrived. Call `finish` before the model is dropped."""
         for handle, _ in self._leaving:
             handle.wait()
         self._leaving = []

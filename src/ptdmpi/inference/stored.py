@@ -181,8 +181,8 @@ class StoredAdapter:
     def over(self, stored: StoredModel, config: Config) -> Config:
         """Return `config`, the configuration of the base model `stored`, extended by the adapters.
 
-        If they have a head for a task, it is added too, with the sequence length with which it was
-        trained. Raises InputError if the adapters were trained on another base model.
+        If the adapters have a head for a task, it is added too, with the sequence length with which
+        it was trained. Raises InputError if the adapters were trained on another base model.
         """
         self.adapted.require(
             self.checkpoint, Base(str(stored.checkpoint), fingerprint(stored.manifest))

@@ -136,9 +136,9 @@ def find_chat(
     """Return the chat template with which the model was trained; None if it was trained without
     one.
 
-    `find_chat` returns the template of the conversations on which ptdmpi trained the `adapter`. If
-    there is none, it is the template of the model's own conversations, or else the template of a
-    model from Hugging Face. Raises InputError.
+    `find_chat` returns the template of the conversations on which ptdmpi trained the `adapter`.
+    Without an adapter's template, the result is the template of the model's own conversations, or
+    else the template of a model from Hugging Face. Raises InputError.
     """
     if not hasattr(text.tokenizer, "encode_marked"):
         return None
@@ -198,7 +198,7 @@ def ends_of(stored: StoredModel) -> set[int]:
     """Return the ids that end a text, as the files of a model from Hugging Face say.
 
     The files are config.json and generation_config.json of the model, or of the model from which it
-    began. Raises InputError if such a file is not JSON.
+    began. Raises InputError if one of the files is not JSON.
     """
     kept = kept_files(stored)
     if kept is None:

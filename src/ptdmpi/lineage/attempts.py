@@ -20,10 +20,10 @@ HISTORY = "history.jsonl"
 
 @dataclass(frozen=True)
 class PastAttempt:
-    """An earlier attempt, which trained steps `first` + 1 to `last` of a run. If it was killed, its
-    end is unknown and `last` is None. `config` is the complete configuration, and `changed` has the
-    differences from the attempt before. `trained_on` is a TrainedOn as JSON, which can be read
-    without shards and h5py."""
+    """An earlier attempt, which trained steps `first` + 1 to `last` of a run. If the attempt was
+    killed, its end is unknown and `last` is None. `config` is the complete configuration, and
+    `changed` has the differences from the attempt before. `trained_on` is a TrainedOn as JSON,
+    which can be read without shards and h5py."""
 
     number: int
     began: str

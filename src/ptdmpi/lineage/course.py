@@ -48,8 +48,8 @@ class Course:
     def stand_on(
         self, base: Base, path: Path, manifest: Mapping[str, Any], tokenizer_sha256: str | None
     ) -> None:
-        """Use the model at `path` as the frozen base of the adapters. Raise InputError if it is not
-        a full model, or has another tokenizer than the data."""
+        """Use the model at `path` as the frozen base of the adapters. Raise InputError if the model
+        is not a full model, or has another tokenizer than the data."""
         require_kind(path, manifest)
         before = Before.of(path, manifest)
         judge_base(before, self.config, self.now)

@@ -2,8 +2,8 @@
 of start.
 
 There are three answers. The run may be the same as before. The run may be refused, with one line
-that says what differs, where, and what is legal. Or it was changed on purpose (`data.change = "from
-here"`), and the changes are logged.
+that says what differs, where, and what is legal. Or the run was changed on purpose (`data.change =
+"from here"`), and the changes are logged.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set

@@ -39,9 +39,9 @@ class Source:
     """One training dataset of a run. `sha256` is a hash of the headers of its shards, and `samples`
     the number of its samples.
 
-    `key` is its number among all datasets that the run has seen. The key identifies the dataset's
-    permutations, and the dataset in records. `drawn` is the number of its samples that were used
-    before the stretch.
+    `key` is the number of the dataset among all datasets that the run has seen. The key identifies
+    the dataset's permutations, and the dataset in records. `drawn` is the number of its samples
+    that were used before the stretch.
     """
 
     path: str

@@ -28,8 +28,8 @@ class Storage:
         self.apart = apart
 
     def zeros(self, lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Return consecutive tensors of these lengths, all zero. Raise OSError if the disk has no
-        space for them."""
+        """Return consecutive tensors of the lengths `lengths`, all zero. Raise OSError if the disk
+        has no space for them."""
         flat = torch.zeros(sum(lengths), dtype=dtype, device=self.device)
         return list(flat.split(list(lengths)))
 
@@ -163,8 +163,9 @@ class ParameterBuffer(FlatOrder):
         self.refresh_weights()
 
     def refresh_weights(self, written: bool = False) -> None:
-        """Update the weights from the master weights of all ranks of the shard group. All of these
-        ranks must call this. `written`: each rank's own part is already up to date."""
+        """Update the weights from the master weights of all ranks of the shard group. All ranks of
+        the shard group must call this method. `written`: each rank's own part is already up to
+        date."""
         for follow in self.followers:
             follow()
         if not (self.one_type or written):

@@ -197,8 +197,8 @@ class FlatOrder:
         units: list[Unit] = []
         start = 0
         for (unit, apart), group in groups.items():
-            # first those with weight decay, then those without: the optimizer has at most one slice
-            # of a unit for each
+            # first the parameters with weight decay, then the others: the optimizer has at most one
+            # slice of a unit for each
             end = start
             for decay in (True, False):
                 some = {n: p for n, p in group.items() if p.declaration.decay == decay}

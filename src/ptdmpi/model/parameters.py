@@ -2,7 +2,7 @@
 
 Each parameter of a layer is declared once, with its logical (unsharded) shape and its division over
 the tensor axis. Names and logical shapes are the same on every rank and in every layout; only the
-local slices differ. `ptdmpi.model.buffer` places these in memory.
+local slices differ. `ptdmpi.model.buffer` allocates the memory of the slices.
 """
 
 import math
@@ -76,13 +76,13 @@ class Declaration:
 
     `init` is a standard deviation of a normal distribution, or "zeros" or "ones". `apart`: the axes
     of the grid along which each rank has different parameters under this declaration, such as
-    different experts: no gradient is summed along them. Each of these axes cuts the training state.
-    `shared_gradient`: under sequence parallelism each tensor rank sees only its positions, so the
-    gradient of this replicated parameter is a part that must be summed over the tensor axis.
-    `partial_gradient`: the gradient is always such a part, since each tensor rank sees only its
-    heads. `trains`: if False, the parameter has no gradient, no master weight and no moments.
-    `low_bit`: its quantization in matrix multiplications; if it does not train, it is stored in
-    this form.
+    different experts: no gradient is summed along them. Each of the axes in `apart` cuts the
+    training state. `shared_gradient`: under sequence parallelism each tensor rank sees only its
+    positions, so the gradient of this replicated parameter is a part that must be summed over the
+    tensor axis. `partial_gradient`: the gradient is always such a part, since each tensor rank sees
+    only its heads. `trains`: if False, the parameter has no gradient, no master weight and no
+    moments. `low_bit`: its quantization in matrix multiplications; if the parameter does not train,
+    it is stored in this form.
     """
 
     shape: tuple[int, ...]

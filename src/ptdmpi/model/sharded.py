@@ -51,7 +51,7 @@ class Pool:
 
 class GatheredWeights:
     """The unsharded weights of the units that are gathered at present, for all stages of a rank.
-    Units are numbered: first those that train, then the frozen ones."""
+    Units are numbered: first the units that train, then the frozen ones."""
 
     def __init__(self, buffer: ParameterBuffer, parameters: Sequence[Parameter]) -> None:
         self.buffer = buffer
@@ -144,7 +144,7 @@ class PlacedGradients(Protocol):
         self, look: Callable[[Parameter], None]
     ) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients are not reduced before they have been read. `look`
-        reads them; gradients that stay in the buffer are read at the end of the op."""
+        reads the gradients; gradients that stay in the buffer are read at the end of the op."""
 
 
 class _Leaving(NamedTuple):
@@ -200,7 +200,8 @@ class ReducedGradients:
             for parameter, _ in self.units[number]:
                 if self._look is not None:
                     self._look(parameter)
-                del parameter.main_grad  # adding to it later would be an error, which must raise
+                # adding to the gradient later would be an error, which must raise
+                del parameter.main_grad
             handle = self.buffer.portion.group.reduce_scatter_in_place(flat)
             self._leaving.append(_Leaving(number, flat, handle))
         self._open = {}

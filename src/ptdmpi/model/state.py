@@ -41,9 +41,9 @@ def key(kind: str, name: str, replica: int | None = None) -> str:
 @dataclass(frozen=True)
 class Kept:
     """The properties of a kind of state other than the weights. `differs` are the axes along which
-    replicas have different values. `begins` says which values it has before the first step, and
-    when a run resumes from a checkpoint without this kind. If `needed`, a run cannot resume from
-    such a checkpoint. `names` are the parameters that have this kind; None means all."""
+    replicas have different values. `begins` says which values the kind has before the first step,
+    and when a run resumes from a checkpoint without this kind. If `needed`, a run cannot resume
+    from such a checkpoint. `names` are the parameters that have this kind; None means all."""
 
     differs: tuple[str, ...] = ()
     begins: Literal["zero", "weights"] = "zero"
@@ -165,7 +165,7 @@ class State:
         self.settle: Callable[[], None] = lambda: None
 
     def begin(self, kinds: Collection[str]) -> None:
-        """Set these kinds to their initial values, which may be the present weights."""
+        """Set the kinds `kinds` to their initial values, which may be the present weights."""
         for name in kinds:
             kind = self.kinds[name]
             if name != WEIGHTS:

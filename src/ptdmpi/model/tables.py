@@ -12,7 +12,8 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 
 
 class _Look(Function):
-    """A look-up of rows in a table. The backward adds their gradients to the table's gradient."""
+    """A look-up of rows in a table. The backward adds the gradients of these rows to the table's
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, table: Parameter) -> Tensor:

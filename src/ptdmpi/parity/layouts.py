@@ -245,7 +245,8 @@ REASONS = {
     "partition_mode": "only what full recomputation keeps is partitioned",
     "partition_sequence": "sequence parallelism divides activations already",
 }
-# Setting -> other settings that it needs. A case has these unless it sets them itself.
+# Setting -> other settings that it needs. A case has the needed settings unless it sets them
+# itself.
 NEEDED: dict[tuple[str, Any], dict[str, Any]] = {
     ("schedule", "zb-v"): {"virtual": 2},
     ("shard_group", 2): {"zero": 1, "data": 2},
@@ -335,8 +336,8 @@ def _cover(rows: Sequence[dict[str, Any]], costs: Sequence[float]) -> list[int]:
     """Return the indices of rows that together contain every pair of values that any row has.
 
     Each choice takes the row with the greatest number of new pairs divided by the root of its cost.
-    With these candidates the result has a third more rows than a choice by the number of pairs
-    alone, but takes a quarter less time.
+    With the candidates of STRIDE the result has a third more rows than a choice by the number of
+    pairs alone, but takes a quarter less time.
     """
     codes: dict[str, dict[Any, int]] = {name: {} for name in rows[0]}
     table = np.array(
@@ -383,7 +384,7 @@ def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
     """Return cases for a model with the features of models after LLaMA.
 
     The model has sliding windows, caps, norms of queries and keys, and one key head for all tensor
-    ranks. The layouts divide it, recompute it and cut its sequences into documents.
+    ranks. The layouts divide this model, recompute it and cut its sequences into documents.
     """
     model = ComparedModel(kind="gemma2", documents=True)
     cases = [
@@ -440,8 +441,8 @@ def adapted_cases(ranks: int = MOST_RANKS) -> list[Case]:
 def muon_cases(ranks: int = MOST_RANKS) -> list[Case]:
     """Return cases with Muon, which updates complete matrices although a layout divides them.
 
-    The tensor axis divides the matrices. Shards cut them in a single group, in groups with copies,
-    and with sums by microbatch.
+    The tensor axis divides the matrices. Shards cut the matrices in a single group, in groups with
+    copies, and with sums by microbatch.
     """
     model = MuonModel("llama", layers=4)
     layouts = [

@@ -166,7 +166,7 @@ def run(
 def _verdict(
     comparison: Comparison, steps: int, results: dict[TrainingTask, Training], exact: bool
 ) -> Verdict:
-    """Compare the results. If `exact`, compare their bits, too."""
+    """Compare the results. If `exact`, compare the bits of the results, too."""
     mine = {compute: results[comparison.compared(compute, steps)] for compute in (*BARS, *BITWISE)}
     bitwise = BITWISE if exact else ()
     return Verdict(

@@ -160,7 +160,7 @@ def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:
 
     Without a cluster, use the first layout that fits into memory. Layouts with the least
     recomputation come first, then those with the fewest ranks per model, then those with the
-    largest microbatch. Raise InputError if none fits.
+    largest microbatch. Raise InputError if no layout fits.
     """
     if wish.cluster:
         bare = choose.bare(_divisible(base, wish.ranks))

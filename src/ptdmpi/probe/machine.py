@@ -25,8 +25,8 @@ from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Layers, ProbedModel
 from ptdmpi.train.capacity import process_bytes, rank_memory_bytes, ranks_sharing
 from ptdmpi.train.records.rates import device_name
 
-# Fractions of 1 say that the measured rates are reached completely. `Layers.fit` replaces them by
-# the fractions that layers reach.
+# Fractions of 1 say that the measured rates are reached completely. `Layers.fit` replaces the
+# fractions by those that layers reach.
 WHOLE = {
     "gemm_fraction": 1.0,
     "memory_fraction": 1.0,

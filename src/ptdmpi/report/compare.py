@@ -35,8 +35,8 @@ INSIDE = {"tensor": "tensor axis", "context": "tensor axis", "shard": "data axis
 
 
 def parts(timeline: Timeline) -> dict[str, float]:
-    """Return the seconds of each part of a step, as means over the ranks. Together with "other"
-    they add up to the step.
+    """Return the seconds of each part of a step, as means over the ranks. The parts and "other" add
+    up to the step.
 
     After its last op a rank waits for the slowest rank, whatever it does next. The time from its
     last op until all ranks have ended their last op counts as bubble.
@@ -108,7 +108,8 @@ def pricer_of(config: Config, vocab_size: int, cluster: str) -> Pricer:
 def cluster_of(path: Path, config: dict[str, Any]) -> str | None:
     """Return the cluster that a run names, or None.
 
-    If it names a file, this is searched at its path, and then in the run directory `path`.
+    If the run names a cluster file, the file is searched at its path, and then in the run directory
+    `path`.
     """
     name = config["run"].get("cluster", "")
     if not name:
@@ -122,7 +123,8 @@ def cluster_of(path: Path, config: dict[str, Any]) -> str | None:
 
 
 def comparison(measured: Timeline, foreseen: Timeline) -> dict[str, Any]:
-    """Return the parts of both steps, the error of the prediction, and the largest difference."""
+    """Return the parts of the measured and the predicted step, the error of the prediction, and the
+    largest difference."""
     measured_s = parts(measured)
     predicted_s = parts(foreseen)
     differences = {name: measured_s[name] - predicted_s[name] for name in measured_s}

@@ -39,7 +39,7 @@ class RecordedRun:
 
 
 def read(path: Path) -> RecordedRun:
-    """Return the run in directory `path`. Raise InputError if it is not a run directory."""
+    """Return the run in directory `path`. Raise InputError if `path` is not a run directory."""
     try:
         config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
         text = (path / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")

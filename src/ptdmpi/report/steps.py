@@ -75,8 +75,8 @@ def compute_window(timeline: Timeline) -> Timeline:
 
 
 def shares(timeline: Timeline) -> dict[str, float]:
-    """Return the share of each kind of span in the ranks' time. Together with "other" they add up
-    to 1."""
+    """Return the share of each kind of span in the ranks' time. The shares and "other" add up to
+    1."""
     total_s = timeline.makespan_s * len(timeline.ranks)
     parts = dict.fromkeys([*_kinds_of_ops(timeline), *PARTS], 0.0)
     for span in timeline.spans:

@@ -53,7 +53,8 @@ def sent(record: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 
 
 class _ClosedForm(NamedTuple):
-    """The traffic of a step by closed forms. `is_exact`: it is exact on the data axis, too."""
+    """The traffic of a step by closed forms. `is_exact`: the closed form is exact on the data axis,
+    too."""
 
     traffic: Traffic
     is_exact: bool
@@ -80,7 +81,7 @@ def _closed_form(config: dict[str, Any], record: Mapping[str, Any]) -> _ClosedFo
 
 
 def rows(table: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return these numbers as rows of the report's table."""
+    """Return the numbers of `table` as rows of the report's table."""
     return [
         (f"rank 0 sends: {group} {kind.replace('_', '-')}", _text(numbers))
         for group, kinds in table.items()

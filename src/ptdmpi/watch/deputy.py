@@ -12,8 +12,8 @@ class Deputy:
     """The time of the last message from rank 0, and the reaction to its silence.
 
     Every rank has a deputy, but only that of rank 1 gets messages of rank 0, from the start of the
-    heartbeat on. Without any message it never reacts. With `stall_s` 0 it warns, but never ends the
-    job.
+    heartbeat on. Without any message the deputy never reacts. With `stall_s` 0 the deputy warns,
+    but never ends the job.
     """
 
     def __init__(self, ranks: Ranks, directory: Path, stall_s: float) -> None:

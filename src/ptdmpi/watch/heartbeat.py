@@ -56,8 +56,8 @@ ALIVE, WRITE_STACKS = "I am alive", "write your stacks"  # the messages that ran
 
 
 class Heartbeat:
-    """The heartbeat thread of one rank, and what it knows. All ranks make it together; each one
-    then calls `start`."""
+    """The heartbeat thread of one rank, and what it knows. All ranks make their `Heartbeat`
+    together; each one then calls `start`."""
 
     def __init__(
         self,

@@ -90,8 +90,8 @@ class Lookout:
         return statistics.median(self.durations)
 
     def slow_ranks(self, step: int) -> list[dict[str, Any]]:
-        """Return the slow ranks, for the record of a step. Only rank 0 knows them; on other ranks
-        the list is empty."""
+        """Return the slow ranks, for the record of a step. Only rank 0 knows the slow ranks; on
+        other ranks the list is empty."""
         return [] if self.slow is None else self.slow.after(step)
 
     def vote(self, memory_bytes: int) -> Asked:

@@ -18,10 +18,11 @@ MEMORY_EVENTS = 100_000
 
 
 class Profile:
-    """The profiler of one rank. If `run.profile_steps` is "10:12", it covers steps 10 to 12.
+    """The profiler of one rank. If `run.profile_steps` is "10:12", the profile covers steps 10 to
+    12.
 
-    The profile is written into the folder `profile/` of the run directory. If that fails, it prints
-    a warning, and the run continues.
+    The profile is written into the folder `profile/` of the run directory. If writing fails, the
+    profiler prints a warning, and the run continues.
     """
 
     def __init__(
@@ -74,8 +75,8 @@ class Profile:
     def _keep_memory(self, name: str, trace: Path) -> Path:
         """Write the memory history and return its path.
 
-        On a GPU this is the device's snapshot (for pytorch.org/memory_viz). On a CPU it is the
-        bytes in use by tensors after each allocation in the trace.
+        On a GPU this is the device's snapshot (for pytorch.org/memory_viz). On a CPU the file has
+        the bytes in use by tensors after each allocation in the trace.
         """
         if self._device.type == "cuda":
             path = self._folder / f"memory-{name}.pickle"

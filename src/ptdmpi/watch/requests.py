@@ -60,10 +60,10 @@ class Save(IntEnum):
 class StopRequest:
     """A context in which this process records SIGNALS, and is not ended by them.
 
-    After the context these signals are ignored. A signal that the process already ignores (because
-    of nohup, or in a shell's background) stays ignored. A handler in Python runs only after the
-    main thread has returned from MPI, which may never happen. To end the wait, each signal also
-    writes a byte to a pipe, which another thread reads.
+    After the context the stop signals are ignored. A signal that the process already ignores
+    (because of nohup, or in a shell's background) stays ignored. A handler in Python runs only
+    after the main thread has returned from MPI, which may never happen. To end the wait, each
+    signal also writes a byte to a pipe, which another thread reads.
     """
 
     def __init__(self) -> None:

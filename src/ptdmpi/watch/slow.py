@@ -36,8 +36,8 @@ class SlowRanks:
         self._said_s = -math.inf
 
     def after(self, step: int) -> list[dict[str, Any]]:
-        """Return the slow ranks, for the record of `step`. Print a line about them, at most every
-        SLOW_EVERY_S seconds."""
+        """Return the slow ranks, for the record of `step`. Print a line about the slow ranks, at
+        most every SLOW_EVERY_S seconds."""
         # two medians of COMPUTE_STEPS steps have no step in common if they are as many steps apart
         if step % COMPUTE_STEPS or self.shares_cores:
             return []

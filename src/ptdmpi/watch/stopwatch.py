@@ -20,7 +20,7 @@ class Doing(NamedTuple):
     kind: str
     op: str
     peer: int | None
-    since_s: float  # the time when it began, by time.perf_counter
+    since_s: float  # the time when the activity began, by time.perf_counter
 
 
 class _UnderWay(NamedTuple):
@@ -33,8 +33,8 @@ class _UnderWay(NamedTuple):
 
 
 class Place:
-    """The present activity of a rank in its run. The main thread writes it, the heartbeat's thread
-    reads it.
+    """The present activity of a rank in its run. The main thread writes the `Place`, the
+    heartbeat's thread reads it.
 
     `doing` is the activity of the host. The `Place` is replaced by a new object, so a reader never
     sees an inconsistent one. `phase` is "start-up", "training", "validation", "saving" or "ending";
@@ -118,7 +118,8 @@ class Stopwatch:
         self._marked: list[_Marked] = []
 
     def span(self, kind: str, op: str = "", peer: int | None = None) -> "Spanned":
-        """Return the context of a span. Inside it, the span is also the activity of the host."""
+        """Return the context of a span. Inside the context, the span is also the activity of the
+        host."""
         return Spanned(self, kind, op, peer)
 
     def ended(self, doing: Doing, begin: Mark) -> None:
@@ -129,7 +130,8 @@ class Stopwatch:
 
     @property
     def spans(self) -> list[Span]:
-        """Return all spans in the order of their ends. Call this when their marks are done."""
+        """Return all spans in the order of their ends. Call this method when the marks of the spans
+        are done."""
         return [
             Span(self.rank, kind, op, begin.at_s(), end.at_s())
             for kind, op, begin, end in self._marked
@@ -137,5 +139,6 @@ class Stopwatch:
 
     @property
     def compute_s(self) -> float:
-        """Return the seconds spent in ops of the schedule. Call this when their marks are done."""
+        """Return the seconds spent in ops of the schedule. Call this method when the marks of the
+        spans are done."""
         return sum(span.end_s - span.start_s for span in self.spans if span.computes)

@@ -96,7 +96,7 @@ def idle_s(table: Mapping[int, Seen], now_s: float) -> float:
 def waits_for(rank: int, table: Mapping[int, Seen], ranks: Ranks) -> list[int]:
     """Return the ranks for which `rank` waits; none if it is busy with its own work.
 
-    In a collective these are the ranks of the axis that have not entered it.
+    In a collective the result is the ranks of the axis that have not entered it.
     """
     report = table[rank].report
     if report.collective:

@@ -37,8 +37,8 @@ class Wires:
         """Abort all transports of this rank once one has failed. Return a failure if the main
         thread has not raised it in time.
 
-        Aborting the transports lets the main thread leave its wait and raise. If it has not done so
-        after PATIENCE_S, return the failure, else an empty text.
+        Aborting the transports lets the main thread leave its wait and raise. If the main thread
+        has not done so after PATIENCE_S, return the failure, else an empty text.
         """
         if not (self.failed or self.deaf) and (failure := self.axes.failure()):
             self.failed = failure

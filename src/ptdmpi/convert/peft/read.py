@@ -272,8 +272,8 @@ def _part(place: AdapterPlace, whole: Tensor) -> Tensor:
 def _low_rank(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], own: Sequence[_Module], where: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the keys of [adapt] for LoRA, and A and B of all adapters. All of them get the highest
-    rank.
+    """Return the keys of [adapt] for LoRA, and A and B of all adapters. All adapters get the
+    highest rank.
 
     Adapters of a lower rank are padded with zeros, and B is multiplied by the ratio of the
     adapter's scale to the common scale. Raise InputError if the configuration contradicts the
@@ -345,8 +345,8 @@ def _pattern(
 def _number(
     table: Mapping[str, Any], name: str, where: str, *, least: float = 1e-9, below: float = math.inf
 ) -> float:
-    """Return the number `name` of adapter_config.json. Raise InputError if it is not a number in
-    [least, below)."""
+    """Return the number `name` of adapter_config.json. Raise InputError if the value is not a
+    number in [least, below)."""
     value = table.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:
         legal = "a number above 0" if below == math.inf else f"{least:g} to below {below:g}"

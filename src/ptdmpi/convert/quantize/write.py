@@ -173,14 +173,15 @@ class Maker:
         return self._made[name]
 
     def _read(self, name: str) -> Tensor:
-        """Return a matrix of the checkpoint. Raise InputError if it is damaged or not finite."""
+        """Return a matrix of the checkpoint. Raise InputError if the matrix is damaged or not
+        finite."""
         stored = self.reader.manifest[key(WEIGHTS, name)]
         values = np.empty(stored.shape, stored.dtype)
         _fill(self.reader, name, Box.whole(stored.shape), values)
         return self._finite(torch.from_numpy(values), key(WEIGHTS, name))
 
     def _finite(self, values: Tensor, what: str) -> Tensor:
-        """Return `values`. Raise InputError, with their name `what`, if they are not finite."""
+        """Return `values`. Raise InputError, with the name `what`, if the values are not finite."""
         if not values.isfinite().all():
             raise InputError(
                 f"checkpoint {self.reader.directory}: {what}: inf or NaN, which codes cannot "
@@ -221,7 +222,8 @@ def _as_input_error() -> Iterator[None]:
 
 
 def _fill(reader: Reader, name: str, box: Box, values: Array) -> Array:
-    """Read a slice of a weight into `values` and return them. Raise InputError if it is damaged."""
+    """Read a slice of a weight into `values` and return them. Raise InputError if the slice is
+    damaged."""
     with _as_input_error():
         reader.read(key(WEIGHTS, name), box, values)
     return values

@@ -10,10 +10,10 @@ from ptdmpi.engine.compress.sparse import RandomK, TopK
 def compressor_of(section: DataParallelConfig) -> Compressor | LowRank:
     """Return the compressor that the section [data_parallel] names.
 
-    Without error feedback a compressor is unbiased if it can be. With error feedback its values are
-    divided by 1 + omega, so that it contracts: the stored errors of an unbiased compressor would
-    grow. The decentralized method also needs a contraction, because its differences between
-    neighbours are such stored errors.
+    Without error feedback a compressor is unbiased if it can be. With error feedback the
+    compressor's values are divided by 1 + omega, so that it contracts: the stored errors of an
+    unbiased compressor would grow. The decentralized method also needs a contraction, because its
+    differences between neighbours are such stored errors.
     """
     unbiased = section.error_feedback == "none" and section.method != "decentralized"
     match section.compressor:

@@ -21,8 +21,8 @@ class LowRank:
     orthonormal columns, so that ||C(x) - x|| <= ||x||.
 
     The contraction depends on x and on the distance of P from the first singular vectors of x. If P
-    has these vectors, delta is at least rank / min(lines, length). P approaches them for matrices
-    that change slowly; in a first step delta may be 0.
+    has the first singular vectors, delta is at least rank / min(lines, length). P approaches the
+    first singular vectors for matrices that change slowly; in a first step delta may be 0.
     """
 
     rank: int

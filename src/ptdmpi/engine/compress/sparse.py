@@ -37,8 +37,8 @@ class Sparse(Compressor):
         return kept.to(torch.int64).clamp_(max=length)
 
     def count(self, draws: Draws, length: int) -> int:
-        """Return the number of elements of all blocks that are sent. The host computes it without
-        waiting for the device."""
+        """Return the number of elements of all blocks that are sent. The host computes this number
+        without waiting for the device."""
         return int(self.counts(draws.on_host, length).sum())
 
     def places(self, x: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:

@@ -116,7 +116,7 @@ def slabs(order: FlatOrder, most_tensor: int) -> Iterator[Slab]:
 
 
 class Numbers(NamedTuple):
-    """Integers [n] int64, both on a device and on the host."""
+    """Integers [n] int64, which are stored both on a device and on the host."""
 
     here: Tensor
     host: Tensor

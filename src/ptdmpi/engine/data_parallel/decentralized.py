@@ -47,8 +47,8 @@ class _Exchange:
 class Decentralized(DataParallel):
     """Adapt, then combine (diffusion): x_i <- sum_j w_ij (x_j - rate * update_j). W is a `topology`
     over the replicas, which may change from step to step (Lopes and Sayed 2008, IEEE Trans. Signal
-    Process. 56; Chen and Sayed 2012, 60). Each replica keeps its own moments, or they are averaged
-    in the same way (`average_moments`). A skipped step averages nothing.
+    Process. 56; Chen and Sayed 2012, 60). Each replica keeps its own moments, or the moments are
+    averaged in the same way (`average_moments`). A skipped step averages nothing.
 
     With `average_every` = H > 0, each H-th step averages over all replicas instead: Gossip-PGA
     (Chen et al. 2021, arXiv 2105.09080, algorithm 1). Steps are counted from step 0 of the run,
@@ -72,7 +72,8 @@ class Decentralized(DataParallel):
         self.topology = topology_of(config)
         check(self.topology)
         self._graphs: list[Neighbourhood] = []
-        if self.topology.period is not None:  # if it is None, each step has a different graph
+        # if `period` is None, each step has a different graph
+        if self.topology.period is not None:
             self._graphs = [self._graph(step, True) for step in range(self.topology.period)]
         self._under_way: list[_Exchange] = []
         if self.settings.overlap:
@@ -109,7 +110,8 @@ class Decentralized(DataParallel):
         self.begin(op)
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Begin the exchange with the neighbours. Without `overlap` also finish it."""
+        """Begin the exchange with the neighbours. If `overlap` is not set, also finish the
+        exchange."""
         if skipped:
             return
         every = self.settings.average_every
@@ -154,7 +156,7 @@ class Decentralized(DataParallel):
         self.arrive(range(len(self.replica.buffer.units)))
 
     def arrive(self, units: Sequence[int]) -> None:
-        """Finish the exchanges of these shard units, and update their weights from the master
+        """Finish the exchanges of the shard units `units`, and update their weights from the master
         weights."""
         if not self._under_way:
             return

@@ -184,7 +184,7 @@ class Compression:
 
     def mean(self, state: State, flat: Tensor) -> None:
         """Replace each replica's tensor `flat`, in the order of the flat buffer, by the mean of the
-        decoded codes of all replicas. All of them get the same bits."""
+        decoded codes of all replicas. All replicas get the same bits."""
         rule = FEEDBACK[self.section.error_feedback]
         for place in self.places(state):
             place.batch.write(flat, rule(place, place.batch.read(flat)))

@@ -19,8 +19,8 @@ class Local(DataParallel):
 
     With a compressor each replica sends a code of its change in the round, and the mean of the
     decoded codes replaces the change of the mean. Averaging compressed changes is FedPAQ
-    (Reisizadeh et al. 2020, arXiv 1909.13014, algorithm 1). With `error_feedback` = "mem_sgd" it is
-    Qsparse-local-SGD (Basu et al. 2019, arXiv 1906.02367, algorithm 1).
+    (Reisizadeh et al. 2020, arXiv 1909.13014, algorithm 1). With `error_feedback` = "mem_sgd" the
+    method is Qsparse-local-SGD (Basu et al. 2019, arXiv 1906.02367, algorithm 1).
 
     Rounds are counted from step 0 of the run, also in a resumed run. The bits are the same for
     every t and p if the gradients are: every operation is element by element, over replicas in

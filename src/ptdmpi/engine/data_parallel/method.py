@@ -57,8 +57,8 @@ class DataParallel(OpHook):
     replicas have different values (`Kept.differs`), and which values it begins with.
     `ptdmpi.config.methods.kept_by` has the names, for code that counts memory without an engine.
     The tensors are made together with the state: `self.state.kinds["error"].parts[n]` corresponds,
-    element by element, to `self.replica.buffer.masters[n]`. Checkpoints contain them, for each
-    replica if they differ, and a resumed run continues with the same bits.
+    element by element, to `self.replica.buffer.masters[n]`. Checkpoints contain the method's
+    tensors, for each replica if they differ, and a resumed run continues with the same bits.
     """
 
     differs: tuple[str, ...] = ()
@@ -78,8 +78,8 @@ class DataParallel(OpHook):
         `begin_step` is called before the gradients are set to zero and the first op begins."""
 
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
-        """Call `leaf` if the gradient of a microbatch is complete. If its backward is split into
-        several ops, this is after the last of them."""
+        """Call `leaf` if the gradient of a microbatch is complete. If the backward of a microbatch
+        is split into several ops, the gradient is complete after the last of them."""
         if self.replica.schedule.completes_gradients(op):
             self.leaf(op.stage, op.microbatch)
 

@@ -48,7 +48,7 @@ class EarlySums(DataParallel):
             self.sums.wait()
 
     def begin(self, op: Op) -> None:
-        """Note that `op` begins. Sums may begin while it runs."""
+        """Note that `op` begins. Sums may begin while the backward runs."""
         if self.sums is not None:
             self.sums.enter(op)
 
@@ -147,7 +147,7 @@ class TreeSum(DataParallel):
         if stage not in self.views:  # no parameter of this stage trains
             return
         leaf = self.data.rank * self.replica.schedule.microbatches + microbatch
-        # copy it: a node of the tree must stay while the buffer gets the next leaf
+        # copy the leaf: a node of the tree must stay while the buffer gets the next leaf
         value = torch.cat([view.flatten() for view in self.views[stage]])
         for view in self.views[stage]:
             view.zero_()  # the next microbatch is a separate leaf

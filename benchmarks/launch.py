@@ -33,8 +33,8 @@ def start(
         errors_to: IO[str] | int | None = subprocess.STDOUT
     else:
         errors_to = errors
-    # with this, `-m benchmarks...` works in any folder, and everything that this process can import
-    # can be imported
+    # with this PYTHONPATH, `-m benchmarks...` works in any folder, and everything that this process
+    # can import can be imported
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     # Unbuffered, Python writes a line and its end separately, so that the lines of several ranks
     # would mix.

@@ -346,7 +346,7 @@ def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]
         buffer += block
         while (end := buffer.find(b"\n", searched) + 1) > 0:
             with memoryview(buffer) as view:
-                data = bytes(view[:end])  # the only copy, since this may be one long line
+                data = bytes(view[:end])  # the only copy, since the chunk may be one long line
             del buffer[:end]
             yield chunk(data)
             start += end

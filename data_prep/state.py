@@ -92,8 +92,7 @@ def _foreign(path: Path) -> InputError:
 
 
 def require_writable(path: Path) -> None:
-    """Raise InputError if the file `path` cannot be made, as far as this can be known in
-    advance."""
+    """Raise InputError if the file `path` cannot be made, as far as can be known in advance."""
     if path.is_dir():
         raise InputError(f"{path}: is a directory; the name of a file is needed")
     folder = path.parent

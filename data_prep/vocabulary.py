@@ -237,7 +237,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     """Return the tokenizer that `name` means: `bytes`, `tiktoken:NAME`, `gigatoken:FILE`, or the
     path of a file, which is a SentencePiece `.model` or else a `tokenizer.json`.
 
-    Raise InputError if `name` is none of these, or if an optional library is missing.
+    Raise InputError if `name` is none of the known kinds, or if an optional library is missing.
     """
     if str(name) == BYTES:
         return ByteTokenizer()

@@ -155,7 +155,7 @@ class Job:
         code = self.process.poll()
         if code is None:
             for pid in self.ranks().values():
-                os.kill(pid, signal.SIGABRT)  # this makes the ranks write their stacks
+                os.kill(pid, signal.SIGABRT)  # this signal makes the ranks write their stacks
             time.sleep(2.0)
             self.process.kill()
             self.process.wait()

@@ -7,7 +7,7 @@ import tomlkit
 from tomlkit.items import AoT, Table
 
 WAYS = ("fa3", "cudnn", "flash")  # kernels that the table may name
-# relative to the largest value: a kernel that is further from float32 than this is not used
+# relative to the largest value: a kernel that is further from float32 than this limit is not used
 APART = 0.02
 
 

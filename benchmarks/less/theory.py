@@ -82,8 +82,8 @@ def topologies(lengths: Lengths, size: int = 16, every: int = 100) -> dict[str, 
 
 
 def local(lengths: Lengths, size: int = 8) -> dict[int, float]:
-    """Return the error of the averages with a constant learning rate, when it no longer decreases,
-    by the number of local steps."""
+    """Return, by the number of local steps, the error of the averages when it no longer decreases.
+    The learning rate is constant."""
     problem = Problem.drawn(size, 10, noise=3.0, apart=1.0)
     by_steps = {}
     for count in LOCAL_STEPS:

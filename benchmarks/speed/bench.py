@@ -34,7 +34,7 @@ LOSS_LIMITS = {"fp32": 1e-4, "bf16": 2e-3}
 
 
 def check_losses(row: Row, name: str, ours: Sequence[float], peer: Sequence[float]) -> None:
-    """Raise SideFailed unless the losses of both sides agree in every step, which is so if both
+    """Raise SideFailed unless the losses of both sides agree in every step, as they do if both
     compute the same."""
     limit = LOSS_LIMITS[row.precision]
     for step, (a, b) in enumerate(zip(ours, peer, strict=True)):

@@ -188,7 +188,7 @@ class Row:
 
 
 def grown(layout: str, case: GptSizes) -> GptSizes:
-    """Return the sizes for a row with this layout. For weak scaling one of them is doubled."""
+    """Return the sizes for a row with this layout. For weak scaling one of the sizes is doubled."""
     if layout not in WEAK:
         return case
     key = WEAK[layout]

@@ -41,8 +41,8 @@ class PeerMissing(Exception):
 
 def absent(tools: Iterable[str], end_s: float) -> dict[str, str]:
     """Install the trainers of `tools` that are not installed yet, and return the reason for each
-    that cannot be installed. Together this may take a third of the time until `end_s` (of
-    time.monotonic)."""
+    that cannot be installed. The installations together may take a third of the time until `end_s`
+    (of time.monotonic)."""
     reasons = {}
     left = list(tools)
     for lock in FOLDER.glob(f"*/{BUILT}/*/lock"):

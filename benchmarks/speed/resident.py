@@ -69,7 +69,7 @@ def main() -> None:
     config = configuration(options, layout)
     compute = data_types(PRECISION).compute
     some = torch.ones(256, 256, dtype=compute)
-    some @ some  # this makes libraries allocate their memory now
+    some @ some  # a first multiplication makes libraries allocate their memory now
     axes = world.split(grid_of(config))
     _, start = process_bytes()
     engine = Engine(config, axes, options.vocabulary)

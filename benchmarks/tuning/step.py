@@ -64,7 +64,7 @@ def memory(config: Config, world: World) -> dict[str, Any]:
     """Return the resident bytes when the model is built and at the peak of a step, both relative to
     those at the start, and the planned bytes."""
     some = torch.ones(256, 256, dtype=torch.bfloat16)
-    some @ some  # this makes libraries allocate their memory now
+    some @ some  # a first multiplication makes libraries allocate their memory now
     _, start = process_bytes()
     engine, step = built(config, world)
     give_back()

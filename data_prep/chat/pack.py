@@ -226,8 +226,8 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
 
 
 def _tokenizer(name: str) -> MarkedTokenizer:
-    """Load a tokenizer that encodes special tokens by their names. Raise InputError for a
-    tokenizer that cannot do so."""
+    """Load a tokenizer that encodes special tokens by their names. Raise InputError for a tokenizer
+    that cannot encode them."""
     if name.startswith((GIGATOKEN, TIKTOKEN)) or name.endswith(".model"):
         raise InputError(
             f"--tokenizer {name}: a chat template writes special tokens, which need 'bytes' or a "

@@ -3,8 +3,8 @@ step frees and requests the same large tensors.
 
 By default glibc returns freed blocks to the kernel if they are larger than a limit, which it adapts
 between 128 KiB and 32 MiB. In the next step every page of the block causes a page fault, and the
-kernel fills it with zeros. If glibc keeps the memory, this happens only once. The process then
-keeps its peak memory at all times, which every step would reach anyway.
+kernel fills it with zeros. If glibc keeps the memory, these page faults happen only once. The
+process then keeps its peak memory at all times, which every step would reach anyway.
 """
 
 import contextlib

@@ -163,7 +163,7 @@ def differences(first: Path, second: Path) -> list[Difference]:
     """Return the differences between two checkpoints, whatever layouts wrote them; an empty list if
     all bits are equal.
 
-    Raise InputError if one of them cannot be read.
+    Raise InputError if either checkpoint cannot be read.
     """
     manifests = [sound_manifest(path) for path in (first, second)]
     progress = [asdict(manifest.progress) for manifest in manifests]

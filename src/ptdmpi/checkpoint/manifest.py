@@ -110,7 +110,7 @@ class Manifest:
     def means(self) -> dict[str, list[str]]:
         """Return the tensors that are stored once for each of several replicas: `weights/NAME` ->
         [`weights@0/NAME`, `weights@1/NAME`, ...], in the order of the replicas. Reading the name
-        without a replica returns the mean of these."""
+        without a replica returns the mean of all replicas."""
         replicas: dict[str, dict[int, str]] = {}
         for name in self.tensors:
             kind, _, rest = name.partition("/")

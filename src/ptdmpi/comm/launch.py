@@ -91,7 +91,7 @@ def _prepare_for_gpus(environ: MutableMapping[str, str]) -> None:
     environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # Tensors of many sizes leave gaps in memory blocks of fixed size, and fewer gaps in blocks that
     # can grow (PyTorch, CUDA semantics). PyTorch still reads the variable's older name, so a user
-    # may have set that one.
+    # may have set the older one.
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 

@@ -10,9 +10,9 @@ class Mailbox:
     """A mailbox that sends picklable values between ranks, on a communicator of its own.
 
     All ranks make their mailboxes together, because a mailbox duplicates `control`. After the
-    start, one thread of each rank uses the mailbox, while other threads may call MPI too; this
-    needs MPI_THREAD_MULTIPLE. Messages between two ranks arrive in order. The communicator is never
-    freed, because all ranks would have to free it together, and a rank may be lost by then.
+    start, one thread of each rank uses the mailbox, while other threads may call MPI too; such
+    calls need MPI_THREAD_MULTIPLE. Messages between two ranks arrive in order. The communicator is
+    never freed, because all ranks would have to free it together, and a rank may be lost by then.
     """
 
     def __init__(self, control: MPI.Comm) -> None:

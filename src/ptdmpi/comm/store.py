@@ -47,7 +47,7 @@ class MpiStore(Store):
         self._comm.send(("leave", (), 0), 0, ASK)
 
     def join(self) -> None:
-        """Return when the store's thread has ended: on rank 0 this is after all ranks have left;
+        """Return when the store's thread has ended: on rank 0 it ends after all ranks have left;
         other ranks have no thread."""
         if self._server is not None:
             self._server.thread.join()

@@ -43,7 +43,7 @@ class Wire:
 
 def wire_named(name: str = AUTO, device: torch.device = CPU, clock: Clock | None = None) -> Wire:
     """Return the transport that `comm.wire` names, for ranks that compute on `device`. `clock`
-    measures the time of its work; by default this is the clock of the device.
+    measures the time of the transport's work; the default is the clock of the device.
 
     Raises InputError for a name that is not in `ptdmpi.config.wires`.
     """

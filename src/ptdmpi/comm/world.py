@@ -248,7 +248,7 @@ class World:
 
 def _abort(communicators: Iterable[Communicator]) -> None:
     for communicator in communicators:
-        with contextlib.suppress(Exception):  # end the next one even if this one fails
+        with contextlib.suppress(Exception):  # end the next transport even if this one fails
             communicator.abort()
 
 

@@ -141,7 +141,7 @@ def _several(runs: tuple[Path, ...], output: Path | None, as_json: bool) -> None
 def _compared(
     loaded: list[report.RecordedRun], output: Path | None
 ) -> tuple[list[Path], list[str]]:
-    """Draw the comparison. Return its path, or a line that says why it could not be written.
+    """Draw the comparison. Return the path of the picture, or the reason why it was not written.
 
     Raise InputError if `output` was given and cannot be written.
     """

@@ -103,7 +103,7 @@ def _logits(
     """Return the logits of each head of ptdmpi's model, with its weights rounded to `dtypes`."""
     config = stored.config(precision="fp64")
     ids = question.ids
-    # this makes the table of angles only as long as the prompts
+    # the short sequence length makes the table of angles only as long as the prompts
     if config.model.positions == "rope":
         config = config.replace("model", seq_length=ids.shape[1])
     by_parameter: dict[str, list[tuple[Counterpart, str]]] = {}

@@ -1,8 +1,8 @@
 """Heads for tasks: the models of `transformers` that have them, and the classes in config.json.
 
-The heads of `transformers` compute the same functions as ptdmpi's. For BERT this is a pooler and a
-linear with bias on the first token; for decoders it is a linear without bias on the last token that
-is not padding. Only BERT has a head for questions with several candidates.
+The heads of `transformers` compute the same functions as ptdmpi's. For BERT the head is a pooler
+and a linear with bias on the first token; for decoders it is a linear without bias on the last
+token that is not padding. Only BERT has a head for questions with several candidates.
 """
 
 from collections.abc import Mapping

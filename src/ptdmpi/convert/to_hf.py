@@ -73,12 +73,12 @@ def to_hf(
 ) -> Converted:
     """Convert the newest checkpoint that `source` names to a model directory `target`.
 
-    `like` is a directory that `from_hf` wrote; its files, names and types are used. By default this
-    is `source` itself, or the directory that its run began from. Without such a directory the files
-    of the model are made from [model], in float32. `dtype` (a key of DTYPES) is another type for
-    all parameters. With `quantized`, the quantized weights of the checkpoint stay quantized
-    (`packed.py`); otherwise they are dequantized. `kind` is the state to convert as weights, for
-    example their running average.
+    `like` is a directory that `from_hf` wrote; its files, names and types are used. The default of
+    `like` is `source` itself, or the directory that its run began from. Without such a directory
+    the files of the model are made from [model], in float32. `dtype` (a key of DTYPES) is another
+    type for all parameters. With `quantized`, the quantized weights of the checkpoint stay
+    quantized (`packed.py`); otherwise they are dequantized. `kind` is the state to convert as
+    weights, for example their running average.
 
     Raise InputError if the checkpoint is damaged, or if `transformers` has no such model. Raise
     CheckFailed if the self-check (`compare`) fails. After either error `target` is not written.

@@ -79,7 +79,7 @@ def permute(index: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
 
     A Feistel network permutes the range up to the next power of two. An image outside [0, size) is
     encrypted again until it is inside (cycle walking). The result is a bijection of [0, size), and
-    this takes less than two passes on average.
+    the walk takes less than two passes on average.
 
     Source: Luby and Rackoff, SIAM J. Comput. 17 (1988); Black and Rogaway, "Ciphers with arbitrary
     finite domains", CT-RSA 2002 (cycle walking).

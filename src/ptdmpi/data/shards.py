@@ -130,7 +130,7 @@ class _MappedTokens:
     def __init__(self, header: ShardHeader):
         self._path = header.path
         self._tokens = map_tokens(header)
-        # numpy's annotation says that this is an array, which is too narrow
+        # numpy's annotation says that a memory map is an array, which is too narrow
         mapped: Any = self._tokens.base
         while not isinstance(mapped, mmap.mmap):
             mapped = mapped.base

@@ -15,9 +15,9 @@ class SplitOrder(SampleOrder):
 
     Each rank gets a contiguous block of datasets, all blocks having the same number of them, and
     reads that block alone. In step k data rank r trains on the r-th of `ranks` blocks of the B =
-    `global_size` samples, as without a split. These are samples k B / ranks and following of the
-    rank's own order: a `SampleOrder` of its datasets, with their weights. Global sample n is
-    therefore still a pure function of seed and n, independent of t and p.
+    `global_size` samples, as without a split. The block consists of samples k B / ranks and
+    following of the rank's own order: a `SampleOrder` of its datasets, with their weights. Global
+    sample n is therefore still a pure function of seed and n, independent of t and p.
     """
 
     def __init__(

@@ -348,7 +348,8 @@ def _stages(
 
 def _sums_early(config: Config, axes: Axes) -> bool:
     """Return True if the all-reduces of gradients begin during the last backward, one module at a
-    time. Only the method `all_reduce` does so; the other methods keep the state in one piece."""
+    time. Only the method `all_reduce` begins early; the other methods keep the state in one
+    piece."""
     if config.data_parallel.method != "all_reduce" or not axes[LOSSES].overlaps:
         return False
     # a single rank may be the last survivor of several ranks, and takes over their state unchanged
@@ -431,7 +432,7 @@ def _compile(
     config: Config, stages: Mapping[int, Stage], world: Communicator, device: torch.device
 ) -> None:
     """Make layers compile at their first use if `run.compile` is set. Raise SharedInputError on all
-    ranks if one of them has no compiler."""
+    ranks if a rank has no compiler."""
     if not config.run.compile:
         return
     for rank, wanted in enumerate(world.all_gather_object(compiler.missing(device.type))):

@@ -144,8 +144,8 @@ class FileStorage(Storage):
 
     The tensors are memory mappings of the file. Code that reads the state piece by piece
     (checkpoints, survivors of a loss) reads them like other tensors, and `let_go` frees the memory
-    that this takes. The update reads and writes the file itself, so that a disk error raises an
-    exception and not a signal.
+    that the reading takes. The update reads and writes the file itself, so that a disk error raises
+    an exception and not a signal.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -245,8 +245,8 @@ def storage_of(config: Config, device: torch.device) -> Storage:
 
 
 def with_room(world: Communicator, config: Config, work: Callable[[], T]) -> T:
-    """Return `work()` on every rank. If the disk has no space for a file of one rank, raise
-    SharedInputError on all ranks."""
+    """Run `work` on every rank and return its result. If the disk has no space for a file of one
+    rank, raise SharedInputError on all ranks."""
     if config.parallel.offload != "disk":
         return work()
     made: list[T] = []

@@ -146,7 +146,7 @@ class Optimizer:
         counters = self.state.counters
         self.state.read.computing_waits()
         # Adam corrects its moments by its count of updates. The count in `counters` omits skipped
-        # steps and is stored in checkpoints, so use this one.
+        # steps and is stored in checkpoints, so the update uses it.
         self._updates.fill_(counters.updates)
         for group in self._groups if self._host is None else self._host.parts(factor):
             update(self.config, group, rate, self._updates)

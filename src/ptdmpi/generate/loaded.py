@@ -82,7 +82,7 @@ def load(
     the layout of the training run, if there are enough ranks. `precision` None means the precision
     of the training run. `adapter` names adapters on top of the model. `ema`: load the moving
     average of the weights. Every rank calls this. Raises InputError, on all ranks, if the model
-    cannot be loaded. From then on, an exception that one rank does not catch ends all ranks.
+    cannot be loaded. After the load, an exception that one rank does not catch ends all ranks.
     """
     world = World()
     end_together(world)

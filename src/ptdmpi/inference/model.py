@@ -62,7 +62,7 @@ class InferenceModel:
         placement: Placement,
     ) -> None:
         """Store this rank's `stages`, which have weights. `placement` and `new_stages` determine
-        which stages these are."""
+        which stages the rank has."""
         self.config = config
         self.axes = axes
         self.vocab_size = vocab_size

@@ -183,7 +183,7 @@ def _require_same_settings(before: Before, config: Config) -> None:
 
 def _changed_settings(before: Before, config: Config) -> Iterator[str]:
     """Yield the recorded settings that have changed, one text each. For a checkpoint of an older
-    version, these are only settings of the model."""
+    version, the result has only settings of the model."""
     old = {f"model.{key}": value for key, value in before.model.items()} | dict(before.settings)
     for key, value in settings(config).items():
         if key in old and old[key] != value:

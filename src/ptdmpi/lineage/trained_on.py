@@ -150,7 +150,7 @@ def begun(config: Config, train: Sequence[Samples]) -> TrainedOn:
         Source(part.path, data.sha256, data.samples(length), str(part.weight), key)
         for key, (part, data) in enumerate(zip(config.data.train, train, strict=True))
     )
-    # if several sequences form one sample, it has the tokens of all of them
+    # if several sequences form one sample, the sample has the tokens of all of them
     tokens = config.task.sequences * config.model.seq_length
     ranks = config.data_size if config.data.split == "by_rank" else 1
     first = Stretch(0, 0, 0, config.run.seed, config.samples, tokens, sources, ranks=ranks)

@@ -114,8 +114,8 @@ class ParameterBuffer(FlatOrder):
         return flat[slice(*self.place(unit))]
 
     def _attach(self, name: str, parameter: Parameter, again: bool) -> None:
-        """Make a parameter a view of its part of the buffers. `again`: this is the second use of a
-        tied parameter."""
+        """Make a parameter a view of its part of the buffers. `again`: the call is for the second
+        use of a tied parameter."""
         declaration = parameter.declaration
         trains = declaration.trains
         entry = (self.entries if trains else self.packed | self.frozen)[name]

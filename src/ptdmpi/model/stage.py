@@ -86,7 +86,7 @@ class Stage(nn.Module):
         length = model.seq_length // self.positions.parts
         shape = (length, config.batch.micro_size, model.hidden)
         self.boundary = Boundary(shape, axis, config.parallel.scatter_gather)
-        # if weights or gradients are sharded, this is notified which module of the stage is
+        # if weights or gradients are sharded, the walk is notified which module of the stage is
         # computed
         self.walk: Walk | None = None
         self._idle = False
@@ -150,8 +150,8 @@ class Stage(nn.Module):
         return len(self._in_flight)
 
     def logits(self, batch: Microbatch, x: Tensor | None, step: int | None) -> Tensor:
-        """Return this stage's output. On the last stage these are the logits for this rank's part
-        of the vocabulary, at all positions [s, b, V/t] or at the masked ones [k, b, V/t]."""
+        """Return this stage's output. On the last stage the results are the logits for this rank's
+        part of the vocabulary, at all positions [s, b, V/t] or at the masked ones [k, b, V/t]."""
         x = self.hidden(batch, x, step)
         return self.output.logits(batch, x) if isinstance(self.output, TokenOutput) else x
 

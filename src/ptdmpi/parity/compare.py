@@ -40,7 +40,7 @@ class Greatest:
 
     def within(self, bar: float) -> bool:
         """Return True if the difference is a number up to the tolerance `bar`."""
-        return self.value <= bar  # this is False for NaN
+        return self.value <= bar  # the comparison is False for NaN
 
 
 def differences(actual: Training, expected: Training) -> dict[str, Greatest]:

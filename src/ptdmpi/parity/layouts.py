@@ -1,4 +1,5 @@
-"""The layouts and models that are compared. Every legal pair of settings occurs in one of them.
+"""The layouts and models that are compared. Every legal pair of settings occurs in one of the
+layouts.
 
 Most faults occur only if two settings meet (sequence parallelism and dropout, an uneven split and a
 tied embedding). The cases therefore cover all pairs of settings, but not all combinations (Cohen et

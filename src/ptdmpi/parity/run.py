@@ -138,7 +138,7 @@ def as_masked(batch: Microbatch, model: ModelConfig) -> Microbatch:
 
 
 def train(task: TrainingTask, axes: Axes) -> Training | None:
-    """Train on the ranks of `axes`. Return the result on rank 0 of these, None on others."""
+    """Train on the ranks of `axes`. Return the result on rank 0 of `axes`, None on others."""
     config = configuration(task)
     torch.set_num_threads(config.run.threads)
     engine = Engine(config, axes, task.case.model.vocab_size)

@@ -18,9 +18,9 @@ def judged(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Judge the batch size by the newest records that have a finite `gradient_noise`.
 
     Returns None if there is no such record. In all other cases the result has these entries.
-    `noise_scale_tokens`: B_simple = tr(Sigma) / |G|^2 from the means of both, or None if the noise
-    hides the gradient. `batch_tokens`: the mean number of valid tokens in a step. `steps`: the
-    number of records. `answer`: a sentence.
+    `noise_scale_tokens`: B_simple = tr(Sigma) / |G|^2, computed from the means of tr(Sigma) and
+    |G|^2 over the records, or None if the noise hides the gradient. `batch_tokens`: the mean number
+    of valid tokens in a step. `steps`: the number of records. `answer`: a sentence.
 
     A batch of B needs 1 + B_simple / B times the steps of an infinite batch, and B / B_simple + 1
     times the smallest possible number of samples (McCandlish et al. 2018, arXiv 1812.06162,

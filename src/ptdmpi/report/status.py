@@ -35,7 +35,7 @@ REMARKS = 3  # number of newest warnings of the log that are shown
 # longest steps.
 SILENT_S = 60.0
 SILENT_STEPS = 10.0
-# Reading a damaged config.toml raises one of these.
+# Reading a damaged config.toml raises one of these exceptions.
 BROKEN = (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError)
 # A line of the log that contains one of these words is a warning.
 WARNINGS = (

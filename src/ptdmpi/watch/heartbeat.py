@@ -46,8 +46,8 @@ from ptdmpi.watch.wires import Wires
 # operation may take long without being an error, the limit is PATIENCE times longer.
 STALL_STEPS = 5
 PATIENCE = 10
-# Launchers deliver a signal twice. A signal that arrives later than this is a second request of the
-# user.
+# Launchers deliver a signal twice. A signal that arrives later than this many seconds after the
+# first is a second request of the user.
 SECOND_SIGNAL_S = 5.0
 DUPLICATE_S = 0.5  # signals on one rank that are closer in time count as one
 # Time limit for all ranks to write their stacks, after rank 0 has found a stall or a failure.
@@ -100,8 +100,8 @@ class Heartbeat:
         return True
 
     def failed(self, error: BaseException) -> None:
-        """Let rank 0 print the table of all ranks and end them. Return if rank 0 does not do so in
-        time."""
+        """Let rank 0 print the table of all ranks and end them. Return if rank 0 does not end them
+        in time."""
         notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
         where = f" ({notes[0].rstrip(':')})" if notes else ""
         first = str(error).partition("\n")[0]

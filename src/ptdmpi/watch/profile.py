@@ -75,8 +75,8 @@ class Profile:
     def _keep_memory(self, name: str, trace: Path) -> Path:
         """Write the memory history and return its path.
 
-        On a GPU this is the device's snapshot (for pytorch.org/memory_viz). On a CPU the file has
-        the bytes in use by tensors after each allocation in the trace.
+        On a GPU the file is the device's snapshot (for pytorch.org/memory_viz). On a CPU the file
+        has the bytes in use by tensors after each allocation in the trace.
         """
         if self._device.type == "cuda":
             path = self._folder / f"memory-{name}.pickle"

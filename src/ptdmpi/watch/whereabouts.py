@@ -11,7 +11,8 @@ from typing import NamedTuple
 from ptdmpi.plan.layout.grid import Grid
 
 # A rank reports once per BEAT_S. If there are many ranks, they report less often, so that rank 0
-# reads at most REPORTS_PER_S: at some 20 microseconds each, this is half a percent of one core.
+# reads at most REPORTS_PER_S: at some 20 microseconds each, reading takes half a percent of one
+# core.
 BEAT_S = 1.0
 REPORTS_PER_S = 256
 # A rank that has not reported for this number of heartbeats counts as silent.

@@ -230,7 +230,7 @@ def _name(state: int) -> str:
 
 
 def unique_id() -> bytes:
-    """Return a new unique id of NCCL; this needs no GPU."""
+    """Return a new unique id of NCCL; making it needs no GPU."""
     return bytes(importlib.import_module("nccl.core").get_unique_id().as_bytes)
 
 

@@ -67,7 +67,7 @@ class Calibration:
                 f"{stored.path} is a masked language model, for which there are no calibration "
                 "samples; legal: --method absmax"
             )
-        # this makes the table of angles only as long as a sample
+        # the short sequence length makes the table of angles only as long as a sample
         if config.model.positions == "rope":
             config = config.replace("model", seq_length=ids.shape[1])
         self.config: Config = config

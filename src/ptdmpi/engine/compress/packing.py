@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-# The length of a code is a multiple of this, the alignment of a float64.
+# The length of a code is a multiple of this number of bytes, the alignment of a float64.
 GRAIN_BYTES = 8
 
 

@@ -90,7 +90,7 @@ class Qsgd(Quantiser):
         return min(length / self.levels**2, math.sqrt(length) / self.levels)
 
     def delta(self, length: int) -> float:
-        """Return delta, the contraction that blocks of this length have at least."""
+        """Return delta, the least contraction of a block of `length` elements."""
         omega = self.omega(length)
         if self.unbiased:
             return max(0.0, 1.0 - omega)
@@ -115,7 +115,7 @@ class Sign(Quantiser):
         return torch.where(codes > 0, scales, -scales)
 
     def delta(self, length: int) -> float:
-        """Return delta, the contraction that blocks of this length have at least."""
+        """Return delta, the least contraction of a block of `length` elements."""
         return 1.0 / length
 
 
@@ -143,6 +143,6 @@ class Rounded(Quantiser):
         return (codes - self.greatest).to(scales.dtype) / self.greatest * scales
 
     def delta(self, length: int) -> float:
-        """Return delta, the contraction that blocks of this length have at least."""
+        """Return delta, the least contraction of a block of `length` elements."""
         square = 4.0 * self.greatest**2
         return square / (square + length - 1)

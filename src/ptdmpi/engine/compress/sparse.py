@@ -63,7 +63,7 @@ class Sparse(Compressor):
         return above | (level & (level.cumsum(dim=1) <= room))
 
     def delta(self, length: int) -> float:
-        """Return delta, the contraction that blocks of this length have at least."""
+        """Return delta, the least contraction of a block of `length` elements."""
         return self.ratio
 
 
@@ -149,7 +149,7 @@ class RandomK(Sparse):
         return 1.0 / self.ratio - 1.0
 
     def delta(self, length: int) -> float:
-        """Return delta, the contraction that blocks of this length have at least."""
+        """Return delta, the least contraction of a block of `length` elements."""
         if self.unbiased:
             return max(0.0, 1.0 - self.omega(length))
         return self.ratio

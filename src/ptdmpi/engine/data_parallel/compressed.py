@@ -68,7 +68,8 @@ class Compressed(DataParallel):
         most = math.sqrt(torch.finfo(gradients.dtype).max) / self.data.size
         if not gradients.numel():
             return False
-        # this is NaN if any element is NaN, and takes no memory
+        # the minimum and the maximum are NaN if any element is NaN, and computing them takes no
+        # memory
         extremes = on_its_way(torch.stack(torch.aminmax(gradients)))
         # If a gradient overflows, its compressed form must not be sent. To know this, the host
         # waits for the device a second time in this step.

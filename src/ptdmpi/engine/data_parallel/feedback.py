@@ -45,7 +45,7 @@ class CompressedTiles:
 
     def code_bytes(self) -> int:
         """Return the number of bytes that this replica sends for the tiles. For factors and
-        uncompressed tiles this is the number of bytes that are all-reduced."""
+        uncompressed tiles the result is the number of bytes that are all-reduced."""
         size = self.batch.tiles * self.batch.width
         dtype = self.state.buffer.precision.master
         if not isinstance(self.compressor, LowRank):
@@ -103,7 +103,7 @@ def mem_sgd(place: CompressedTiles, x: Tensor) -> Tensor:
 def double_squeeze(place: CompressedTiles, x: Tensor) -> Tensor:
     """Return the mean, which the replicas compress and the servers compress again, each with its
     own stored error (Tang et al. 2019, arXiv 1905.05957, algorithm 1). With codes of several rounds
-    this is NEOLITHIC (Huang et al. 2022, arXiv 2206.03665, algorithm 2)."""
+    the method is NEOLITHIC (Huang et al. 2022, arXiv 2206.03665, algorithm 2)."""
     x += place.read("error")
     left = place.read("server_error")
     own, mean = squeezed_mean(place.coder, x, left, place.data)

@@ -49,8 +49,8 @@ class DataParallel(OpHook):
 
     `by_unit`: True if the method sums over all ranks that see different tokens. These ranks are the
     group `losses`, not only `data`. Such a method sums each shard unit separately, and leaves out
-    the axes along which the parameters of the unit are declared to be `apart`. If this makes a
-    difference, other methods are refused.
+    the axes along which the parameters of the unit are declared to be `apart`. If summing by shard
+    unit makes a difference, methods without `by_unit` are refused.
 
     `kinds`: the state, by name, that the method keeps for each parameter in addition to weights and
     moments: one number for every element, in the type of the master weights. Each kind says whether

@@ -14,7 +14,7 @@ APART = 0.02
 def filled(text: str, device: str, rows: Mapping[str, Mapping[str, Any]], source: str) -> str:
     """Return the table `text` with an entry for attention on a device such as "cuda 9.0".
 
-    The entry has those kernels of `rows` that were measured and are accurate, fastest first. The
+    The entry lists the kernels of `rows` that were measured and are accurate, fastest first. The
     new entry comes before the entries of other devices, and replaces the device's own. `source`
     names the machine of the measurement. If there is no such kernel, the table is returned
     unchanged.

@@ -131,7 +131,8 @@ class Trials:
 
 
 def attempt(row: Row, way: Variant, at_least: float, end_s: float) -> PeerTrial:
-    """Measure a way. Give the attempt up if it does not reach `at_least` tokens per second."""
+    """Measure one way to run a tool. End the measurement early if the tool does not reach
+    `at_least` tokens per second."""
     tokens = row.case.tokens
     limit_s = ANSWER_LIMIT_S
     if at_least > 0.0:

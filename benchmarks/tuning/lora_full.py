@@ -26,7 +26,8 @@ ROUNDS = 4
 METHODS = {"full": "full", "lora": "LoRA"}  # methods, and their names in tables
 RATES = {"full": 1e-4, "lora": 1e-3}
 ADAPT: dict[str, dict[str, Any]] = {"full": {}, "lora": smol.LORA}
-# tokens in a microbatch of one row, for the table of memory; cases with recomputation are measured
+# lengths of the microbatch's single row, in tokens, for the table of memory; cases with
+# recomputation are measured
 LENGTHS = [256, 1024, 2048, 4096, 8192]
 MEASURED = [(256, "none"), (1024, "none"), (1024, "full")]
 MIB = 2**20

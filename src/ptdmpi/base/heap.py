@@ -14,7 +14,8 @@ from collections.abc import Mapping
 # names of mallopt(3) and their numbers in malloc.h
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
-# Larger blocks, such as a rank's flat parameters, live as long as the run. They would leave holes.
+# Blocks above this size, such as a rank's flat parameters, live as long as the run. They would
+# leave holes.
 LARGEST_KEPT = 1 << 30
 # If a user has set one of these variables, that setting stays.
 VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")

@@ -55,8 +55,8 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def newest(path: Path) -> Path:
-    """Return the newest complete checkpoint that `path` names. Blocks above this size, such as a
-    rank's flat parameters, live as long as the run."""
+    """Return the newest complete checkpoint that `path` names. Raise InputError if no checkpoint is
+    complete."""
     named = checkpoints(path)
     chosen = next((checkpoint for checkpoint in reversed(named) if is_sound(checkpoint)), named[-1])
     # raises InputError with the reason, if not even this checkpoint is complete
@@ -150,8 +150,8 @@ def _misfits(directory: Path, name: str, manifest: Manifest) -> Iterator[str]:
 class Difference:
     """A difference between two checkpoints in one tensor or in one value of the progress.
     `greatest_absolute` is the greatest absolute difference of all elements; `greatest_relative` is
-    this divided by the greatest magnitude in the first checkpoint. Both differences are None if
-    values cannot be compared."""
+    the same difference divided by the greatest magnitude in the first checkpoint. Both differences
+    are None if values cannot be compared."""
 
     name: str
     what: str

@@ -46,6 +46,6 @@ class WireTraits:
 
     def abort(self) -> None:
         """End the operations of this rank that have begun; no tensor can be sent any more. Any
-        thread may call this. The `mpi` transport does nothing here, because MPI ends its own
+        thread may call `abort`. The `mpi` transport does nothing here, because MPI ends its own
         messages."""
         return

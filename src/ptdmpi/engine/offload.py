@@ -153,7 +153,7 @@ class FileStorage(Storage):
         super().__init__(HOST, apart=True)
         directory.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=directory)
-        # so a killed run leaves no file, and no other process finds it
+        # the file has no name, so a killed run leaves no file, and no other process finds it
         os.unlink(name)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
         self._mappings: list[_Mapping] = []

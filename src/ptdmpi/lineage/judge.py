@@ -21,7 +21,7 @@ from ptdmpi.plan.layout.topology import file_sha256
 FREE_TO_CHANGE = {
     key for key in ModelConfig.model_fields if ModelConfig.on_resume(key) is not OnResume.BOUND
 }
-# keys with which a model computes another function although the tensors of a checkpoint fit
+# keys of [model] that can change what a model computes without changing the shapes of its tensors
 HEADS = ("heads", "kv_heads", "head_size")
 # may also differ for a base of adapters: a name for other keys, a size that is known from shapes,
 # and the sequence length

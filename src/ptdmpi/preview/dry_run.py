@@ -81,6 +81,7 @@ def _laid_out(tree: Mapping[str, Any], ranks: int) -> tuple[Mapping[str, Any], s
 
 
 def _local_size() -> int:
-    """Return how many ranks the launcher started on this host; 0 if it does not say."""
+    """Return how many ranks the launcher started on this host; 0 if the launcher does not say how
+    many."""
     values = (os.environ.get(name, "") for name in LOCAL_VARIABLES)
     return next((int(value) for value in values if value.isdigit()), 0)

@@ -44,7 +44,8 @@ class Local(DataParallel):
         self.replica.buffer.gradients.mul_(self.data.size)
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Average at the end of a round. All replicas are then equal again, bit by bit."""
+        """Average at the end of a round. After an average all replicas are equal again, bit by
+        bit."""
         self.bits_per_element = None
         if (step + 1) % self.settings.local_steps:
             return

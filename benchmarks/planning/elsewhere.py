@@ -210,9 +210,9 @@ def runs(source: MappedSource) -> Iterator[MappedRun]:
 
 
 class Ranking(NamedTuple):
-    """How well the predicted order agrees with the measured order: Kendall's tau over `pairs` of
-    runs, and the mean regret, which is the slowdown of the layout that is predicted to be fastest
-    relative to the fastest one."""
+    """Two measures of the agreement of the predicted order with the measured order: Kendall's tau
+    over `pairs` of runs, and the mean regret. The regret is the slowdown of the layout that is
+    predicted to be fastest, relative to the layout that is measured to be fastest."""
 
     tau: float
     pairs: int

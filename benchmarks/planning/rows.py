@@ -1,7 +1,7 @@
 """The published measurements in `benchmarks/planning/published/`, as layouts and step times.
 
-A row of the papers' tables and figures states a model, a layout, a batch and a time. Where a row
-states nothing, this module assumes v = 1, no overlap, and stages of equal size.
+A row of the papers' tables and figures states a model, a layout, a batch and a time. If a row does
+not state them, this module assumes v = 1, no overlap, and stages of equal size.
 """
 
 import csv

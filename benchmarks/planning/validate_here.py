@@ -45,9 +45,9 @@ LAYOUTS = (
 
 
 class Order(NamedTuple):
-    """How well the predicted order agrees with the measured order: Kendall's tau (NaN without
-    pairs) over `pairs`, leaving out `ties`, which are pairs whose medians differ by at most the
-    larger spread of rounds."""
+    """The agreement of the predicted order with the measured order: Kendall's tau over `pairs` (NaN
+    without pairs). `ties` are left out: pairs whose medians differ by at most the larger spread of
+    rounds."""
 
     tau: float
     pairs: int

@@ -160,7 +160,8 @@ class Row:
         """Return the configuration of the row. Clipping is off, because torch cannot compute the
         norm over all stages of a pipeline."""
         model = asdict(self.case)
-        del model["vocab_size"]  # the data determines it, not the configuration
+        # the data, not the configuration, determines the size of the vocabulary
+        del model["vocab_size"]
         global_size = model.pop("global_size")
         micro_size = model.pop("micro_size")
         return synthetic_config(

@@ -48,7 +48,7 @@ def serve(
 
 def _train(trainer: Trainer, steps: range) -> dict[str, Any]:
     batches = [trainer.batch(step) for step in steps]
-    # CLOCK_MONOTONIC, which is the same for all processes on a machine
+    # perf_counter reads CLOCK_MONOTONIC, which is the same for all processes on a machine
     begin_s = time.perf_counter()
     losses = [trainer.step(step, batch) for step, batch in zip(steps, batches, strict=True)]
     end_s = time.perf_counter()

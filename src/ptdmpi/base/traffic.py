@@ -21,7 +21,8 @@ checkpoints.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# How often the bytes of a collective leave each rank; the rank's own n-th part is not counted.
+# For each collective, how many times its bytes leave each rank; the rank's own n-th part is not
+# counted.
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 KINDS = (*PASSES, "all_to_all", "broadcast", "send", "neighbours")
 

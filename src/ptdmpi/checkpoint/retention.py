@@ -1,5 +1,5 @@
-"""How saves change the checkpoint directory of a run: which checkpoints are kept, renamed or
-removed. Only rank 0 uses this module."""
+"""The changes that saves make in the checkpoint directory of a run: which checkpoints are kept,
+renamed or removed. Only rank 0 uses this module."""
 
 from collections.abc import Callable
 from functools import partial

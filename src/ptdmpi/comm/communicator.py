@@ -322,7 +322,7 @@ class Communicator(WireTraits, ABC):
         handle = self.timed(name, work, *arguments)
         return handle if handle is DONE else _UnderWay(self, name, handle, tensors)
 
-    # -- what a wire implements, on flat tensors and for size > 1 ----------------------------------
+    # -- what a transport implements, on flat tensors and for size > 1 -----------------------------
     # The smaller tensor of a gather or scatter may be a view of its part of the larger one.
 
     @abstractmethod

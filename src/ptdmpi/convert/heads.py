@@ -144,7 +144,7 @@ def lost(task: TaskConfig) -> str:
 def padding(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
     """Return the key of config.json (`pad_token_id`) by which a decoder's head finds the last token
     of a text in a padded batch. The value of `pad_token_id` is the id at the end of a text. Return
-    {} for a BERT, or if config.json already has the key."""
+    {} for a model of the BERT family, or if config.json already has the key."""
     end = config.get("eos_token_id")
     if isinstance(end, list) and end:
         end = end[0]

@@ -12,8 +12,9 @@ from ptdmpi.model.batch import Microbatch
 class GradientNoise:
     """Unbiased estimates from one step with `tokens` valid tokens: `square` estimates |G|^2, the
     squared norm of the true gradient, and `variance` estimates tr(Sigma), the trace of the
-    covariance of one token's gradient. Either may be negative by chance, so divide their means over
-    many steps: B_simple = tr(Sigma) / |G|^2 tokens (section 2.2, equation 2.9)."""
+    covariance of one token's gradient. Each of the two may be negative by chance, so divide the
+    means of both over many steps: B_simple = tr(Sigma) / |G|^2 tokens (section 2.2, equation
+    2.9)."""
 
     square: float
     variance: float

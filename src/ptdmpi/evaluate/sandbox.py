@@ -32,7 +32,7 @@ KILLED = "ended"
 def without_network() -> tuple[str, ...]:
     """Return the beginning of a command line that runs another command without network.
 
-    Raises InputError if the system does not allow that.
+    Raises InputError if the system does not allow commands without network.
     """
     tool = shutil.which("unshare")
     user = () if os.geteuid() == 0 else ("--user",)

@@ -62,8 +62,8 @@ class _ClosedForm(NamedTuple):
 
 def _closed_form(config: dict[str, Any], record: Mapping[str, Any]) -> _ClosedForm | None:
     """Return the closed form for the record of a step. Return None if the step had another layout,
-    or if rank 0 sends nothing by the closed form. Raise InputError if this version cannot read the
-    configuration."""
+    or if rank 0 sends nothing according to the closed form. Raise InputError if this version cannot
+    read the configuration."""
     checked = trained.resolved(config)
     if str(checked.layout) != record["layout"]:
         return None

@@ -36,10 +36,10 @@ class Report(NamedTuple):
     step: int
     kind: str  # kind of span: "forward", "receive", ...
     op: str
-    peer: int | None  # the pipeline rank from which it waits for a message
+    peer: int | None  # the pipeline rank from which this rank waits for a message
     axis: str  # the axis, or other group, in whose collective the rank is; "" if it is in none
     collective: str
-    age_s: float  # seconds since `kind` and `op` began
+    age_s: float  # seconds since the activity (`kind` and `op`) began
     compute_s: float = 0.0  # own work in a step, as the median of the last steps; 0: not known yet
     signals: tuple[tuple[int, float], ...] = ()  # (number, age)
     failure: tuple[float, str] | None = None  # (time of the wall clock, the error)

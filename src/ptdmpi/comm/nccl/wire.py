@@ -72,7 +72,8 @@ class Line:
         tensors = [tensor for tensor in arguments if isinstance(tensor, Tensor)]
         label = f"{what} of {max(tensor.nbytes for tensor in tensors)} bytes on {self.name}"
         for tensor in tensors:
-            if not tensor.is_contiguous():  # memory in the gaps would be sent, too
+            # a tensor with gaps between its elements: the memory in the gaps would be sent, too
+            if not tensor.is_contiguous():
                 raise ValueError(f"{label}: a tensor with gaps")
         self.check(label)
         computed = self.library.computes_in().record_event()

@@ -35,8 +35,8 @@ class LowRank:
 
     def start(self, kept: Tensor, draws: Draws) -> Tensor:
         """Return the factor [n, length, rank] with which the iteration starts: the one from the
-        last step, `kept` [n, rank, length]. Where that is zero, as in the first step, random
-        numbers replace it, which are the same on all ranks."""
+        last step, `kept` [n, rank, length]. Rows of `kept` that are zero, as in the first step, are
+        replaced by random numbers that are the same on all ranks."""
         n, rank, length = kept.shape
         random = draws.uniform(rank * length, kept.dtype).view(n, rank, length) - 0.5
         empty = kept.abs().amax(dim=2, keepdim=True) == 0

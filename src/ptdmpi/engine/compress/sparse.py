@@ -20,8 +20,8 @@ from ptdmpi.plan.shape.codes import SPARSE
 
 
 class Sparse(Compressor):
-    """A compressor that sends the elements of a block with the greatest scores. Of elements with
-    equal scores it takes the first ones."""
+    """A compressor that sends the elements of a block with the greatest scores. If elements have
+    equal scores, the first ones are taken."""
 
     def __init__(self, ratio: float) -> None:
         super().__init__(SPARSE)

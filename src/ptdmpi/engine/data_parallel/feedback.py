@@ -25,8 +25,8 @@ PURPOSE = 1_000_003
 
 @dataclass(frozen=True)
 class CompressedTiles:
-    """Some tiles in one step, with everything that is needed to send them, and the state that is
-    kept for them."""
+    """Some tiles in one step, with everything that is needed to send these tiles, and the state
+    that is kept for them."""
 
     batch: TileBatch
     state: State
@@ -87,13 +87,14 @@ class CompressedTiles:
 
 
 def plain(place: CompressedTiles, x: Tensor) -> Tensor:
-    """Return the mean of C(x). What the code leaves out is lost."""
+    """Return the mean of C(x), without feedback: the part of x that the code leaves out is lost."""
     return place.mean(x)[1]
 
 
 def mem_sgd(place: CompressedTiles, x: Tensor) -> Tensor:
-    """Return the mean of C(x + error). What the code leaves out becomes the new error, which is
-    added to the next x (Seide et al. 2014; Stich et al. 2018, arXiv 1809.07599, algorithm 1)."""
+    """Return the mean of C(x + error). The part that the code leaves out becomes the new error,
+    which is added to the next x (Seide et al. 2014; Stich et al. 2018, arXiv 1809.07599, algorithm
+    1)."""
     x += place.read("error")
     own, mean = place.mean(x)
     place.write("error", x - own)

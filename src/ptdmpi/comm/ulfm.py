@@ -97,7 +97,7 @@ def shrink(world: World) -> tuple[World, list[Process]]:
 
 def leave(world: World, code: int) -> None:
     """End this process without MPI_Finalize, which can hang after the loss of a rank. All other
-    living ranks call this, too."""
+    living ranks call `leave`, too."""
     with contextlib.suppress(MPI.Exception):  # the barrier fails if a rank is lost
         world.control.Barrier()
     sys.stdout.flush()

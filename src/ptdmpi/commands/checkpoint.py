@@ -179,7 +179,7 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
 def prune(path: Path, dry_run: bool, as_json: bool, **keep: int) -> None:
     """Remove complete checkpoints of the run directory PATH that retention would not keep.
 
-    Damaged ones are neither counted nor removed. The one that the file `best` names is kept.
+    Damaged checkpoints are neither counted nor removed. The one that the file `best` names is kept.
     """
     directory = check.checkpoints(path)[0].parent
     if directory not in (path, path / "checkpoints"):

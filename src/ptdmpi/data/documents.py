@@ -17,8 +17,8 @@ Locate = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class Windows:
-    """The windows of `length` + 1 tokens that the samples are, and the documents in each window, as
-    stored in the shards."""
+    """The samples as windows of `length` + 1 tokens, and the documents in each window, as stored in
+    the shards."""
 
     def __init__(self, datasets: Sequence[Dataset], locate: Locate, length: int) -> None:
         self._datasets = datasets

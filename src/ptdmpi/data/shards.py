@@ -108,7 +108,8 @@ def map_documents(header: ShardHeader) -> np.ndarray:
 
 
 def _open_limit(shards: int) -> int:
-    """Return how many shards of a dataset may be open at a time. Each takes a file descriptor.
+    """Return how many shards of a dataset may be open at a time. Each open shard takes a file
+    descriptor.
 
     The soft limit of descriptors, often 1024, is raised to the hard limit if that is needed:
     opening a shard for each sample costs ten times as much as reading the sample.

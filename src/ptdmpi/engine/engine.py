@@ -348,7 +348,7 @@ def _stages(
 
 def _sums_early(config: Config, axes: Axes) -> bool:
     """Return True if the all-reduces of gradients begin during the last backward, one module at a
-    time. Only the method `all_reduce` does it; the other methods keep the state in one piece."""
+    time. Only `all_reduce` begins early; the other methods keep the state in one piece."""
     if config.data_parallel.method != "all_reduce" or not axes[LOSSES].overlaps:
         return False
     # a single rank may be the last survivor of several ranks, and takes over their state unchanged

@@ -1,5 +1,5 @@
-"""Replicas of the model that may differ: their mean, which is used for validation, and their
-distance from it."""
+"""Replicas of the model that may differ: the mean of the replicas, which is used for validation,
+and their distance from the mean."""
 
 import contextlib
 import math

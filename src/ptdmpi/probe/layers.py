@@ -123,7 +123,7 @@ class Layers:
         return tree
 
     def taken(self) -> list[Taken]:
-        """Return the times of each model with t = 1."""
+        """Return the times of the layers of each model with t = 1."""
         with self.bench.phase("whole layers", len(self.cases)):
             return [self._take(case, 1) for case in self.cases]
 

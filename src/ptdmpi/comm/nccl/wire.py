@@ -99,7 +99,8 @@ class Line:
         return ""
 
     def failure(self) -> str:
-        """Return the first error of the connection. Later errors say only that it was aborted."""
+        """Return the first error of the connection. Errors after the first one say only that the
+        connection was aborted."""
         self._failed = self._failed or self.connection.error()
         return self._failed
 

@@ -185,7 +185,8 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
     """Make shards of conversations and return the final table.
 
     The same files and options give the same bytes. A stopped command must start again from the
-    beginning. Raise InputError for bad options, files or lines; then nothing is left.
+    beginning. Raise InputError for bad options, files or lines; after such an error no output is
+    left.
     """
     started = time.perf_counter()
     output.check()

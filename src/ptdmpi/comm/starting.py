@@ -3,9 +3,9 @@ initialized.
 
 Under `mpirun --with-ft ulfm` the launcher does not end a job that loses a rank, and the other ranks
 wait for the lost one in MPI_Init for ever. To end such a job, each rank starts a small process that
-watches the ranks of its node until MPI is initialized. A thread could not do this, because MPI_Init
-holds Python's lock. The file `starting.py` is also the program of that process, so it imports only
-the standard library.
+watches the ranks of its node until MPI is initialized. A thread could not watch the ranks, because
+MPI_Init holds Python's lock. The file `starting.py` is also the program of that process, so it
+imports only the standard library.
 """
 
 import contextlib

@@ -40,8 +40,8 @@ WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgp
 
 def from_hf(source: Path, target: Path) -> Converted:
     """Convert the model directory `source` to a directory `target`. Raise InputError if the model
-    is not supported or damaged, and CheckFailed if the self-check (`compare`) fails. After either
-    error `target` is not written."""
+    is not supported or damaged, and CheckFailed if the self-check (`compare`) fails. After an error
+    `target` is not written."""
     config = ConfigJson(tensors.read_json(source / "config.json"), str(source / "config.json"))
     task = task_in(config)
     family = with_task(family_of(config), task)

@@ -81,7 +81,7 @@ def to_hf(
     weights, for example their running average.
 
     Raise InputError if the checkpoint is damaged, or if `transformers` has no such model. Raise
-    CheckFailed if the self-check (`compare`) fails. After either error `target` is not written.
+    CheckFailed if the self-check (`compare`) fails. After an error `target` is not written.
     """
     stored = open_model(source, kind)
     needed = declarations(stored.config(), stored.vocab_size)

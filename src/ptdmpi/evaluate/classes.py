@@ -35,7 +35,7 @@ def files_of(
 def predictions(model: InferenceModel, file: LabelledFile, form: LabelledForm) -> np.ndarray:
     """Return for each sample the class or candidate with the highest score, on every rank.
 
-    The result is an array of integers [samples]; every rank calls it.
+    The result is an array of integers [samples]. Every rank calls this function.
     """
     data = model.axes["data"]
     micro = max(1, BATCH_TOKENS // (form.seq_length * file.sequences))

@@ -1,5 +1,5 @@
-"""The device, the code and the libraries that a measurement belongs to. Numbers are not used if any
-of them has changed."""
+"""The device, the code and the libraries that a measurement belongs to. Stored numbers are not used
+if the device, the code or a library has changed."""
 
 import contextlib
 import hashlib

@@ -124,7 +124,7 @@ def conformance(world: World, wire: str, device: torch.device) -> dict[str, obje
     """Return which operations give wrong results with the transport `wire` (then with the key
     "failed", too), and the seconds of an all-reduce of 16 MiB. The result is the same on all ranks.
 
-    Raises InputError, on all ranks, if the transport cannot connect them.
+    Raises InputError, on all ranks, if the transport cannot connect the ranks.
     """
     axes = world.split(training_grid(pipeline=world.size), wire_named(wire, device))
     # neighbours on this axis use the transport's own connections, if it has any

@@ -284,8 +284,8 @@ class State:
         return tuple(axis for axis in cut_by if axis != "shard")
 
     def gradients(self) -> Iterator[Piece]:
-        """Yield the gradients as pieces with the same slices. The gradients are not part of the
-        state."""
+        """Yield the gradients as pieces with the same slices as the weights. The gradients are not
+        part of the state."""
         for held in self.buffer.own_parts():
             yield from self._pieces("gradients", held, self.buffer.reduced)
 

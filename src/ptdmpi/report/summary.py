@@ -50,7 +50,7 @@ def _progress(run: RecordedRun) -> dict[str, Any]:
 
 
 def _drawn(paths: list[str], record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the number of samples that the run used of each dataset, up to the step of a
+    """Return, for each dataset, the number of samples that the run had used at the step of a
     record."""
     counts = record["samples_drawn"]
     total = sum(counts)

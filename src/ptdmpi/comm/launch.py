@@ -82,7 +82,7 @@ def _prepare_for_gpus(environ: MutableMapping[str, str]) -> None:
     A rank has an NCCL communicator for each group, and two for each neighbour in the pipeline.
     """
     # If ranks launch the kernels of two communicators in different orders, the kernels wait for
-    # each other for ever. With this variable NCCL (2.26 or later) runs them in the order of the
+    # each other for ever. With this variable NCCL (2.26 or later) runs kernels in the order of the
     # host's calls, which is the same on all ranks. From CUDA 12.3 on, the kernels of two
     # communicators still overlap (NCCL user guide, environment variables).
     environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")

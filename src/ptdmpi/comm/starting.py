@@ -96,7 +96,7 @@ def end(launcher: int | None, reason: str) -> None:
             os.kill(launcher, 0)
         print(f"ptdmpi: error: {reason}; start the same command again", file=sys.stderr, flush=True)
         if launcher is not None:
-            time.sleep(0.2)  # give the launcher time to forward the line before it ends
+            time.sleep(0.2)  # the launcher needs time to forward the line before it is ended
             os.kill(launcher, signal.SIGTERM)
 
 

@@ -44,7 +44,7 @@ class Axes:
     grid: Grid
     coordinates: Coordinates
     groups: Mapping[str, Communicator]
-    clock: Clock  # measures the time of this rank's work; a transport has a clock for its own work
+    clock: Clock  # the clock of this rank's work; a transport has a clock for its own work
     carried_by: str = ""  # a remark for the log about the transport
 
     def __getitem__(self, group: str) -> Communicator:

@@ -27,7 +27,7 @@ MODULES = {
     "head": ("lm_head",),
 }
 BIASES = {(True, True): True, (True, False): "attention", (False, True): "mlp"}
-# Hugging Face's key -> our key, for the numbers of scaled rotary angles
+# Hugging Face's key -> ptdmpi's key, for the numbers of scaled rotary angles
 ROPE = {
     "factor": "rope_factor",
     "low_freq_factor": "rope_low_factor",

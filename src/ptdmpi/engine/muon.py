@@ -8,7 +8,7 @@ parts of the others, and later sends them their parts of the update.
 
 A parameter for one matrix multiplication contains several matrices if the model's equation has
 several: query, key and value, or a gate and the values that it multiplies. Each matrix is
-orthogonalized separately, as if they were separate parameters, and its update does not depend on
+orthogonalized separately, as if it were a parameter of its own, and its update does not depend on
 the assignment of heads to ranks.
 """
 

@@ -64,8 +64,8 @@ class Dialogue:
     def _left(self) -> int:
         """Return the number of spaces at the end of a prompt that must be left out.
 
-        Before an answer these spaces are not separate tokens. The spaces become part of the
-        answer's first token, such as " word".
+        Spaces before an answer are not separate tokens. The spaces become part of the answer's
+        first token, such as " word".
         """
         if self.template is None:
             return 0

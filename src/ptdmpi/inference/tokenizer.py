@@ -27,8 +27,8 @@ def kept_files(stored: StoredModel) -> Path | None:
 def shard_header(stored: StoredModel | StoredAdapter) -> ShardHeader | None:
     """Return the header of the first shard that the model or the adapters were trained on.
 
-    Returns None if ptdmpi did not train them on shards. Raises InputError if the shards are
-    missing, or were made again with another tokenizer.
+    Returns None if ptdmpi did not train the model or the adapters on shards. Raises InputError if
+    the shards are missing, or were made again with another tokenizer.
     """
     if not stored.datasets:
         return None

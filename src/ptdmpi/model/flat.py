@@ -241,7 +241,8 @@ class FlatOrder:
         return OwnPart(entry, begin - entry.start, end - entry.start, number, begin - first)
 
     def slices(self, entry: Entry) -> list[Slice]:
-        """Return the slice of an entry that each shard has. The entry must be one that trains."""
+        """Return, for each shard, the slice of an entry that it has. The entry must be one that
+        trains."""
         unit = self.units[unit_number(self.units, entry)]
         own = range(entry.start, entry.start + entry.elements)
         return slices(own, range(unit.start, unit.stop), self.portion.shards)

@@ -70,7 +70,8 @@ def _loads_mpi(error: Exception) -> bool:
 def missing(package: str) -> str:
     """Return a message that says how to install a missing package.
 
-    It names the smallest extra of this project that contains the package, or the package itself.
+    The message names the smallest extra of this project that contains the package, or the package
+    itself.
     """
     extras: dict[str, set[str]] = {}
     for line in importlib.metadata.requires("ptdmpi") or []:

@@ -106,8 +106,8 @@ class Part:
     of epochs.
 
     `key` selects the permutations of the dataset (None: its number in the mixture). `drawn` is the
-    number of its samples that the run has used before this order begins. Both differ from their
-    defaults only in a mixture that was changed during a run.
+    number of the dataset's samples that the run has used before this order begins. `key` and
+    `drawn` differ from their defaults only in a mixture that was changed during a run.
     """
 
     samples: int
@@ -190,10 +190,10 @@ class SampleOrder:
     """The order of all training samples of a run: a pure function of (seed, global sample index).
 
     A table for the mixture assigns global sample n to a dataset. If n is the k-th sample of that
-    dataset (k counts from 0), it is sample permute(k mod samples) of epoch k // samples, with a key
-    made from seed, dataset and epoch. Every epoch of a dataset therefore has each of its samples
-    exactly once, in a new order. With a later `start`, the table begins there, and each dataset
-    continues after the `drawn` samples that were already used."""
+    dataset (k counts from 0), sample n is sample permute(k mod samples) of epoch k // samples, with
+    a key made from seed, dataset and epoch. Every epoch of a dataset therefore has each of its
+    samples exactly once, in a new order. With a later `start`, the table begins there, and each
+    dataset continues after the `drawn` samples that were already used."""
 
     def __init__(self, parts: Sequence[Part], seed: int, start: Start = Start()):
         """Raise InputError if there are no parts, for a part without samples, for weights that are

@@ -1,9 +1,9 @@
 """Samples that the user's own program makes, instead of shards.
 
-The program's class is named by a dataset's path, "module:class". It is made with the sequence
-length s, and has `vocab_size`, a length, and `sample(number)`: s + 1 token ids, or these and the
-weight of each of the s labels. `sample` has to be a pure function. The order of the numbers, their
-mixture with other datasets and their epochs are those of shards.
+The program's class is named by a dataset's path, "module:class". An object of that class is made
+with the sequence length s, and has `vocab_size`, a length, and `sample(number)`: s + 1 token ids,
+or the ids and the weight of each of the s labels. `sample` has to be a pure function. The order of
+the numbers, their mixture with other datasets and their epochs are those of shards.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ class OwnDataset:
     """A dataset of the user's own, as a run identifies and reads it."""
 
     def __init__(self, path: str, seq_length: int) -> None:
-        """Make the user's object for sequences of `seq_length` tokens. Raises InputError if it
-        cannot be made, or its first sample has another length."""
+        """Make the user's object for sequences of `seq_length` tokens. Raises InputError if the
+        object cannot be made, or if its first sample has another length."""
         self.path = path
         self.seq_length = seq_length
         self._own = plugin("datasets", path)(seq_length)

@@ -120,7 +120,7 @@ class Engine:
         self.compute_by(None)
 
     def compute_by(self, choice: HostChoice | None) -> None:
-        """Use the kernels of `choice` for all computations; use the default kernels if it is
+        """Use the kernels of `choice` for all computations; use the default kernels if `choice` is
         None."""
         self.kernels = Kernels(choice, PRECISIONS[self.config.precision.compute])
         for stage in self.stages.values():

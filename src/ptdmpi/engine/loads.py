@@ -1,7 +1,8 @@
-"""How full the experts of each layer are, over the whole global batch, and their balance.
+"""The loads of the experts of each layer: the numbers of tokens of the global batch that they get,
+and the balance of these numbers.
 
-Counts are whole numbers, so they and the update of the balance are the same in every layout. They
-are sent as float64, which every wire adds, and which is exact up to 2^53.
+Counts are integers, so the counts and the update of the balance are the same in every layout.
+Counts are sent as float64, which every transport adds, and which is exact up to 2^53.
 """
 
 from collections.abc import Mapping
@@ -38,8 +39,8 @@ class ExpertLoads:
     def with_routers(
         self, sums: Mapping[str, float], counts: Mapping[str, float]
     ) -> dict[str, float]:
-        """Return sums of losses by name with those of the routers, also in the total; `counts` are
-        the numbers of terms."""
+        """Return sums of losses by name, to which the losses of the routers are added, also in the
+        total; `counts` are the numbers of terms."""
         factors = weights(counts)
         more = sum(factors[name] * loss for name, loss in self.losses.items())
         return {**sums, **self.losses, TOTAL: sums[TOTAL] + more}
@@ -67,8 +68,8 @@ class Balance:
             self.mixtures |= stage.mixtures
 
     def sent(self) -> Tensor | None:
-        """Sum the counts and losses of the step over all ranks; every rank calls it. Return them
-        [layers, E + losses] on the device, as float64, or None if the model has no experts."""
+        """Sum the counts and losses of the step over all ranks; every rank calls `sent`. Return the
+        sums [layers, E + losses] on the device, as float64, or None if the model has no experts."""
         if not self.model.experts:
             return None
         device = self.state.buffer.device
@@ -84,7 +85,7 @@ class Balance:
         return self.axes["pipeline"].all_reduce(every)
 
     def read(self, sent: Tensor | None) -> ExpertLoads | None:
-        """Return the loads that `sent` has returned; the host waits for them."""
+        """Return the loads that `sent` has returned; the host waits for the device."""
         if sent is None:
             return None
         host = sent.cpu()
@@ -93,8 +94,9 @@ class Balance:
         return ExpertLoads(host[:, : self.model.experts].long(), losses)
 
     def update(self, loads: ExpertLoads, written: bool) -> None:
-        """Move the numbers of this rank's layers, in their masters, towards equal loads. `written`:
-        the weights are not copied from the masters afterwards, so they are written here."""
+        """Move the balance numbers of this rank's layers, in their master weights, towards equal
+        loads. `written`: the weights are not copied from the master weights afterwards, so they are
+        written here."""
         tokens = loads.tokens
         total = tokens.sum(1, keepdim=True)
         above = tokens * self.model.experts - total

@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed whose messages travel over our transports."""
+"""Process groups of torch.distributed whose messages are sent by ptdmpi's transports."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -39,10 +39,11 @@ else:
 
 
 class TransportGroup(ProcessGroup):
-    """A process group whose messages travel over one of this package's communicators.
+    """A process group whose messages are sent by one of ptdmpi's communicators.
 
     Every operation is complete when the call returns, on a device as far as the current stream is
-    concerned. It does not support messages from any source, tags other than 0, and sparse tensors.
+    concerned. The group does not support messages from any source, tags other than 0, and sparse
+    tensors.
     """
 
     def __init__(self, comm: Communicator, name: str) -> None:
@@ -81,7 +82,7 @@ class TransportGroup(ProcessGroup):
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        """Reduce each tensor on the root; other ranks keep theirs."""
+        """Reduce each tensor on the root; on other ranks the tensors stay unchanged."""
         for tensor in _listed(tensors):
             total = tensor.clone(memory_format=torch.contiguous_format)
             self._reduced(total, _op(opts))
@@ -233,8 +234,8 @@ class TransportGroup(ProcessGroup):
         sent: Sequence[int] | None = None,
         opts: Any = None,
     ) -> dist.Work:
-        """Exchange rows: `sent` and `received` are their numbers for each rank, or empty for equal
-        parts."""
+        """Exchange rows: `sent` and `received` are the numbers of rows for each rank, or empty for
+        equal parts."""
         uneven = [list(sent), list(received)] if sent and received else []
         output.copy_(self.comm.all_to_all(_contiguous(given), *uneven).view(output.shape))
         return _done([output])
@@ -266,7 +267,7 @@ class TransportGroup(ProcessGroup):
             tensor.copy_(whole)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Return when every rank of the group has called it."""
+        """Return when every rank of the group has called `barrier`."""
         self.comm.barrier()
         return _done([])
 
@@ -292,8 +293,8 @@ class TransportGroup(ProcessGroup):
 
 
 class _Begun(dist.Work):
-    """A message that has begun. `into` has what is received, and is copied to the tensor that was
-    given if that is not contiguous."""
+    """A message that has begun. `into` receives the message; if the caller's tensor is not
+    contiguous, `into` is copied to it."""
 
     def __init__(self, handle: Handle, tensors: list[Tensor], into: Tensor | None = None) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""How torch.distributed starts with our backend: from MPI, whose ranks and store it uses."""
+"""The start of torch.distributed with the backend "ptdmpi": from MPI, whose ranks and store it
+uses."""
 
 import atexit
 import os
@@ -27,7 +28,7 @@ class MpiSession:
         self.store = MpiStore(self.world.control)
         device = self.world.device()
         name, _ = preferred(device)
-        if name == "torch":  # it needs torch.distributed, which starts only now
+        if name == "torch":  # the transport "torch" needs torch.distributed, which starts only now
             name = "mpi"
         self.wire = wire_named(name, device)
         self.wire.open(self.world.control)

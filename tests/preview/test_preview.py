@@ -24,6 +24,7 @@ from ptdmpi.data.batches import TrainBatches
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import begun
 from ptdmpi.plan.cost import relief
+from ptdmpi.plan.cost.traffic import StepTraffic
 from ptdmpi.preview.as_text import as_text
 from ptdmpi.preview.draft import SMALL, Wish, draft
 from ptdmpi.preview.forecast import preview
@@ -94,6 +95,22 @@ def test_what_does_not_fit_is_told_with_the_rest(corpus, monkeypatch):
     assert "does not fit into memory" in forecast["mistake"] and "weights" in forecast["mistake"]
     forecast = preview(configured(corpus), RankCount(1, "given", 0))
     assert forecast["memory"]["fits"] is None and "mistake" not in forecast
+
+
+def test_messages_are_shown_by_group_of_ranks(corpus):
+    """Those of rank 0, as the closed forms count them: context apart from tensor and data."""
+    asked = configured(corpus, {"parallel.tensor": 2, "parallel.context": 2})
+    forecast = preview(asked, RankCount(4, "given", 0))
+    expected = StepTraffic.of_config(resolve(asked, 4), 257).of(0)
+    assert forecast["sent"]["is_exact"]
+    found = forecast["sent"]["traffic"]
+    assert set(found) == {"tensor", "context"}
+    for group, kinds in found.items():
+        assert {kind: n["bytes"] for kind, n in kinds.items()} == expected.sent_bytes[group]
+        assert {kind: n["messages"] for kind, n in kinds.items()} == expected.messages[group]
+    text = as_text(forecast)
+    assert re.search(r"messages +rank 0 sends in a step\n +tensor: .*\n +context: .*gathers", text)
+    assert "rank 0 sends" not in as_text(preview(configured(corpus), ONE))
 
 
 def test_state_off_a_gpu_is_held_against_its_host(corpus, monkeypatch):
@@ -366,6 +383,7 @@ NOT_SHOWN = {
     "free_bytes": "shown where it does not suffice",
     "step": "of the checkpoint: a part of what `says` says",
     "steps": "that are left: shown with the time of a step, where that is known",
+    "is_exact": "a rank alone sends nothing",
 }
 
 

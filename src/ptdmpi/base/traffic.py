@@ -83,6 +83,19 @@ class Traffic:
         """Return group -> kind -> number of messages, without empty entries."""
         return _found({group: tally.messages for group, tally in self.tallies.items()})
 
+    @property
+    def by_kind(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Return group -> kind -> {"messages": their number, "bytes": those that this rank sends},
+        without empty entries."""
+        sent = self.sent_bytes
+        return {
+            group: {
+                kind: {"messages": count, "bytes": sent.get(group, {}).get(kind, 0)}
+                for kind, count in kinds.items()
+            }
+            for group, kinds in self.messages.items()
+        }
+
     def since(self, earlier: "Traffic") -> "Traffic":
         """Return the messages since this traffic was equal to `earlier`."""
         tallies = self.tallies.items()

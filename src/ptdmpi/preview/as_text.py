@@ -4,6 +4,7 @@ from typing import Any
 
 from ptdmpi.base.words import counted, file_size, short
 from ptdmpi.plan.cost.relief import size
+from ptdmpi.plan.show.table import sent_rows
 from ptdmpi.report.live import duration
 
 LINES = 8  # number of lines that are shown of each sample
@@ -16,6 +17,7 @@ def as_text(forecast: dict[str, Any]) -> str:
         *_run_rows(forecast),
         *_data_rows(forecast),
         *_memory_rows(forecast["memory"]),
+        *_sent_rows(forecast["sent"]),
         ("time", _time(forecast["time"])),
         ("checkpoint", _checkpoint(forecast["checkpoint"])),
     ]
@@ -67,6 +69,15 @@ def _memory_rows(memory: dict[str, Any]) -> list[tuple[str, str]]:
     if memory["host_bytes"]:
         rows.append(("", f"and {size(memory['host_bytes'])} a rank on the host"))
     return rows
+
+
+def _sent_rows(sent: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return a row for each group of ranks in which rank 0 sends messages."""
+    about = "" if sent["is_exact"] else "about "
+    texts = [f"{group}: {about}{text}" for group, text in sent_rows(sent["traffic"])]
+    if not texts:
+        return []
+    return [("messages", "rank 0 sends in a step"), *(("", text) for text in texts)]
 
 
 def _time(times: dict[str, Any]) -> str:

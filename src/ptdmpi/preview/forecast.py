@@ -21,6 +21,7 @@ from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import begun
 from ptdmpi.plan.cost import relief
 from ptdmpi.plan.cost.price import Price, Pricer
+from ptdmpi.plan.cost.traffic import StepTraffic
 from ptdmpi.plan.shape.matrices import matrix_elements
 from ptdmpi.plan.shape.parameters import parameter_count, trained_count
 from ptdmpi.preview.first_samples import first_samples
@@ -77,6 +78,7 @@ def preview(
         "base": list(base_told(config)),
         "resume": resume,
         "memory": memory,
+        "sent": _sent(config, vocab_size, first),
         "time": _time(config, price, config.run.steps - first),
         "checkpoint": checkpoint,
         "batch": first_samples(config, source, course, step=first, vocab_size=vocab_size),
@@ -177,6 +179,16 @@ def _memory(room: _Room) -> dict[str, Any]:
         "capacity_from": room.source,
         "fits": fits,
     }
+
+
+def _sent(config: Config, vocab_size: int, step: int) -> dict[str, Any]:
+    """Return the messages that rank 0 sends in `step` (from 0), by closed forms.
+
+    "traffic": group of ranks -> kind of message -> {"messages", "bytes"}. "is_exact" is False if
+    codes are sent, whose length is known only for large matrices.
+    """
+    traffic = StepTraffic.of_config(config, vocab_size)
+    return {"traffic": traffic.of(rank=0, step=step).by_kind, "is_exact": traffic.is_exact}
 
 
 def _here(local_ranks: int) -> tuple[int, str]:

@@ -10,8 +10,6 @@ from ptdmpi.base.words import counted, file_size
 from ptdmpi.config import InputError
 from ptdmpi.plan.cost.traffic import StepTraffic
 from ptdmpi.plan.layout.grid import DATA
-from ptdmpi.plan.layout.run_method import RunMethod
-from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.report import trained
 
 
@@ -67,15 +65,7 @@ def _closed_form(config: dict[str, Any], record: Mapping[str, Any]) -> _ClosedFo
     checked = trained.resolved(config)
     if str(checked.layout) != record["layout"]:
         return None
-    step = StepTraffic(
-        Model(checked.run.name, checked.model, record["vocab_size"]),
-        checked.layout,
-        checked.batch.global_size,
-        checked.precision.compute,
-        predictions=checked.model.predictions(checked.data.mask_fraction),
-        reproducible=checked.run.reproducible,
-        method=RunMethod.of(checked),
-    )
+    step = StepTraffic.of_config(checked, record["vocab_size"])
     traffic = step.of(rank=0, step=record["step"] - 1)
     return _ClosedForm(traffic, step.is_exact) if traffic.tallies else None
 

@@ -80,6 +80,23 @@ def test_guard_and_plan_agree_to_the_byte(kind, tensor, scheduled):
             assert pricer.footprint(config.layout) == guard.largest()[1]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("axes", [(1, 2), (1, 4), (2, 2)])
+def test_guard_and_plan_agree_where_sequences_are_cut(kind, axes):
+    """To the byte, over t and c. A rank has less than with whole sequences, and more than 1/c."""
+    tensor, context = axes
+    for recompute, compute, chosen in itertools.product(RECOMPUTED, COMPUTE, SWITCHES):
+        whole = config_of(kind, tensor, (2, 1, "1f1b"), recompute, compute, chosen)
+        parallel = whole.parallel.model_copy(update={"context": context})
+        config = whole.model_copy(update={"parallel": parallel})
+        for wide in {False, compute == "bf16"}:
+            guard = Step(MemoryModel.of(config, VOCAB_SIZE, wide), config.layout, 22).largest()[1]
+            plan = pricer_of(config, wide).footprint(config.layout)
+            assert plan == guard
+            most = pricer_of(whole, wide).footprint(whole.layout).activations
+            assert most / context <= plan.activations < most
+
+
 def test_what_auto_prints_is_what_the_guard_counts():
     config = config_of("gpt", 1, (1, 1, "1f1b"), ("none", "all"), "fp32")
     pricer = pricer_of(config)

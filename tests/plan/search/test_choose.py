@@ -74,6 +74,25 @@ def test_what_the_method_refuses_is_not_chosen(method):
         resolve(choose.applied(given, price.layout.sections()), RANKS)
 
 
+LONG = {"model.seq_length": 2**16, "model.positions": "rope", "batch.global_size": 2}
+
+
+def chosen_contexts(**changes):
+    """The sizes of the context axis in the best layouts of a long sequence; all resolve."""
+    given = small(**LONG, **changes)
+    prices, _ = choose.choose(choose.bare(given), 53, load_cluster("dgx-h100"), RANKS)
+    layouts = [price.layout for price in prices]
+    for layout in layouts:
+        resolve(choose.applied(given, layout.sections()), RANKS)
+    return {layout.context for layout in layouts}
+
+
+def test_a_long_sequence_is_cut_unless_a_setting_excludes_it():
+    assert max(chosen_contexts()) > 1
+    assert chosen_contexts(**{"run.reproducible": True}) == {1}
+    assert chosen_contexts(**{"data_parallel.method": "local"}) == {1}
+
+
 def test_a_graph_in_a_file_and_dealt_datasets_choose_d(tmp_path):
     (tmp_path / "edges").write_text("0 1\n1 2\n2 3\n")
     gossip = {"data_parallel.method": "decentralized"}

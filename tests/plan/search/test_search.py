@@ -22,7 +22,7 @@ from ptdmpi.plan.search.advice import (
     neighbours,
 )
 from ptdmpi.plan.search.search import search
-from ptdmpi.plan.search.space import Space
+from ptdmpi.plan.search.space import Space, contexts
 
 SELENE = load_cluster("selene")
 MODELS = ("l=7,h=512,a=8", "l=12,h=1024,a=16,V=32000")
@@ -36,9 +36,10 @@ def small(model, memory_bytes, batch=24, cluster=SELENE):
     )
 
 
-def shared(pricer, t, d):
-    """Every way to shard over a data axis: over all of it, or over what a node has of it."""
-    near = pricer.cluster.node.devices // t
+def shared(pricer, between, d):
+    """Every way to shard over a data axis whose ranks are `between` ranks apart: over all of it, or
+    over what a node has of it."""
+    near = pricer.cluster.node.devices // between
     sizes = [size for size in range(1, d + 1) if d % size == 0 and size <= max(1, near)]
     inside = [size for size in sizes if size > 1 and (near % size == 0 or d <= near)]
     node = max(inside or sizes)
@@ -56,10 +57,10 @@ def partial(pricer, layout):
     return itertools.islice((one for one in some if pricer.fits(one)), 2)
 
 
-def even(pricer, ranks, dp_overlap=False, modes=RECOMPUTE_MODES):
+def even(pricer, ranks, dp_overlap=False, modes=RECOMPUTE_MODES, cuts=(1,)):
     """Every layout that training accepts, with nothing sharded and stages as the split has them."""
-    for t, p, d in itertools.product(range(1, ranks + 1), repeat=3):
-        if t * p * d != ranks:
+    for c, t, p, d in itertools.product(cuts, *[range(1, ranks + 1)] * 3):
+        if t * c * p * d != ranks:
             continue
         for b, v in itertools.product(range(1, pricer.batch + 1), range(1, 13)):
             if p == 1 and v > 1:
@@ -67,16 +68,17 @@ def even(pricer, ranks, dp_overlap=False, modes=RECOMPUTE_MODES):
             for kind, mode in itertools.product(("gpipe", "1f1b", "interleaved"), modes):
                 for sequence, scatter in itertools.product((False, True), repeat=2):
                     sizes = (t, p, d, v, b, kind, mode, sequence and t > 1, scatter)
-                    layout = Layout(*sizes, dp_overlap=dp_overlap)
+                    layout = Layout(*sizes, dp_overlap=dp_overlap, context=c)
                     if is_legal(layout, pricer.model.config, pricer.batch):
                         yield layout
 
 
-def everything(pricer, ranks, dp_overlap=False, modes=RECOMPUTE_MODES, partly=False):
+def everything(pricer, ranks, dp_overlap=False, modes=RECOMPUTE_MODES, partly=False, cuts=(1,)):
     """Prices of all layouts that training accepts, by trying all settings."""
     found = []
-    for layout in even(pricer, ranks, dp_overlap, modes):
-        for (zero, group), place in shared(pricer, layout.tensor, layout.data):
+    for layout in even(pricer, ranks, dp_overlap, modes, cuts):
+        between = layout.tensor * layout.context
+        for (zero, group), place in shared(pricer, between, layout.data):
             one = replace(layout, zero=zero, shard_group=group, offload=place)
             some = partial(pricer, one) if partly and layout.recompute == "full" else ()
             found += [one, *some]
@@ -103,6 +105,33 @@ def test_pruning_keeps_the_best(model, memory_bytes, cluster):
     found = search(pricer, Space(8))
     assert [price.step_time_s for price in found] == pytest.approx(sorted(best.values())[:5])
     assert [price.step_time_s for price in found] == [best[str(price.layout)] for price in found]
+
+
+@pytest.mark.parametrize("memory_bytes", [0.12e9, 0.3e9])
+def test_a_long_sequence_is_cut_as_by_trying_all(monkeypatch, memory_bytes):
+    """Every c that leaves each rank enough positions is tried, and the best layouts are found."""
+    monkeypatch.setattr("ptdmpi.plan.search.space.LEAST_POSITIONS", 128)
+    pricer = small("l=2,h=256,a=2,s=1024,V=2000", memory_bytes, 2, load_cluster("dgx-h100"))
+    assert contexts(Space(8), pricer.model.config) == [1, 2, 4, 8]
+    best: dict[str, float] = {}
+    for price in everything(pricer, 8, cuts=(1, 2, 4, 8)):
+        if price.fits:
+            sizes = str(price.layout)
+            best[sizes] = min(price.step_time_s, best.get(sizes, math.inf))
+    found = search(pricer, Space(8))
+    assert [price.step_time_s for price in found] == pytest.approx(sorted(best.values())[:5])
+    assert any(price.layout.context > 1 for price in found)
+    near = {layout.context for layout in neighbours(found[0].layout, pricer)}
+    assert near > {found[0].layout.context} and max(near) <= 8
+
+
+def test_only_long_sequences_are_cut():
+    def sizes(s, **changes):
+        return contexts(Space(64, **changes), load_model(f"l=2,h=256,a=2,s={s}").config)
+
+    assert sizes(8192) == sizes(16380) == sizes(2**20, cuts_sequences=False) == [1]
+    assert sizes(16384) == [1, 2] and sizes(3 * 8192) == [1, 2, 3]
+    assert sizes(131072) == [1, 2, 4, 8, 16]
 
 
 @pytest.mark.parametrize("most", [30, pytest.param(220, marks=pytest.mark.long)])

@@ -158,6 +158,37 @@ def test_why_takes_two_changes_where_one_is_too_few():
     assert all(entry["fits"] for entry in why["changes"])
 
 
+LONG = ("--model", "l=4,h=512,a=8,s=32768,V=5000", "--batch", "8")
+
+
+def test_what_a_cut_sequence_sends_is_shown_apart():
+    """By group of ranks, as the closed forms count it; layouts that do not cut have no such row."""
+    cut = (*LONG, "--layout", "t=2,c=2,p=1,d=2,b=1")
+    (entry,) = json.loads(run(*cut, "--json").stdout)["layouts"]
+    assert entry["layout"].startswith("t=2,c=2,p=1,d=2")
+    assert sum(entry["step_parts_s"].values()) == pytest.approx(entry["step_time_s"])
+    assert entry["step_parts_s"]["context"] > 0 and set(entry["sent"]) >= {"tensor", "context"}
+    keys = 2 * 32768 * 512 // 2 * 2  # K and V of all positions, half of the heads, in bf16
+    layers, microbatches = 4, 4
+    for kind in ("all_gather", "reduce_scatter"):
+        numbers = entry["sent"]["context"][kind]
+        assert numbers == {"messages": layers * microbatches, "bytes": 16 * keys // 2}
+    text = run(*cut).stdout
+    assert "c context" in text and "context axis" in text
+    assert "context         256.0 MiB in 16 all-gathers, 256.0 MiB in 16 reduce-scatters" in text
+    (whole,) = json.loads(run(*LONG, "--layout", "t=2,d=4", "--json").stdout)["layouts"]
+    assert "context" not in whole["step_parts_s"] and "sent" not in whole
+    assert "context" not in run(*LONG, "--layout", "t=2,d=4").stdout
+
+
+def test_a_long_sequence_is_searched_with_c_and_explained():
+    asked = (*LONG, "--ranks", "32", "--why", "t=8,d=4")
+    told = json.loads(run(*asked, "--json").stdout)
+    assert any("c=" in entry["layout"] for entry in told["layouts"])
+    assert f"c={told['train']['parallel']['context']}," in told["layouts"][0]["layout"]
+    assert "context" in run(*asked).stdout
+
+
 def test_the_first_screen_says_what_its_words_mean_and_what_to_do_next():
     model = ("--model", "gpt3-125m", "--layout", "t=2,p=2,d=2,v=2,b=1")
     text = run(*model).stdout

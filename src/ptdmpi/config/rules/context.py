@@ -29,6 +29,11 @@ def context_rules(sections: Sections) -> Iterator[str]:
             )
 
 
+def may_cut(sections: Sections) -> bool:
+    """Return True if no setting of `sections` excludes an axis that cuts sequences."""
+    return not any(excluded.is_set for excluded in _excluded(sections))
+
+
 def _excluded(sections: Sections) -> Iterator[_Excluded]:
     run, log, task = sections.run, sections.log, sections.task
     if run is not None:

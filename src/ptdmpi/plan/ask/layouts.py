@@ -1,7 +1,7 @@
 """The answer of `ptdmpi plan`: the fastest layouts of a model on a cluster, or the price of a given
 layout, with explanations."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ptdmpi.base.errors import InputError
@@ -265,9 +265,10 @@ def _comparison(pricer: Pricer, layout: Layout, best: Price) -> dict[str, Any]:
     """Return a comparison of `layout` with the best layout: the numbers of `layout`, the part of
     its step that differs most, and the smallest set of changes that makes it faster."""
     price = pricer.price(layout)
-    parts = asdict(price.parts)
-    best_parts = asdict(best.parts)
-    differences = {part: parts[part] - best_parts[part] for part in parts}
+    parts = table.parts_s(price)
+    best_parts = table.parts_s(best)
+    named = dict.fromkeys((*best_parts, *parts))
+    differences = {part: parts.get(part, 0.0) - best_parts.get(part, 0.0) for part in named}
     largest = max(differences, key=lambda part: abs(differences[part]))
     at_once, improved = improvements(price, pricer)
     changes = [

@@ -29,35 +29,40 @@ from ptdmpi.plan.machine.kernels import Group, Machine
 
 @dataclass(frozen=True)
 class Seconds:
-    """Time in kernels, in messages over the tensor axis that the kernels wait for, and of the host
-    that launches both. Work that the host finishes too late delays the kernels."""
+    """Time in kernels, in messages over the tensor and the context axis that the kernels wait for,
+    and of the host that launches them. Work that the host finishes too late delays the kernels."""
 
     compute: float = 0.0
     messages: float = 0.0
     host: float = 0.0
+    context: float = 0.0
 
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(
-            self.compute + other.compute, self.messages + other.messages, self.host + other.host
+            self.compute + other.compute,
+            self.messages + other.messages,
+            self.host + other.host,
+            self.context + other.context,
         )
 
     def __mul__(self, times: int) -> "Seconds":
-        return Seconds(self.compute * times, self.messages * times, self.host * times)
+        device_s = (self.compute * times, self.messages * times)
+        return Seconds(*device_s, self.host * times, self.context * times)
 
     @property
     def total(self) -> float:
         """Return the time that passes: the device's or the host's, whichever is longer."""
-        return max(self.compute + self.messages, self.host)
+        return max(self.compute + self.messages + self.context, self.host)
 
     @property
     def launched(self) -> "Seconds":
         """Return the same time, with the device's wait for its host added to `compute`."""
-        waits_s = max(0.0, self.host - self.compute - self.messages)
-        return Seconds(self.compute + waits_s, self.messages)
+        waits_s = max(0.0, self.host - self.compute - self.messages - self.context)
+        return Seconds(self.compute + waits_s, self.messages, context=self.context)
 
 
 def sizes_on(machine: Machine, model: Model, layout: Layout) -> Sizes:
-    """Return the sizes of a microbatch on a tensor rank of `layout`."""
+    """Return the sizes of a microbatch on a rank of `layout`."""
     cluster = machine.cluster
     return Sizes(model.config, layout, machine.dtype, cluster.software, cluster.on_host)
 
@@ -106,11 +111,12 @@ class TensorRank:
                 continue
             compute += self.kernel_s(kernel)
             launches += kernel.launches
-        waited = 0.0
+        waited = dict.fromkeys(self.groups, 0.0)
         for message in sent:
-            waited += self.message_s(message)
+            waited[message.axis] += self.message_s(message)
             launches += 1
-        return Seconds(compute, waited, self.machine.host_s(launches))
+        host_s = self.machine.host_s(launches)
+        return Seconds(compute, waited["tensor"], host_s, waited["context"])
 
 
 class LayerTimes(TensorRank):
@@ -224,7 +230,7 @@ class EndTimes(TensorRank):
 
     def _pass(self, kernels: Iterable[Kernel], sent: Iterable[Message]) -> Seconds:
         seconds = self.seconds(kernels, sent)
-        return Seconds(seconds.compute, seconds.messages)
+        return Seconds(seconds.compute, seconds.messages, context=seconds.context)
 
     @cached_property
     def embedding_forward(self) -> Seconds:

@@ -26,6 +26,7 @@ class StepParts:
 
     compute: float
     tensor: float  # sums over the tensor axis
+    context: float  # what attention sends over the context axis
     pipeline: float  # messages between stages that nothing hides
     bubble: float
     data: float  # sums and gathers over the data axis that nothing hides
@@ -73,7 +74,7 @@ class Price:
     def communication_fraction(self) -> float:
         """Return the share of the step spent on messages that nothing hides."""
         parts = self.parts
-        return (parts.tensor + parts.pipeline + parts.data) / self.step_time_s
+        return (parts.tensor + parts.context + parts.pipeline + parts.data) / self.step_time_s
 
 
 class Pricer:
@@ -233,6 +234,8 @@ class Pricer:
         seconds = self.times.stage_seconds(layout)
         messages_s = (sum(part.messages for part in seconds[stage]) for stage in own)
         tensor_s = microbatches * sum(messages_s)
+        keys_s = (sum(part.context for part in seconds[stage]) for stage in own)
+        context_s = microbatches * sum(keys_s)
         sent = self.times.in_ops_s(layout, seconds)
         sent_s = microbatches * sum(sum(sent[stage]) for stage in own)
         ways_s = 0.0
@@ -241,8 +244,9 @@ class Pricer:
             ways_s += sum(times.backward_in_s[stage] for stage in own)
             ways_s *= microbatches
         parts = StepParts(
-            compute=busy_s - tensor_s - sent_s,
+            compute=busy_s - tensor_s - context_s - sent_s,
             tensor=tensor_s,
+            context=context_s,
             pipeline=ways_s,
             bubble=max(0.0, makespan_s - busy_s - ways_s),  # not -0.0 by rounding
             data=data_s + sent_s,

@@ -13,7 +13,7 @@ rank, are summed once in a step. `_data` has the closed forms of ZeRO's stages,
 from collections.abc import Iterable, Iterator, Sequence
 
 from ptdmpi.base.traffic import Tally, Traffic
-from ptdmpi.config import Layout
+from ptdmpi.config import Config, Layout
 from ptdmpi.config.methods import encodes
 from ptdmpi.plan.cost.held import SECOND, HeldParts
 from ptdmpi.plan.cost.methods import code_messages, told_of
@@ -62,6 +62,19 @@ class StepTraffic:
         self.microbatches = layout.microbatches(batch)
         self.held = HeldParts(model, layout)
         self.placed = self.held.placed
+
+    @classmethod
+    def of_config(cls, config: Config, vocab_size: int) -> "StepTraffic":
+        """Return the traffic of one step of a resolved configuration."""
+        return cls(
+            Model(config.run.name, config.model, vocab_size),
+            config.layout,
+            config.batch.global_size,
+            config.precision.compute,
+            predictions=config.model.predictions(config.data.mask_fraction),
+            reproducible=config.run.reproducible,
+            method=RunMethod.of(config),
+        )
 
     @property
     def is_exact(self) -> bool:

@@ -15,6 +15,7 @@ from ptdmpi.plan.layer.account import (
     Message,
     Phase,
 )
+from ptdmpi.plan.layer.balance import imbalance
 from ptdmpi.plan.layer.elementwise import norm_operands, norm_statistics
 from ptdmpi.plan.layer.operator import Operator, hash_bytes
 from ptdmpi.plan.layer.parts import Norm, Part
@@ -205,7 +206,7 @@ class Attend(Operator):
         capped = sizes.model.attention_softcap > 0.0
         if sizes.fused_attention and not capped:
             rows = batch * s // sizes.layout.context
-            yield FusedAttention(rows, s, d, 5 if backward else 2, seen_share(sizes.model))
+            yield FusedAttention(rows, s, d, 5 if backward else 2, seen_share(sizes))
             return
         # forward Q K^T, P V; backward dO V^T, then P^T dO, dS K and dS^T Q
         queries = s // sizes.layout.context
@@ -340,14 +341,17 @@ class Attend(Operator):
         return hash_bytes(scores) + 2 * scores * sizes.compute_bytes
 
 
-def seen_share(model: ModelConfig) -> float:
-    """Return the share of a causal layer's scores that lie in its window, the mean over layers:
-    for a window of r s keys, 1 - (1 - r)^2."""
+def seen_share(sizes: Sizes) -> float:
+    """Return the share of a causal layer's scores that lie in its window, on the busiest context
+    rank and as the mean over layers: for a window of r s keys and one rank, 1 - (1 - r)^2."""
+    model = sizes.model
     s, window = model.seq_length, model.sliding_window
     if not 0 < window < s:
         return 1.0
     sliding = (s - model.mean_keys) / (s - window)
-    return 1.0 - sliding * (1.0 - window / s) ** 2
+    hidden = (1.0 - window / s) ** 2
+    hidden -= (1.0 - hidden) * (imbalance(s, window, sizes.layout.context) - 1.0)
+    return 1.0 - sliding * hidden
 
 
 def kept_probabilities(sizes: Sizes) -> int:

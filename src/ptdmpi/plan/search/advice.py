@@ -15,6 +15,7 @@ from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.search.search import Best
 from ptdmpi.plan.search.space import (
     Space,
+    contexts,
     groups,
     least_recomputed,
     of_a_node,
@@ -30,13 +31,7 @@ SWITCHES = ("sequence_parallel", "scatter_gather", "partition_activations", "dp_
 def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
     """Yield every legal layout that differs in one decision: in a setting, or by ranks moved from
     one axis to another."""
-    sizes = ("tensor", "pipeline", "data")
-    tried: list[Layout] = []
-    for source, target in itertools.permutations(sizes, 2):
-        ranks = getattr(layout, source)
-        if ranks % 2 == 0:
-            moved = {source: ranks // 2, target: getattr(layout, target) * 2}
-            tried.append(replace(layout, **moved))
+    tried = list(_moved_ranks(layout, pricer))
     for micro_size in {layout.micro_size // 2, layout.micro_size * 2} - {0}:
         tried.append(replace(layout, micro_size=micro_size))
     for virtual in {1, layout.virtual - 1, layout.virtual + 1, 2 * layout.virtual} - {0}:
@@ -72,6 +67,22 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
     for changed in tried:
         if changed != layout and is_legal(changed, pricer.model.config, pricer.batch):
             yield changed
+
+
+def _moved_ranks(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
+    """Yield the layout with half of the ranks of one axis on another axis. The context axis grows
+    only as far as a search would use it."""
+    sizes = ["tensor", "pipeline", "data"]
+    most = contexts(Space(layout.ranks), pricer.model.config)[-1]
+    if max(most, layout.context) > 1:
+        sizes.append("context")
+    for source, target in itertools.permutations(sizes, 2):
+        ranks = getattr(layout, source)
+        if ranks % 2 == 0:
+            moved = {source: ranks // 2, target: getattr(layout, target) * 2}
+            changed = replace(layout, **moved)
+            if changed.context <= max(most, layout.context):
+                yield changed
 
 
 def difference(layout: Layout, changed: Layout) -> str:
@@ -155,7 +166,7 @@ def heuristic(pricer: Pricer, space: Space) -> Price | None:
     Recomputation is full. Returns None if no such layout fits.
     """
     devices = pricer.cluster.node.devices
-    within = replace(space, recompute="full", sequence_parallel=False)
+    within = replace(space, recompute="full", sequence_parallel=False, cuts_sequences=False)
     legal = [
         ways[0].of(group)
         for group in groups(within, pricer)

@@ -12,8 +12,10 @@ from typing import Any
 from ptdmpi.base.near import divisors
 from ptdmpi.base.words import counted
 from ptdmpi.config import Config, DataParallelConfig, InputError, load, resolve
+from ptdmpi.config.configuration import Sections
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.methods import may_share, replicas_differ
+from ptdmpi.config.rules.context import may_cut
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.layout.topology import file_ranks
@@ -123,6 +125,7 @@ def choose(
         offload="none" if replicas_differ(config.data_parallel) or whole else None,
         data=replicas(config, ranks),
         sequences=config.task.sequences,
+        cuts_sequences=may_cut(Sections.of_config(config)),
     )
     return search(pricer, space), pricer
 

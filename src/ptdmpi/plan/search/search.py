@@ -1,6 +1,6 @@
 """The search for the fastest legal layouts: exhaustive, with bounds that cannot lose the best.
 
-For each set of sizes (t, p, d, v, b) the fastest settings that fit are kept: recomputation,
+For each set of sizes (t, c, p, d, v, b) the fastest settings that fit are kept: recomputation,
 sequence parallelism, schedule, form of messages, sharding and offload.
 
 The step time of a layout has three lower bounds, each cheaper to compute and no larger than the
@@ -33,6 +33,7 @@ from ptdmpi.plan.search.space import (
     Sharding,
     Space,
     chunked,
+    contexts,
     groups,
     least_recomputed,
     sharding_words,
@@ -161,7 +162,7 @@ def _collect(pricer: Pricer, space: Space) -> _Collected:
     known: dict[tuple[int, int, int, str], list[tuple[float, float, Sharding]]] = {}
     with progress("collecting", None, "layout", SOON_S) as advance:
         for group in groups(space, pricer):
-            key = (group.tensor, group.pipeline, group.data, group.recompute)
+            key = (group.tensor, group.context, group.pipeline, group.recompute)
             if key not in known:
                 known[key] = [
                     (*pricer.rough_data_s(sharding.of(group)), sharding)
@@ -265,10 +266,11 @@ def _legal_ranks(pricer: Pricer, space: Space) -> list[int]:
     below and the nearest one above, if there are such."""
     config = pricer.model.config
     tensors = [t for t in divisors(config.heads) if is_legal(Layout(t, 1, 1), config, 1)]
+    model_rows = {t * c for t in tensors for c in contexts(space, config)}
     below: list[int] = []
     above: list[int] = []
-    for rows in {t * d for t in tensors for d in divisors(pricer.batch)}:
-        # the legal p for which t p d is nearest to the wanted number, on either side
+    for rows in {row * d for row in model_rows for d in divisors(pricer.batch)}:
+        # the legal p for which t c p d is nearest to the wanted number, on either side
         fewer = (space.ranks - 1) // rows
         more = space.ranks // rows + 1
         if fewer:

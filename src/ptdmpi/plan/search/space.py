@@ -18,6 +18,7 @@ from ptdmpi.config.legality import (
     layout_mistakes,
     shards_of_a_node,
 )
+from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.zero import STAGES, covers_state
 from ptdmpi.plan.cost.price import Pricer
 
@@ -25,6 +26,10 @@ from ptdmpi.plan.cost.price import Pricer
 # each of them adds messages.
 MOST_CHUNKS = 64
 MOST_STAGES = 256
+# Positions of a sequence that each context rank has, at least. Shorter sequences are not cut by a
+# search. (Llama 3 cuts 131,072 positions into 16 parts: Dubey et al. 2024, arXiv 2407.21783, table
+# 4.)
+LEAST_POSITIONS = 8192
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,7 @@ class Space:
     partition_activations: bool = False
     data: tuple[int, ...] | None = None  # sizes of the data axis
     sequences: int = 1  # per question in a microbatch (one for each candidate answer)
+    cuts_sequences: bool = True  # if sequences are long enough
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -79,9 +85,19 @@ def contradiction(space: Space) -> str:
     return "; ".join(fewest)
 
 
+def contexts(space: Space, model: ModelConfig) -> list[int]:
+    """Return the sizes of the context axis that the search tries, ascending from 1: those that cut
+    a sequence into equal chunks and leave each rank `LEAST_POSITIONS` positions of it."""
+    most = 1
+    if space.cuts_sequences:
+        most = model.seq_length // LEAST_POSITIONS
+    return [1, *(size for size in range(2, most + 1) if model.seq_length % (2 * size) == 0)]
+
+
 def of_a_node(pricer: Pricer, layout: Layout) -> int:
     """Return the number of ranks of a shard group with `parallel.shard_group = "node"`."""
-    return shards_of_a_node(layout.data, pricer.cluster.node.devices // layout.tensor)
+    between = layout.tensor * layout.context  # data ranks are so many ranks apart
+    return shards_of_a_node(layout.data, pricer.cluster.node.devices // between)
 
 
 class Sharding(NamedTuple):
@@ -164,17 +180,19 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
         parallel: tuple[bool, ...] = (False, True) if tensor > 1 else (False,)
         if space.sequence_parallel is not None:
             parallel = (space.sequence_parallel and tensor > 1,)
-        for pipeline in divisors(space.ranks // tensor):
-            data = space.ranks // tensor // pipeline
+        rows = itertools.product(contexts(space, config), divisors(space.ranks // tensor))
+        for context, pipeline in rows:
+            data, rest = divmod(space.ranks // tensor, context * pipeline)
             # checked before layouts are made, since it excludes most of the space of a large batch
-            if pipeline > config.layers or batch % data:
+            if rest or pipeline > config.layers or not data or batch % data:
                 continue
             if space.data is not None and data not in space.data:
                 continue
             for micro_size in divisors(batch // data):
                 if micro_size % space.sequences:
                     continue
-                base = Layout(tensor, pipeline, data, 1, micro_size, **space.settings)
+                sizes = (tensor, pipeline, data, 1, micro_size)
+                base = Layout(*sizes, context=context, **space.settings)
                 for sequence_parallel in parallel:
                     for mode in modes:
                         layers = space.recompute_layers if mode == "full" else None

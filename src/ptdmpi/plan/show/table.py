@@ -5,24 +5,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ptdmpi.base.traffic import KINDS
 from ptdmpi.base.words import counted, short
 from ptdmpi.config.zero import covers_state
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.cost.relief import size
+from ptdmpi.plan.cost.traffic import StepTraffic
 
 DAY_S = 86400
 HOUR_S = 3600
 PARTS = {
     "compute": "computing",
     "tensor": "tensor axis",
+    "context": "context axis",
     "pipeline": "between stages",
     "bubble": "bubble",
     "data": "data axis",
     "optimizer": "optimizer",
 }
 
+KIND_WORDS = {kind: kind.replace("_", "-").removesuffix("s") for kind in KINDS}
 LEGEND = (
-    "t tensor, p pipeline, d data ranks, v chunks per pipeline rank, b sequences per microbatch",
+    "t tensor, {c}p pipeline, d data ranks, v chunks per pipeline rank, b sequences per microbatch",
     "TFLOP/s: per rank, as MFU without recomputation; bubble: idle over working time, all ranks;",
     "comm: messages that nothing hides, share of the step; memory: of the fullest rank",
 )
@@ -53,18 +57,42 @@ def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any
         "mfu": price.mfu,
         "bubble_fraction": price.bubble_fraction,
         "communication_fraction": price.communication_fraction,
-        "step_parts_s": asdict(price.parts),
+        "step_parts_s": parts_s(price),
         "peak_memory_bytes": price.memory.total,
         "memory_bytes": price.memory.parts,
         "host_memory_bytes": price.memory.host,
         "capacity_bytes": price.capacity_bytes,
         "fits": price.fits,
     }
+    if layout.context > 1:
+        entry["sent"] = _sent(price, pricer)
     if tokens is not None:
         steps = tokens / (pricer.batch * pricer.model.config.seq_length)
         entry["days"] = steps * price.step_time_s / DAY_S
         entry["rank_hours"] = steps * price.step_time_s * layout.ranks / HOUR_S
     return entry
+
+
+def parts_s(price: Price) -> dict[str, float]:
+    """Return the seconds of a step by kind of work. Only layouts that cut sequences have the
+    context axis."""
+    parts = asdict(price.parts)
+    if price.layout.context == 1:
+        del parts["context"]
+    return parts
+
+
+def _sent(price: Price, pricer: Pricer) -> dict[str, dict[str, dict[str, int]]]:
+    """Return the messages of rank 0 in a step, by the closed forms of `StepTraffic`: group of
+    ranks -> kind of message -> {"messages": their number, "bytes": what it sends}."""
+    step = StepTraffic(
+        pricer.model,
+        price.layout,
+        pricer.batch,
+        pricer.machine.dtype,
+        method=pricer.times.method,
+    )
+    return step.of(rank=0).by_kind
 
 
 def settings(entry: dict[str, Any]) -> str:
@@ -136,15 +164,25 @@ def overview(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield from lines(rows)
 
 
+def _legend(entries: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the lines that explain the table; c is among the sizes if a layout has it."""
+    cuts = any("sent" in entry for entry in entries)
+    return [line.format(c="c context, " if cuts else "") for line in LEGEND]
+
+
 def _details(entry: dict[str, Any]) -> Iterator[str]:
     """Yield the parts of the step and of the memory of one layout."""
     step_s = entry["step_time_s"]
     total = entry["peak_memory_bytes"]
     yield f"{entry['layout']}, {settings(entry)}"
     yield f"  a step of {duration(step_s, step_s)}, on the busiest rank"
-    for key, word in PARTS.items():
-        seconds = entry["step_parts_s"][key]
+    for key, seconds in entry["step_parts_s"].items():
+        word = PARTS[key]
         yield f"  {word:<16}{duration(seconds, step_s):>12}  {seconds / step_s:>6.1%}"
+    if "sent" in entry:
+        yield "  rank 0 sends in a step"
+        for group, text in sent_rows(entry["sent"]):
+            yield f"  {group:<16}{text}"
     yield f"  memory {size(total)} of {size(entry['capacity_bytes'])} per rank"
     for key, amount in entry["memory_bytes"].items():
         yield f"  {key:<16}{size(amount):>14}"
@@ -154,6 +192,16 @@ def _details(entry: dict[str, Any]) -> Iterator[str]:
     yield f"  with recomputation counted {tflops(hardware)} TFLOP/s per rank"
     if "days" in entry:
         yield f"  training takes {entry['days']:.1f} days, {entry['rank_hours']:,.0f} rank-hours"
+
+
+def sent_rows(sent: dict[str, dict[str, dict[str, int]]]) -> Iterator[tuple[str, str]]:
+    """Yield (group of ranks, text) with the messages of one rank in a step, by kind."""
+    for group, kinds in sent.items():
+        parts = (
+            f"{size(numbers['bytes'])} in {counted(numbers['messages'], KIND_WORDS[kind])}"
+            for kind, numbers in kinds.items()
+        )
+        yield group, ", ".join(parts)
 
 
 def _why(why: dict[str, Any]) -> Iterator[str]:
@@ -237,7 +285,7 @@ def report(result: dict[str, Any]) -> str:
         f"batch {result['batch']} of {result['seq_length']} tokens each",
         "",
         *overview(result["layouts"]),
-        *LEGEND,
+        *_legend(result["layouts"]),
         "",
         *_details(result["layouts"][0]),
     ]

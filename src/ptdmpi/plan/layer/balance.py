@@ -1,0 +1,29 @@
+"""The balance of causal attention over the ranks of an axis that cuts sequences in zigzag.
+
+Each of c ranks has two of 2c equal chunks, r and 2c - 1 - r. Without a window their scores are the
+same number on every rank (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). With a window they
+are not: the first chunks see fewer keys than the others, and so does the rank that has them.
+"""
+
+import itertools
+
+
+def scores_before(position: float, window: float) -> float:
+    """Return the number of scores of the queries before `position` if each sees at most `window`
+    keys."""
+    inside = min(position, window)
+    return inside**2 / 2 + window * (position - inside)
+
+
+def imbalance(length: int, window: int, context: int) -> float:
+    """Return the scores of the busiest of `context` ranks, divided by those of the mean rank.
+
+    The sequence has `length` positions; `window` is the number of keys that a query sees at most.
+    """
+    if window >= length or context == 1:
+        return 1.0
+    chunk = length / (2 * context)
+    ends = [scores_before(number * chunk, window) for number in range(2 * context + 1)]
+    chunks = [after - before for before, after in itertools.pairwise(ends)]
+    busiest = max(first + second for first, second in zip(chunks, reversed(chunks), strict=True))
+    return busiest * context / ends[-1]

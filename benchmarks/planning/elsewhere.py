@@ -36,6 +36,10 @@ DGX1V = {"devices": 8, "link_bytes_per_s": 150e9, "adapters": 1, "adapter_bytes_
 OURS = TRAINER.model_dump()
 # from `make calibrate`, which uses FlashAttention-2's own measurements on an H100
 FLASH2_H100 = {"attention_fraction": 0.5}
+# H100 data sheet: products in FP8 at twice the rate; their operands have half the bytes in shared
+# memory. Attention stays in bf16, at its own rate.
+FP8_H100 = {"peak_flops": {"fp16": 1979e12}, "shared_bytes_per_clock": 256}
+FLASH2_BESIDE_FP8 = {"attention_fraction": 0.25}
 NUMBERS = {**LETTERS, "zero": "zero", **{k: k for k in ("first_layers", "recompute_layers")}}
 SHAPES = {**SHORT_KEYS, "V": "vocab_size", "kv_heads": "kv_heads", "ffn_hidden": "ffn_hidden"}
 
@@ -162,6 +166,41 @@ SOURCES = (
         layout={"recompute": "full", "dp_overlap": True, "sequence_parallel": True},
         model={"kind": "llama"},
     ),
+    MappedSource(
+        "Llama 3 405B on 8,192 and 16,384 H100, up to c = 16 (Dubey et al. 2024, Table 4)",
+        "llama3_context",
+        "dgx-h100",
+        "v = 4, b = 1, ZeRO 1, sequence parallel, nothing recomputed (as they say of 8,192 "
+        "positions); FLOPs of whole scores; no document masks",
+        layout={"recompute": "none", "sequence_parallel": True},
+        model={"kind": "llama"},
+    ),
+    MappedSource(
+        "NeMo, Llama 2 7B in FP8 on 4 to 1,024 H100, up to c = 32 (its docs, "
+        "performance_long_sequence.md, container 24.03)",
+        "nemo_context",
+        "dgx-h100",
+        "v, b, recomputation: the fastest predicted that fits; ZeRO 1, all messages overlapped but "
+        "those of c; linears at the FP8 peak, FlashAttention-2 in bf16; FLOPs of whole scores, as "
+        "its code counted in 2024",
+        device=FP8_H100,
+        software={"overlap_tensor": True},
+        efficiency=FLASH2_BESIDE_FP8,
+        layout={"sequence_parallel": True, "dp_overlap": True},
+        model={"kind": "llama"},
+        open_sizes=True,
+    ),
+    MappedSource(
+        "torchtitan, Llama 3 with float8, up to c = 8 (benchmarks/llama3_h100_202412)",
+        "torchtitan_context",
+        "dgx-h100",
+        "as its other H100 runs; linears at the FP8 peak, FlashAttention-2 in bf16; b = 1",
+        device={"memory_bytes_per_s": 2.4e12, **FP8_H100},
+        software=OURS,
+        efficiency=FLASH2_BESIDE_FP8,
+        layout={"recompute": "full", "dp_overlap": True, "sequence_parallel": True},
+        model={"kind": "llama"},
+    ),
 )
 
 
@@ -269,13 +308,27 @@ def source_table() -> list[list[str]]:
     return rows
 
 
+def context_table() -> list[list[str]]:
+    """Return a table of every run of the sources that cut sequences, with its error."""
+    table = [["source", "s", "layout", "recompute", "published", "predicted", "error"]]
+    for source in SOURCES:
+        rows = list(read(source.file))
+        if "c" not in rows[0]:
+            continue
+        for row, run in zip(rows, runs(source), strict=True):
+            times = [f"{run.measured_s:.2f} s", f"{run.predicted_s:.2f} s", f"{run.error:+.1%}"]
+            sizes = [row["s"], str(run.layout), run.layout.recompute]
+            table.append([source.file, *sizes, *times])
+    return table
+
+
 def by_size_table() -> list[list[str]]:
     """Return a table of the bias of each source for each size of the layout."""
-    rows = [["source", "bias by t", "bias by p", "bias by b"]]
+    rows = [["source", "bias by t", "bias by c", "bias by p", "bias by b"]]
     for source in SOURCES:
         mapped = list(runs(source))
         row = [source.file]
-        for name in ("tensor", "pipeline", "micro_size"):
+        for name in ("tensor", "context", "pipeline", "micro_size"):
             groups: dict[int, list[float]] = defaultdict(list)
             for run in mapped:
                 groups[getattr(run.layout, name)].append(run.error)

@@ -9,7 +9,7 @@ figures are counted once in the total of the figures.
 import statistics
 from collections import defaultdict
 
-from benchmarks.planning.elsewhere import by_size_table, source_table
+from benchmarks.planning.elsewhere import by_size_table, context_table, source_table
 from benchmarks.planning.outside import outside_table
 from benchmarks.planning.rows import PublishedRun, published
 from ptdmpi.config.layout import Layout
@@ -116,8 +116,8 @@ def memory_table() -> list[list[str]]:
 
 def main() -> None:
     """Print all tables."""
-    tables = (error_table, best_table, memory_table, outside_table, source_table, by_size_table)
-    for table in tables:
+    tables = (error_table, best_table, memory_table, outside_table)
+    for table in (*tables, source_table, by_size_table, context_table):
         print("\n".join(lines(table())), end="\n\n")
 
 

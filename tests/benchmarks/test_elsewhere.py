@@ -37,9 +37,35 @@ def test_the_models_of_the_zero_bubble_paper_have_the_parameters_of_their_names(
     assert billions(51200) == [1.5, 6.3, 14.7, 28.4]
 
 
+def test_rows_of_cut_sequences_have_the_throughput_of_their_source():
+    """NeMo and Llama 3 publish FLOP/s, torchtitan tokens per second of a rank; runs are listed one
+    by one."""
+    rows = {name: list(read(f"{name}_context")) for name in ("nemo", "llama3", "torchtitan")}
+    first, *_, last = rows["nemo"]
+    assert _tflops(first) == pytest.approx(768, rel=1e-3)
+    assert _tflops(last) == pytest.approx(536, rel=1e-3)
+    assert [_tflops(row) for row in rows["llama3"]] == pytest.approx([430, 400, 380], rel=1e-3)
+    titan = rows["torchtitan"][3]
+    assert int(titan["s"]) / float(titan["step_time_s"]) / 8 == pytest.approx(548, rel=1e-3)
+    table = elsewhere.context_table()
+    assert len(table) == 1 + sum(map(len, rows.values()))
+    assert {len(line) for line in table} == {7}
+
+
+def _tflops(row):
+    """TFLOP/s of a rank, with whole scores: Narayanan et al. 2021 with the shape of LLaMA's
+    layers."""
+    s, h, layers, vocab = (int(row[name]) for name in ("s", "h", "l", "V"))
+    grouped, inner = int(row["kv_heads"]) / int(row["a"]), int(row["ffn_hidden"]) / h
+    each = 12 + 12 * grouped + 18 * inner + 12 * s / h + 6 * vocab / (layers * h)
+    ranks = int(row["t"]) * int(row["c"]) * int(row["p"]) * int(row["d"])
+    flops = int(row["B"]) * s * layers * h * h * each
+    return flops / float(row["step_time_s"]) / ranks / 1e12
+
+
 def test_what_is_not_stated_is_the_fastest_that_fits():
     """One row of Megatron-LM on H100: what is stated stays, and no smaller b is faster."""
-    (source,) = (source for source in elsewhere.SOURCES if source.open_sizes)
+    source = next(source for source in elsewhere.SOURCES if source.open_sizes)
     row = next(row for row in read(source.file) if row["p"] == "2")
     pricer = Pricer.of(source.machine(row), source.model_of(row), int(row["B"]), "fp16")
     stated = source.layout_of(row)

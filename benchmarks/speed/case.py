@@ -30,6 +30,7 @@ LAYOUTS = {
     "d=2,zero=1": Layout(1, 1, 2, zero=1),
     "d=2,zero=3": Layout(1, 1, 2, zero=3),
     "single,compile": Layout(1, 1, 1),
+    "c=2": Layout(1, 1, 1, context=2),
     "d=2,weak": Layout(1, 1, 2),
     "t=2,weak": Layout(2, 1, 1),
     "p=2,weak": Layout(1, 2, 1),
@@ -39,7 +40,8 @@ LAYOUTS = {
 WEAK = {"d=2,weak": "global_size", "t=2,weak": "layers", "p=2,weak": "layers"}
 ALONE = "single"
 COMPILED = "single,compile"  # one rank alone with compiled layers
-ON_REQUEST = ("p=2,v=2,zb-v", "d=2,zero=1", "d=2,zero=3", COMPILED)
+CUT = "c=2"  # sequences of 4,096 positions, cut in two
+ON_REQUEST = ("p=2,v=2,zb-v", "d=2,zero=1", "d=2,zero=3", COMPILED, CUT)
 # The trainers that are compared in each layout, and the name of their implementation. For ptdmpi
 # itself the name is the layout of another row; one rank alone gives the scaling.
 PEERS = {
@@ -86,6 +88,7 @@ PEERS = {
         "torchtitan": "torchtitan FSDP2",
         "ptdmpi": "d=2",
     },
+    CUT: {"torch": "ring attention with torch's SDPA and gloo", "ptdmpi": ALONE},
     **{layout: {"ptdmpi": ALONE} for layout in (COMPILED, *WEAK)},
 }
 TOOLS = ("torch", "megatron", "deepspeed", "torchtitan", "transformers", "ptdmpi")
@@ -189,7 +192,11 @@ class Row:
 
 
 def grown(layout: str, case: GptSizes) -> GptSizes:
-    """Return the sizes for a row with this layout. For weak scaling one of the sizes is doubled."""
+    """Return the sizes for a row with this layout. For weak scaling one of the sizes is doubled.
+    Sequences that are cut are eight times as long, with as many tokens in a step."""
+    if layout == CUT:
+        length, size = 8 * case.seq_length, case.global_size // 8
+        return replace(case, seq_length=length, global_size=size, micro_size=1)
     if layout not in WEAK:
         return case
     key = WEAK[layout]

@@ -5,6 +5,7 @@ name), so that the losses of both must agree.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +23,18 @@ class Embedding(nn.Module):
         model = config.model
         self.word = nn.Embedding(vocab_size, model.hidden)
         self.position = nn.Embedding(model.seq_length, model.hidden)
+        self.positions: Tensor | None = None  # of a rank that has only some
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the embeddings [b, s, h] of ids [b, s]."""
-        return self.word(ids) + self.position.weight
+        if self.positions is None:
+            return self.word(ids) + self.position.weight
+        return self.word(ids) + self.position(self.positions)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention, for [b, heads, s, head size]."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class Attention(nn.Module):
@@ -37,6 +46,7 @@ class Attention(nn.Module):
         self.head_size = config.model.head_size
         self.qkv = nn.Linear(hidden, 3 * hidden)
         self.out = nn.Linear(hidden, hidden)
+        self.core: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output [b, s, h] for x [b, s, h]."""
@@ -44,8 +54,7 @@ class Attention(nn.Module):
         # the rows of qkv consist of complete heads
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))
         q, k, v = qkv.transpose(1, 2).unbind(3)
-        core = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(core.transpose(1, 2).flatten(2))
+        return self.out(self.core(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):

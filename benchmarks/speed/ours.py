@@ -57,8 +57,9 @@ class OurTrainer:
         first = self.data_rank * self.microbatches * size
         mine = ids[first : first + self.microbatches * size]
         samples = torch.arange(len(mine)) + step * self.row.case.global_size + first
+        here = self.engine.context.positions
         return [
-            Microbatch.of_ids(part.t(), numbers)
+            Microbatch.of_ids(part.t(), numbers).at(here)
             for part, numbers in zip(mine.split(size), samples.split(size), strict=True)
         ]
 
@@ -86,7 +87,8 @@ class OurTrainer:
         dtype = data_types(self.row.precision).compute
         ways = (*ATTENTION.values(), AttentionByProducts(keeps=True))
         once = min(_attention_time_s(shape, dtype, way) for way in ways)
-        return once * layers * self.microbatches
+        # queries of a context rank see the keys of all ranks
+        return once * layers * self.microbatches / self.row.sizes.context
 
     def _gemm_time_s(self) -> float:
         """Return the seconds of a step's GEMMs: output, input gradient and weight gradient of each
@@ -96,7 +98,7 @@ class OurTrainer:
             for name, weight in stage.named_logical_parameters():
                 if weight.dim() == 2 and not name.startswith("embedding."):
                     shapes[weight.shape] += 1
-        rows = self.row.case.micro_size * self.row.case.seq_length
+        rows = self.row.case.micro_size * self.row.case.seq_length // self.row.sizes.context
         dtype = data_types(self.row.precision).compute
         if not host.multiplies("cpu", dtype):
             dtype = torch.float32

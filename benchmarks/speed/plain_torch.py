@@ -29,8 +29,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.speed import ring
 from benchmarks.speed.case import Row, Variant, synthetic_ids
-from benchmarks.speed.gpt_torch import Gpt, mean_loss
+from benchmarks.speed.gpt_torch import Block, Gpt, mean_loss
 from ptdmpi.config import Config
 from ptdmpi.plan.layout.stages import head_in_layers, split_layers
 from ptdmpi.plan.schedule.orders import placement
@@ -131,6 +132,10 @@ class AccumulatingTrainer:
         model = _stage_model(row, variant, range(config.model.layers))
         if sizes.tensor > 1:
             divide(model, init_device_mesh("cpu", (sizes.tensor,)), variant)
+        self.positions = None
+        if sizes.context > 1:
+            self.positions = ring.positions(rank, sizes.context, row.case.seq_length)
+            cut(model, self.positions)
         if sizes.shards_weights:
             shard(model, init_device_mesh("cpu", (sizes.data,)), variant)
         divided = sizes.shards_state and not sizes.shards_gradients
@@ -138,12 +143,15 @@ class AccumulatingTrainer:
             config, list(model.parameters()), masters=variant.cast == "masters", divided=divided
         )
         self.model: nn.Module = model
-        if sizes.data > 1 and not sizes.shards_weights:
+        if sizes.data * sizes.context > 1 and not sizes.shards_weights:
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's microbatches for a step."""
-        return microbatches(self.row, self.data_rank, step)
+        """Return this rank's microbatches for a step, at its positions."""
+        whole = microbatches(self.row, self.data_rank, step)
+        if self.positions is None:
+            return whole
+        return [(ids[:, self.positions], labels[:, self.positions]) for ids, labels in whole]
 
     def step(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> float:
         """Train a step and return its loss."""
@@ -247,6 +255,15 @@ def divide(model: Gpt, mesh: DeviceMesh, variant: Variant) -> None:
     parallelize_module(model, mesh, plan)
     for block in model.layers.values():
         parallelize_module(block, mesh, _block_plan(between, variant.sequence_parallel))
+
+
+def cut(model: Gpt, positions: Tensor) -> None:
+    """Let a whole model compute at some positions of each sequence, by ring attention."""
+    assert model.embedding is not None
+    model.embedding.positions = positions
+    for block in model.layers.values():
+        assert isinstance(block, Block)
+        block.attention.core = ring.RingAttention.apply
 
 
 def shard(model: Gpt, mesh: DeviceMesh, variant: Variant) -> None:

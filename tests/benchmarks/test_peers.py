@@ -201,6 +201,8 @@ def test_rounds_that_were_done_when_all_time_was_over_count(monkeypatch, contest
         (Row("t=2", "fp32", TINY), Variant(loss_parallel=True)),
         (Row("p=2,v=2,zb-v", "fp32", TINY), Variant()),
         (Row("d=2,zero=1", "fp32", TINY), Variant()),
+        (Row("c=2", "fp32", TINY), Variant()),
+        (Row("c=2", "bf16", TINY), Variant(cast="masters")),
         (Row("d=2,zero=3", "fp32", TINY), Variant(reduce_each=True)),
         (Row("d=2,zero=3", "fp32", TINY), Variant("deepspeed")),
         (Row("p=2", "bf16", TINY), Variant("deepspeed", cast="masters")),

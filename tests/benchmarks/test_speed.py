@@ -15,6 +15,7 @@ from benchmarks.data.tokenize import rates_between
 from benchmarks.speed import bench, ours
 from benchmarks.speed.bench import RESULTS, check_losses
 from benchmarks.speed.case import (
+    CUT,
     LAYOUTS,
     WEAK,
     GptSizes,
@@ -66,8 +67,8 @@ def test_all_rows():
     ]
     assert {row.precision for row in rows} == {"fp32", "bf16"}
     others = {row.layout for row in every()} - {row.layout for row in rows}
-    assert others == {"p=2,v=2,zb-v", "d=2,zero=1", "d=2,zero=3", "single,compile"}
-    assert len({row.id for row in every()}) == 24
+    assert others == {"p=2,v=2,zb-v", "d=2,zero=1", "d=2,zero=3", "single,compile", "c=2"}
+    assert len({row.id for row in every()}) == 26
 
 
 def test_the_time_is_shared_by_how_long_a_round_of_all_sides_takes():
@@ -116,7 +117,7 @@ def test_an_unknown_row_is_refused_with_what_is_legal():
         select("t2 t3")
 
 
-STRONG = [row for row in every() if row.layout not in WEAK]
+STRONG = [row for row in every() if row.layout not in (*WEAK, CUT)]
 
 
 @pytest.mark.parametrize("row", STRONG, ids=lambda row: row.id)
@@ -132,6 +133,14 @@ def test_the_configuration_of_a_row_is_the_case(row):
     assert config.microbatches == 8 // sizes.data
     assert config.run.threads == 1
     assert config.optimizer.clip_norm == 0.0
+
+
+def test_cut_sequences_are_long_and_a_step_has_as_many_tokens():
+    fp32, bf16 = select("c2")
+    assert {fp32.precision, bf16.precision} == {"fp32", "bf16"}
+    assert fp32.case.seq_length == 4096 and fp32.case.tokens == GptSizes().tokens
+    assert fp32.config.parallel.context == 2 and fp32.config.microbatches == 2
+    assert fp32.alone.case == fp32.case and fp32.alone.sizes.ranks == 1
 
 
 def test_a_row_survives_its_journey_to_a_worker():

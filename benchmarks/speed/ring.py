@@ -1,0 +1,117 @@
+"""Causal ring attention in plain torch, the peer of this project's context parallelism.
+
+torch's own context parallelism has handlers for the kernels of GPUs only (torch 2.13,
+distributed/tensor/experimental/_context_parallel). This is its method, and that of
+ring-flash-attention: keys and values travel around a ring over gloo while the rank computes with
+torch's fused kernel for CPUs, and results are merged by their log-sum-exp in float32. Ranks have
+two of 2c chunks in zigzag.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def positions(rank: int, ranks: int, length: int) -> Tensor:
+    """Return the positions, ascending, of a rank's two chunks of a sequence."""
+    chunks = torch.arange(length).chunk(2 * ranks)
+    return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]))
+
+
+class _Block(NamedTuple):
+    """The part of attention between this rank's queries and the keys of one rank: the queries and
+    the keys that take part in it, and whether it has a causal mask."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def _block(rank: int, source: int, count: int) -> _Block:
+    whole = slice(None)
+    if source == rank:
+        return _Block(whole, whole, True)
+    if source < rank:  # its first chunk is before all queries, its second one after them
+        return _Block(whole, slice(count // 2), False)
+    return _Block(slice(count // 2, None), whole, False)
+
+
+class _Travelling:
+    """A tensor on its way to the next rank of the ring, while that of the rank before arrives."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.sent = tensor  # alive until it is sent
+        self.received = torch.empty_like(tensor)
+        sends = dist.P2POp(dist.isend, tensor, (rank + 1) % ranks)
+        receives = dist.P2POp(dist.irecv, self.received, (rank - 1) % ranks)
+        self.works = dist.batch_isend_irecv([sends, receives])
+
+    def wait(self) -> Tensor:
+        """Return the tensor that arrived."""
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+class RingAttention(Function):
+    """softmax(q k^T) v for [b, heads, s / c, head size] at this rank's `positions`."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention of this rank's queries to the keys of all ranks."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        total = torch.zeros(q.shape, dtype=torch.float32)
+        sums = torch.full(q.shape[:3], -torch.inf)
+        own = both = torch.stack((k, v))
+        for step in range(ranks):
+            travelling = _Travelling(both) if step + 1 < ranks else None
+            queries, keys, causal = _block(rank, (rank - step) % ranks, q.shape[2])
+            part, part_sums = attend(
+                q[:, :, queries], both[0, :, :, keys], both[1, :, :, keys], 0.0, causal
+            )
+            before = sums[:, :, queries]
+            after = torch.logaddexp(before, part_sums)
+            total[:, :, queries] *= (before - after).exp()[..., None]
+            total[:, :, queries] += part.float() * (part_sums - after).exp()[..., None]
+            sums[:, :, queries] = after
+            if travelling is not None:
+                both = travelling.wait()
+        out = total.to(q.dtype)
+        ctx.save_for_backward(q, own, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients; those of keys and values travel behind their keys."""
+        q, both, out, sums = ctx.saved_tensors
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        grad = grad.contiguous()
+        dq = torch.zeros(q.shape, dtype=torch.float32)
+        gradients = torch.zeros(both.shape, dtype=torch.float32)
+        for step in range(ranks):
+            travelling = _Travelling(both) if step + 1 < ranks else None
+            queries, keys, causal = _block(rank, (rank - step) % ranks, q.shape[2])
+            part = attend_backward(
+                grad[:, :, queries],
+                q[:, :, queries],
+                both[0, :, :, keys],
+                both[1, :, :, keys],
+                out[:, :, queries],
+                sums[:, :, queries],
+                0.0,
+                causal,
+            )
+            dq[:, :, queries] += part[0]
+            gradients[:, :, :, keys] += torch.stack(part[1:])
+            gradients = _Travelling(gradients).wait()  # after the last step at home again
+            if travelling is not None:
+                both = travelling.wait()
+        dk, dv = gradients.to(q.dtype)
+        return dq.to(q.dtype), dk, dv

@@ -114,9 +114,10 @@ validate-plan-here: setup ## compare predictions for this machine with measured 
 curves-here: setup ## predict and measure the paper's Figures 12 to 18 on 2 and 4 ranks of this machine
 	. jobs/mpi-env.sh; PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m benchmarks.planning.curves_here
 
-figures: setup ## draw the paper's Figures 11 to 18, and answer docs/explanation/questions.md
+figures: setup ## draw the paper's Figures 11 to 18 and long sequences, and answer docs/explanation/questions.md
 	$(BIN)/python -m benchmarks.planning.figures
 	$(BIN)/python -m benchmarks.planning.questions
+	$(BIN)/python -m benchmarks.planning.long_sequences
 
 communicate-less: setup ## measure methods that communicate less: docs/explanation/less-communication.md
 	$(BIN)/python -m benchmarks.less.communicate

@@ -151,6 +151,12 @@ CHAPTERS = (
                 "Figures 12 to 18 at 2 and 4 ranks of one machine, predicted and measured.",
                 "make curves-here",
             ),
+            Picture(
+                "long-sequences.png",
+                "Memory and time by the length of a sequence: LLaMA 8B on H100s, predicted, and a"
+                " small LLaMA on this machine, measured.",
+                "python -m benchmarks.planning.long_sequences",
+            ),
             Picture("bench.png", "This trainer and others, tokens per second.", "make bench"),
             Picture(
                 "less-quadratic.png",

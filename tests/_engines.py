@@ -1,15 +1,13 @@
 """Short trainings in one layout on synthetic tokens, and their results."""
 
-import gc
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import Config
@@ -219,21 +217,3 @@ def assert_same_bits(found: Run, expected: Run) -> None:
     assert found.parameters.keys() == expected.parameters.keys()
     for name, values in found.parameters.items():
         assert torch.equal(values, expected.parameters[name]), name
-
-
-def measured(work: Callable[[], object]) -> tuple[int, int]:
-    """Return the bytes that `work` leaves allocated, and the most that it had at once."""
-    gc.collect()  # engines of earlier tests have cycles, which must not be freed meanwhile
-    gc.disable()
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            work()
-    finally:
-        gc.enable()
-    events = profiled.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    now = most = 0
-    for _, size in changes:
-        now += size
-        most = max(most, now)
-    return now, most

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.planning.allocated import measured
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.model.output import cross_entropy as losses
 from ptdmpi.model.output.cross_entropy import cross_entropy, token_log_probabilities
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layer import chunks
-from tests._engines import measured
 from tests.parallel import parallel
 
 S, B, V = 37, 3, 61

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks.planning.allocated import measured
 from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model import random
@@ -15,7 +16,7 @@ from ptdmpi.model.parameters import data_types
 from ptdmpi.model.state import WEIGHTS
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layer import operator
-from tests._engines import HALVES, build, foreseen_by, measured, microbatches, passes
+from tests._engines import HALVES, build, foreseen_by, microbatches, passes
 from tests.parallel import parallel
 
 VOCAB_SIZE = 301  # neither axis divides it

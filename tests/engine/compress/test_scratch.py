@@ -3,11 +3,12 @@ more, and not much less."""
 
 import pytest
 
+from benchmarks.planning.allocated import measured
 from ptdmpi.comm.world import World
 from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.shape.codes import largest_tile
 from tests._configs import layout
-from tests._engines import build, measured
+from tests._engines import build
 from tests.parallel import parallel
 
 COMPRESSED = [("compressed", one) for one in ("none", "double_squeeze", "ef21", "neolithic")]

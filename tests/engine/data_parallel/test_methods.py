@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.planning.allocated import measured
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
@@ -20,7 +21,7 @@ from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.shape.parameters import parameter_count
 from tests._configs import layout, small
-from tests._engines import VOCAB_SIZE, build, course, measured, microbatches, whole_weights
+from tests._engines import VOCAB_SIZE, build, course, microbatches, whole_weights
 from tests.parallel import parallel
 
 # Chosen by zero and run.reproducible, not by [data_parallel]: tests of their own.

@@ -1,0 +1,177 @@
+"""`python -m benchmarks.planning.long_sequences`: memory and time by the length of a sequence.
+
+It draws docs/pictures/long-sequences.png: LLaMA 8B on H100s from 2,048 to 1,048,576 positions,
+predicted, and a small LLaMA on this machine, measured. Times are measured and drawn only if nothing
+else runs here.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.launch import ROOT
+from benchmarks.planning.figures import COLORS
+from benchmarks.planning.long_here import LongStep, long_step
+from ptdmpi.config import InputError
+from ptdmpi.config.layout import Layout
+from ptdmpi.plan.cost.price import Price, Pricer
+from ptdmpi.plan.machine.cluster import load_cluster, load_model
+from ptdmpi.plan.search.search import search
+from ptdmpi.plan.search.space import LEAST_POSITIONS, Space
+from ptdmpi.plan.show.table import lines, numbers, settings
+
+PICTURE = ROOT / "docs/pictures/long-sequences.png"
+MODEL, CLUSTER, RANKS = "llama3-8b", "dgx-h100", 128
+STEP_TOKENS = 2**22
+LENGTHS = tuple(2**power for power in range(11, 21))
+DATA, TENSOR = 4, 8  # of the layouts whose memory is drawn
+HERE_CONTEXTS, HERE_LENGTHS = (1, 2, 4), (1024, 2048, 4096, 8192)
+QUIET_LOAD = 0.5  # processes that run or wait for a core, at most
+GIB, MIB = 2**30, 2**20
+
+
+def pricer(length: int) -> Pricer:
+    """Return the prices of steps of `STEP_TOKENS` tokens in sequences of `length`."""
+    model = load_model(f"{MODEL},s={length}")
+    return Pricer.of(load_cluster(CLUSTER), model, STEP_TOKENS // length, "bf16")
+
+
+def memory(length: int) -> dict[str, float]:
+    """Return the bytes of a rank in three kinds of layouts, for one sequence in a microbatch."""
+    shared = Layout(TENSOR, 1, DATA, sequence_parallel=True, zero=1)
+    layouts = {
+        f"t = {TENSOR}": shared,
+        f"t = {TENSOR}, full recomputation": shared.changed(recompute="full"),
+        f"t = {TENSOR}, c = s / {LEAST_POSITIONS:,}": shared.changed(
+            context=max(1, length // LEAST_POSITIONS)
+        ),
+    }
+    of = pricer(length)
+    return {name: of.footprint(layout).total for name, layout in layouts.items()}
+
+
+def best(length: int, *, cuts: bool) -> Price | None:
+    """Return the fastest layout that fits, with sequences cut or whole; None if none fits."""
+    try:
+        return search(pricer(length), Space(RANKS, cuts_sequences=cuts), 1)[0]
+    except InputError:
+        return None
+
+
+def predictions() -> dict[str, dict[int, Price]]:
+    """Return the best layouts with and without c, by length."""
+    found: dict[str, dict[int, Price]] = {"c searched": {}, "c = 1": {}}
+    for length in LENGTHS:
+        for name, cuts in (("c searched", True), ("c = 1", False)):
+            price = best(length, cuts=cuts)
+            if price is not None:
+                found[name][length] = price
+    return found
+
+
+def rate(price: Price) -> float:
+    """Return the tokens per second of a rank."""
+    return STEP_TOKENS / price.step_time_s / price.layout.ranks
+
+
+def prediction_table(found: dict[str, dict[int, Price]]) -> list[list[str]]:
+    """Return a table of the best layouts."""
+    rows = [["s", "", "tokens/s per rank", "memory", "layout"]]
+    for length in LENGTHS:
+        for name, prices in found.items():
+            row = [f"{length:,}", name, "-", "-", "no layout fits"]
+            if length in prices:
+                price = prices[length]
+                words = settings(numbers(price, pricer(length), None))
+                size = f"{price.memory.total / GIB:.1f} GiB"
+                row[2:] = [f"{rate(price):,.0f}", size, f"{price.layout}, {words}"]
+            rows.append(row)
+    return rows
+
+
+def here_table(steps: Sequence[LongStep], *, quiet: bool) -> list[list[str]]:
+    """Return a table of the measurements."""
+    rows = [["c", "s", "MiB", "by formula", "error", "step"]]
+    for step in steps:
+        error = step.peak_bytes / step.formula_bytes - 1
+        sizes = [f"{step.peak_bytes / MIB:.1f}", f"{step.formula_bytes / MIB:.1f}"]
+        time = f"{step.step_s:.2f} s" if quiet else "not quiet"
+        rows.append([str(step.context), f"{step.length:,}", *sizes, f"{error:+.1%}", time])
+    return rows
+
+
+def _style(axes: Any, title: str, up: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda length, _: f"{length / 1024:,.0f}k")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.set_xlabel("positions of a sequence")
+    axes.set_ylabel(up)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#eeeeee")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_memory(axes: Any) -> None:
+    by_length = {length: memory(length) for length in LENGTHS}
+    for name, color in zip(by_length[LENGTHS[0]], COLORS, strict=True):
+        sizes = [by_length[length][name] / GIB for length in LENGTHS]
+        axes.plot(LENGTHS, sizes, "o-", color=color, label=name, markersize=4)
+    capacity = pricer(LENGTHS[0]).capacity_bytes / GIB
+    axes.axhline(capacity, color="#777777", linestyle="--", linewidth=1, label="device")
+    _style(axes, f"{MODEL}, memory of an H100, predicted", "GiB")
+
+
+def _draw_rates(axes: Any, found: dict[str, dict[int, Price]]) -> None:
+    for (name, prices), color in zip(found.items(), COLORS, strict=False):
+        rates = [rate(price) for price in prices.values()]
+        axes.plot(
+            list(prices), rates, "o-", color=color, label=f"best layout, {name}", markersize=4
+        )
+    _style(axes, f"{MODEL} on {RANKS} H100, predicted", "tokens/s per rank")
+
+
+def _draw_here(axes: Any, steps: Sequence[LongStep], key: str, up: str) -> None:
+    for context, color in zip(HERE_CONTEXTS, COLORS, strict=True):
+        own = [step for step in steps if step.context == context]
+        if key == "step_s" and context > (os.cpu_count() or 1):
+            continue
+        places = [step.length for step in own]
+        scale = 1 if key == "step_s" else MIB
+        values = [getattr(step, key) / scale for step in own]
+        axes.plot(places, values, "o", color=color, label=f"c = {context}, measured")
+        if key != "step_s":
+            formula = [step.formula_bytes / MIB for step in own]
+            axes.plot(places, formula, "-", color=color, linewidth=0.8, label="formula")
+    _style(axes, "a small LLaMA on this machine", up)
+
+
+def draw(found: dict[str, dict[int, Price]], steps: Sequence[LongStep], *, quiet: bool) -> None:
+    """Draw the predictions and the measurements."""
+    from matplotlib.figure import Figure
+
+    down, across = (2, 2) if quiet else (1, 3)
+    canvas = Figure(figsize=(4.4 * across, 3.9 * down), dpi=100, layout="constrained")
+    panels = list(canvas.subplots(down, across).flat)
+    _draw_memory(panels[0])
+    _draw_rates(panels[1], found)
+    _draw_here(panels[2], steps, "peak_bytes", "MiB of activations on a rank")
+    if quiet:
+        _draw_here(panels[3], steps, "step_s", "s per step")
+    canvas.savefig(PICTURE)
+
+
+def main() -> None:
+    """Predict and measure, print tables, and draw the picture."""
+    found = predictions()
+    print("\n".join(lines(prediction_table(found))), end="\n\n")
+    quiet = os.getloadavg()[0] < QUIET_LOAD
+    steps = [long_step(context, length) for context in HERE_CONTEXTS for length in HERE_LENGTHS]
+    print("\n".join(lines(here_table(steps, quiet=quiet))), end="\n\n")
+    draw(found, steps, quiet=quiet)
+    print(f"wrote {PICTURE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -25,6 +25,7 @@ FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.p
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_ARGUMENTS = 7
+MAX_POSITIONAL = 4  # arguments of functions in src/; those beyond are passed by keyword
 MAX_LINE_LENGTH = 100
 MAX_FOLDER_FILES = 16
 
@@ -84,13 +85,21 @@ def over_budget(name: str, source: str) -> list[str]:
             continue
         if f"{name}::{node.name}" in EXCEPTIONS:
             continue
-        named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        arguments = sum(a.arg not in ("self", "cls") for a in named)
+        positional = [
+            argument
+            for argument in (*node.args.posonlyargs, *node.args.args)
+            if argument.arg not in ("self", "cls", "ctx")  # PyTorch names self "ctx" in a Function
+        ]
+        arguments = len(positional) + len(node.args.kwonlyargs)
         length = node.end_lineno - node.lineno + 1
         if length > MAX_FUNCTION_LINES:
             found.append(f"{name}:{node.lineno}: {node.name} has {length} lines")
         if arguments > MAX_ARGUMENTS:
             found.append(f"{name}:{node.lineno}: {node.name} has {arguments} arguments")
+        if name.startswith("src/") and len(positional) > MAX_POSITIONAL:
+            found.append(
+                f"{name}:{node.lineno}: {node.name} takes {len(positional)} arguments by position"
+            )
     return found
 
 
@@ -183,6 +192,7 @@ def test_rules_find_what_they_forbid():
     many = ", ".join(f"a{i}" for i in range(8))
     source = f"def f({many}):\n" + "    x = 1\n" * 500 + "    y = '" + "z" * 100 + "'\n"
     assert len(over_budget("f.py", source)) == 4
+    assert len(over_budget("src/f.py", source)) == 5
     assert len(forbidden("f.py", "def f():\n    global x\n    x = 1  # noqa: F841\n")) == 2
     assert names_in("from a import COMM_WORLD as w") & names_in("m.COMM_WORLD") == {"COMM_WORLD"}
 

@@ -142,13 +142,14 @@ class RandomStream:
     def attention_mask(self, shape: Sequence[int], rate: float) -> Tensor:
         """Return a mask [b, a, queries, s], bool: True where kept, with probability 1 - rate; all s
         keys are there, and the queries at this rank's positions."""
-        _, a, queries, keys = shape
+        _, a, _, keys = shape
         device = self.samples.device
         heads = torch.arange(self.first_head, self.first_head + a, device=device)
-        positions = self.positions.numbers(queries, device)
+        numbers = torch.arange(keys, device=device)
+        positions = self.positions.of(numbers)
         rows = mix(mix(self.samples + self.key)[:, None] + heads[None, :] * GOLDEN)
         rows = mix(rows[:, :, None] + positions * GOLDEN)
-        return _keep(rows[:, :, :, None], torch.arange(keys, device=device), rate)
+        return _keep(rows[:, :, :, None], numbers, rate)
 
 
 def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.kernels import USUAL, Kernels, host
-from ptdmpi.model.kernels.blocks import BlockedAttention, Scores, Sight
+from ptdmpi.model.kernels.blocks import BlockedAttention, BlockedWork, Scores, Sight
 from ptdmpi.model.kernels.by_products import ProductAttention, ProductWork, by_key_head
 from ptdmpi.model.kernels.choice import QUERY_BLOCK, AttentionByLibrary, AttentionByProducts
 from ptdmpi.model.kernels.norm import soft_cap
@@ -167,8 +167,8 @@ class ProductKernel:
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
         """Compute attention; see `Implementation.forward`."""
         how = self._chosen(given) or AttentionByProducts()
-        work = ProductWork(given.sight(self.scores), how, self.kernels)
-        return AttentionResult(*ProductAttention.apply(*given[:3], work, with_logsumexp))
+        work = ProductWork(given.sight(self.scores), how, self.kernels, with_logsumexp)
+        return AttentionResult(*ProductAttention.apply(*given[:3], work))
 
 
 class PackedKernel:
@@ -264,7 +264,8 @@ class BlockedKernel:
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
         """Compute attention; see `Implementation.forward`."""
         wide = (self.kernels.widened(part) for part in given[:3])
-        out, sums = BlockedAttention.apply(*wide, given.sight(self.scores), with_logsumexp)
+        work = BlockedWork(given.sight(self.scores), with_logsumexp)
+        out, sums = BlockedAttention.apply(*wide, work)
         return AttentionResult(out.to(given.q.dtype), sums)
 
 

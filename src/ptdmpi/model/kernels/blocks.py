@@ -140,6 +140,14 @@ def joined(
     return whole
 
 
+class BlockedWork(NamedTuple):
+    """A piece of attention to compute in blocks: the keys that its queries see, and whether the
+    log-sum-exp is requested."""
+
+    seen: Sight
+    with_logsumexp: bool
+
+
 class BlockedAttention(Function):
     """Attention on a CPU in blocks of queries. It keeps its inputs, its result and a number for
     each row, as the unblocked kernel does. If requested, the second result is these numbers, the
@@ -147,12 +155,13 @@ class BlockedAttention(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Sight, with_logsumexp: bool = False
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: BlockedWork
     ) -> tuple[Tensor, Tensor | None]:
+        seen = work.seen
         out, sums = by_library(q, k, v, seen)
         ctx.seen = seen
         ctx.save_for_backward(q, k, v, out, *sums)
-        if not with_logsumexp:
+        if not work.with_logsumexp:
             return out, None
         logsumexp = joined(sums, q, seen)
         ctx.mark_non_differentiable(logsumexp)
@@ -179,4 +188,4 @@ class BlockedAttention(Function):
             dq[queries] = parts[0]
             dk[keys] += parts[1]
             dv[keys] += parts[2]
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None

@@ -20,12 +20,13 @@ BLOCK_SCORES = 1 << 20
 
 @dataclass(frozen=True)
 class ProductWork:
-    """A piece of attention to compute: the keys that its queries see, and the choice of products
-    for it."""
+    """A piece of attention to compute: the keys that its queries see, the choice of products for
+    it, and whether the log-sum-exp is requested."""
 
     seen: Sight
     how: AttentionByProducts
     kernels: Kernels
+    with_logsumexp: bool
 
 
 class Tile(NamedTuple):
@@ -64,7 +65,7 @@ class ProductAttention(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: ProductWork, with_logsumexp: bool = False
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: ProductWork
     ) -> tuple[Tensor, Tensor | None]:
         ctx.work = work
         logsumexp = None
@@ -72,14 +73,14 @@ class ProductAttention(Function):
             ctx.save_for_backward(q, k, v)
             wide_q, wide_k, wide_v = (work.kernels.widened(part) for part in (q, k, v))
             out, sums = by_library(wide_q, wide_k, wide_v, work.seen)
-            if with_logsumexp:
+            if work.with_logsumexp:
                 logsumexp = joined(sums, q, work.seen)
                 ctx.mark_non_differentiable(logsumexp)
             return out.to(q.dtype), logsumexp
         out = torch.empty_like(q)
         values = v.contiguous()
         kept: list[Tensor] = []
-        if with_logsumexp:
+        if work.with_logsumexp:
             wide_type = torch.promote_types(q.dtype, torch.float32)
             logsumexp = torch.empty(q.shape[:3], dtype=wide_type, device=q.device)
             ctx.mark_non_differentiable(logsumexp)
@@ -125,7 +126,7 @@ class ProductAttention(Function):
             here = dq[queries]
             torch.mul(kernels.product(dscores, key).view(here.shape), scale, out=here)
             dk[keys] += kernels.wide_product(dscores.transpose(-1, -2), query)
-        return dq, dk.mul_(scale).to(k.dtype), dv.to(v.dtype), None, None
+        return dq, dk.mul_(scale).to(k.dtype), dv.to(v.dtype), None
 
 
 def _tiles(q: Tensor, k: Tensor, work: ProductWork) -> Iterator[Tile]:

@@ -97,6 +97,7 @@ class MixturePass:
         rows: Tensor,
         dy: Tensor,
         weights: Tensor,
+        *,
         held: Sequence[Segment],
         ups: Sequence[Tensor],
     ) -> "Gradients":
@@ -194,7 +195,7 @@ class _Mixture(Function):
             weights = routing.weights(routing.scores(leaf), chosen)
             trained = layer.trained(leaf, chosen, x.shape[1])
         held = segments(chosen, len(layer.experts))
-        gradients = layer.backward(rows, dy.flatten(0, 1), weights.detach(), held, ups)
+        gradients = layer.backward(rows, dy.flatten(0, 1), weights.detach(), held=held, ups=ups)
         sums = [(weights, gradients.weights), *((loss, torch.ones_like(loss)) for loss in trained)]
         outputs, by_outputs = zip(*sums, strict=True)
         (by_logits,) = torch.autograd.grad(outputs, leaf, by_outputs)

@@ -1,126 +1,55 @@
 """Kill ranks of every kind of run under `ptdmpi run`, which starts them again, and count what is
 lost.
 
-    python -m benchmarks.faults.every_kind [--deaths 500] [--minutes 60] [--seed 1] [--kinds "zb-v"]
+    python -m benchmarks.faults.every_kind [--deaths 500] [--minutes 60] [--folder F] [--kinds zb-v]
 
-The kinds come from the tables of the program: each data-parallel method, compressor, ZeRO stage,
-schedule, adapter and task. A new name in a table is therefore tested, too; if its settings are
-incomplete, the list is refused with the configuration's error. In each run a rank is killed three
-times at random moments. The job must then complete by itself, with the losses and the last state of
-an undisturbed run, bit by bit. Most kinds have copies in memory, and every fourth run continues
-from checkpoints.
+The kinds are those of `kinds.py`. Each run dies up to 20 times at random moments: one rank, all
+ranks, a rank while the ranks start, or the launcher is killed. The job must then complete by
+itself, with the losses and the last state of an undisturbed run, bit by bit. Every second run of a
+kind continues from checkpoints, the others from copies in memory. The kind with the fewest deaths
+is next. With --folder the results stay in `results.jsonl` of this folder, and another call adds to
+them.
 """
 
 import argparse
-import json
+import contextlib
 import os
 import random
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
+from benchmarks.faults.deaths import (
+    FAULTS,
+    IN_A_START,
+    Death,
+    KilledRun,
+    append,
+    count,
+    runs_in,
+    table,
+)
+from benchmarks.faults.kinds import STEPS, every_kind, prepare_all
 from benchmarks.faults.training import (
-    BASE,
-    STEPS,
     StartedRun,
     Way,
     deviation,
-    losses,
-    prepare,
     records_deviate,
     require_base,
 )
 from benchmarks.launch import start
-from ptdmpi.config.adapt import AdaptMethod
-from ptdmpi.config.choices import ScheduleName
-from ptdmpi.config.methods import CompressorName, MethodName
-from ptdmpi.config.section import Section
-from ptdmpi.config.sections import ParallelConfig, TaskConfig
+from ptdmpi.supervise.progress import RunProgress
 
 LIMIT_S = 240.0
-DEATHS = 3  # number of deaths in a run
+DEATHS = 20  # in a run
+LIFE_S = 0.2  # the longest time from a new step to a death
+START_S = 4.0  # the longest time from a death to one in the start that follows
 NOWHERE = ("none", 1, 0)
-# The settings that a name of a table needs in addition.
-METHODS: Mapping[str, tuple[str, ...]] = {
-    "local": ("data_parallel.local_steps=2",),
-    "compressed": ("data_parallel.compressor=sign",),
-}
-SCHEDULES: Mapping[str, tuple[str, ...]] = {
-    "interleaved": ("parallel.virtual=2", "model.layers=4"),
-    "zb-v": ("parallel.virtual=2", "model.layers=4"),
-}
-ADAPTED = (f"adapt.base={BASE}",)
-TASKS: Mapping[str, tuple[str, ...]] = {
-    "classification": ('task.labels=["a","b"]', 'data.train=[{path="labelled.jsonl"}]'),
-    "choice": ("task.choices=2", 'data.train=[{path="choices.jsonl"}]', "batch.micro_size=2"),
-}
-
-
-def names_of(literal: object) -> tuple[str, ...]:
-    """Return the names that a literal type lists, without "none"."""
-    return tuple(name for name in get_args(literal) if name != "none")
-
-
-def every_kind() -> dict[str, Way]:
-    """Return a layout for each kind of run, by the kind's name."""
-    ways: dict[str, Way] = {}
-
-    def add(name: str, ranks: int, *settings: str) -> None:
-        ways[name] = Way(name, ranks, settings)
-
-    for method in names_of(MethodName):
-        add(method, 2, f"data_parallel.method={method}", *METHODS.get(method, ()))
-    for compressor in names_of(CompressorName):
-        words = ("data_parallel.method=compressed", f"data_parallel.compressor={compressor}")
-        add(f"compressed-{compressor}", 2, *words)
-    for stage in range(1, _most(ParallelConfig, "zero") + 1):
-        add(f"zero-{stage}", 2 if stage % 2 else 4, f"parallel.zero={stage}")
-    for schedule in names_of(ScheduleName):
-        words = ("parallel.pipeline=2", f"parallel.schedule={schedule}")
-        add(schedule, 2, *words, *SCHEDULES.get(schedule, ()))
-    for adapter in names_of(AdaptMethod):
-        add(adapter, 2, f"adapt.method={adapter}", *ADAPTED)
-    for task in names_of(TaskConfig.model_fields["kind"].annotation):
-        add(task, 2, f"task.kind={task}", "task.tokenizer=bytes", *TASKS[task])
-    add("tensor", 2, "parallel.tensor=2")
-    add("three", 3, "batch.global_size=6")
-    return ways
-
-
-def _most(section: type[Section], key: str) -> int:
-    """Return the greatest legal value of a configuration key."""
-    limits = [getattr(limit, "le", None) for limit in section.model_fields[key].metadata]
-    return next(limit for limit in limits if limit is not None)
-
-
-@dataclass
-class Count:
-    """The outcome for one kind: the numbers of deaths and runs, what was lost, and the seconds from
-    each death to the next new step."""
-
-    deaths: int = 0
-    runs: int = 0
-    lost: list[str] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-
-def prepare_all(folder: Path) -> None:
-    """Write the configuration, tokens and labelled texts into `folder`."""
-    prepare(folder)
-    texts = [f"text {number}" for number in range(64)]
-    labelled = [{"text": text, "label": "ab"[len(text) % 2]} for text in texts]
-    choices = [{"context": text, "choices": ["x", "y"], "answer": 0} for text in texts]
-    for name, rows in (("labelled", labelled), ("choices", choices)):
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(lines)
 
 
 class SupervisedRun:
@@ -129,57 +58,105 @@ class SupervisedRun:
     def __init__(self, folder: Path, way: Way, run: Path, copies: bool) -> None:
         self.run = run
         self.output = folder / "supervised.txt"
+        self.progress = RunProgress(run, STEPS)
         settings = [*way.settings, f"run.dir={run}", "run.stall_s=60"]
         if copies:
             settings += ["checkpoint.memory_every_steps=1", "checkpoint.every_steps=0"]
         options = [word for setting in settings for word in ("--set", setting)]
-        command = [sys.executable, "-m", "ptdmpi", "run", "-n", str(way.ranks), *options]
+        # deaths in starts bring no new step
+        limits = ["-n", str(way.ranks), "--restarts", str(2 * DEATHS)]
+        command = [sys.executable, "-m", "ptdmpi", "run", *limits, *options]
         with open(self.output, "w") as file:
             self.process = start([*command, "config.toml"], file, cwd=folder)
-
-    def steps(self) -> int:
-        """Return the last recorded step."""
-        return losses(self.run)[-1][0] if (self.run / "metrics.jsonl").is_file() else 0
 
     def wait_for(self, step: int) -> bool:
         """Wait until `step` is recorded. Return False if the job has ended before."""
         end = time.monotonic() + LIMIT_S
         while time.monotonic() < end and self.process.poll() is None:
-            try:
-                if self.steps() >= step:
-                    return True
-            except (ValueError, IndexError):  # the line is still being written
-                pass
+            if self.progress.newest().step >= step:
+                return True
             time.sleep(0.01)
         return False
+
+    def victims(self, fault: str, choice: random.Random) -> list[int]:
+        """Return the process ids that die by `fault` now; none if there are no such processes."""
+        if fault == "launcher":
+            return self._launchers()
+        ranks = self.ranks()
+        if fault == "all ranks" or not ranks:
+            return ranks
+        return [choice.choice(ranks)]
 
     def ranks(self) -> list[int]:
         """Return the process ids of the ranks. The ranks are recognized by the run directory in
         their command lines."""
-        found = []
+        ranks = []
         for process in Path("/proc").glob("[0-9]*"):
-            try:
+            with contextlib.suppress(OSError):
                 words = (process / "cmdline").read_bytes().split(b"\0")
                 variables = (process / "environ").read_bytes()
-            except OSError:
-                continue
-            if f"run.dir={self.run}".encode() in words and b"OMPI_COMM_WORLD_RANK=" in variables:
-                found.append(int(process.name))
-        return found
+                if (
+                    f"run.dir={self.run}".encode() in words
+                    and b"OMPI_COMM_WORLD_RANK=" in variables
+                ):
+                    ranks.append(int(process.name))
+        return ranks
+
+    def _launchers(self) -> list[int]:
+        """Return the process id of the launcher, the only child of `ptdmpi run`."""
+        task = Path(f"/proc/{self.process.pid}/task/{self.process.pid}")
+        with contextlib.suppress(OSError):
+            return [int(child) for child in (task / "children").read_text().split()]
+        return []
 
     def wait(self) -> int:
         """Return the exit code of the job. A job that takes too long is killed."""
         try:
             return self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
-            for pid in self.ranks():
-                os.kill(pid, signal.SIGKILL)
+            for pid in [*self.ranks(), *self._launchers()]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self.process.kill()
             return self.process.wait()
 
 
-def trial(folder: Path, way: Way, choice: random.Random, count: Count, copies: bool) -> None:
-    """Kill ranks of one run three times, and compare the run with an undisturbed one."""
+def killed(job: SupervisedRun, choice: random.Random) -> list[Death]:
+    """Kill processes of a run until it has died DEATHS times or has ended; return its deaths."""
+    deaths: list[Death] = []
+    furthest = 0
+    died_s = 0.0
+    while len(deaths) < DEATHS:
+        fault = choice.choices(list(FAULTS), list(FAULTS.values()))[0]
+        if fault == IN_A_START:
+            time.sleep(choice.uniform(0.0, START_S))
+        elif job.wait_for(furthest + 2):  # one step may not have been complete
+            if deaths:
+                deaths[-1] = Death(deaths[-1].fault, time.monotonic() - died_s)
+            time.sleep(choice.uniform(0.0, LIFE_S))
+        else:
+            break
+        victims = job.victims(fault, choice)
+        if job.process.poll() is not None:
+            break
+        furthest = max(furthest, job.progress.newest().step)
+        reached = [_kill(pid) for pid in victims]
+        if any(reached):
+            died_s = time.monotonic()
+            deaths.append(Death(fault, None))
+    return deaths
+
+
+def _kill(pid: int) -> bool:
+    """Kill a process; return False if it has ended before."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+        return True
+    return False
+
+
+def trial(folder: Path, way: Way, choice: random.Random, copies: bool) -> KilledRun:
+    """Kill processes of one run, and compare the run with an undisturbed one."""
     reference = folder / f"reference-{way.name}"
     if any("adapt.base" in setting for setting in way.settings):
         require_base(folder)
@@ -190,91 +167,59 @@ def trial(folder: Path, way: Way, choice: random.Random, count: Count, copies: b
     run = folder / f"run-{way.name}"
     shutil.rmtree(run, ignore_errors=True)
     job = SupervisedRun(folder, way, run, copies)
-    killed = 0
-    for _ in range(DEATHS):
-        if not job.wait_for(job.steps() + choice.randrange(1, STEPS // (DEATHS + 1))):
-            break
-        time.sleep(choice.uniform(0.0, 0.05))
-        ranks = job.ranks()
-        if not ranks or job.process.poll() is not None:
-            break
-        victims = [choice.choice(ranks)]
-        if choice.random() < 0.25:
-            victims = ranks
-        step = job.steps()
-        begin = time.monotonic()
-        for pid in victims:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        killed += 1
-        if job.wait_for(step + 2):  # one step may not have been complete
-            count.seconds.append(time.monotonic() - begin)
+    deaths = killed(job, choice)
     code = job.wait()
-    count.runs += 1
-    count.deaths += killed
     why = f"exit code {code}" if code else ""
-    why = why or deviation(run, reference) or records_deviate(run, reference) or ""
+    why = why or deviation(run, reference, STEPS) or records_deviate(run, reference) or ""
     if why:
-        count.lost.append(why)
-        shutil.copy(job.output, folder / f"lost-{way.name}-{count.runs}.txt")
+        kept = folder / f"lost-{way.name}-{time.time_ns():x}"
+        run.rename(kept)
+        shutil.copy(job.output, kept / "supervised.txt")
     shutil.rmtree(run, ignore_errors=True)
+    return KilledRun(way.name, copies, tuple(deaths), why)
 
 
-def table(counts: Mapping[str, Count]) -> str:
-    """Return the counts as text, one row for each kind."""
-    lines = [f"{'kind':24} {'deaths':>6} {'runs':>5} {'lost':>5}  death to next step, median s"]
-    seconds: Sequence[float] = [s for count in counts.values() for s in count.seconds]
-    for name, count in [*counts.items(), ("all", _sum(counts))]:
-        middle = f"{statistics.median(count.seconds):.1f}" if count.seconds else "-"
-        lines.append(f"{name:24} {count.deaths:6} {count.runs:5} {len(count.lost):5}  {middle}")
-    if seconds:
-        lines.append(f"death to next step: {min(seconds):.1f} to {max(seconds):.1f} s")
-    return "\n".join(lines)
+def _next(names: Sequence[str], runs: Sequence[KilledRun]) -> str:
+    """Return the kind with the fewest deaths so far; of these, the one with the fewest runs."""
 
+    def tried(name: str) -> tuple[int, int]:
+        mine = [run for run in runs if run.kind == name]
+        return count(mine), len(mine)
 
-def _sum(counts: Mapping[str, Count]) -> Count:
-    whole = Count()
-    for count in counts.values():
-        whole.deaths += count.deaths
-        whole.runs += count.runs
-        whole.lost += count.lost
-        whole.seconds += count.seconds
-    return whole
+    return min(names, key=tried)
 
 
 def main() -> None:
-    """Kill ranks, in random order of kinds, until the number of deaths or the time is reached."""
+    """Kill until the deaths or the minutes are reached, the least tried kind first."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults.every_kind")
     parser.add_argument("--deaths", type=int, default=500)
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", help="some kinds, such as 'zero-3 zb-v'")
+    parser.add_argument("--folder", type=Path, help="keep results here, and add to them")
     options = parser.parse_args()
     ways = every_kind()
     names = (options.kinds or " ".join(ways)).split()
     if not set(names) <= ways.keys():
         parser.error(f"--kinds: legal are {' '.join(ways)}")
-    folder = Path(tempfile.mkdtemp(prefix="ptdmpi-every-kind-"))
-    prepare_all(folder / "runs")
-    choice = random.Random(options.seed)
-    counts = {name: Count() for name in names}
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="ptdmpi-every-kind-"))
+    if not (folder / "runs").is_dir():
+        prepare_all(folder / "runs")
+    results = folder / "results.jsonl"
+    runs = runs_in(results)
     end = time.monotonic() + 60 * options.minutes
-    number = 0
-    while sum(count.deaths for count in counts.values()) < options.deaths:
-        if number % len(names) == 0:
-            choice.shuffle(names)
-        name = names[number % len(names)]
-        if time.monotonic() > end:
-            break
-        number += 1
-        trial(folder / "runs", ways[name], choice, counts[name], copies=number % 4 != 0)
-        print(f"{name}: {counts[name]}", flush=True)
-    print(f"\n{table(counts)}")
-    if any(count.lost for count in counts.values()):
+    while count(runs) < options.deaths and time.monotonic() < end:
+        name = _next(names, runs)
+        number = sum(run.kind == name for run in runs)
+        choice = random.Random(f"{options.seed} {name} {number}")
+        runs.append(trial(folder / "runs", ways[name], choice, copies=number % 2 == 0))
+        append(results, runs[-1])
+        print(runs[-1].line(), flush=True)
+    print(f"\n{table(list(ways), runs)}")
+    if any(run.why for run in runs):
         sys.exit(f"lost runs are kept in {folder}")
-    shutil.rmtree(folder)
+    if options.folder is None:
+        shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

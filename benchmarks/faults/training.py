@@ -150,10 +150,10 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in records if "loss" in record]
 
 
-def deviation(run: Path, reference: Path) -> str | None:
-    """Return how the last checkpoint of a run differs from that of an undisturbed run; None if all
-    bits are equal."""
-    last = files.name_of(STEPS)
+def deviation(run: Path, reference: Path, steps: int = STEPS) -> str | None:
+    """Return how the checkpoint of a run after its last step, `steps`, differs from that of an
+    undisturbed run; None if all bits are equal."""
+    last = files.name_of(steps)
     try:
         changed = check.differences(reference / "checkpoints" / last, run / "checkpoints" / last)
     except InputError as error:

@@ -4,7 +4,9 @@ import random
 
 import pytest
 
-from benchmarks.faults.every_kind import Count, every_kind, names_of, prepare_all, table, trial
+from benchmarks.faults.deaths import IN_A_START, Death, KilledRun, append, count, runs_in, table
+from benchmarks.faults.every_kind import trial
+from benchmarks.faults.kinds import STEPS, every_kind, names_of, prepare_all
 from ptdmpi.config import load, resolve
 from ptdmpi.config.adapt import AdaptMethod
 from ptdmpi.config.choices import ScheduleName
@@ -26,7 +28,23 @@ def test_every_compressor_is_there():
 def test_a_kind_is_legal(kind, tmp_path):
     prepare_all(tmp_path / "runs")
     way = KINDS[kind]
-    assert resolve(load(tmp_path / "runs/config.toml", way.settings), way.ranks).run.steps == 40
+    assert resolve(load(tmp_path / "runs/config.toml", way.settings), way.ranks).run.steps == STEPS
+
+
+def test_results_are_kept_and_counted(tmp_path):
+    runs = [
+        KilledRun("ring", True, (Death("one rank", 4.0), Death(IN_A_START, None))),
+        KilledRun("zb-v", False, (Death("one rank", 6.0),), "exit code 1"),
+    ]
+    for run in runs:
+        append(tmp_path / "results.jsonl", run)
+    assert runs_in(tmp_path / "results.jsonl") == runs
+    assert runs_in(tmp_path / "others.jsonl") == [] and count(runs) == 3
+    rows = {line.split()[0]: line.split()[1:] for line in table(["ring", "zb-v"], runs).split("\n")}
+    #  one rank, all ranks, in a start, launcher; all, runs, lost, median
+    assert rows["ring"] == ["1", "0", "1", "0", "2", "1", "0", "4.0"]
+    assert rows["zb-v"] == ["1", "0", "0", "0", "1", "1", "1", "6.0"]
+    assert rows["all"] == ["2", "0", "1", "0", "3", "2", "1", "5.0"]
 
 
 @pytest.mark.long
@@ -35,6 +53,5 @@ def test_a_kind_is_legal(kind, tmp_path):
 def test_a_killed_kind(kind, tmp_path):
     """`make torture` in short: one run of each kind."""
     prepare_all(tmp_path / "runs")
-    count = Count()
-    trial(tmp_path / "runs", KINDS[kind], random.Random(kind), count, copies=True)
-    assert count.deaths and not count.lost, table({kind: count})
+    run = trial(tmp_path / "runs", KINDS[kind], random.Random(kind), copies=True)
+    assert run.deaths and not run.why, run.line()

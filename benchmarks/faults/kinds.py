@@ -1,0 +1,83 @@
+"""Every kind of run that `every_kind` kills, from the tables of the program.
+
+A kind is a data-parallel method, compressor, ZeRO stage, schedule, adapter, task or axis. A new
+name in a table is therefore tested, too; if its settings are incomplete, the list is refused with
+the configuration's error.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import get_args
+
+from benchmarks.faults.training import BASE, Way, prepare
+from ptdmpi.config.adapt import AdaptMethod
+from ptdmpi.config.choices import ScheduleName
+from ptdmpi.config.methods import CompressorName, MethodName
+from ptdmpi.config.section import Section
+from ptdmpi.config.sections import ParallelConfig, TaskConfig
+
+STEPS = 120  # a life is some tens of steps, between two deaths
+# The settings that a name of a table needs in addition.
+METHODS: Mapping[str, tuple[str, ...]] = {
+    "local": ("data_parallel.local_steps=2",),
+    "compressed": ("data_parallel.compressor=sign",),
+}
+SCHEDULES: Mapping[str, tuple[str, ...]] = {
+    "interleaved": ("parallel.virtual=2", "model.layers=4"),
+    "zb-v": ("parallel.virtual=2", "model.layers=4"),
+}
+ADAPTED = (f"adapt.base={BASE}",)
+TASKS: Mapping[str, tuple[str, ...]] = {
+    "classification": ('task.labels=["a","b"]', 'data.train=[{path="labelled.jsonl"}]'),
+    "choice": ("task.choices=2", 'data.train=[{path="choices.jsonl"}]', "batch.micro_size=2"),
+}
+
+
+def names_of(literal: object) -> tuple[str, ...]:
+    """Return the names that a literal type lists, without "none"."""
+    return tuple(name for name in get_args(literal) if name != "none")
+
+
+def every_kind() -> dict[str, Way]:
+    """Return a layout for each kind of run, by the kind's name."""
+    ways: dict[str, Way] = {}
+
+    def add(name: str, ranks: int, *settings: str) -> None:
+        ways[name] = Way(name, ranks, (f"run.steps={STEPS}", *settings))
+
+    for method in names_of(MethodName):
+        add(method, 2, f"data_parallel.method={method}", *METHODS.get(method, ()))
+    for compressor in names_of(CompressorName):
+        words = ("data_parallel.method=compressed", f"data_parallel.compressor={compressor}")
+        add(f"compressed-{compressor}", 2, *words)
+    for stage in range(1, _most(ParallelConfig, "zero") + 1):
+        add(f"zero-{stage}", 2 if stage % 2 else 4, f"parallel.zero={stage}")
+    for schedule in names_of(ScheduleName):
+        words = ("parallel.pipeline=2", f"parallel.schedule={schedule}")
+        add(schedule, 2, *words, *SCHEDULES.get(schedule, ()))
+    for adapter in names_of(AdaptMethod):
+        add(adapter, 2, f"adapt.method={adapter}", *ADAPTED)
+    for task in names_of(TaskConfig.model_fields["kind"].annotation):
+        add(task, 2, f"task.kind={task}", "task.tokenizer=bytes", *TASKS[task])
+    add("tensor", 2, "parallel.tensor=2")
+    add("context", 2, "parallel.context=2")
+    add("three", 3, "batch.global_size=6")
+    return ways
+
+
+def _most(section: type[Section], key: str) -> int:
+    """Return the greatest legal value of a configuration key."""
+    limits = [getattr(limit, "le", None) for limit in section.model_fields[key].metadata]
+    return next(limit for limit in limits if limit is not None)
+
+
+def prepare_all(folder: Path) -> None:
+    """Write the configuration, tokens and labelled texts into `folder`."""
+    prepare(folder)
+    texts = [f"text {number}" for number in range(64)]
+    labelled = [{"text": text, "label": "ab"[len(text) % 2]} for text in texts]
+    choices = [{"context": text, "choices": ["x", "y"], "answer": 0} for text in texts]
+    for name, rows in (("labelled", labelled), ("choices", choices)):
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(lines)

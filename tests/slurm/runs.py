@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shlex
 import sys
 from pathlib import Path
 
@@ -94,21 +93,6 @@ class Run:
             cwd=self.folder,
             env=virtual,
         )
-        self.job, self.cluster = done.stdout.strip(), cluster
-
-    def supervise(self, cluster: Cluster, ranks: int, *options: str) -> None:
-        """Hand the run to Slurm as a job of `ptdmpi run`, which goes on when a node is lost."""
-        virtual = {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "VIRTUAL_ENV": sys.prefix,
-            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-        }
-        words = [sys.executable, "-m", "ptdmpi", "run", "-n", str(ranks), *self.arguments()]
-        script = self.folder / f"{self.path.name}.sbatch"
-        script.write_text(f"#!/bin/bash\nexec {shlex.join(words)}\n")
-        command = ["sbatch", "--parsable", f"--output={self.path.name}-%j.log", "--no-kill"]
-        done = cluster.run(*command, *options, str(script), cwd=self.folder, env=virtual)
         self.job, self.cluster = done.stdout.strip(), cluster
 
     @property

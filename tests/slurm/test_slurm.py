@@ -195,7 +195,7 @@ def test_supervised_job_goes_on_without_a_lost_node(whole, folder, straight, ann
     """A node loses its power: the same job goes on from its neighbour's memory, on a spare node."""
     settings = ("checkpoint.memory_every_steps=1", "checkpoint.every_steps=0")
     run = Run(folder, "supervised", *settings)
-    run.supervise(whole, 2, "--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=1", "--time=10")
+    run.submit(whole, "--no-kill", "--nodes=3", RANKS="2")
     run.wait_for_step(50)
     hosts = whole.hosts_of(run.job)
     whole.cut(hosts[1])

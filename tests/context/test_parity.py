@@ -2,6 +2,7 @@
 in every combination of the context axis with the others; and no token sees what it must not."""
 
 from dataclasses import replace
+from typing import get_args
 from unittest.mock import patch
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
+from ptdmpi.config.choices import ContextMethod
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.sequence.positions import Positions
-from tests._configs import layout, small
+from tests._configs import Changes, layout, small
 from tests._engines import build, from_root, microbatches, whole_weights
 from tests.parallel import parallel
 
@@ -80,6 +82,48 @@ ROWS = {
     "c2 d2": (4, {**layout(d=2), "parallel.context": 2}),
     "c2 d2 zero 1": (4, {**layout(d=2), "parallel.context": 2, "parallel.zero": 1}),
     "c2 d2 zero 3": (4, {**layout(d=2), "parallel.context": 2, "parallel.zero": 3, **LLAMA}),
+}
+BERT = {"model.kind": "bert", "model.kv_heads": None}
+DIVIDED = {"parallel.sequence_parallel": True}
+DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
+DOCUMENTS = {"data.document_boundaries": True}
+
+
+def ulysses(c: int, *changes: Changes) -> Changes:
+    """The changes of a row in which heads are dealt to c ranks."""
+    axis = {"parallel.context": c, "parallel.context_method": "ulysses"}
+    return axis | {key: value for some in changes for key, value in some.items()}
+
+
+SIX_HEADS = {"model.heads": 6, "model.hidden": 48}
+ROWS |= {
+    "ulysses c2 documents, window": (
+        2,
+        ulysses(2, LLAMA, DOCUMENTS, {"model.sliding_window": 5}),
+    ),
+    "ulysses c2 learned, documents": (2, ulysses(2, DOCUMENTS)),
+    "ulysses c2 softcap, dropout": (2, ulysses(2, DROPOUT, {"model.attention_softcap": 3.0})),
+    "ulysses c2 bert": (2, ulysses(2, BERT, DROPOUT)),
+    "ulysses c2 selective": (2, ulysses(2, DROPOUT, {"recompute.mode": "selective"})),
+    "ulysses c2 lora full": (
+        2,
+        ulysses(2, LLAMA, {"adapt.method": "lora", "adapt.rank": 2, "recompute.mode": "full"}),
+    ),
+    "ulysses c3": (3, ulysses(3, SIX_HEADS, LLAMA)),
+    "ulysses c4 one key head": (
+        4,
+        ulysses(4, LLAMA, {"model.seq_length": 32, "model.kv_heads": 1}),
+    ),
+    "ulysses t2 c2 sequence": (4, ulysses(2, layout(t=2), DIVIDED, DROPOUT)),
+    "ulysses c2 p2 v2": (
+        4,
+        ulysses(2, layout(p=2, v=2), LLAMA, {"model.layers": 4}),
+    ),
+    "ulysses c2 p2 zero bubble": (
+        4,
+        ulysses(2, layout(p=2), {"parallel.schedule": "zb-h1"}, LLAMA),
+    ),
+    "ulysses c2 d2 zero 3": (4, ulysses(2, layout(d=2), {"parallel.zero": 3}, LLAMA)),
 }
 MEAN_DOCUMENT = 6
 
@@ -181,10 +225,12 @@ def losses_of(engine: Engine, batch: Microbatch) -> torch.Tensor:
 
 @parallel(ranks=[1, 2, 3])
 @pytest.mark.parametrize("in_several", [False, True])
-def test_a_perturbed_token_changes_the_losses_that_see_it(comm, in_several):
+@pytest.mark.parametrize("method", get_args(ContextMethod))
+def test_a_perturbed_token_changes_the_losses_that_see_it(comm, method, in_several):
     """Its own as a label, and those from it to the end of its document, and no other."""
-    changes = {**BASE, **LLAMA, "parallel.context": comm.size, "batch.micro_size": 1}
-    engine = build(World(comm), {**changes, "model.seq_length": 12})
+    changes = {**BASE, **LLAMA, **SIX_HEADS, "model.seq_length": 12, "batch.micro_size": 1}
+    axis = {"parallel.context": comm.size, "parallel.context_method": method}
+    engine = build(World(comm), {**changes, **axis})
     batch = microbatches(engine.config, 0, 0, masked=False)[0]
     numbers = torch.tensor([[0] * 5 + [1] * 7] if in_several else [[0] * 12])
     batch = replace(batch, documents=Documents.of(numbers) if in_several else None)
@@ -215,6 +261,14 @@ REFUSED = {
     "graph": ({"run.compile": True}, "run.compile = true compiles a layer without messages"),
     "ring": ({"data_parallel.method": "ring", **layout(d=2)}, "over the data axis alone"),
     "noise": ({"log.gradient_noise_every_steps": 2, **layout(d=2)}, "gradient_noise"),
+    "heads": (
+        {**ulysses(4), "model.heads": 6, "model.hidden": 48, "model.kv_heads": 2},
+        "context = 4 does not divide the 6 heads of a tensor rank; legal nearby: context 2 or 3 or",
+    ),
+    "heads of a tensor rank": (
+        {**layout(t=2), **ulysses(2), "model.heads": 2},
+        "context = 2 does not divide the 1 head of a tensor rank; legal nearby: context 1, or",
+    ),
     "ranks": ({"parallel.tensor": 3, "model.heads": 3}, "tensor \\* context \\* pipeline"),
 }
 

@@ -34,6 +34,7 @@ EXPERTS = {
     "model.experts_per_token": 2,
     "model.shared_experts": 1,
 }
+ULYSSES = {"parallel.context": 2, "parallel.context_method": "ulysses"}
 LATER = LORA | {"model.layers": 4, "adapt.first_layer": 2}
 CASES = {
     "alone": {},
@@ -79,6 +80,10 @@ CASES = {
     "c2 d2": layout(d=2) | {"parallel.context": 2},
     "c2 d2 zero 1": layout(d=2) | {"parallel.context": 2, "parallel.zero": 1},
     "c2 d2 zero 3": layout(d=2) | {"parallel.context": 2, "parallel.zero": 3},
+    "c2 ulysses llama full": SHARED_KEYS | ULYSSES | {"recompute.mode": "full"},
+    "c2 ulysses lora later": LATER | ULYSSES,
+    "c2 p2 ulysses zb-h1": layout(p=2) | ULYSSES | {"parallel.schedule": "zb-h1"},
+    "t2 c2 ulysses divided": layout(t=2) | DIVIDED | ULYSSES,
     "t2 c2 divided": layout(t=2) | DIVIDED | {"parallel.context": 2},
     "t2": layout(t=2),
     "t2 bf16": layout(t=2) | {"precision.compute": "bf16"},
@@ -173,6 +178,7 @@ FEW += ("d2 muon zero 1", "d3 muon zero 2", "t2 d2 muon zero 3")
 FEW += ("t2 muon", "d4 zero 2 of pairs", "d2 lora zero 3 in few bits")
 FEW += ("d2 p2 v2 lora later zero 3", "t2 experts divided full", "d2 experts zero 3")
 FEW += ("t2 p2 bert divided", "d2 p2 v2 zero 3 untied", "t2 p2 d2 divided")
+FEW += ("t2 c2 ulysses divided",)
 OTHERS = tuple(name for name in CASES if name not in FEW)
 
 

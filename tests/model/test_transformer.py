@@ -7,6 +7,7 @@ from torch import Tensor
 from ptdmpi.config import ModelConfig, RecomputeConfig
 from ptdmpi.model.kernels.rope import rotate
 from ptdmpi.model.operators import Build, Context, install, run
+from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.transformer import Block, rotary_table
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.elementwise import AddResidual
@@ -109,7 +110,7 @@ class Part(Block):
             if row.name.startswith(f"{name}.") and not isinstance(row, AddResidual)
         ]
         self.source = inner[0].inputs[0]
-        self.steps = install(self, inner, Build(model, axis, 0, selective))
+        self.steps = install(self, inner, Build(model, axis, 0, selective, ContextAxis()))
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         return run(self.steps, {self.source: x}, context)["y"]

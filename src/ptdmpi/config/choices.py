@@ -7,6 +7,7 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 CodesName = Literal["int8", "int4", "uint4", "nf4"]
 RecomputeMode = Literal["none", "selective", "full"]
 OffloadName = Literal["none", "optimizer", "disk"]
+ContextMethod = Literal["all_gather", "ulysses"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 RECOMPUTE_MODES: tuple[str, ...] = get_args(RecomputeMode)
 OFFLOADS: tuple[str, ...] = get_args(OffloadName)

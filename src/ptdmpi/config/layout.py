@@ -38,7 +38,8 @@ class Layout:
     group has a copy of the state (Zhao et al. 2023, arXiv 2304.11277, section 3.2.2). `offload` is
     the place of the optimizer's state: the device ("none"), the host's memory ("optimizer"; Ren et
     al. 2021, arXiv 2101.06840), or a file ("disk"). `first_layers` is the number of layers in the
-    first stage; None means the best number.
+    first stage; None means the best number. `context_method` is how attention on a context axis
+    sees all positions.
     """
 
     tensor: int
@@ -58,6 +59,7 @@ class Layout:
     partition_activations: bool = False
     first_layers: int | None = None
     context: int = 1
+    context_method: str = "all_gather"
 
     @classmethod
     def of(
@@ -74,6 +76,7 @@ class Layout:
         return cls(
             tensor=parallel.tensor,
             context=parallel.context,
+            context_method=parallel.context_method,
             pipeline=parallel.pipeline,
             data=data,
             virtual=parallel.virtual,
@@ -139,6 +142,12 @@ class Layout:
         return self.tensor * self.context * self.pipeline
 
     @property
+    def exchange(self) -> str:
+        """Return the method by which attention sees the positions of other ranks; "none" if each
+        rank has all positions."""
+        return self.context_method if self.context > 1 else "none"
+
+    @property
     def stages(self) -> int:
         """Return the number of model chunks on all pipeline ranks, p v."""
         return self.pipeline * self.virtual
@@ -173,8 +182,8 @@ class Layout:
 
         `dp_overlap` has a price but no key.
         """
-        names = ("tensor", "context", "pipeline", "virtual", "data", "schedule", "zero", "offload")
-        switches = ("sequence_parallel", "scatter_gather")
+        names = ("tensor", "context", "context_method", "pipeline", "virtual", "data", "schedule")
+        switches = ("zero", "offload", "sequence_parallel", "scatter_gather")
         layers = "all" if self.recompute_layers is None else self.recompute_layers
         group = "all" if self.shard_group is None else self.shard_group
         parallel = {key: getattr(self, key) for key in (*names, *switches)}

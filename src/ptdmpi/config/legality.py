@@ -87,6 +87,7 @@ def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
     width = "expert_hidden" if model.experts else "ffn_hidden"
     yield _divides(layout, width, getattr(model, width))
     yield _chunks(layout, model)
+    yield _dealt_heads(layout, model)
     yield Rule(
         "sequence",
         layout.sequence_parallel and model.seq_length % layout.tensor > 0,
@@ -137,6 +138,23 @@ def _chunks(layout: Layout, model: ModelConfig) -> Rule:
         )
 
     return Rule("context", layout.context > 1 and model.seq_length % unit > 0, text)
+
+
+def _dealt_heads(layout: Layout, model: ModelConfig) -> Rule:
+    """Return the rule that "ulysses" deals an equal number of a tensor rank's heads to each context
+    rank."""
+    heads = model.heads // layout.tensor
+
+    def text() -> str:
+        legal = nearest(layout.context, divisors(heads))
+        return (
+            f'parallel.context_method = "ulysses": parallel.context = {layout.context} does not '
+            f"divide the {counted(heads, 'head')} of a tensor rank; legal nearby: context {legal}, "
+            'or context_method = "all_gather"'
+        )
+
+    deals = layout.exchange == "ulysses" and not model.heads % layout.tensor
+    return Rule("dealt_heads", deals and heads % layout.context > 0, text)
 
 
 def _key_heads(layout: Layout, model: ModelConfig) -> Rule:

@@ -7,7 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ptdmpi.base.plugins import plugin
-from ptdmpi.config.choices import OffloadName, RecomputeMode, ScheduleName, default_schedule
+from ptdmpi.config.choices import (
+    ContextMethod,
+    OffloadName,
+    RecomputeMode,
+    ScheduleName,
+    default_schedule,
+)
 from ptdmpi.config.model import MASK_FRACTION
 from ptdmpi.config.precision import PRECISIONS, PrecisionName
 from ptdmpi.config.section import (
@@ -85,6 +91,7 @@ class ParallelConfig(Section):
 
     tensor: Reported[Positive] = 1
     context: Reported[Positive] = 1
+    context_method: Reported[ContextMethod] = "all_gather"
     pipeline: Reported[Positive] = 1
     virtual: Reported[Positive] = 1
     data: Reported[Positive | Literal["auto"]] = "auto"

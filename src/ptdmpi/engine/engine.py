@@ -81,7 +81,7 @@ class Engine:
         self.schedule = schedules.build(
             config.parallel.schedule, pipeline.size, config.parallel.virtual, config.microbatches
         )
-        self.context = ContextAxis(axes["context"])
+        self.context = ContextAxis(axes["context"], config.parallel.context_method)
         self.stages = _stages(config, axes, vocab_size, self.schedule, context=self.context)
         self.losses = kinds_of(config.model, own_loss=bool(config.run.loss))  # by name
         self._of_output = [name for name, kind in self.losses.items() if not kind.of_routers]

@@ -30,10 +30,12 @@ from ptdmpi.model.kernels.rope import rotate
 from ptdmpi.model.parameters import declare
 from ptdmpi.model.random import RandomStream, dropout
 from ptdmpi.model.sequence.context import ContextAxis
+from ptdmpi.model.sequence.heads import all_heads, part_of_heads
 from ptdmpi.model.sequence.positions import ALL, Positions
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layer import describe
-from ptdmpi.plan.layer.attention import Attend, GatherKeys, SplitHeads
+from ptdmpi.plan.layer.attention import Attend, SplitHeads
+from ptdmpi.plan.layer.context import DealHeads, GatherKeys, JoinHeads
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.experts import MixExperts
 from ptdmpi.plan.layer.operator import Operator, OwnOperator
@@ -73,8 +75,8 @@ class Build(NamedTuple):
     model: ModelConfig
     axis: TensorAxis
     layer: int
-    selective: bool = False
-    context: ContextAxis | None = None
+    selective: bool
+    context: ContextAxis
 
 
 class Norm(nn.Module):
@@ -153,9 +155,14 @@ class SelfAttention(Computing):
     def __init__(self, build: Build) -> None:
         super().__init__()
         model = build.model
-        self.axis = build.axis
         self.layer = build.layer
         self.rate = model.attention_dropout
+        # the number of this rank's part of the heads, of which each rank has one, and whether the
+        # part has all positions
+        self.part = build.axis.rank
+        self.deals = build.context.exchange == "ulysses"
+        if self.deals:
+            self.part = self.part * build.context.size + build.context.comm.rank
         self.scores = Scores(
             model.attention_scale,
             model.attention == "causal",
@@ -184,8 +191,9 @@ class SelfAttention(Computing):
         return core.permute(2, 0, 1, 3).flatten(2)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        positions = ALL if self.deals else context.positions
         if context.stream is None or self.rate == 0.0:
-            return self.attend(q, k, v, context.documents, positions=context.positions)
+            return self.attend(q, k, v, context.documents, positions=positions)
         heads, kv_heads = q.shape[1], k.shape[1]
         if kv_heads != heads:
             group = heads // kv_heads
@@ -195,13 +203,14 @@ class SelfAttention(Computing):
         scores = self.kernels.product(q, k.transpose(-1, -2)) * self.scores.scale
         if self.scores.softcap:
             scores = soft_cap(scores, self.scores.softcap)
-        hidden = hidden_keys(k, Sight(self.scores, context.documents, context.positions))
+        hidden = hidden_keys(k, Sight(self.scores, context.documents, positions))
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
         # a sum of s exponentials in a half type loses the small ones
         wide = torch.promote_types(scores.dtype, torch.float32)
         weights = scores.softmax(-1, dtype=wide).to(v.dtype)
-        stream = context.stream.at(self.layer, 2, first_head=self.axis.rank * heads)
+        first = self.part * heads
+        stream = context.stream.at(self.layer, 2, positions=positions, first_head=first)
         keep = stream.attention_mask(weights.shape, self.rate)
         return self.kernels.product(dropout(weights, keep, self.rate), v)
 
@@ -276,10 +285,30 @@ def _attention(owner: nn.Module, row: Operator, build: Build) -> Callable[..., T
 def _whole_keys(owner: nn.Module, row: Operator, build: Build) -> Callable[..., tuple[Tensor, ...]]:
     def compute(q: Tensor, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Return the queries of this rank, and all keys and values."""
-        if build.context is None or build.context.size == 1:
+        if build.context.exchange != "all_gather":
             return q, k, v
         # a copy: a view would keep keys and values, too, which are there whole now
         return q.clone(), *build.context.whole_keys(k, v)
+
+    return compute
+
+
+def _dealt(owner: nn.Module, row: Operator, build: Build) -> Callable[..., tuple[Tensor, ...]]:
+    def compute(q: Tensor, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, ...]:
+        """Return queries, keys and values of all positions, of this rank's part of the heads."""
+        if build.context.exchange != "ulysses":
+            return q, k, v
+        return part_of_heads(q, k, v, build.context)
+
+    return compute
+
+
+def _joined(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]:
+    def compute(y: Tensor, context: Context) -> Tensor:
+        """Return the outputs of all heads at this rank's positions."""
+        if build.context.exchange != "ulysses":
+            return y
+        return all_heads(y, build.context)
 
     return compute
 
@@ -326,7 +355,9 @@ MAKERS: Mapping[type[Operator], Maker] = {
     Multiply: _product,
     SplitHeads: _heads,
     GatherKeys: _whole_keys,
+    DealHeads: _dealt,
     Attend: _attention,
+    JoinHeads: _joined,
     Activate: _activation,
     MixExperts: _experts,
     AddResidual: _residual,

@@ -81,7 +81,7 @@ class Block(nn.Module):
         self.partition = recompute.partition_activations and axis.size > 1
         self.chooses = model.experts > 0
         selective = recompute.mode == "selective"
-        build = Build(model, axis, layer, selective, context)
+        build = Build(model, axis, layer, selective, context or ContextAxis())
         self.steps = install(self, operators(describe.layer(model, layer)), build)
         self._compiled: Callable[[Tensor, Context], Tensor] | None = None
 

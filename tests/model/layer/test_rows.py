@@ -9,6 +9,7 @@ instructions.
 import math
 from collections import Counter
 from dataclasses import replace
+from typing import get_args
 from unittest import mock
 
 import pytest
@@ -21,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ptdmpi.comm.communicator import OneRank
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.config import Layout, RecomputeConfig
+from ptdmpi.config.choices import ContextMethod
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.model import transformer
 from ptdmpi.model.experts.routing import Chosen
@@ -35,6 +37,7 @@ from ptdmpi.model.transformer import Block, rotary_table
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.account import FusedAttention, MatrixProduct, kept, total_bytes
 from ptdmpi.plan.layer.attention import Attend
+from ptdmpi.plan.layer.context import JoinHeads
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.experts import MixExperts
 from ptdmpi.plan.layer.folds import items, operators
@@ -67,6 +70,7 @@ SHAPES = {
 }
 
 
+METHODS = get_args(ContextMethod)
 WIDENED = HostChoice(half="widened")
 HALF = ("bf16", "fp16")
 
@@ -100,6 +104,8 @@ def layer_of(
         placed.layer.place_rotary(placed.rotary)
     divided = axis.sequence_parallel
     layout = Layout(axis.size, 1, 1, micro_size=B, sequence_parallel=divided, context=here.size)
+    if context is not None:
+        layout = replace(layout, context_method=context.method)
     stream = RandomStream.of(1, 2, torch.arange(B), here) if "dropout" in name else None
     software = TRAINER.model_copy(update={"wide_products": widens})
     return placed, Sizes(model, layout, precision, software), Context(stream, positions=here)
@@ -290,6 +296,8 @@ def shared_bytes(row, sizes: Sizes) -> int:
         return row.replaced_bytes(sizes)
     if isinstance(row, MixExperts) and len(row.inputs) > 1:
         return sizes.boundary_bytes  # the first linear of the shared experts keeps it
+    if isinstance(row, JoinHeads):
+        return -row_output(row, sizes)  # the next row keeps it
     if isinstance(row, Attend) and row_is_capped(sizes):
         return -row_output(row, sizes)  # explicit cores do not keep their output
     if isinstance(row, Attend) and sizes.operand_bytes != sizes.compute_bytes:
@@ -298,8 +306,8 @@ def shared_bytes(row, sizes: Sizes) -> int:
 
 
 def row_output(row, sizes: Sizes) -> int:
-    (output,) = (i for i in row.kept(sizes, "none") if i.name.endswith(".output"))
-    return output.bytes
+    """Bytes of the output. That of the core is not kept in "ulysses" if its kernel does not."""
+    return total_bytes(i for i in row.kept(sizes, "none") if i.name.endswith(".output"))
 
 
 @parallel(ranks=[1, 2, 4])
@@ -311,10 +319,12 @@ def test_every_row_does_what_it_says(comm, name, sequence_parallel):
 
 @parallel(ranks=[2, 4])
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_row_does_so_at_some_positions(comm, name):
-    """A context axis cuts the sequence: keys and values are of all positions, all else is not."""
-    context = ContextAxis(MpiCommunicator(comm))
-    assert wrong(name, TensorAxis(OneRank()), context=context) == []
+@pytest.mark.parametrize("method", METHODS)
+def test_every_row_does_so_at_some_positions(comm, name, method):
+    """A context axis cuts the sequence: attention sees all positions, by each method."""
+    context = ContextAxis(MpiCommunicator(comm), method)
+    mistakes = wrong(name, TensorAxis(OneRank()), context=context)
+    assert not mistakes, mistakes
 
 
 @parallel(ranks=[1, 2])
@@ -330,10 +340,20 @@ def test_every_row_does_so_in_every_precision(comm, name):
     assert not any(mistakes.values()), mistakes
 
 
-def kept_by_layer(name: str, axis, precision: str, recompute: str, widens: bool) -> tuple[int, int]:
-    """Return (bytes that a whole layer keeps from its forward, bytes that its rows say)."""
-    placed, sizes, context = layer_of(name, axis, precision, recompute, widens=widens)
-    x = positions(random_tensor("x", (S, B, H), precision), axis).clone().requires_grad_()
+def kept_by_layer(
+    name: str,
+    axis,
+    precision: str,
+    recompute: str,
+    *,
+    widens: bool = False,
+    cut: ContextAxis | None = None,
+) -> tuple[int, int]:
+    """Return (bytes that a whole layer keeps from its forward, bytes that its rows say); `cut`: an
+    axis that cuts its sequence."""
+    placed, sizes, context = layer_of(name, axis, precision, recompute, widens=widens, context=cut)
+    whole = random_tensor("x", (S, B, H), precision)
+    x = positions(context.positions.of(whole), axis).clone().requires_grad_()
     held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()}
     weights = {weight.untyped_storage().data_ptr() for weight in placed.layer.parameters()}
     tables = {table.untyped_storage().data_ptr() for table in placed.rotary}
@@ -365,10 +385,27 @@ def test_a_whole_layer_keeps_what_its_rows_say(comm, name, recompute):
     mistakes = {}
     for precision in DTYPES:
         for widens in {False, precision in HALF}:
-            real, said = kept_by_layer(name, axis, precision, recompute, widens)
+            real, said = kept_by_layer(name, axis, precision, recompute, widens=widens)
             if real != said:
                 mistakes[precision, widens] = (real, said)
     assert not mistakes
+
+
+@parallel(ranks=[2, 4])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_layer_at_some_positions_keeps_what_its_rows_say(comm, name, method):
+    """By each method, under every mode of recomputation, in wide, in half and in widened types."""
+    cut = ContextAxis(MpiCommunicator(comm), method)
+    mistakes = {}
+    for precision, widens in (("fp64", False), ("bf16", False), ("bf16", True)):
+        for recompute in ("none", "selective", "full"):
+            real, said = kept_by_layer(
+                name, TensorAxis(OneRank()), precision, recompute, widens=widens, cut=cut
+            )
+            if real != said:
+                mistakes[precision, widens, recompute] = (real, said)
+    assert not mistakes, mistakes
 
 
 @pytest.mark.parametrize("targets", ["all", ("attention.q",), ("mlp.down",)])

@@ -9,7 +9,7 @@ from ptdmpi.plan.cost.data_axis import VIEW_S, DataAxis
 from ptdmpi.plan.cost.layer import LayerTimes
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
-from ptdmpi.plan.machine.kernels import Machine
+from ptdmpi.plan.machine.kernels import Group, Machine
 from ptdmpi.plan.shape.parameters import ModelPart
 
 SELENE = load_cluster("selene")
@@ -49,6 +49,20 @@ def test_the_bias_of_query_key_value_is_a_kernel_of_the_published_program(machin
     without = load_model("l=2,h=4096,a=32,bias=false")
     found = LayerTimes(machine, MODEL, layout).forward.compute
     assert found - LayerTimes(machine, without, layout).forward.compute == pytest.approx(bias_s)
+
+
+def test_messages_of_a_context_axis_are_priced_by_their_method(machine):
+    """Each of four ranks has 512 positions, with 4096 elements of two bytes in queries, keys,
+    values and outputs."""
+    layout, part_bytes, group = Layout(1, 1, 1, context=4), 512 * 4096 * 2, Group(4, 4)
+
+    def found(method):
+        times = LayerTimes(machine, MODEL, replace(layout, context_method=method))
+        return times.forward.context
+
+    assert found("all_gather") == machine.all_gather_s(2 * 4 * part_bytes, group)
+    exchanges = [machine.all_to_all_s(count * part_bytes, group) for count in (3, 1)]
+    assert found("ulysses") == pytest.approx(sum(exchanges))
 
 
 def test_tensors_are_all_parameters_of_a_layer(machine):

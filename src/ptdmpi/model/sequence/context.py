@@ -1,5 +1,9 @@
 """The context axis: its ranks have different positions of the same samples, and attention on each
-rank sees the keys of all ranks (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2)."""
+rank sees the keys of all ranks.
+
+In "all_gather" keys and values are gathered (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2).
+`heads.py` has "ulysses".
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,14 +13,17 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ptdmpi.comm.communicator import Communicator, OneRank
+from ptdmpi.config.choices import ContextMethod
 from ptdmpi.model.sequence.positions import Positions
 
 
 @dataclass(frozen=True)
 class ContextAxis:
-    """The context communicator, whose ranks have two chunks of every sequence each, in zigzag."""
+    """The context communicator, whose ranks have two chunks of every sequence each, in zigzag, and
+    the method by which attention sees all positions."""
 
     comm: Communicator = field(default_factory=OneRank)
+    method: ContextMethod = "all_gather"
 
     @property
     def size(self) -> int:
@@ -27,11 +34,14 @@ class ContextAxis:
         """Return the positions of the sequence that this rank has."""
         return Positions(self.comm.rank, self.comm.size)
 
+    @property
+    def exchange(self) -> str:
+        """Return the method; "none" if each rank has all positions (see `Layout.exchange`)."""
+        return self.method if self.size > 1 else "none"
+
     def whole_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values at all positions [b, heads, s, d], from those at this rank's
         positions [b, heads, s / c, d]; their gradients are summed over the axis."""
-        if self.size == 1:
-            return k, v
         keys, values = _WholeKeys.apply(k, v, self)
         return keys, values
 

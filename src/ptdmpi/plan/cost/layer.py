@@ -95,9 +95,12 @@ class TensorRank:
     def message_s(self, message: Message) -> float:
         """Return the seconds that kernels wait for a message. If the program overlaps it with a
         product, only the time after the product counts."""
+        group = self.groups[message.axis]
         size = message.whole_bytes / message.pieces
+        if message.collective == "all_to_all":  # counted without a rank's part for itself
+            size *= group.ranks / (group.ranks - 1)
         priced = getattr(self.machine, f"{message.collective}_s")
-        seconds = message.pieces * priced(size, self.groups[message.axis])
+        seconds = message.pieces * priced(size, group)
         if message.behind is None or not self.sizes.software.overlap_tensor:
             return seconds
         return max(0.0, seconds - self.kernel_s(message.behind))

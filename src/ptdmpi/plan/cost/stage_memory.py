@@ -81,6 +81,7 @@ class ActivationKey(NamedTuple):
 
     tensor: int
     context: int
+    context_method: str
     micro_size: int
     sequence_parallel: bool
     partition_activations: bool
@@ -256,6 +257,7 @@ class StageMemory:
         key = ActivationKey(
             layout.tensor,
             layout.context,
+            layout.context_method,
             layout.micro_size,
             layout.sequence_parallel,
             layout.partition_activations,
@@ -273,6 +275,7 @@ class StageMemory:
             sequence_parallel=key.sequence_parallel,
             partition_activations=key.partition_activations,
             context=key.context,
+            context_method=key.context_method,
         )
         sizes = Sizes(self.model, layout, self.precision, self.software)
         layer = describe.layer(self.model)

@@ -236,7 +236,13 @@ def backward_of(layer: LayerTimes, layout: Layout) -> Seconds:
 
 def _layer_key(layout: Layout) -> tuple[object, ...]:
     """Return the settings that determine the times of a layer."""
-    return layout.tensor, layout.context, layout.micro_size, layout.sequence_parallel
+    return (
+        layout.tensor,
+        layout.context,
+        layout.exchange,
+        layout.micro_size,
+        layout.sequence_parallel,
+    )
 
 
 def _crossings(layout: Layout, count: int, devices: int) -> list[bool]:

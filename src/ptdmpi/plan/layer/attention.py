@@ -12,10 +12,9 @@ from ptdmpi.plan.layer.account import (
     Kernel,
     MatrixProduct,
     MemoryPass,
-    Message,
-    Phase,
 )
 from ptdmpi.plan.layer.balance import imbalance
+from ptdmpi.plan.layer.context import CoreShape
 from ptdmpi.plan.layer.elementwise import norm_operands, norm_statistics
 from ptdmpi.plan.layer.operator import Operator, hash_bytes
 from ptdmpi.plan.layer.parts import Norm, Part
@@ -32,11 +31,6 @@ FUSED_SOFTMAX = (3.0, 4.0)
 PLAIN_SOFTMAX = (6 + 8 + 9 + 8 + 6, 6 + 12 + 8 + 9 + 8 + 6)
 QUERY_BLOCK = 128  # queries whose capped scores are computed at once,
 BLOCK_SCORES = 1 << 20  # and the number of these scores
-
-
-def local_heads(sizes: Sizes) -> tuple[int, int]:
-    """Return the query heads and the key heads of a tensor rank; no head is cut."""
-    return sizes.share(sizes.model.heads), sizes.share(sizes.model.kv_heads)
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,7 @@ class SplitHeads(Operator):
         """Yield the kernels of both norms, of queries and of keys, priced as one norm of both."""
         if not self.norms:
             return
-        heads, kv_heads = _priced_heads(sizes)
+        heads, kv_heads = sizes.priced_heads
         each = sizes.tokens * sizes.model.head_size
         e = sizes.compute_bytes
         name: str = sizes.model.norm
@@ -74,7 +68,7 @@ class SplitHeads(Operator):
         are rotated together unless norms have separated them. They are not priced."""
         if not self.rotates:
             return
-        heads, kv_heads = _priced_heads(sizes)
+        heads, kv_heads = sizes.priced_heads
         rotations: tuple[int, ...] = (heads + kv_heads,)
         if self.norms:
             rotations = heads, kv_heads
@@ -89,7 +83,7 @@ class SplitHeads(Operator):
         yield from self._normalised(sizes, backward=False)
         yield from self._rotated(sizes)
         if self.rotates:
-            _, kv_heads = _priced_heads(sizes)
+            _, kv_heads = sizes.priced_heads
             yield MemoryPass(_moved_bytes(sizes, kv_heads), priced=False)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
@@ -98,7 +92,7 @@ class SplitHeads(Operator):
         before."""
         yield from self._normalised(sizes, backward=True)
         yield from self._rotated(sizes)
-        heads, kv_heads = _priced_heads(sizes)
+        heads, kv_heads = sizes.priced_heads
         if self.rotates and not self.norms:
             yield MemoryPass(_moved_bytes(sizes, heads + kv_heads), priced=False)
         yield MemoryPass(_moved_bytes(sizes, heads + 2 * kv_heads))
@@ -108,7 +102,7 @@ class SplitHeads(Operator):
         it."""
         if not self.norms:
             return
-        heads, kv_heads = local_heads(sizes)
+        heads, kv_heads = sizes.local_heads
         size = sizes.tokens * (heads + 2 * kv_heads) * sizes.model.head_size
         yield Item("attention.query_key_norms.input", size, sizes.compute_bytes)
         rows = sizes.tokens * (heads + kv_heads)
@@ -122,63 +116,6 @@ class SplitHeads(Operator):
 def _moved_bytes(sizes: Sizes, heads: int) -> int:
     """Return the bytes of a pass that reads and writes every position of some heads."""
     return 2 * sizes.tokens * heads * sizes.model.head_size * sizes.compute_bytes
-
-
-def _priced_heads(sizes: Sizes) -> tuple[int, int]:
-    """Return the heads of a tensor rank, as they count for time. If there are more tensor ranks
-    than key heads, several ranks share one key head."""
-    model, tensor = sizes.model, sizes.layout.tensor
-    return model.heads // tensor, max(1, model.kv_heads // tensor)
-
-
-@dataclass(frozen=True)
-class GatherKeys(Operator):
-    """The gather of keys and values, from those of this rank's positions to those of all positions,
-    with a copy of this rank's queries. Nothing is done if no axis cuts the sequence.
-
-    The gradients of keys and values are summed over the context axis (Dubey et al. 2024, arXiv
-    2407.21783, section 3.3.2).
-    """
-
-    def _bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the keys and values of all positions."""
-        size = 2 * local_heads(sizes)[1] * keys_of(sizes) * sizes.model.head_size
-        return size * sizes.compute_bytes
-
-    def _copies(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the copies that put keys next to values before the message, and positions in order
-        after it."""
-        if sizes.layout.context > 1:
-            yield MemoryPass(2 * self._bytes(sizes) * (1 + 1 / sizes.layout.context))
-
-    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
-        yield from self._copies(sizes)
-
-    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        yield from self._copies(sizes)
-
-    def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
-        if sizes.layout.context == 1:
-            return
-        if phase == "forward":
-            yield Message("all_gather", self._bytes(sizes), "context")
-        if phase in ("backward", "inputs") and input_trains:
-            yield Message("reduce_scatter", self._bytes(sizes), "context")
-
-    def forward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of gathered keys and values, in the order of ranks and in that of
-        positions."""
-        return 2 * self._bytes(sizes) if sizes.layout.context > 1 else 0
-
-    def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradients of keys and values in three forms: as they are
-        computed, next to each other, and in the order of ranks."""
-        return 3 * self._bytes(sizes) if sizes.layout.context > 1 else 0
-
-
-def keys_of(sizes: Sizes) -> int:
-    """Return the keys of a microbatch that this rank's queries may see: s b."""
-    return sizes.model.seq_length * sizes.layout.micro_size
 
 
 @dataclass(frozen=True)
@@ -202,14 +139,14 @@ class Attend(Operator):
         """Yield the kernels from query, key and value to the heads' outputs. They are never fused
         if scores are capped."""
         s, d = sizes.model.seq_length, sizes.model.head_size
-        batch = sizes.layout.micro_size * _priced_heads(sizes)[0]
+        heads, _, queries = CoreShape.of(sizes, sizes.priced_heads)
+        batch = sizes.layout.micro_size * heads
         capped = sizes.model.attention_softcap > 0.0
         if sizes.fused_attention and not capped:
-            rows = batch * s // sizes.layout.context
+            rows = batch * queries
             yield FusedAttention(rows, s, d, 5 if backward else 2, seen_share(sizes))
             return
         # forward Q K^T, P V; backward dO V^T, then P^T dO, dS K and dS^T Q
-        queries = s // sizes.layout.context
         yield MatrixProduct(queries, s, d, batch)
         for _ in range(3 if backward else 1):
             yield MatrixProduct(queries, d, s, batch)
@@ -227,7 +164,7 @@ class Attend(Operator):
 
     def _merged(self, sizes: Sizes) -> Kernel:
         """Return the kernel that joins the heads, or, in the backward, splits them."""
-        heads, _ = _priced_heads(sizes)
+        heads, _ = sizes.priced_heads
         width = heads * sizes.model.head_size
         return MemoryPass(sizes.tokens * width * 2 * sizes.compute_bytes)
 
@@ -244,22 +181,26 @@ class Attend(Operator):
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
         """Yield the tensors kept for the backward. The output is one of them, because the kernels'
         backward reads it. It is also the input of the next row."""
-        width = sizes.share(sizes.model.attention_width)
-        yield Item(f"{self.name}.output", sizes.tokens * width, sizes.compute_bytes)
+        model, c = sizes.model, sizes.compute_bytes
+        heads, kv_heads, _ = _core_shape(sizes)
+        explicit = model.attention_dropout > 0.0
+        if sizes.layout.exchange != "ulysses":
+            width = sizes.share(model.attention_width)
+            yield Item(f"{self.name}.output", sizes.tokens * width, c)
+        elif not explicit and not model.attention_softcap and sizes.operand_bytes == c:
+            # the next row sends it and does not keep it: only the kernel's backward reads it
+            yield Item(f"{self.name}.output", heads * _rows(sizes) * model.head_size, c, "none")
         if not sizes.fused_attention:
             yield from self._kept_by_published_program(sizes)
             return
-        model, c = sizes.model, sizes.compute_bytes
-        heads, kv_heads = local_heads(sizes)
-        explicit = model.attention_dropout > 0.0
         # the explicit core repeats grouped keys and values, FlashAttention does not
         repeated = heads if explicit else kv_heads
         # capped scores are computed in blocks, and operands are widened only for their block
         capped = model.attention_softcap > 0.0 and not explicit
         copied = repeated != kv_heads
         copied = copied or (sizes.operand_bytes != c and not capped)
-        queries = heads * sizes.tokens * model.head_size
-        keys = 2 * keys_of(sizes) * model.head_size
+        queries = heads * _rows(sizes) * model.head_size
+        keys = 2 * sizes.keys * model.head_size
         # if products work on a copy, only the core's recomputation needs the originals
         if mode == "selective" or not copied:
             yield Item("attention.query_key_value", queries + kv_heads * keys, c)
@@ -275,7 +216,7 @@ class Attend(Operator):
         """Yield the tensors that Megatron-LM keeps by the account of Korthikanti et al. 2022 (arXiv
         2205.05198, section 4.1): with dropout, and only the softmax fused."""
         c, per_head = sizes.compute_bytes, sizes.tokens * sizes.model.head_size
-        heads, kv_heads = local_heads(sizes)
+        heads, kv_heads = sizes.local_heads
         scores = sizes.tokens * heads * sizes.model.seq_length
         yield Item("attention.query_key", (heads + kv_heads) * per_head, c)
         yield Item("attention.softmax", scores, c, "none")
@@ -286,9 +227,10 @@ class Attend(Operator):
     def _kept_scores(self, sizes: Sizes) -> Iterator[Item]:
         """Yield the scores and probabilities that the explicit core keeps for its dropout."""
         model = sizes.model
-        scores = sizes.tokens * local_heads(sizes)[0] * model.seq_length
+        shape = _core_shape(sizes)
+        scores = shape.heads * _rows(sizes) * model.seq_length
         if model.attention == "causal":
-            queries = model.seq_length // sizes.layout.context
+            queries = shape.queries
             yield Item("attention.future", queries * model.seq_length, 1, "none")
         if model.attention_softcap:
             yield Item("attention.tangents", scores, sizes.compute_bytes, "none")
@@ -300,18 +242,19 @@ class Attend(Operator):
         """Yield the tensors that kernels without stored scores keep in addition to their
         operands."""
         model, c = sizes.model, sizes.compute_bytes
-        heads, kv_heads = local_heads(sizes)
-        per_head = sizes.tokens * model.head_size
+        heads, kv_heads, _ = _core_shape(sizes)
+        rows = _rows(sizes)
         if not model.attention_softcap:  # capped scores are computed again with their softmax
-            yield Item("attention.logsumexp", sizes.tokens * heads, sizes.wide_bytes, "none")
+            yield Item("attention.logsumexp", rows * heads, sizes.wide_bytes, "none")
         repeats = sizes.software.repeats_keys and not model.attention_softcap
         if repeats and c >= sizes.wide_bytes and kv_heads < heads:
-            size = 2 * heads * keys_of(sizes) * model.head_size
+            size = 2 * heads * sizes.keys * model.head_size
             yield Item("attention.key_value.copy", size, c, "none")
         if sizes.software.kept_block:
             yield Item("attention.probabilities", heads * kept_probabilities(sizes), c, "none")
         if sizes.operand_bytes != c and not model.attention_softcap:
-            yield Item("attention.output.copy", heads * per_head, sizes.wide_bytes, "none")
+            size = heads * rows * model.head_size
+            yield Item("attention.output.copy", size, sizes.wide_bytes, "none")
 
     def forward_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of queries, keys, values and the output, and of copies where products
@@ -319,17 +262,18 @@ class Attend(Operator):
         each = sizes.compute_bytes
         if sizes.operand_bytes > each:
             each += sizes.operand_bytes
-        heads = local_heads(sizes)[0] * sizes.model.head_size
-        return 2 * (sizes.tokens + keys_of(sizes)) * heads * each
+        width = _core_shape(sizes).heads * sizes.model.head_size
+        return 2 * (_rows(sizes) + sizes.keys) * width * each
 
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the gradients of the softmax's output and input, or, for kernels
         without stored scores, of the operands' gradients."""
         model = sizes.model
-        rows = sizes.tokens * local_heads(sizes)[0]
+        heads = _core_shape(sizes).heads
+        rows = heads * _rows(sizes)
         if model.attention_dropout > 0.0:
             return rows * model.seq_length * 2 * sizes.wide_bytes
-        keys = keys_of(sizes) * local_heads(sizes)[0]
+        keys = heads * sizes.keys
         operands = 2 * (rows + keys) * model.head_size * sizes.operand_bytes
         return operands + capped_block_bytes(sizes)
 
@@ -337,8 +281,18 @@ class Attend(Operator):
         """Return the bytes of the mask's hashes, next to scores and weights."""
         if sizes.model.attention_dropout == 0.0:
             return 0
-        scores = sizes.tokens * local_heads(sizes)[0] * sizes.model.seq_length
+        scores = _core_shape(sizes).heads * _rows(sizes) * sizes.model.seq_length
         return hash_bytes(scores) + 2 * scores * sizes.compute_bytes
+
+
+def _core_shape(sizes: Sizes) -> CoreShape:
+    """Return the core's part of a rank, with its heads padded where t does not divide them."""
+    return CoreShape.of(sizes, sizes.local_heads)
+
+
+def _rows(sizes: Sizes) -> int:
+    """Return the queries of a microbatch that a head of this rank has."""
+    return _core_shape(sizes).queries * sizes.layout.micro_size
 
 
 def seen_share(sizes: Sizes) -> float:
@@ -350,7 +304,9 @@ def seen_share(sizes: Sizes) -> float:
         return 1.0
     sliding = (s - model.mean_keys) / (s - window)
     hidden = (1.0 - window / s) ** 2
-    hidden -= (1.0 - hidden) * (imbalance(s, window, sizes.layout.context) - 1.0)
+    # "ulysses" leaves a rank all queries of its heads, and so no imbalance
+    ranks = s // _core_shape(sizes).queries
+    hidden -= (1.0 - hidden) * (imbalance(s, window, ranks) - 1.0)
     return 1.0 - sliding * hidden
 
 
@@ -366,7 +322,7 @@ def kept_probabilities(sizes: Sizes) -> int:
     count = 0
     # the queries of the first context rank; in zigzag order every rank has as many probabilities
     runs = [range(model.seq_length)]
-    if sizes.layout.context > 1:
+    if _core_shape(sizes).queries < model.seq_length:
         chunk = model.seq_length // (2 * sizes.layout.context)
         runs = [range(chunk), range(model.seq_length - chunk, model.seq_length)]
     for run in runs:
@@ -385,7 +341,7 @@ def capped_block_bytes(sizes: Sizes) -> int:
     model = sizes.model
     if not model.attention_softcap:
         return 0
-    heads = sizes.share(model.heads) * sizes.layout.micro_size
+    heads = _core_shape(sizes).heads * sizes.layout.micro_size
     scores = heads * min(QUERY_BLOCK, model.seq_length) * model.seq_length
     # as many key heads at once as the limit allows, at least one
     group = model.heads // model.kv_heads

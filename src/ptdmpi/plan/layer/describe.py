@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 from ptdmpi.base.plugins import plugin
 from ptdmpi.config import ModelConfig
 from ptdmpi.config.adapt import targets_of
-from ptdmpi.plan.layer.attention import Attend, GatherKeys, SplitHeads
+from ptdmpi.plan.layer.attention import Attend, SplitHeads
+from ptdmpi.plan.layer.context import DealHeads, GatherKeys, JoinHeads
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
 from ptdmpi.plan.layer.ends import (
     AddRows,
@@ -121,7 +122,9 @@ def attention(build: LayerBuild) -> Sublayer:
         build.product("attention.qkv", qkv, "y", "y"),
         SplitHeads("attention.heads", ("y",), ("q", "k", "v"), norms, rotates),
         GatherKeys("attention.keys", ("q", "k", "v"), ("q", "k", "v")),
+        DealHeads("attention.dealt", ("q", "k", "v"), ("q", "k", "v")),
         Attend("attention.core", ("q", "k", "v"), ("y",)),
+        JoinHeads("attention.joined", ("y",), ("y",)),
         replace(build.product("attention.out", out, "y", "y"), shares_input=True),
     )
 

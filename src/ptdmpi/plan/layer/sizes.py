@@ -54,6 +54,23 @@ class Sizes:
             each //= self.layout.context
         return each * self.layout.micro_size
 
+    @property
+    def keys(self) -> int:
+        """Return the keys of a microbatch at all positions, s b, which a query may see."""
+        return self.model.seq_length * self.layout.micro_size
+
+    @property
+    def local_heads(self) -> tuple[int, int]:
+        """Return the query heads and the key heads of a tensor rank; no head is cut."""
+        return self.share(self.model.heads), self.share(self.model.kv_heads)
+
+    @property
+    def priced_heads(self) -> tuple[int, int]:
+        """Return the query heads and the key heads of a tensor rank, as they count for time. If
+        there are more tensor ranks than key heads, several ranks share one key head."""
+        tensor = self.layout.tensor
+        return self.model.heads // tensor, max(1, self.model.kv_heads // tensor)
+
     def rows(self, rows: Rows) -> int:
         """Return the number of rows for a symbol of `Rows`."""
         match rows:

@@ -1,0 +1,91 @@
+"""Attention by heads: for its core each rank of the context axis has all positions of a part of the
+heads (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509, section 3.1).
+
+A head is computed whole on one rank, so its bits are those of one rank.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ptdmpi.model.sequence.context import ContextAxis
+from ptdmpi.plan.layer.context import key_copies
+
+
+def part_of_heads(
+    q: Tensor, k: Tensor, v: Tensor, axis: ContextAxis
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values at all positions of this rank's part of the heads,
+    [b, heads / c, s, d], from those at this rank's positions [b, heads, s / c, d].
+
+    If c does not divide the key heads, each is repeated (`key_copies`). The gradients of its copies
+    are summed in float32 at least.
+    """
+    queries, keys, values = _PartOfHeads.apply(q, k, v, axis)
+    return queries, keys, values
+
+
+def all_heads(y: Tensor, axis: ContextAxis) -> Tensor:
+    """Return the outputs of all heads at this rank's positions, [s / c, b, heads d], from those of
+    this rank's part of the heads at all positions [s, b, heads d / c]."""
+    joined: Tensor = _AllHeads.apply(y, axis)
+    return joined
+
+
+class _PartOfHeads(Function):
+    """One exchange of queries, keys and values next to each other, and one of their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: ContextAxis
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.axis = axis
+        ctx.copies = key_copies(k.shape[1], axis.size)
+        keys, values = (x.repeat_interleave(ctx.copies, 1) for x in (k, v))
+        # by rank: [c, s / c, b, heads / c, d]
+        each = [x.unflatten(1, (axis.size, -1)).permute(1, 3, 0, 2, 4) for x in (q, keys, values)]
+        arrived = axis.comm.all_to_all(torch.cat(each, 3).contiguous().flatten(0, 1))
+        parts = arrived.split([x.shape[3] for x in each], dim=2)
+        q, k, v = (axis.in_order(part).permute(1, 2, 0, 3) for part in parts)
+        return q, k, v
+
+    @staticmethod
+    def backward(
+        ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        axis: ContextAxis = ctx.axis
+        each = [axis.dealt(x.permute(2, 0, 1, 3)) for x in (dq, dk, dv)]
+        arrived = axis.comm.all_to_all(torch.cat(each, 2).contiguous())
+        arrived = arrived.unflatten(0, (axis.size, -1))
+        parts = arrived.split([x.shape[2] for x in each], dim=3)
+        # [c, s / c, b, heads / c, d] -> [b, heads, s / c, d]
+        dq, dk, dv = (part.permute(2, 0, 3, 1, 4).flatten(1, 2) for part in parts)
+        return dq, _summed(dk, ctx.copies), _summed(dv, ctx.copies), None
+
+
+def _summed(gradient: Tensor, copies: int) -> Tensor:
+    """Return the sum of the gradients of each head's copies, [b, heads copies, n, d] -> [b, heads,
+    n, d]."""
+    if copies == 1:
+        return gradient
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return gradient.unflatten(1, (-1, copies)).sum(2, dtype=wide).to(gradient.dtype)
+
+
+class _AllHeads(Function):
+    """One exchange of the heads' outputs, and one of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, axis: ContextAxis) -> Tensor:
+        ctx.axis = axis
+        arrived = axis.comm.all_to_all(axis.dealt(y).contiguous()).unflatten(0, (axis.size, -1))
+        return arrived.permute(1, 2, 0, 3).flatten(2)  # [c, s / c, b, w] -> [s / c, b, c w]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        axis: ContextAxis = ctx.axis
+        by_rank = dy.unflatten(2, (axis.size, -1)).permute(2, 0, 1, 3).contiguous()
+        arrived = axis.comm.all_to_all(by_rank.flatten(0, 1))
+        return axis.in_order(arrived), None

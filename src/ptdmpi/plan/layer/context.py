@@ -1,0 +1,165 @@
+"""How attention sees all positions on a context axis, whose ranks have different ones: the part of
+the core that a rank computes, and the rows that communicate.
+
+Each method has its own rows, and the rows of the other methods do nothing.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ptdmpi.plan.layer.account import Item, Kernel, MemoryPass, Message, Phase
+from ptdmpi.plan.layer.operator import Operator
+from ptdmpi.plan.layer.sizes import Sizes
+
+
+def key_copies(kv_heads: int, ranks: int) -> int:
+    """Return how often each key head is repeated, so that the heads can be dealt to `ranks` ranks:
+    the least number with which each rank has as many key heads as any other.
+
+    If the ranks divide the query heads, the copies divide the query heads of a key head.
+    """
+    return ranks // math.gcd(kv_heads, ranks)
+
+
+class CoreShape(NamedTuple):
+    """The part of the core that a rank computes in each sequence: query heads and key heads, and
+    the number of queries of a head. The keys are those of all positions."""
+
+    heads: int
+    kv_heads: int
+    queries: int
+
+    @classmethod
+    def of(cls, sizes: Sizes, heads_of_both: tuple[int, int]) -> "CoreShape":
+        """Return the part of a context rank, if its tensor rank has these query and key heads.
+
+        "all_gather" leaves it all heads and its own queries. "ulysses" leaves it 1/c of the heads
+        and all queries.
+        """
+        heads, kv_heads = heads_of_both
+        length, c = sizes.model.seq_length, sizes.layout.context
+        if sizes.layout.exchange != "ulysses":
+            return cls(heads, kv_heads, length // c)
+        return cls(-(-heads // c), -(-kv_heads * key_copies(kv_heads, c) // c), length)
+
+
+@dataclass(frozen=True)
+class GatherKeys(Operator):
+    """The gather of keys and values, from those of this rank's positions to those of all positions,
+    with a copy of this rank's queries. Only "all_gather" does it.
+
+    The gradients of keys and values are summed over the context axis (Dubey et al. 2024, arXiv
+    2407.21783, section 3.3.2).
+    """
+
+    def _bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of the keys and values of all positions; 0 if they are not gathered."""
+        if sizes.layout.exchange != "all_gather":
+            return 0
+        size = 2 * sizes.local_heads[1] * sizes.keys * sizes.model.head_size
+        return size * sizes.compute_bytes
+
+    def _copies(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Yield the copies that put keys next to values before the message, and positions in order
+        after it."""
+        if size := self._bytes(sizes):
+            yield MemoryPass(2 * size * (1 + 1 / sizes.layout.context))
+
+    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        yield from self._copies(sizes)
+
+    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
+        yield from self._copies(sizes)
+
+    def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
+        size = self._bytes(sizes)
+        if size and phase == "forward":
+            yield Message("all_gather", size, "context")
+        if size and phase in ("backward", "inputs") and input_trains:
+            yield Message("reduce_scatter", size, "context")
+
+    def forward_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of gathered keys and values, in the order of ranks and in that of
+        positions."""
+        return 2 * self._bytes(sizes)
+
+    def backward_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of the gradients of keys and values in three forms: as they are
+        computed, next to each other, and in the order of ranks."""
+        return 3 * self._bytes(sizes)
+
+
+@dataclass(frozen=True)
+class _Dealing(Operator, ABC):
+    """An exchange of positions for heads, or of heads for positions. Only "ulysses" does it.
+
+    For the core each rank has all positions of 1/c of the heads (Jacobs et al. 2023, arXiv
+    2309.14509, section 3.1).
+    """
+
+    @abstractmethod
+    def _elements(self, sizes: Sizes) -> int:
+        """Return the elements that a rank brings to the exchange, which are as many as it gets."""
+
+    def _bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of `_elements`; 0 if nothing is exchanged."""
+        deals = sizes.layout.exchange == "ulysses"
+        return deals * self._elements(sizes) * sizes.compute_bytes
+
+    def _copies(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Yield the copies that put together what goes to a rank, and then what belongs together
+        again."""
+        if size := self._bytes(sizes):
+            yield MemoryPass(4 * size, launches=2)
+
+    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        yield from self._copies(sizes)
+
+    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
+        yield from self._copies(sizes)
+
+    def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
+        size = self._bytes(sizes)
+        sends = phase == "forward" or (phase in ("backward", "inputs") and input_trains)
+        if size and sends:
+            # an all-to-all counts what leaves the rank
+            yield Message("all_to_all", size - size // sizes.layout.context, "context")
+
+    def forward_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes that are exchanged, in the order of ranks and in the order in which they
+        are used."""
+        return 2 * self._bytes(sizes)
+
+    def backward_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of the gradients in three forms: as they are computed, in the order of
+        the ranks to which they go, and as they arrive."""
+        return 3 * self._bytes(sizes)
+
+
+@dataclass(frozen=True)
+class DealHeads(_Dealing):
+    """Queries, keys and values of this rank's positions -> those of all positions, of this rank's
+    part of the heads. Key heads are repeated if the ranks do not divide them."""
+
+    def _elements(self, sizes: Sizes) -> int:
+        heads, kv_heads = sizes.local_heads
+        keys = 2 * kv_heads * key_copies(kv_heads, sizes.layout.context)
+        return sizes.tokens * (heads + keys) * sizes.model.head_size
+
+
+@dataclass(frozen=True)
+class JoinHeads(_Dealing):
+    """The outputs of this rank's part of the heads at all positions -> those of all heads at this
+    rank's positions."""
+
+    def _elements(self, sizes: Sizes) -> int:
+        return sizes.tokens * sizes.share(sizes.model.attention_width)
+
+    def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
+        """Yield the joined outputs, which are the input of the next row."""
+        if size := self._bytes(sizes):
+            each = sizes.compute_bytes
+            yield Item(f"{self.name}.output", size // each, each)

@@ -2,6 +2,7 @@
 in every combination of the context axis with the others; and no token sees what it must not."""
 
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 from unittest.mock import patch
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from ptdmpi.comm.world import World
-from ptdmpi.config import InputError
+from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.config.choices import ContextMethod
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Microbatch
@@ -89,10 +90,14 @@ DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
 DOCUMENTS = {"data.document_boundaries": True}
 
 
-def ulysses(c: int, *changes: Changes) -> Changes:
-    """The changes of a row in which heads are dealt to c ranks."""
-    axis = {"parallel.context": c, "parallel.context_method": "ulysses"}
+def context(method: str, c: int, *changes: Changes) -> Changes:
+    """The changes of a row in which c ranks see all positions by a method."""
+    axis = {"parallel.context": c, "parallel.context_method": method}
     return axis | {key: value for some in changes for key, value in some.items()}
+
+
+ulysses = partial(context, "ulysses")
+ring = partial(context, "ring")
 
 
 SIX_HEADS = {"model.heads": 6, "model.hidden": 48}
@@ -125,6 +130,23 @@ ROWS |= {
     ),
     "ulysses c2 d2 zero 3": (4, ulysses(2, layout(d=2), {"parallel.zero": 3}, LLAMA)),
 }
+ROWS |= {
+    "ring c2 documents, window": (2, ring(2, LLAMA, DOCUMENTS, {"model.sliding_window": 5})),
+    "ring c2 learned, documents": (2, ring(2, DOCUMENTS)),
+    "ring c2 softcap, dropout": (2, ring(2, DROPOUT, {"model.attention_softcap": 3.0})),
+    "ring c2 bert": (2, ring(2, BERT, DROPOUT)),
+    "ring c2 selective": (2, ring(2, DROPOUT, {"recompute.mode": "selective"})),
+    "ring c2 lora full": (
+        2,
+        ring(2, LLAMA, {"adapt.method": "lora", "adapt.rank": 2, "recompute.mode": "full"}),
+    ),
+    "ring c3": (3, ring(3, LLAMA)),
+    "ring c4 one key head": (4, ring(4, LLAMA, {"model.seq_length": 32, "model.kv_heads": 1})),
+    "ring t2 c2 sequence": (4, ring(2, layout(t=2), DIVIDED, DROPOUT)),
+    "ring c2 p2 v2": (4, ring(2, layout(p=2, v=2), LLAMA, {"model.layers": 4})),
+    "ring c2 p2 zero bubble": (4, ring(2, layout(p=2), {"parallel.schedule": "zb-h1"}, LLAMA)),
+    "ring c2 d2 zero 3": (4, ring(2, layout(d=2), {"parallel.zero": 3}, LLAMA)),
+}
 MEAN_DOCUMENT = 6
 
 
@@ -146,7 +168,19 @@ def trained(world: World, changes, steps: int):
     engine = build(world, changes)
     results = [engine.step(k, batches_of(engine, k)) for k in range(steps)]
     curve = torch.tensor([(r.loss, r.grad_norm) for r in results], dtype=torch.float64)
-    return curve, whole_weights(engine)
+    model = engine.config.model
+    weights = {name: moved(model, name, whole) for name, whole in whole_weights(engine).items()}
+    return curve, weights
+
+
+def moved(model: ModelConfig, name: str, whole: torch.Tensor) -> torch.Tensor:
+    """The weights that have a gradient. A key bias adds the same number to all scores of a query,
+    so its gradient is rounding alone, which Adam makes a step of."""
+    if not name.endswith("attention.qkv.bias") or model.attention_softcap:
+        return whole
+    keys = model.kv_heads * model.head_size
+    query, _, value = whole.split([len(whole) - 2 * keys, keys, keys])
+    return torch.cat((query, value))
 
 
 def check(comm, name: str, steps: int) -> None:

@@ -35,6 +35,7 @@ EXPERTS = {
     "model.shared_experts": 1,
 }
 ULYSSES = {"parallel.context": 2, "parallel.context_method": "ulysses"}
+RING = ULYSSES | {"parallel.context_method": "ring"}
 LATER = LORA | {"model.layers": 4, "adapt.first_layer": 2}
 CASES = {
     "alone": {},
@@ -84,6 +85,12 @@ CASES = {
     "c2 ulysses lora later": LATER | ULYSSES,
     "c2 p2 ulysses zb-h1": layout(p=2) | ULYSSES | {"parallel.schedule": "zb-h1"},
     "t2 c2 ulysses divided": layout(t=2) | DIVIDED | ULYSSES,
+    "c2 ring llama full": SHARED_KEYS | RING | {"recompute.mode": "full"},
+    "c2 ring lora later selective bf16": LATER
+    | RING
+    | {"recompute.mode": "selective", "precision.compute": "bf16"},
+    "c3 ring": RING | {"parallel.context": 3, "model.seq_length": 24},
+    "c2 p2 ring zb-h1": layout(p=2) | RING | {"parallel.schedule": "zb-h1"},
     "t2 c2 divided": layout(t=2) | DIVIDED | {"parallel.context": 2},
     "t2": layout(t=2),
     "t2 bf16": layout(t=2) | {"precision.compute": "bf16"},
@@ -178,7 +185,7 @@ FEW += ("d2 muon zero 1", "d3 muon zero 2", "t2 d2 muon zero 3")
 FEW += ("t2 muon", "d4 zero 2 of pairs", "d2 lora zero 3 in few bits")
 FEW += ("d2 p2 v2 lora later zero 3", "t2 experts divided full", "d2 experts zero 3")
 FEW += ("t2 p2 bert divided", "d2 p2 v2 zero 3 untied", "t2 p2 d2 divided")
-FEW += ("t2 c2 ulysses divided",)
+FEW += ("c3 ring", "t2 c2 ulysses divided")
 OTHERS = tuple(name for name in CASES if name not in FEW)
 
 

@@ -32,6 +32,7 @@ from ptdmpi.model.random import RandomStream, dropout
 from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.sequence.heads import all_heads, part_of_heads
 from ptdmpi.model.sequence.positions import ALL, Positions
+from ptdmpi.model.sequence.ring import Dropping, RingWork, ring_attention
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.attention import Attend, SplitHeads
@@ -160,9 +161,11 @@ class SelfAttention(Computing):
         # the number of this rank's part of the heads, of which each rank has one, and whether the
         # part has all positions
         self.part = build.axis.rank
+        self.context = build.context
         self.deals = build.context.exchange == "ulysses"
         if self.deals:
             self.part = self.part * build.context.size + build.context.comm.rank
+        self.in_ring = build.context.exchange == "ring"
         self.scores = Scores(
             model.attention_scale,
             model.attention == "causal",
@@ -170,7 +173,8 @@ class SelfAttention(Computing):
             model.attention_softcap,
         )
         self.attend = AttentionCore(self.scores)
-        self.selective = build.selective
+        # a ring keeps no scores, and would have to send all keys again
+        self.selective = build.selective and not self.in_ring
 
     def take(self, kernels: Kernels) -> None:
         """Compute by these kernels from now on."""
@@ -192,9 +196,18 @@ class SelfAttention(Computing):
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         positions = ALL if self.deals else context.positions
-        if context.stream is None or self.rate == 0.0:
-            return self.attend(q, k, v, context.documents, positions=positions)
+        sight = Sight(self.scores, context.documents, positions)
         heads, kv_heads = q.shape[1], k.shape[1]
+        stream = None
+        if context.stream is not None and self.rate > 0.0:
+            first = self.part * heads
+            stream = context.stream.at(self.layer, 2, positions=positions, first_head=first)
+        if self.in_ring:
+            dropping = None if stream is None else Dropping.of(stream, q, self.rate)
+            work = RingWork(self.context, sight, self.kernels, dropping)
+            return ring_attention(q, k, v, work)
+        if stream is None:
+            return self.attend(q, k, v, context.documents, positions=positions)
         if kv_heads != heads:
             group = heads // kv_heads
             # copy the shared heads, because batched products have no groups
@@ -203,14 +216,12 @@ class SelfAttention(Computing):
         scores = self.kernels.product(q, k.transpose(-1, -2)) * self.scores.scale
         if self.scores.softcap:
             scores = soft_cap(scores, self.scores.softcap)
-        hidden = hidden_keys(k, Sight(self.scores, context.documents, positions))
+        hidden = hidden_keys(k, sight)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
         # a sum of s exponentials in a half type loses the small ones
         wide = torch.promote_types(scores.dtype, torch.float32)
         weights = scores.softmax(-1, dtype=wide).to(v.dtype)
-        first = self.part * heads
-        stream = context.stream.at(self.layer, 2, positions=positions, first_head=first)
         keep = stream.attention_mask(weights.shape, self.rate)
         return self.kernels.product(dropout(weights, keep, self.rate), v)
 

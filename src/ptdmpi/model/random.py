@@ -143,13 +143,24 @@ class RandomStream:
         """Return a mask [b, a, queries, s], bool: True where kept, with probability 1 - rate; all s
         keys are there, and the queries at this rank's positions."""
         _, a, _, keys = shape
-        device = self.samples.device
-        heads = torch.arange(self.first_head, self.first_head + a, device=device)
-        numbers = torch.arange(keys, device=device)
-        positions = self.positions.of(numbers)
-        rows = mix(mix(self.samples + self.key)[:, None] + heads[None, :] * GOLDEN)
-        rows = mix(rows[:, :, None] + positions * GOLDEN)
-        return _keep(rows[:, :, :, None], numbers, rate)
+        numbers = torch.arange(keys, device=self.samples.device)
+        rows = self.query_hashes(a, self.positions.of(numbers))
+        return _keep(rows[..., None], numbers, rate)
+
+    def query_hashes(self, heads: int, positions: Tensor) -> Tensor:
+        """Return a hash int64 [b, heads, queries] of queries at some positions [queries], for
+        `kept_keys`."""
+        last = self.first_head + heads
+        numbers = torch.arange(self.first_head, last, device=positions.device)
+        rows = mix(mix(self.samples + self.key)[:, None] + numbers[None, :] * GOLDEN)
+        return mix(rows[:, :, None] + positions * GOLDEN)
+
+
+def kept_keys(hashes: Tensor, keys: range, rate: float) -> Tensor:
+    """Return the part of an attention mask, bool [b, heads, queries, keys], for some queries, given
+    by their `query_hashes`, and keys at consecutive positions."""
+    numbers = torch.arange(keys.start, keys.stop, device=hashes.device)
+    return _keep(hashes[..., None], numbers, rate)
 
 
 def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:

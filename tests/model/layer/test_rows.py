@@ -298,6 +298,8 @@ def shared_bytes(row, sizes: Sizes) -> int:
         return sizes.boundary_bytes  # the first linear of the shared experts keeps it
     if isinstance(row, JoinHeads):
         return -row_output(row, sizes)  # the next row keeps it
+    if isinstance(row, Attend) and sizes.layout.exchange == "ring":
+        return 0  # all of its cores keep their output
     if isinstance(row, Attend) and row_is_capped(sizes):
         return -row_output(row, sizes)  # explicit cores do not keep their output
     if isinstance(row, Attend) and sizes.operand_bytes != sizes.compute_bytes:

@@ -63,6 +63,8 @@ def test_messages_of_a_context_axis_are_priced_by_their_method(machine):
     assert found("all_gather") == machine.all_gather_s(2 * 4 * part_bytes, group)
     exchanges = [machine.all_to_all_s(count * part_bytes, group) for count in (3, 1)]
     assert found("ulysses") == pytest.approx(sum(exchanges))
+    visits = 3 * machine.send_s(2 * part_bytes, crosses_nodes=False)
+    assert found("ring") == pytest.approx(visits)
 
 
 def test_tensors_are_all_parameters_of_a_layer(machine):

@@ -2,8 +2,9 @@
 derivatives."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -131,8 +132,14 @@ class ProductAttention(Function):
 
 def _tiles(q: Tensor, k: Tensor, work: ProductWork) -> Iterator[Tile]:
     """Yield the blocks of queries, of as many heads as BLOCK_SCORES allows."""
+    return by_heads(q, k, starmap(Tile, blocks(q, work.seen, work.how.block)))
+
+
+def by_heads(q: Tensor, k: Tensor, wholes: Iterable[Tile]) -> Iterator[Tile]:
+    """Yield tiles of all heads in parts, each of as many key heads as BLOCK_SCORES allows; at least
+    one."""
     group = q.shape[1] // k.shape[1]
-    for (rows, _, positions), (_, _, seen), mask in blocks(q, work.seen, work.how.block):
+    for (rows, _, positions), (_, _, seen), mask in wholes:
         tile = len(range(*rows.indices(len(q)))) * (positions.stop - positions.start)
         tile *= group * (seen.stop - seen.start)
         heads = max(1, BLOCK_SCORES // tile)
@@ -157,21 +164,28 @@ def _weighted(
         wide_q = wide_q * scale
         scale = 1.0
     for queries, keys, mask in _tiles(wide_q, wide_k, work):
-        added = mask
-        if scores.softcap:
-            added = None  # the mask is added after the cap
         with _rounding_operands(narrow):
-            products = _products(wide_q[queries], wide_k[keys], added, scale)
-        tangent = None
-        if scores.softcap:
-            tangent = products.mul_(1.0 / scores.softcap).tanh_()
-            products = tangent * scores.softcap
-            if mask is not None:
-                products.unflatten(2, (-1, len(mask))).add_(mask)
+            products, tangent = tile_scores(
+                wide_q[queries], wide_k[keys], mask, scale=scale, softcap=scores.softcap
+            )
         if logsumexp is not None:
             here = logsumexp[queries]
             here.copy_(products.logsumexp(-1).view(here.shape))
         yield WeightedTile(queries, keys, products.softmax(-1).to(q.dtype), tangent)
+
+
+def tile_scores(
+    q: Tensor, k: Tensor, mask: Tensor | None, *, scale: float, softcap: float
+) -> tuple[Tensor, Tensor | None]:
+    """Return the scores of a tile, [b, key heads, group queries, keys], with its mask, and the
+    tangents of the scores if they are capped."""
+    if not softcap:
+        return _products(q, k, mask, scale), None
+    tangent = _products(q, k, None, scale).mul_(1.0 / softcap).tanh_()
+    scores = tangent * softcap
+    if mask is not None:  # after the cap, which would make its infinity finite
+        scores.unflatten(2, (-1, len(mask))).add_(mask)
+    return scores, tangent
 
 
 def _products(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:

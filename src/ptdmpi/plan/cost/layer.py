@@ -97,6 +97,8 @@ class TensorRank:
         product, only the time after the product counts."""
         group = self.groups[message.axis]
         size = message.whole_bytes / message.pieces
+        if message.to_next:
+            return self.machine.send_s(size, crosses_nodes=group.nodes > 1)
         if message.collective == "all_to_all":  # counted without a rank's part for itself
             size *= group.ranks / (group.ranks - 1)
         priced = getattr(self.machine, f"{message.collective}_s")

@@ -103,7 +103,7 @@ class Message:
     `whole_bytes` is the size of the whole tensor, as `base.traffic` counts a collective. `behind`
     is the product that runs at the same time, on clusters that overlap the two. `pieces` is the
     number of messages that published programs send instead of one; their latency is priced that
-    often.
+    often. `to_next`: it is an all-to-all in which each rank sends all of it to the next one.
     """
 
     collective: Collective
@@ -111,6 +111,7 @@ class Message:
     axis: str = "tensor"
     behind: MatrixProduct | None = None
     pieces: int = 1
+    to_next: bool = False
 
 
 @dataclass(frozen=True)

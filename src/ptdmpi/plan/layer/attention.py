@@ -12,9 +12,12 @@ from ptdmpi.plan.layer.account import (
     Kernel,
     MatrixProduct,
     MemoryPass,
+    Message,
+    Phase,
 )
 from ptdmpi.plan.layer.balance import imbalance
-from ptdmpi.plan.layer.context import CoreShape
+from ptdmpi.plan.layer.chunks import scores_at_once
+from ptdmpi.plan.layer.context import CoreShape, RingCore
 from ptdmpi.plan.layer.elementwise import norm_operands, norm_statistics
 from ptdmpi.plan.layer.operator import Operator, hash_bytes
 from ptdmpi.plan.layer.parts import Norm, Part
@@ -29,8 +32,6 @@ FUSED_HEADS = 4
 # the masked gradient is copied first. The bytes are for numbers of two bytes.
 FUSED_SOFTMAX = (3.0, 4.0)
 PLAIN_SOFTMAX = (6 + 8 + 9 + 8 + 6, 6 + 12 + 8 + 9 + 8 + 6)
-QUERY_BLOCK = 128  # queries whose capped scores are computed at once,
-BLOCK_SCORES = 1 << 20  # and the number of these scores
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Attend(Operator):
     """softmax(Q K^T) V by head, with mask, cap, window and dropout; then the heads are joined.
 
     Scores that are written to memory have a s^2 b / t elements; FlashAttention keeps none (Dao et
-    al. 2022, arXiv 2205.14135, algorithm 4).
+    al. 2022, arXiv 2205.14135, algorithm 4). `RingCore` has the account of a ring.
     """
 
     recomputed_selectively: ClassVar[bool] = True
@@ -138,6 +139,9 @@ class Attend(Operator):
     def core(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
         """Yield the kernels from query, key and value to the heads' outputs. They are never fused
         if scores are capped."""
+        if _in_ring(sizes):
+            yield from RingCore(sizes).kernels(seen_share(sizes), backward)
+            return
         s, d = sizes.model.seq_length, sizes.model.head_size
         heads, _, queries = CoreShape.of(sizes, sizes.priced_heads)
         batch = sizes.layout.micro_size * heads
@@ -160,7 +164,12 @@ class Attend(Operator):
             yield MemoryPass(scores * (2 * e + 1))
 
     def recomputed(self, sizes: Sizes) -> Iterator[Kernel]:
-        yield from self.core(sizes, backward=False)
+        if not _in_ring(sizes):  # a ring keeps no scores
+            yield from self.core(sizes, backward=False)
+
+    def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
+        if _in_ring(sizes):
+            yield from RingCore(sizes).messages(phase, input_trains)
 
     def _merged(self, sizes: Sizes) -> Kernel:
         """Return the kernel that joins the heads, or, in the backward, splits them."""
@@ -190,6 +199,9 @@ class Attend(Operator):
         elif not explicit and not model.attention_softcap and sizes.operand_bytes == c:
             # the next row sends it and does not keep it: only the kernel's backward reads it
             yield Item(f"{self.name}.output", heads * _rows(sizes) * model.head_size, c, "none")
+        if _in_ring(sizes):
+            yield from RingCore(sizes).kept()
+            return
         if not sizes.fused_attention:
             yield from self._kept_by_published_program(sizes)
             return
@@ -259,6 +271,8 @@ class Attend(Operator):
     def forward_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of queries, keys, values and the output, and of copies where products
         are widened."""
+        if _in_ring(sizes):
+            return RingCore(sizes).forward_bytes()
         each = sizes.compute_bytes
         if sizes.operand_bytes > each:
             each += sizes.operand_bytes
@@ -268,6 +282,8 @@ class Attend(Operator):
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the gradients of the softmax's output and input, or, for kernels
         without stored scores, of the operands' gradients."""
+        if _in_ring(sizes):
+            return RingCore(sizes).backward_bytes()
         model = sizes.model
         heads = _core_shape(sizes).heads
         rows = heads * _rows(sizes)
@@ -279,7 +295,7 @@ class Attend(Operator):
 
     def drawing_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the mask's hashes, next to scores and weights."""
-        if sizes.model.attention_dropout == 0.0:
+        if sizes.model.attention_dropout == 0.0 or _in_ring(sizes):
             return 0
         scores = _core_shape(sizes).heads * _rows(sizes) * sizes.model.seq_length
         return hash_bytes(scores) + 2 * scores * sizes.compute_bytes
@@ -288,6 +304,10 @@ class Attend(Operator):
 def _core_shape(sizes: Sizes) -> CoreShape:
     """Return the core's part of a rank, with its heads padded where t does not divide them."""
     return CoreShape.of(sizes, sizes.local_heads)
+
+
+def _in_ring(sizes: Sizes) -> bool:
+    return sizes.layout.exchange == "ring"
 
 
 def _rows(sizes: Sizes) -> int:
@@ -341,9 +361,8 @@ def capped_block_bytes(sizes: Sizes) -> int:
     model = sizes.model
     if not model.attention_softcap:
         return 0
-    heads = _core_shape(sizes).heads * sizes.layout.micro_size
-    scores = heads * min(QUERY_BLOCK, model.seq_length) * model.seq_length
-    # as many key heads at once as the limit allows, at least one
-    group = model.heads // model.kv_heads
-    scores = min(scores, max(BLOCK_SCORES, scores // heads * group * sizes.layout.micro_size))
+    micro_size, length = sizes.layout.micro_size, model.seq_length
+    heads = _core_shape(sizes).heads * micro_size
+    group = model.heads // model.kv_heads * micro_size
+    scores = scores_at_once(length, length, heads=heads, group=group)
     return scores * (4 * sizes.wide_bytes + sizes.operand_bytes)

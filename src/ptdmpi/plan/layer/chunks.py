@@ -1,15 +1,24 @@
-"""The number of logits of a microbatch that the loss widens to float32 at once; no bit depends on
-it.
+"""How much is computed at once where a whole tensor would need much memory; no bit depends on it.
 
-On a CPU this is 1 MiB, which fits into a core's caches. On a device it is 64 MiB, so that kernels
-are few and long. The value for devices is reasoned, not measured.
+The loss widens logits to float32 in chunks of rows. On a CPU a chunk is 1 MiB, which fits into a
+core's caches. On a device it is 64 MiB, so that kernels are few and long. The value for devices is
+reasoned, not measured. Attention by products computes the scores of a block of queries at once.
 """
 
 HOST_ELEMENTS = 2**18
 DEVICE_ELEMENTS = 2**24
+QUERY_BLOCK = 128  # queries whose scores are computed at once,
+BLOCK_SCORES = 1 << 20  # and the number of these scores
 
 
 def loss_rows(columns: int, on_host: bool) -> int:
     """Return how many rows of `columns` logits are widened at once, at least 1."""
     elements = HOST_ELEMENTS if on_host else DEVICE_ELEMENTS
     return max(1, elements // max(1, columns))
+
+
+def scores_at_once(queries: int, keys: int, *, heads: int, group: int) -> int:
+    """Return the number of scores of a block of queries that are computed at once: those of all
+    `heads`, or of as many groups of heads as BLOCK_SCORES allows, at least one."""
+    block = min(QUERY_BLOCK, queries) * keys
+    return min(heads * block, max(BLOCK_SCORES, group * block))

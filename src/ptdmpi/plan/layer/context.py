@@ -10,9 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ptdmpi.plan.layer.account import Item, Kernel, MemoryPass, Message, Phase
-from ptdmpi.plan.layer.operator import Operator
+from ptdmpi.plan.layer.account import Item, Kernel, MatrixProduct, MemoryPass, Message, Phase
+from ptdmpi.plan.layer.chunks import QUERY_BLOCK, scores_at_once
+from ptdmpi.plan.layer.operator import Operator, hash_bytes
 from ptdmpi.plan.layer.sizes import Sizes
+
+# How often a score is read or written outside of products, in a forward and in a backward: maximum,
+# difference, exponential and sum; in a backward difference, exponential, and the scores' gradient.
+SOFTMAX_PASSES = (6, 10)
+HASH_BYTES = 8  # of a query, from which the dropout of its weights is drawn
+# How often a result is read or written to be scaled and added to, on each visit of keys.
+MERGE_PASSES = 5
 
 
 def key_copies(kv_heads: int, ranks: int) -> int:
@@ -36,8 +44,8 @@ class CoreShape(NamedTuple):
     def of(cls, sizes: Sizes, heads_of_both: tuple[int, int]) -> "CoreShape":
         """Return the part of a context rank, if its tensor rank has these query and key heads.
 
-        "all_gather" leaves it all heads and its own queries. "ulysses" leaves it 1/c of the heads
-        and all queries.
+        "all_gather" and "ring" leave it all heads and its own queries. "ulysses" leaves it 1/c of
+        the heads and all queries.
         """
         heads, kv_heads = heads_of_both
         length, c = sizes.model.seq_length, sizes.layout.context
@@ -163,3 +171,101 @@ class JoinHeads(_Dealing):
         if size := self._bytes(sizes):
             each = sizes.compute_bytes
             yield Item(f"{self.name}.output", size // each, each)
+
+
+class RingCore:
+    """Attention of this rank's queries to the keys and values of each rank, which visit it one
+    after the other.
+
+    Scores are computed by products in float32 at least, for a block of queries and a chunk of keys
+    at a time. None are kept. Under a causal mask a rank has work with two of the four pairs of
+    chunks of each visit, and with three of its own, two of them at the diagonal.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.chunk = sizes.model.seq_length // (2 * sizes.layout.context)
+        heads, kv_heads = sizes.local_heads
+        self.query_elements = heads * sizes.tokens * sizes.model.head_size
+        self.key_elements = 2 * kv_heads * sizes.tokens * sizes.model.head_size
+
+    def _pairs(self) -> Iterator[tuple[int, int]]:
+        """Yield (queries, keys) of each pair of chunks that see each other. At the diagonal each
+        block of queries sees the keys up to its end."""
+        chunk, visits = self.chunk, self.sizes.layout.context
+        if self.sizes.model.attention != "causal":
+            yield from [(chunk, chunk)] * (4 * visits)
+            return
+        yield from [(chunk, chunk)] * (2 * visits - 1)
+        yield from [(chunk, (chunk + min(QUERY_BLOCK, chunk)) // 2)] * 2
+
+    def kernels(self, seen: float, backward: bool) -> Iterator[Kernel]:
+        """Yield the kernels of a forward or of a backward; `seen` is the share of scores that lie
+        in a window."""
+        sizes, d = self.sizes, self.sizes.model.head_size
+        batch = sizes.layout.micro_size * sizes.priced_heads[0]
+        for queries, all_keys in self._pairs():
+            keys = max(1, round(all_keys * seen))
+            yield MatrixProduct(queries, keys, d, batch)
+            if backward:  # the scores again, dO V^T, P^T dO, dS K and dS^T Q
+                yield MatrixProduct(queries, keys, d, batch)
+                yield MatrixProduct(keys, d, queries, batch)
+                yield MatrixProduct(keys, d, queries, batch)
+            yield MatrixProduct(queries, d, keys, batch)
+            passes, blocks = SOFTMAX_PASSES[backward], -(-queries // QUERY_BLOCK)
+            moved_bytes = batch * queries * keys * passes * sizes.wide_bytes
+            yield MemoryPass(moved_bytes, launches=passes * blocks)
+        merged_bytes = MERGE_PASSES * self.query_elements * sizes.wide_bytes
+        yield MemoryPass(merged_bytes * sizes.layout.context)
+
+    def messages(self, phase: Phase, input_trains: bool) -> Iterator[Message]:
+        """Yield the messages of a phase: each block of keys and values visits c - 1 other ranks. In
+        a backward its gradients follow it, and return to its own rank."""
+        if phase == "weights" or (phase != "forward" and not input_trains):
+            return
+        sizes, visits = self.sizes, self.sizes.layout.context
+        size = self.key_elements * sizes.compute_bytes
+        for _ in range(visits - 1):
+            yield Message("all_to_all", size, "context", to_next=True)
+        if phase != "forward":
+            for _ in range(visits):
+                wide = self.key_elements * sizes.wide_bytes
+                yield Message("all_to_all", wide, "context", to_next=True)
+
+    def kept(self) -> Iterator[Item]:
+        """Yield what is kept for the backward in addition to the output."""
+        sizes = self.sizes
+        size = self.query_elements + self.key_elements
+        yield Item("attention.query_key_value", size, sizes.compute_bytes)
+        rows = sizes.tokens * sizes.local_heads[0]
+        yield Item("attention.logsumexp", rows, sizes.wide_bytes)
+
+    def forward_bytes(self) -> int:
+        """Return the bytes of inputs and output, of the queries and the output in the type of sums,
+        of a block of keys and values and of the next one, and of the scores."""
+        narrow = 2 * self.query_elements + 3 * self.key_elements
+        wide = 2 * self.query_elements * self.sizes.wide_bytes
+        return narrow * self.sizes.compute_bytes + wide + self._tile_bytes()
+
+    def backward_bytes(self) -> int:
+        """Return the bytes of queries and their gradient in the type of sums, of two blocks of keys
+        and values, of three of their gradients (added here, arriving and summed), and of the
+        scores."""
+        wide = 2 * self.query_elements + 3 * self.key_elements
+        blocks = 2 * self.key_elements * self.sizes.compute_bytes
+        return wide * self.sizes.wide_bytes + blocks + self._tile_bytes()
+
+    def _tile_bytes(self) -> int:
+        """Return the bytes of the scores that are computed at once: scores, tangents, the gradients
+        of both, and the weights in the type in which they are multiplied. With dropout their mask
+        is added, and a hash of each query."""
+        sizes, model = self.sizes, self.sizes.model
+        micro_size = sizes.layout.micro_size
+        group = model.heads // model.kv_heads * micro_size
+        heads = sizes.local_heads[0] * micro_size
+        scores = scores_at_once(self.chunk, self.chunk, heads=heads, group=group)
+        taken = scores * (4 * sizes.wide_bytes + sizes.operand_bytes)
+        if model.attention_dropout > 0.0:
+            rows = sizes.local_heads[0] * sizes.tokens
+            taken += HASH_BYTES * rows + hash_bytes(scores) + scores
+        return taken

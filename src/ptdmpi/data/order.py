@@ -161,13 +161,13 @@ def _apportion(weights: list[int]) -> np.ndarray:
 
     Proof: this is a scheduling problem with jobs of unit length. Job k of dataset i may run from
     slot floor(k / w_i) and must have run by slot ceil((k + 1) / w_i). The two bounds hold exactly
-    if every job runs in its window. A schedule of fractions of jobs exists: if every slot is
-    divided among the datasets in fractions w_i, each slot is filled exactly, and job k is done
-    within [k / w_i, (k+1) / w_i], inside its window. Bipartite flows with integer bounds are
-    integral, so an integral schedule exists. For jobs of unit length on one machine, the rule
-    "earliest deadline first" finds such a schedule (Horn, Naval Res. Logist. 21 (1974)). The
-    windows of the slots are those of proportionate fairness (Baruah, Cohen, Plaxton, Varvel,
-    Algorithmica 15 (1996)) and of Steiner and Yeomans (1993)."""
+    if every job runs in its window. If jobs may be split, a schedule exists: give dataset i the
+    fraction w_i of every slot. The fractions sum to 1, so every slot is full. Job k of dataset i
+    then runs from k / w_i to (k + 1) / w_i, which is inside its window. Bipartite flows with
+    integer bounds are integral, so an integral schedule exists. For jobs of unit length on one
+    machine, the rule "earliest deadline first" finds such a schedule (Horn, Naval Res. Logist. 21
+    (1974)). The windows of the slots are those of proportionate fairness (Baruah, Cohen, Plaxton,
+    Varvel, Algorithmica 15 (1996)) and of Steiner and Yeomans (1993)."""
     period = sum(weights)
     table = np.empty(period, dtype=np.int32)
     given = [0] * len(weights)

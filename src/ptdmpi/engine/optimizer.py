@@ -202,9 +202,8 @@ class _Range(NamedTuple):
 def _ranges(
     config: OptimizerConfig, buffer: ParameterBuffer
 ) -> Iterator[tuple[tuple[float, float], _Range]]:
-    """Yield ranges of this rank's part of the shard units that are updated by the same rule, each
-    after its (weight decay, factor of the learning rate). Neighbouring parameters with the same
-    rule are in one range, with their padding.
+    """Yield ((weight decay, factor of the learning rate), range) for this rank's part of each shard
+    unit. A range has the neighbouring parameters to which this pair applies, with their padding.
     """
 
     def alike(own: OwnPart) -> tuple[int, tuple[float, float] | None]:

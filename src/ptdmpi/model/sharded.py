@@ -128,14 +128,14 @@ class PlacedGradients(Protocol):
     computed."""
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """Note that gradients are now computed for these shard units, and for no others."""
+        """Record that gradients are now computed for these shard units, and for no others."""
 
     def end(self) -> None:
-        """Note that the gradients of the units of the last `begin` are complete for this
+        """Record that the gradients of the units of the last `begin` are complete for this
         microbatch."""
 
     def finish(self) -> None:
-        """Note that the backward of this microbatch has ended."""
+        """Record that the backward of this microbatch has ended."""
 
     def forget(self) -> None:
         """Discard what remains of an interrupted step."""
@@ -281,11 +281,11 @@ class Walk:
         return sorted({unit for some in self._adds_to.values() for unit in some})
 
     def forward(self, place: str) -> None:
-        """Note that the forward reaches the module `place`, and communicate for it."""
+        """Record that the forward reaches the module `place`, and communicate for it."""
         self._hold(self.places, place, 1)
 
     def backward(self, place: str | None) -> None:
-        """Note that the backward reaches the module `place`, and has finished all modules that
+        """Record that the backward reaches the module `place`, and has finished all modules that
         follow it in the forward. If `place` is None, the backward has finished all modules."""
         assert self.gradients is not None, "nothing trains"
         if place is None:
@@ -296,7 +296,7 @@ class Walk:
         self.gradients.begin(self._adds_to[place])
 
     def finish(self) -> None:
-        """Note that the backward has ended."""
+        """Record that the backward has ended."""
         if self.gradients is not None:
             self.gradients.finish()
 

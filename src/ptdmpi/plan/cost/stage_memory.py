@@ -300,14 +300,15 @@ class StageMemory:
         )
 
     def _embedding(self) -> tuple[Operator, ...]:
-        """Return the rows of the embedding that have a backward: none if nothing of it trains."""
+        """Return the operators of the embedding that have a backward: all, or none if none of them
+        trains."""
         rows = describe.embedding(self.model, self.vocab_size)
         if any(row.trains for row in rows):
             return rows
         return ()
 
     def _head(self) -> tuple[Operator, ...]:
-        """Return the rows of the head that have a backward."""
+        """Return the operators of the head that have a backward."""
         rows = describe.head(self.model, self.vocab_size)
         if self.model.idle() < self.model.layers:
             return rows

@@ -216,9 +216,9 @@ class StepTraffic:
                      microbatch, which recomputes with the weights that it has       3 psi
                      (less those still there from the op before); frozen ones, too
 
-        If shards have copies, each part of the gradients is summed over the copies at the end. The
-        norms of rows of gradients are gathered. If the optimizer updates whole matrices, their
-        parts travel to the owners of the matrices and back.
+        If shards have copies, each part of the gradients is summed over the copies at the end. For
+        the norm of all gradients, the ranks gather the norms of rows of gradients. If the optimizer
+        updates whole matrices, their parts travel to the owners of the matrices and back.
         """
         layout, m = self.layout, self.microbatches
         shards, copies = layout.shards, layout.data // layout.shards

@@ -84,7 +84,8 @@ class FusedAttention:
 
     @property
     def flops(self) -> float:
-        """Return the floating-point operations as model FLOPs count them, over all columns."""
+        """Return the floating-point operations as model FLOPs are counted: every query with every
+        key, masked pairs included."""
         return 2.0 * self.products * self.rows * self.columns * self.head_size
 
 

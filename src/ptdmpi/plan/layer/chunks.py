@@ -12,7 +12,8 @@ BLOCK_SCORES = 1 << 20  # and the number of these scores
 
 
 def loss_rows(columns: int, on_host: bool) -> int:
-    """Return how many rows of `columns` logits are widened at once, at least 1."""
+    """Return how many rows, each of `columns` logits, the loss converts to float32 at once; at
+    least 1."""
     elements = HOST_ELEMENTS if on_host else DEVICE_ELEMENTS
     return max(1, elements // max(1, columns))
 

@@ -110,7 +110,7 @@ def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
     """
     collected = _collect(pricer, space)
     best = Best(count, same=str)
-    waiting: list[tuple[float, int, Layout]] = []  # heap of (bound, number, layout)
+    waiting: list[tuple[float, int, Layout]] = []  # heap: step time >= bound
     numbers = itertools.count()
     with progress("searching", len(collected.candidates), "layout", SOON_S) as advance:
         for rough_s, number in [*sorted(collected.rough), (math.inf, -1)]:

@@ -55,8 +55,8 @@ class Space:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the fields that all layouts of `groups` have; `variants` also tries other
-        values."""
+        """Return the values of `scatter_gather` and `dp_overlap` that all layouts of `groups` have;
+        `variants` also yields layouts with other values."""
         scatter_gather = self.scatter_gather is not False
         return {"scatter_gather": scatter_gather, "dp_overlap": self.dp_overlap}
 

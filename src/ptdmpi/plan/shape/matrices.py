@@ -65,14 +65,15 @@ def gathered_bytes(whole: Whole, tensor: int, compute_bytes: int) -> int:
 
 
 def room_bytes(whole: Whole, own: int, tensor: int, *, compute_bytes: int, widens: bool) -> int:
-    """Return the most working memory, in bytes, of a parameter's update on its owner.
+    """Return the most working memory, in bytes, of Muon's update of a parameter on its owner.
 
-    This rank has `own` elements of the slice. The peak is at one of three times. First, the own
-    elements are converted to the iteration's type, and put into the slice if other ranks have the
-    rest. Second, all slices are gathered and put together. Third, the whole is in memory, either
-    with the iterate, its successor and the products of rows, or with the update and this rank's
-    part of it, widened. `widens`: half types are multiplied in float32, so both operands and the
-    result of a product are in memory next to the iterate.
+    This rank has `own` elements of its tensor slice of the parameter. The peak is at one of three
+    times. First, this rank's elements are converted to the type in which Muon iterates; if other
+    ranks have the rest of the slice, a buffer for the slice is there, too. Second, the slices of
+    all tensor ranks are gathered and put together. Third, the full parameter is in memory, either
+    with the iterate, the next iterate and the products of its rows, or with the update and this
+    rank's part of it, converted to float32. `widens`: fp16 and bf16 are multiplied in float32, so
+    both operands and the result of a product are in memory next to the iterate.
     """
     element, wide = iteration_bytes(compute_bytes), max(FLOAT32.bytes, compute_bytes)
     slice_, elements = whole.local, whole.elements

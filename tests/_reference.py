@@ -5,6 +5,7 @@ its configuration. `weights` are the logical parameters by name.
 """
 
 import itertools
+import math
 from collections.abc import Mapping
 
 import torch
@@ -44,8 +45,12 @@ def rope(x: Tensor, model: ModelConfig) -> Tensor:
     frequencies = 1.0 / model.rope_theta**exponents
     if model.rope_scaling == "llama3":
         frequencies = torch.tensor([stretched(float(f), model) for f in frequencies])
+    length = 1.0
+    if model.rope_scaling == "yarn":
+        frequencies = torch.tensor([yarn(n, float(f), model) for n, f in enumerate(frequencies)])
+        length = model.rope_attention_factor or 1 + 0.1 * math.log(model.rope_factor)
     angles = positions[:, None] * frequencies
-    turn = torch.complex(angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+    turn = length * torch.complex(angles.cos().to(x.dtype), angles.sin().to(x.dtype))
     turned = torch.complex(x[..., :half], x[..., half:]) * turn
     return torch.cat((turned.real, turned.imag), -1)
 
@@ -60,6 +65,19 @@ def stretched(frequency: float, model: ModelConfig) -> float:
         return frequency / model.rope_factor
     smooth = (length / wave - low) / (high - low)
     return (1 - smooth) * frequency / model.rope_factor + smooth * frequency
+
+
+def yarn(number: int, frequency: float, model: ModelConfig) -> float:
+    """Return frequency `number` of a head as YaRN's code scales it: slower after a ramp."""
+
+    def place(turns: float) -> float:
+        wave = model.rope_original_length / turns
+        return model.head_size / 2 * math.log(wave / (2 * math.pi), model.rope_theta)
+
+    first = max(0, math.floor(place(model.rope_high_factor)))
+    last = min(model.head_size - 1, math.ceil(place(model.rope_low_factor)))
+    share = min(1.0, max(0.0, (number - first) / max(last - first, 1e-3)))
+    return share * frequency / model.rope_factor + (1 - share) * frequency
 
 
 def attention(weights: Weights, name: str, x: Tensor, model: ModelConfig, layer: int = 0) -> Tensor:

@@ -108,6 +108,11 @@ RULES = [
         "model.rope_low_factor = 4.0 must be below rope_high_factor = 4.0",
     ),
     (
+        {"model.kind": "llama", "model.rope_scaling": "yarn", "model.rope_theta": 1.0},
+        1,
+        'model.rope_theta = 1.0: rope_scaling = "yarn" needs more than 1',
+    ),
+    (
         {"parallel.tensor": 2, "model.ffn_hidden": 45},
         2,
         "tensor = 2 does not divide model.ffn_hidden = 45; legal nearby: tensor 1 or 3 or 5",

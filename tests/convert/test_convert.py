@@ -43,6 +43,17 @@ CASES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         },
     ),
+    "llama-yarn": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 8,
+            },
+        },
+    ),
     "llama-attention-biases": ("llama", {"attention_bias": True}),
     "llama-mlp-biases": ("llama", {"mlp_bias": True}),
     "llama-sharded-v51": ("llama", {"shard": "15KB", "vocab_size": 51}),
@@ -200,7 +211,7 @@ def test_what_config_json_may_not_say(tmp_path, key):
 
 
 REFUSED = {
-    "mistral": {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+    "mistral": {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
     "qwen2": {"use_sliding_window": "perhaps"},
     "qwen3": {"layer_types": ["full_attention", "linear_attention"]},
     "gemma2": {"use_bidirectional_attention": True},

@@ -193,7 +193,29 @@ def gradients_of(model, family: str, stored: StoredModel) -> dict[str, Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_transformers(tmp_path, family, seed):
     chosen = random.Random(f"{family} {seed}")
+    check(tmp_path, family, random_shape(family, chosen), chosen)
+
+
+# At these lengths some angles stay, some are slower, some lie between.
+YARN = {"rope_type": "yarn", "rope_theta": 7.5, "factor": 4.0}
+YARN |= {"original_max_position_embeddings": 30, "beta_fast": 2.5, "beta_slow": 0.5}
+SCALED = {
+    "llama": YARN,
+    "mistral": YARN | {"attention_factor": 1.75, "beta_fast": None},
+    "qwen2": YARN | {"mscale": 0.7, "mscale_all_dim": 0.4},
+    "qwen3": YARN | {"beta_slow": None, "rope_theta": 1e4},
+}
+
+
+@pytest.mark.parametrize("family", SCALED)
+def test_yarn_equals_transformers(tmp_path, family):
+    chosen = random.Random(family)
     shape = random_shape(family, chosen)
+    check(tmp_path, family, shape | {"head_dim": 10, "rope_parameters": SCALED[family]}, chosen)
+
+
+def check(tmp_path, family: str, shape: dict[str, Any], chosen: random.Random) -> None:
+    """The model of `shape`, converted and back; its logits, loss and every gradient."""
     masked = "bert" in family
     heads = HEADS.get(family, ["ForPreTraining", "ForMaskedLM"])
     model = theirs(family, shape, chosen.choice(heads))

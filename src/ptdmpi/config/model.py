@@ -157,11 +157,12 @@ class ModelConfig(Section):
     sentence_order: Bound[bool]
     norm_eps: Bound[Number]
     rope_theta: Bound[Number] = 10000.0
-    rope_scaling: Bound[Literal["none", "llama3"]] = "none"
+    rope_scaling: Bound[Literal["none", "llama3", "yarn"]] = "none"
     rope_factor: Bound[Number] = 8.0
     rope_low_factor: Bound[Number] = 1.0
-    rope_high_factor: Bound[Number] = 4.0
+    rope_high_factor: Bound[Number]
     rope_original_length: Bound[Positive] = 8192
+    rope_attention_factor: Bound[Cap] = 0.0
     dropout: Reported[Fraction] = 0.0
     attention_dropout: Reported[Fraction] = 0.0
     init_std: Reported[Number] = 0.02
@@ -183,6 +184,8 @@ class ModelConfig(Section):
         heads: Any = filled.get("heads")
         hidden: Any = filled.get("hidden")
         filled.setdefault("kv_heads", heads if _sound(heads) else 1)
+        # those of Llama 3 and of YaRN
+        filled.setdefault("rope_high_factor", 32.0 if values.get("rope_scaling") == "yarn" else 4.0)
         if "head_size" not in filled:  # 0 if heads do not divide h, which a rule reports
             whole = _sound(hidden) and _sound(heads) and hidden % heads == 0
             filled["head_size"] = hidden // heads if whole else 0

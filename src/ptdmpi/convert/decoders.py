@@ -5,6 +5,7 @@ The decoder families share nearly all names of parameters, and most keys of conf
 describes how one family differs.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,12 +28,21 @@ MODULES = {
     "head": ("lm_head",),
 }
 BIASES = {(True, True): True, (True, False): "attention", (False, True): "mlp"}
-# Hugging Face's key -> ptdmpi's key, for the numbers of scaled rotary angles
-ROPE = {
-    "factor": "rope_factor",
-    "low_freq_factor": "rope_low_factor",
-    "high_freq_factor": "rope_high_factor",
-    "original_max_position_embeddings": "rope_original_length",
+# Kind of scaled rotary angles -> Hugging Face's key -> ptdmpi's key, for its numbers
+ROPE_NUMBERS = {
+    "llama3": {
+        "factor": "rope_factor",
+        "low_freq_factor": "rope_low_factor",
+        "high_freq_factor": "rope_high_factor",
+        "original_max_position_embeddings": "rope_original_length",
+    },
+    "yarn": {
+        "factor": "rope_factor",
+        "beta_slow": "rope_low_factor",
+        "beta_fast": "rope_high_factor",
+        "original_max_position_embeddings": "rope_original_length",
+        "attention_factor": "rope_attention_factor",
+    },
 }
 
 
@@ -141,13 +151,15 @@ def _rope_keys(config: ConfigJson) -> dict[str, Any]:
         kind = rope.get("rope_type", rope.get("type", "default"))
         partial = rope.get("partial_rotary_factor", 1.0)
         by_layer = any(isinstance(value, Mapping) for value in rope.values())
-        if kind not in ("default", "llama3") or partial != 1.0 or by_layer:
+        known = kind == "default" or (isinstance(kind, str) and kind in ROPE_NUMBERS)
+        whole = partial == 1.0 and rope.get("truncate", True) is True
+        if not known or not whole or by_layer:
             raise InputError(
                 f"{config.name}: {key} = {dict(rope)} is not supported; legal: "
-                'rope_type "default" or "llama3" on whole heads'
+                'rope_type "default", "llama3" or "yarn" on whole heads, without truncate = false'
             )
-        if kind == "llama3":
-            scaling = {"rope_scaling": "llama3", **_scaling(config, key, rope)}
+        if kind != "default":
+            scaling = {"rope_scaling": kind, **_scaling(config, key, kind, rope)}
         theta = rope.get("rope_theta", theta)
     config.only("partial_rotary_factor", 1.0)
     if isinstance(theta, bool) or not isinstance(theta, int | float):
@@ -155,17 +167,28 @@ def _rope_keys(config: ConfigJson) -> dict[str, Any]:
     return {**scaling, "rope_theta": float(theta)}
 
 
-def _scaling(config: ConfigJson, key: str, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of [model] for scaled rotary angles. `rope` is the table in config.json and
-    `key` its name. Raise InputError for a value that is not a number."""
+def _scaling(
+    config: ConfigJson, key: str, kind: str, rope: Mapping[str, Any]
+) -> dict[str, int | float]:
+    """Return the keys of [model] for scaled rotary angles of a kind. `rope` is the table in
+    config.json and `key` its name. Raise InputError for a value that is not a number."""
     length = "original_max_position_embeddings"
-    values = {length: config.get("max_position_embeddings"), **rope}
-    scaling = {}
-    for theirs, ours in ROPE.items():
-        value = values.get(theirs)
+    values: dict[str, Any] = {length: config.get("max_position_embeddings")}
+    if kind == "yarn":  # the defaults of `transformers`; 0: the attention factor of the paper
+        values |= {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.0}
+    values |= {name: value for name, value in rope.items() if value is not None}
+    numbers: dict[str, int | float] = {}
+    for name in (*ROPE_NUMBERS[kind], *({"mscale", "mscale_all_dim"} & values.keys())):
+        value = values.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InputError(f"{config.name}: {key}: {theirs} = {value!r} is no number")
-        scaling[ours] = value if theirs == length else float(value)
+            raise InputError(f"{config.name}: {key}: {name} = {value!r} is no number")
+        numbers[name] = value if name == length else float(value)
+    scaling = {ours: numbers[theirs] for theirs, ours in ROPE_NUMBERS[kind].items()}
+    some, every = numbers.get("mscale"), numbers.get("mscale_all_dim")
+    if kind == "yarn" and some and every and not scaling["rope_attention_factor"]:
+        # DeepSeek's form of the attention factor
+        growth = 0.1 * math.log(max(1.0, numbers["factor"]))
+        scaling["rope_attention_factor"] = (some * growth + 1.0) / (every * growth + 1.0)
     return scaling
 
 
@@ -174,9 +197,12 @@ def _rope_config(model: ModelConfig) -> dict[str, Any]:
     `transformers` can read the returned keys."""
     scaling = None
     parameters: dict[str, Any] = {"rope_type": "default"}
-    if model.rope_scaling == "llama3":
-        numbers = {theirs: getattr(model, ours) for theirs, ours in ROPE.items()}
-        scaling = parameters = {"rope_type": "llama3", **numbers}
+    if model.rope_scaling != "none":
+        known = ROPE_NUMBERS[model.rope_scaling]
+        numbers = {theirs: getattr(model, ours) for theirs, ours in known.items()}
+        if not model.rope_attention_factor:
+            numbers.pop("attention_factor", None)
+        scaling = parameters = {"rope_type": model.rope_scaling, **numbers}
     return {
         "rope_theta": model.rope_theta,
         "rope_scaling": scaling,

@@ -304,10 +304,14 @@ def _rotated(config: Json, x: Tensor, heads: int) -> Tensor:
     # float32, as in `transformers` and in ptdmpi's model: a more precise table would not match them
     frequencies = 1.0 / theta ** (torch.arange(half) / half)
     scaling = config.get("rope_scaling") or rope
-    if scaling.get("rope_type", scaling.get("type")) == "llama3":
+    kind, length = scaling.get("rope_type", scaling.get("type")), 1.0
+    if kind == "llama3":
         frequencies = torch.stack([_slower(value, scaling, config) for value in frequencies])
+    elif kind == "yarn":
+        frequencies = _slower_by_number(frequencies, scaling, config, base=theta)
+        length = _yarn_length(scaling)
     turns = torch.arange(x.shape[1])[:, None] * frequencies
-    turned = torch.complex(real, imaginary) * torch.exp(1j * turns.to(x.dtype))[:, None, :]
+    turned = length * torch.complex(real, imaginary) * torch.exp(1j * turns.to(x.dtype))[:, None, :]
     return torch.cat((turned.real, turned.imag), dim=-1).flatten(2)
 
 
@@ -325,6 +329,38 @@ def _slower(frequency: Tensor, scaling: Json, config: Json) -> Tensor:
         return frequency / scaling["factor"]
     share = (length / wave - low) / (high - low)
     return (1 - share) * frequency / scaling["factor"] + share * frequency
+
+
+def _slower_by_number(frequencies: Tensor, scaling: Json, config: Json, *, base: Any) -> Tensor:
+    """Return frequencies as YaRN scales them: those before a first number are unchanged, those
+    after a last one are slower by `factor`, with a linear change between. `base` is rope_theta."""
+    whole = config.get("max_position_embeddings")
+    length = scaling.get("original_max_position_embeddings", whole)
+    half = len(frequencies)
+    fast, slow = (scaling.get(key) for key in ("beta_fast", "beta_slow"))
+    # base^(-n / half) = 2 pi turns / length, solved for n
+    first, last = (
+        half * math.log(length / (2 * math.pi * turns), base) for turns in (fast or 32, slow or 1)
+    )
+    first = max(math.floor(first), 0)
+    last = min(math.ceil(last), 2 * half - 1)
+    scaled = [
+        frequency / scaling["factor"] * share + frequency * (1 - share)
+        for number, frequency in enumerate(frequencies)
+        for share in [min(1.0, max(0.0, (number - first) / max(last - first, 1e-3)))]
+    ]
+    return torch.stack(scaled)
+
+
+def _yarn_length(scaling: Json) -> float:
+    """Return the factor of rotated queries and keys under YaRN."""
+    growth = 0.1 * math.log(max(scaling["factor"], 1.0))
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    some, every = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if some and every:
+        return (some * growth + 1) / (every * growth + 1)
+    return growth + 1
 
 
 @dataclass(frozen=True)

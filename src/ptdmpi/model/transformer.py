@@ -39,11 +39,15 @@ def rotary_table(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tens
     exponents = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
     positions = torch.arange(model.seq_length, device=device, dtype=torch.float32)
     frequencies = 1.0 / model.rope_theta**exponents
+    length = 1.0  # of the rotated vectors, relative
     if model.rope_scaling == "llama3":
         frequencies = _stretched(frequencies, model)
+    elif model.rope_scaling == "yarn":
+        frequencies = _stretched_by_dimension(frequencies, model)
+        length = model.rope_attention_factor or 0.1 * math.log(max(1.0, model.rope_factor)) + 1.0
     angles = torch.outer(positions, frequencies)
     angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
-    return angles.cos(), angles.sin()
+    return length * angles.cos(), length * angles.sin()
 
 
 def _stretched(frequencies: Tensor, model: ModelConfig) -> Tensor:
@@ -58,6 +62,28 @@ def _stretched(frequencies: Tensor, model: ModelConfig) -> Tensor:
     low, high = model.rope_low_factor, model.rope_high_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies * (kept + (1.0 - kept) / model.rope_factor)
+
+
+def _stretched_by_dimension(frequencies: Tensor, model: ModelConfig) -> Tensor:
+    """Return RoPE's frequencies for longer contexts, as in YaRN (Peng et al. 2023, arXiv
+    2309.00071, section 3.2).
+
+    Frequencies with fewer than `rope_low_factor` turns within the original length are divided by
+    `rope_factor`, those with more than `rope_high_factor` turns are kept. Those in between are
+    interpolated linearly in the number of their dimension (the paper: in their turns), from and to
+    whole dimensions, as in the authors' code and in `transformers`.
+    """
+
+    def dimension(turns: float) -> float:
+        """Return the number, as a fraction, of the frequency with `turns` turns."""
+        ratio = model.rope_original_length / (2 * math.pi * turns)
+        return model.head_size * math.log(ratio) / (2 * math.log(model.rope_theta))
+
+    first = max(0, math.floor(dimension(model.rope_high_factor)))
+    last = min(model.head_size - 1, math.ceil(dimension(model.rope_low_factor)))
+    numbers = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
+    divided = ((numbers - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
+    return frequencies * (1.0 - divided) + frequencies / model.rope_factor * divided
 
 
 class Block(nn.Module):

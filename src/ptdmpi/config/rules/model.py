@@ -33,11 +33,13 @@ def shape_rules(model: ModelConfig) -> Iterator[str]:
                 f"model.sliding_layers names layer {beyond[0]}: legal: 0 to {model.layers - 1}, "
                 '"all" or "even"'
             )
-    if model.rope_scaling == "llama3" and model.rope_low_factor >= model.rope_high_factor:
+    if model.rope_scaling != "none" and model.rope_low_factor >= model.rope_high_factor:
         yield (
             f"model.rope_low_factor = {model.rope_low_factor} must be below rope_high_factor = "
             f"{model.rope_high_factor}"
         )
+    if model.rope_scaling == "yarn" and model.rope_theta <= 1.0:
+        yield f'model.rope_theta = {model.rope_theta}: rope_scaling = "yarn" needs more than 1'
     yield from _sublayer_rules(model)
     yield from _objective_rules(model)
 

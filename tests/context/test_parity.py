@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from ptdmpi.comm.wires import wire_named
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.config.choices import ContextMethod
@@ -16,6 +17,7 @@ from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.sequence.positions import Positions
+from ptdmpi.parity import probe
 from tests._configs import Changes, layout, small
 from tests._engines import build, from_root, microbatches, whole_weights
 from tests.parallel import parallel
@@ -246,15 +248,14 @@ def test_a_planted_fault_is_found(comm, name):
     assert (wrong / right - 1).abs().max() > 1e-6
 
 
-def losses_of(engine: Engine, batch: Microbatch) -> torch.Tensor:
-    """The loss of each position [s, b], found by asking for one label after the other."""
-    found = []
-    for position in range(len(batch.inputs)):
-        weights = torch.zeros(batch.inputs.shape)
-        weights[position, 0] = 1.0
-        asked = replace(batch, weights=weights).at(engine.context.positions)
-        found.append(engine.evaluate([asked])["task"].sum)
-    return torch.tensor(found)
+def probed_batch(engine: Engine, in_several: bool) -> Microbatch:
+    """One sample, in two documents or in one."""
+    batch = microbatches(engine.config, 0, 0, masked=False)[0]
+    numbers = torch.tensor([[0] * 5 + [1] * 7] if in_several else [[0] * 12])
+    return replace(batch, documents=Documents.of(numbers) if in_several else None)
+
+
+PROBED = {**BASE, **LLAMA, "batch.micro_size": 1, "model.seq_length": 12}
 
 
 @parallel(ranks=[1, 2, 3])
@@ -262,20 +263,29 @@ def losses_of(engine: Engine, batch: Microbatch) -> torch.Tensor:
 @pytest.mark.parametrize("method", get_args(ContextMethod))
 def test_a_perturbed_token_changes_the_losses_that_see_it(comm, method, in_several):
     """Its own as a label, and those from it to the end of its document, and no other."""
-    changes = {**BASE, **LLAMA, **SIX_HEADS, "model.seq_length": 12, "batch.micro_size": 1}
     axis = {"parallel.context": comm.size, "parallel.context_method": method}
-    engine = build(World(comm), {**changes, **axis})
-    batch = microbatches(engine.config, 0, 0, masked=False)[0]
-    numbers = torch.tensor([[0] * 5 + [1] * 7] if in_several else [[0] * 12])
-    batch = replace(batch, documents=Documents.of(numbers) if in_several else None)
-    before = losses_of(engine, batch)
-    for position in (1, 4, 5, 8):
-        inputs, labels = batch.inputs.clone(), batch.labels.clone()
-        inputs[position] = labels[position - 1] = (inputs[position] + 1) % 101
-        after = losses_of(engine, replace(batch, inputs=inputs, labels=labels))
-        changed = (after != before).nonzero().flatten().tolist()
-        end = 5 if in_several and position < 5 else 12
-        assert changed == list(range(position - 1, end)), position
+    engine = build(World(comm), {**PROBED, **SIX_HEADS, **axis})
+    batch = probed_batch(engine, in_several)
+    for token, end in ((1, 5), (4, 5), (5, 12), (8, 12)):
+        expected = list(range(token - 1, end if in_several else 12))
+        assert probe.seen_by(batch, token) == expected
+    assert probe.faults(engine, batch, (1, 4, 5, 8)) == []
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("name", ["labels are shifted after the cut", "documents see each other"])
+def test_the_probe_finds_a_planted_fault(comm, name):
+    engine = build(World(comm), {**PROBED, "parallel.context": 2})
+    batch = probed_batch(engine, in_several=True)
+    with patch.object(*FAULTS[name]):
+        assert probe.faults(engine, batch, (1, 3, 5, 9))  # 3 and 9 begin slices
+
+
+@parallel(ranks=[1, 4])
+def test_probes_of_doctor_are_green(comm):
+    wanted = probe.cases(comm.size)
+    rows = probe.run(World(comm), wanted, wire=wire_named())
+    assert [row.faults for row in rows] == [[] for _ in wanted if comm.rank == 0]
 
 
 @parallel(ranks=[2])

@@ -77,33 +77,37 @@ def check_parity(
     `only` in its name.
     """
     from ptdmpi.comm.wires import wire_named
-    from ptdmpi.parity import layouts, suite, table
+    from ptdmpi.parity import layouts, probe, suite, table
 
     ranks = min(world.size, layouts.MOST_RANKS)
     chosen = wire_named(wire)
     exact = chosen.kind.exact
 
-    def chosen_rows() -> "list[suite.Comparison]":
-        """Return the rows whose names contain the text of --rows. Raise InputError if there are
-        none."""
+    def chosen_rows() -> "tuple[list[suite.Comparison], list[layouts.Case]]":
+        """Return the comparisons and the probes whose names contain the text of --rows. Raise
+        InputError if there are none."""
         every = suite.comparisons(ranks, short=short, exact=exact)
         named = [row for row in every if only.lower() in table.named(row).lower()]
-        if not named:
-            example = table.named(every[0])
-            raise InputError(f'--rows {only}: no row of {len(every)} has it, such as "{example}"')
-        return named
+        tokens = probe.cases(ranks, short=short)
+        probes = [case for case in tokens if only.lower() in table.probe_named(case).lower()]
+        if not named and not probes:
+            example, count = table.named(every[0]), len(every) + len(tokens)
+            raise InputError(f'--rows {only}: no row of {count} has it, such as "{example}"')
+        return named, probes
 
-    wanted = world.on_root(chosen_rows)
-    steps = suite.SHORT_STEPS if short else suite.STEPS
-    rows = suite.run(world, wanted, steps, say=partial(click.echo, err=True), wire=chosen)
+    wanted, probes = world.on_root(chosen_rows)
+    steps, say = suite.SHORT_STEPS if short else suite.STEPS, partial(click.echo, err=True)
+    rows = suite.run(world, wanted, steps, say=say, wire=chosen)
+    probed = probe.run(world, probes, wire=chosen, say=say)
     if world.rank == 0:
         if as_json:
-            click.echo(json.dumps(table.as_json(rows, ranks, steps)))
+            click.echo(json.dumps(table.as_json(rows, ranks, steps, probed=probed)))
         else:
-            click.echo(table.text(rows, ranks, steps))
+            click.echo(table.text(rows, ranks, steps, probed=probed))
             if ranks < layouts.MOST_RANKS:
                 click.echo(f"Layouts of {ranks + 1} to {layouts.MOST_RANKS} ranks were left out.")
-    return world.on_root(lambda: not any(row.red() for row in rows))
+    red = [row for row in rows if row.red()] + [one for one in probed if one.faults]
+    return world.on_root(lambda: not red)
 
 
 def check_machine(world: "World", *, as_json: bool, report: Path | None = None) -> bool:

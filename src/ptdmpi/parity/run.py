@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from tempfile import gettempdir
+from typing import TypeVar
 
 import torch
 from mpi4py import MPI
@@ -19,6 +20,7 @@ from ptdmpi.model.state import WEIGHTS, Piece, assemble
 from ptdmpi.parity.layouts import GLOBAL_SIZE, SEQ_LENGTH, Case
 from ptdmpi.plan.layout.grid import Grid, training_grid
 
+T = TypeVar("T")
 SEED = 1234
 MEAN_DOCUMENT = 6  # mean number of tokens in a document, in models with documents
 # At this model width the usual 0.02 would hardly change the residual stream, and faults would not
@@ -162,7 +164,7 @@ def train(task: TrainingTask, axes: Axes) -> Training | None:
 
 
 class Blocks:
-    """The world divided into blocks of equal size, on which small layouts train at the same time.
+    """The world divided into blocks of equal size, on which small layouts work at the same time.
 
     All training runs share one set of communicators, since MPI libraries have a limited number of
     them.
@@ -175,17 +177,21 @@ class Blocks:
         self._axes: dict[Grid, Axes] = {}
 
     def run(
-        self, tasks: Sequence[TrainingTask], say: Callable[[str], None] = lambda line: None
-    ) -> dict[TrainingTask, Training]:
-        """Train all tasks, which must need the same number of ranks. Every rank of the world calls
-        this.
+        self,
+        tasks: Sequence[TrainingTask],
+        say: Callable[[str], None] = lambda line: None,
+        *,
+        work: Callable[[TrainingTask, Axes], T | None],
+    ) -> dict[TrainingTask, T]:
+        """Do all tasks, which need the same number of ranks, by `work`. Every rank of the world
+        calls this.
 
         Return the results on rank 0 of the world, {} on other ranks. Now and then `say` gets a line
-        with the number of finished training runs of this block.
+        with the number of finished tasks of this block.
         """
         ranks = tasks[0].case.layout.ranks
         blocks = self.world.size // ranks
-        mine: dict[TrainingTask, Training] = {}
+        mine: dict[TrainingTask, T] = {}
         block = self.world.rank // ranks
         if block >= blocks:
             block = MPI.UNDEFINED
@@ -194,7 +200,7 @@ class Blocks:
             own = tasks[block::blocks]
             reported_at = time.monotonic()
             for done, task in enumerate(own, 1):
-                result = train(task, self._split(part, task.case.layout))
+                result = work(task, self._split(part, task.case.layout))
                 if result is not None:
                     mine[task] = result
                 if time.monotonic() - reported_at >= PROGRESS_EVERY_S and done < len(own):

@@ -16,7 +16,7 @@ from ptdmpi.parity.compare import (
     first_other_bit,
 )
 from ptdmpi.parity.layouts import Case
-from ptdmpi.parity.run import Blocks, Training, TrainingTask
+from ptdmpi.parity.run import Blocks, Training, TrainingTask, train
 
 STEPS = 20
 SHORT_STEPS = 3
@@ -155,9 +155,9 @@ def run(
                 f"parity: {counted(len(alike), 'training')} of {counted(steps, 'step')} on "
                 f"{counted(ranks, 'rank')} each"
             )
-            results |= blocks.run(alike, say)
+            results |= blocks.run(alike, say, work=train)
         else:
-            blocks.run(alike)
+            blocks.run(alike, work=train)
     if world.rank:
         return []
     return [_verdict(comparison, steps, results, wire.kind.exact) for comparison in wanted]

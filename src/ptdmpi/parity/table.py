@@ -13,14 +13,17 @@ from ptdmpi.parity.layouts import (
     LAYOUT_FACTORS,
     MODEL_FACTORS,
     AdaptedModel,
+    Case,
     ComparedModel,
     MuonModel,
     Pair,
     missing_pairs,
 )
+from ptdmpi.parity.probe import SECTION, Probed
 from ptdmpi.parity.suite import COVERING, Comparison, Verdict
 
 WIDTH = 120
+PROBE_HEADINGS = ("layout", "options", "model", "documents", "losses")
 HEADINGS = (
     "t p v d b z",
     "schedule",
@@ -31,8 +34,9 @@ HEADINGS = (
 )
 
 
-def text(rows: Sequence[Verdict], ranks: int, steps: int) -> str:
-    """Return the table: all rows, the legend of the abbreviations, and the verdict at the end."""
+def text(rows: Sequence[Verdict], ranks: int, steps: int, *, probed: Sequence[Probed] = ()) -> str:
+    """Return the table: all rows, the legend of the abbreviations, the probes of tokens, and the
+    verdict at the end."""
     models = list(dict.fromkeys(row.comparison.case.model for row in rows))
     lines: list[str] = []
     for section, of_section in itertools.groupby(rows, lambda row: row.comparison.section):
@@ -41,12 +45,19 @@ def text(rows: Sequence[Verdict], ranks: int, steps: int) -> str:
         lines += [f"{section}:", ""]
         lines += [_line(HEADINGS, widths), _line(["-" * width for width in widths], widths)]
         lines += [*(_line(row, widths) for row in cells), ""]
-    lines += [*_legend(models, steps), ""]
-    lines += [*_missing(rows, ranks), ""]
+    if rows:
+        lines += [*_legend(models, steps), "", *_missing(rows, ranks), ""]
+    if probed:
+        cells = [_probe_cells(probe) for probe in probed]
+        widths = [max(map(len, column)) for column in zip(PROBE_HEADINGS, *cells, strict=True)]
+        lines += [f"{SECTION}:", ""]
+        lines += [_line(PROBE_HEADINGS, widths), _line(["-" * width for width in widths], widths)]
+        lines += [*(_line(row, widths) for row in cells), ""]
     lines += [f"RED: {_describe(row)}: {fault}" for row in rows for fault in row.red()]
-    count = sum(bool(row.red()) for row in rows)
+    lines += [f"RED: {probe_named(one.case)}: {fault}" for one in probed for fault in one.faults]
+    count = sum(bool(row.red()) for row in rows) + sum(bool(one.faults) for one in probed)
     verdict = f"{count} red" if count else "all ok"
-    lines.append(f"{len(rows)} rows, {verdict}")
+    lines.append(f"{len(rows) + len(probed)} rows, {verdict}")
     return "\n".join(lines)
 
 
@@ -56,6 +67,19 @@ def named(comparison: Comparison) -> str:
     model = comparison.case.model
     words = [comparison.section, _sizes(layout), layout.schedule, _options(layout), model.kind]
     return ", ".join(words)
+
+
+def probe_named(case: Case) -> str:
+    """Return the name of a probe for `doctor`: section, layout, model."""
+    words = [SECTION, str(case.layout), case.layout.schedule, case.model.kind]
+    return ", ".join([*words, *["documents"][: case.model.documents]])
+
+
+def _probe_cells(probe: Probed) -> list[str]:
+    """Return the cells of a probe, in the order of `PROBE_HEADINGS`."""
+    layout, model = probe.case.layout, probe.case.model
+    documents = ("one", "several")[model.documents]
+    return [str(layout), _options(layout), model.kind, documents, "RED" if probe.faults else "ok"]
 
 
 def _describe(row: Verdict) -> str:
@@ -183,7 +207,9 @@ def _missing_pairs(rows: Sequence[Verdict], ranks: int) -> dict[str, list[Pair]]
     return missing_pairs(covering, ranks)
 
 
-def as_json(rows: Sequence[Verdict], ranks: int, steps: int) -> dict[str, Any]:
+def as_json(
+    rows: Sequence[Verdict], ranks: int, steps: int, *, probed: Sequence[Probed] = ()
+) -> dict[str, Any]:
     """Return the table as JSON, for programs."""
     return {
         "ranks": ranks,
@@ -193,7 +219,15 @@ def as_json(rows: Sequence[Verdict], ranks: int, steps: int) -> dict[str, Any]:
         "rows": [_row(row) for row in rows],
         "missing_pairs": _missing_pairs(rows, ranks),
         "left_out": left_out(row.comparison.case.model for row in rows),
-        "red": sum(bool(row.red()) for row in rows),
+        "probed": [
+            {
+                "layout": asdict(one.case.layout),
+                "model": asdict(one.case.model),
+                "faults": list(one.faults),
+            }
+            for one in probed
+        ],
+        "red": sum(bool(row.red()) for row in rows) + sum(bool(one.faults) for one in probed),
     }
 
 

@@ -1,0 +1,140 @@
+"""Which losses a token changes: the token is perturbed, and all losses are compared.
+
+A causal model predicts a token at the position before it, and sees it from its position to the end
+of its document. A bidirectional model sees it everywhere in its sample. If labels are shifted at
+the edge of a slice, documents see each other, or masks are at wrong positions, other losses change.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ptdmpi.comm.wires import Wire
+from ptdmpi.comm.world import Axes, World
+from ptdmpi.engine.engine import Engine
+from ptdmpi.model.batch import Microbatch
+from ptdmpi.parity.layouts import Case, ComparedLayout, ComparedModel
+from ptdmpi.parity.run import Blocks, TrainingTask, configuration, microbatches
+
+SECTION = "A perturbed token changes the losses that see it, and no others"
+LAYOUTS = (
+    ComparedLayout(context=2, micro_size=2),
+    ComparedLayout(context=4, micro_size=2),
+    ComparedLayout(tensor=2, context=2, sequence_parallel=True, micro_size=2),
+    ComparedLayout(context=2, pipeline=2, micro_size=2),
+)
+ALONE = (ComparedLayout(micro_size=2),)
+MODELS = (
+    ComparedModel(kind="llama", layers=2, masked=False, documents=True),
+    ComparedModel(kind="gpt", layers=2, masked=False),
+    ComparedModel(kind="bert", layers=2, masked=False),
+)
+EVERY = 3  # one of so many tokens is perturbed; 3 divides no chunk, so chunks' edges are among them
+
+
+@dataclass(frozen=True)
+class Probed:
+    """A case, and what is wrong with the losses of its perturbed tokens, in words."""
+
+    case: Case
+    faults: Sequence[str]
+
+
+def cases(ranks: int, *, short: bool = False) -> list[Case]:
+    """Return the cases that `ranks` ranks can probe; one of them if `short`."""
+    layouts = [layout for layout in LAYOUTS if layout.ranks <= ranks] or ALONE
+    every = [Case(layout, model) for layout in layouts for model in MODELS]
+    return every[:1] if short else every
+
+
+def run(
+    world: World,
+    wanted: Sequence[Case],
+    *,
+    wire: Wire,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Probed]:
+    """Probe the cases `wanted`, small layouts at the same time. Every rank calls it with the same
+    arguments. Return the results on rank 0 of the world, [] on other ranks; `say` gets a line on
+    rank 0."""
+    if wanted and world.rank == 0:
+        say(f"parity: perturbed tokens in {len(wanted)} cases")
+    blocks = Blocks(world, wire)
+    found: dict[TrainingTask, list[str]] = {}
+    tasks = [TrainingTask(case, "fp64", steps=1) for case in wanted]
+    for ranks in sorted({task.case.layout.ranks for task in tasks}):
+        alike = [task for task in tasks if task.case.layout.ranks == ranks]
+        found |= blocks.run(alike, work=_faults_of)
+    if world.rank:
+        return []
+    return [Probed(task.case, found[task]) for task in tasks]
+
+
+def _faults_of(task: TrainingTask, axes: Axes) -> list[str] | None:
+    """Return the faults of a case on rank 0 of `axes`, None on others."""
+    engine = Engine(configuration(task), axes, task.case.model.vocab_size)
+    batch = microbatches(engine.config, task.case, 0, 0)[0]
+    tokens = range(1, len(batch.inputs), EVERY)
+    found = faults(engine, batch, tokens)
+    return found if axes.world.rank == 0 else None
+
+
+def faults(engine: Engine, batch: Microbatch, tokens: Sequence[int]) -> list[str]:
+    """Perturb `tokens` of the first sample of a batch, one after the other, and return a line for
+    each that changes other losses than it should.
+
+    All ranks call it. The batch has all positions; its masked tokens are not perturbed.
+    """
+    lines = []
+    before = losses_of(engine, batch)
+    for token in tokens:
+        if batch.masked is not None and token in batch.masked[:, 0]:
+            continue
+        after = losses_of(engine, perturbed(batch, token, engine.vocab_size))
+        changed = (after != before).nonzero().flatten().tolist()
+        expected = seen_by(batch, token)
+        if changed != expected:
+            lines.append(f"token {token} changes losses {changed}, and should change {expected}")
+    return lines
+
+
+def losses_of(engine: Engine, batch: Microbatch) -> Tensor:
+    """Return the loss of each label of the first sample, and then the sum of those of all other
+    samples, in nats. Each is asked for alone, by weights. All ranks call it."""
+    labels, samples = batch.labels.shape
+    losses = []
+    for label in range(labels + (samples > 1)):
+        weights = torch.zeros(batch.labels.shape)
+        if label < labels:
+            weights[label, 0] = 1.0
+        else:
+            weights[:, 1:] = 1.0
+        asked = replace(batch, weights=weights).at(engine.context.positions)
+        losses.append(engine.evaluate([asked])["task"].sum)
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+def perturbed(batch: Microbatch, token: int, vocab_size: int) -> Microbatch:
+    """Return the batch with another token in its first sample, as an input and as a label."""
+    inputs = batch.inputs.clone()
+    inputs[token, 0] = (inputs[token, 0] + 1) % vocab_size
+    if batch.masked is not None:
+        return replace(batch, inputs=inputs)
+    labels = batch.labels.clone()
+    if token:
+        labels[token - 1, 0] = inputs[token, 0]
+    return replace(batch, inputs=inputs, labels=labels)
+
+
+def seen_by(batch: Microbatch, token: int) -> list[int]:
+    """Return the numbers of the losses that a token of the first sample must change."""
+    if batch.masked is not None:
+        return list(range(len(batch.masked)))
+    end = len(batch.inputs)
+    if batch.documents is not None:
+        end = next(
+            end for row, begin, end in batch.documents.pieces if row == 0 and begin <= token < end
+        )
+    return list(range(max(0, token - 1), end))

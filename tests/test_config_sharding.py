@@ -28,6 +28,16 @@ SHARDED = {"parallel.zero": 3, "batch.global_size": 8, "batch.micro_size": 1}
             {**SHARDED, "parallel.shard_group": 3},
             "parallel.shard_group = 3 does not divide the data axis, 4; legal nearby: 1 or 2 or 4",
         ),
+        (
+            {
+                "parallel.zero": 3,
+                "parallel.context": 2,
+                "batch.micro_size": 1,
+                "parallel.shard_group": 3,
+            },
+            "parallel.shard_group = 3 does not divide c = 2, and is not c times a "
+            "divisor of d = 2; legal nearby: 1 or 2 or 4",
+        ),
         ({**SHARDED, "parallel.schedule": "zb-h1"}, "legal: zero = 0 or 1, or schedule = "),
         ({**SHARDED, "run.reproducible": True}, "legal: zero = 0 or 1"),
     ],

@@ -1,5 +1,5 @@
-"""Checkpoints of runs that are sharded over the data axis: read by every other layout, and the
-other way round; each element is written once, and what goes on has the same losses."""
+"""Checkpoints of runs whose state is sharded: read by every other layout, and the other way round;
+each element is written once, and what goes on has the same losses."""
 
 from functools import partial
 from pathlib import Path
@@ -28,14 +28,19 @@ ONE_KEY_HEAD = {"model.kind": "qwen3", "model.kv_heads": 1, "model.ffn_hidden": 
 long = partial(pytest.param, marks=pytest.mark.long)
 
 
-def sharded(zero: int, group: int | str = "all", **sizes: int) -> dict[str, Any]:
-    return {**layout(**sizes), "parallel.zero": zero, "parallel.shard_group": group}
+def sharded(zero: int, group: int | str = "all", c: int = 1, **sizes: int) -> dict[str, Any]:
+    where = {"parallel.zero": zero, "parallel.shard_group": group, "parallel.context": c}
+    return {**layout(**sizes), **where}
 
 
 def stepped(engine: Engine, first: int, last: int) -> list[tuple[float, float]]:
     """Loss and norm of these steps."""
     rank = engine.axes["data"].rank
-    found = [engine.step(k, microbatches(engine.config, k, rank)) for k in range(first, last)]
+    here = engine.context.positions
+    found = [
+        engine.step(k, [batch.at(here) for batch in microbatches(engine.config, k, rank)])
+        for k in range(first, last)
+    ]
     return [(one.loss, one.grad_norm) for one in found]
 
 
@@ -65,6 +70,9 @@ def assert_equal(world: World, first: Path, second: Path) -> None:
     [
         (1, {"p": 2, "v": 2, "d": 2}, "all", {"precision.compute": "bf16"}),
         (3, {"t": 2, "d": 2}, "all", ONE_KEY_HEAD),
+        (3, {"c": 2, "d": 2}, "all", {}),
+        long(1, {"t": 2, "c": 2}, "all", {"precision.compute": "bf16"}),
+        long(2, {"c": 4}, 2, {}),
         long(3, {"d": 4}, 2, {}),
         long(2, {"t": 2, "d": 2}, "all", {"model.tie_embeddings": False}),
         long(3, {"p": 2, "d": 2}, "all", {"precision.compute": "fp16"}),
@@ -84,6 +92,7 @@ def test_every_layout_reads_what_every_layout_wrote(comm, tmp_path, zero, sizes,
             sharded(zero, group, **sizes),
             sharded(zero % 3 + 1, t=2, d=2),
             sharded(1, 2, d=4),
+            sharded(2, c=2, d=2),
         ]
     ):
         engine = build(world, {**settings, **wanted})
@@ -123,11 +132,12 @@ def test_a_resumed_run_has_the_same_losses(comm, tmp_path, zero, compute):
 
 
 @parallel(ranks=[4])
-def test_who_asks_a_model_does_not_know_that_it_was_sharded(comm, tmp_path):
+@pytest.mark.parametrize("sizes", [{"d": 4}, {"c": 2, "d": 2}])
+def test_who_asks_a_model_does_not_know_that_it_was_sharded(comm, tmp_path, sizes):
     """Scores, texts and what leaves for Hugging Face are those of the same state, written without
     shards."""
     world, settings = World(comm), {**CHANGES, "model.dropout": 0.0, "run.dir": str(tmp_path)}
-    hybrid = {**sharded(3, 2, d=4), "parallel.offload": "disk", "precision.compute": "bf16"}
+    hybrid = {**sharded(3, 2, **sizes), "parallel.offload": "disk", "precision.compute": "bf16"}
     engine = build(world, {**settings, **hybrid})
     for name in ("hybrid", "plain"):
         world.on_root((tmp_path / name).mkdir)

@@ -84,7 +84,74 @@ ROWS = {
     ),
     "c2 d2": (4, {**layout(d=2), "parallel.context": 2}),
     "c2 d2 zero 1": (4, {**layout(d=2), "parallel.context": 2, "parallel.zero": 1}),
+    "c2 d2 zero 2": (4, {**layout(d=2), "parallel.context": 2, "parallel.zero": 2}),
     "c2 d2 zero 3": (4, {**layout(d=2), "parallel.context": 2, "parallel.zero": 3, **LLAMA}),
+    "c2 d2 zero 3 of pairs": (
+        4,
+        {
+            **layout(d=2),
+            "parallel.context": 2,
+            "parallel.zero": 3,
+            "parallel.shard_group": 2,
+            **LLAMA,
+        },
+    ),
+    "c4 zero 2 of pairs": (
+        4,
+        {
+            "parallel.context": 4,
+            "parallel.zero": 2,
+            "parallel.shard_group": 2,
+            "model.seq_length": 32,
+            **LLAMA,
+        },
+    ),
+    "c2 zero 3 full": (
+        2,
+        {"parallel.context": 2, "parallel.zero": 3, "recompute.mode": "full", **LLAMA},
+    ),
+    "c2 zero 1 offloaded": (
+        2,
+        {"parallel.context": 2, "parallel.zero": 1, "parallel.offload": "disk"},
+    ),
+    "t2 c2 zero 3": (
+        4,
+        {**layout(t=2), "parallel.context": 2, "parallel.zero": 3, "model.dropout": 0.1, **LLAMA},
+    ),
+    "t2 c2 zero 2 muon": (
+        4,
+        {
+            **layout(t=2),
+            "parallel.context": 2,
+            "parallel.zero": 2,
+            "optimizer.kind": "muon",
+            **LLAMA,
+        },
+    ),
+    "c2 p2 zero 3": (4, {**layout(p=2), "parallel.context": 2, "parallel.zero": 3}),
+    "c2 p2 interleaved": (
+        4,
+        {**layout(p=2, v=2), "parallel.context": 2, "model.layers": 4, **LLAMA},
+    ),
+    "c2 p2 zb-v zero 1": (
+        4,
+        {
+            **layout(p=2, v=2),
+            "parallel.context": 2,
+            "parallel.schedule": "zb-v",
+            "parallel.zero": 1,
+            "model.layers": 4,
+        },
+    ),
+    "c2 untied": (2, {"parallel.context": 2, "model.tie_embeddings": False}),
+    "c2 lora": (
+        2,
+        {"parallel.context": 2, "adapt.method": "lora", "adapt.rank": 3, "adapt.dropout": 0.1},
+    ),
+    "c2 ia3 zero 3": (
+        2,
+        {"parallel.context": 2, "adapt.method": "ia3", "parallel.zero": 3, **LLAMA},
+    ),
 }
 BERT = {"model.kind": "bert", "model.kv_heads": None}
 DIVIDED = {"parallel.sequence_parallel": True}
@@ -166,13 +233,15 @@ def in_documents(batch: Microbatch) -> Microbatch:
 
 
 def trained(world: World, changes, steps: int):
-    """Losses, norms and whole weights of some steps on all ranks of `world`."""
+    """Losses and norms of some steps on all ranks of `world`, with a last loss of a validation, and
+    whole weights."""
     engine = build(world, changes)
     results = [engine.step(k, batches_of(engine, k)) for k in range(steps)]
-    curve = torch.tensor([(r.loss, r.grad_norm) for r in results], dtype=torch.float64)
+    curve = [value for result in results for value in (result.loss, result.grad_norm)]
+    validated = engine.evaluate(batches_of(engine, steps))["task"]
     model = engine.config.model
     weights = {name: moved(model, name, whole) for name, whole in whole_weights(engine).items()}
-    return curve, weights
+    return torch.tensor([*curve, validated.mean], dtype=torch.float64), weights
 
 
 def moved(model: ModelConfig, name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -211,6 +280,37 @@ def test_parity_with_one_rank(comm, name):
 @pytest.mark.parametrize("name", ROWS)
 def test_parity_after_twenty_steps(comm, name):
     check(comm, name, 20)
+
+
+BITS = {"c2 d2": layout(d=2), "c2 t2": layout(t=2), "c2 p2": layout(p=2)}
+
+
+@parallel(ranks=[4])
+@pytest.mark.parametrize("name", BITS)
+def test_shards_of_the_state_do_not_change_the_bits(comm, name):
+    """ZeRO 1 sums over the same ranks in the same order as ZeRO 0."""
+    changes = {**BASE, **BITS[name], "parallel.context": 2}
+    plain, weights = trained(World(comm), changes, 3)
+    sharded, same = trained(World(comm), {**changes, "parallel.zero": 1}, 3)
+    assert torch.equal(plain, sharded)
+    assert all(torch.equal(same[key], values) for key, values in weights.items())
+
+
+# Rounding of half types moves a loss of about 4.6 nats by less than this, relative.
+HALF_BARS = {"bf16": 2e-3, "fp16": 5e-4}
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("compute", HALF_BARS)
+def test_half_types_are_within_their_rounding(comm, compute):
+    changes = {**BASE, **LLAMA, "precision.compute": compute}
+    found, _ = trained(World(comm), {**changes, "parallel.context": 2, "parallel.zero": 3}, 3)
+    alone = World(comm).first(1)
+    if alone is not None:
+        curve, _ = trained(alone, changes, 3)
+        losses = [0, 2, 4, 6]
+        assert (found / curve - 1).abs()[losses].max() < HALF_BARS[compute]
+    from_root(comm, None)
 
 
 RIGHT_AT = Microbatch.at

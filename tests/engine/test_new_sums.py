@@ -4,7 +4,6 @@ a parameter with a reduction group of its own one word of its declaration."""
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -28,18 +27,17 @@ EXPERTS = {**AXES, "experts": Axis(cuts_state=True, other_parameters=True, reads
 HIDDEN = 32
 
 
-def shared_positions(engine: Engine, step: int) -> list:
-    """The microbatches of all positions, of which this rank's labels count in its own half."""
-    here, size = engine.axes["halves"].rank, engine.axes["halves"].size
+def own_positions(engine: Engine, step: int) -> list:
+    """The microbatches at this rank's positions."""
     batches = microbatches(engine.config, step, engine.axes["data"].rank)
-    mine = torch.arange(len(batches[0].inputs)) * size // len(batches[0].inputs) == here
-    return [replace(batch, weights=batch.weights * mine[:, None]) for batch in batches]
+    return [batch.at(engine.context.positions) for batch in batches]
 
 
 @parallel(ranks=[2, 4])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_an_axis_that_cuts_the_sequence(comm, zero):
-    """Each rank counts its positions; losses, their numbers, and gradients are summed over both."""
+    """It joins the context group: each rank has its positions; losses, their numbers, and gradients
+    are summed over both."""
     world = World(comm)
     data = comm.size // 2
     changes = {**layout(d=data), "parallel.zero": zero}
@@ -47,7 +45,8 @@ def test_an_axis_that_cuts_the_sequence(comm, zero):
         sizes = {"data": data, "halves": 2, "shards": data if zero else 1}
         engine = Engine(small(changes, data), world.split(training_grid(**sizes)), VOCAB_SIZE)
         assert engine.axes["losses"].size == comm.size and engine.axes["data"].size == data
-        found = [engine.step(k, shared_positions(engine, k)) for k in range(2)]
+        assert engine.axes["context"].size == 2
+        found = [engine.step(k, own_positions(engine, k)) for k in range(2)]
     part = world.first(data)
     if part is not None:
         for here, alone in zip(found, steps_of(build(part, changes), 2), strict=True):

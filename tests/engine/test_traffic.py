@@ -80,6 +80,17 @@ CASES = {
     "c2 p2 zb-h1": layout(p=2) | {"parallel.context": 2, "parallel.schedule": "zb-h1"},
     "c2 d2": layout(d=2) | {"parallel.context": 2},
     "c2 d2 zero 1": layout(d=2) | {"parallel.context": 2, "parallel.zero": 1},
+    "c2 zero 2 full": {"parallel.context": 2, "parallel.zero": 2, "recompute.mode": "full"},
+    "c2 d2 zero 3 of pairs": layout(d=2)
+    | {"parallel.context": 2, "parallel.zero": 3, "parallel.shard_group": 2},
+    "c4 zero 3 of pairs": layout(d=2)
+    | {
+        "parallel.context": 4,
+        "parallel.zero": 3,
+        "parallel.shard_group": 2,
+        "model.seq_length": 16,
+    },
+    "c2 d2 t2 muon zero 1": layout(t=2, d=2) | MUON | {"parallel.context": 2, "parallel.zero": 1},
     "c2 d2 zero 3": layout(d=2) | {"parallel.context": 2, "parallel.zero": 3},
     "c2 ulysses llama full": SHARED_KEYS | ULYSSES | {"recompute.mode": "full"},
     "c2 ulysses lora later": LATER | ULYSSES,
@@ -186,6 +197,7 @@ FEW += ("t2 muon", "d4 zero 2 of pairs", "d2 lora zero 3 in few bits")
 FEW += ("d2 p2 v2 lora later zero 3", "t2 experts divided full", "d2 experts zero 3")
 FEW += ("t2 p2 bert divided", "d2 p2 v2 zero 3 untied", "t2 p2 d2 divided")
 FEW += ("c3 ring", "t2 c2 ulysses divided")
+FEW += ("c2 zero 2 full", "c2 d2 zero 3", "c4 zero 3 of pairs")
 OTHERS = tuple(name for name in CASES if name not in FEW)
 
 
@@ -199,7 +211,7 @@ def test_a_step_sends_what_the_closed_forms_say(comm, names):
             continue
         engine = build(World(comm), changes)
         axes, here = engine.axes, engine.context.positions
-        expected = closed_forms(engine).of(axes["pipeline"].rank, axes["shard"].rank)
+        expected = closed_forms(engine).of(axes["pipeline"].rank, axes["shards"].rank)
         for step in range(2):  # the second is as the first
             batches = microbatches(engine.config, step, axes["data"].rank)
             found = engine.step(step, [batch.at(here) for batch in batches]).traffic

@@ -206,6 +206,7 @@ def test_the_tokenizer_beside_the_shards_has_a_name_of_its_own(tmp_path):
         (["--prompt", "caf\udce9"], "is no UTF-8: surrogates not allowed"),
         (["--layout", "t=2"], r"parallel.tensor \* pipeline"),
         (["--layout", "t=1,v=2"], "here only t, p and d count"),
+        (["--layout", "c=2"], "here only t, p and d count; every rank has whole sequences"),
         (["--tokenizer", "nowhere.json"], "nowhere.json: .*No such file"),
     ],
 )

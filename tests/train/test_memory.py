@@ -78,7 +78,8 @@ def check_one(comm, changes, half) -> None:
     memory = foreseen_by(engine)
     foreseen = memory.peak(layout, rank, m)
     sampler = engine.axes["data"].rank
-    batches = microbatches(engine.config, 0, sampler, vocab_size=VOCAB_SIZE)
+    whole = microbatches(engine.config, 0, sampler, vocab_size=VOCAB_SIZE)
+    batches = [batch.at(engine.context.positions) for batch in whole]
     engine.step(0, batches)  # whatever is made once is there now
     given = passes(batches)
     for stage in engine.stages.values():
@@ -351,6 +352,9 @@ def test_shards_of_a_frozen_base(comm, compute, mode):
     ("zero", "where"),
     [
         (3, {"parallel.tensor": 2}),
+        (3, {"parallel.context": 2}),
+        pytest.param(1, {"parallel.context": 2, "parallel.pipeline": 2}, marks=LONG),
+        pytest.param(2, {"parallel.context": 4}, marks=LONG),
         pytest.param(2, {"parallel.shard_group": 2}, marks=LONG),
         pytest.param(1, {"parallel.pipeline": 2}, marks=LONG),
         pytest.param(3, {"parallel.pipeline": 2}, marks=LONG),

@@ -45,6 +45,12 @@ class Tally:
         self.messages[kind] += messages
         self.whole_bytes[kind] += messages * size
 
+    def join(self, other: "Tally") -> None:
+        """Count the messages of `other`, a tally of the same ranks, too."""
+        for kind, n in other.messages.items():
+            self.messages[kind] += n
+            self.whole_bytes[kind] += other.whole_bytes[kind]
+
     @property
     def sent_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank sends by the convention, by kind, rounded down."""

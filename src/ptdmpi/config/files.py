@@ -101,11 +101,12 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
     data = working // parallel.model_ranks
     group = parallel.shard_group
     if group == "node":
-        stride = parallel.tensor * parallel.context
-        # tensor and context ranks are neighbours (`plan.layout.grid`), so this is the number of
-        # data ranks on a node
-        group = shards_of_a_node(data, (node_ranks or ranks) // stride)
-    return config.replace("parallel", data=data, shard_group="all" if group == data else group)
+        # tensor ranks are neighbours (`plan.layout.grid`), so this is the number of ranks on a node
+        # that have the same part of the model
+        near = (node_ranks or ranks) // parallel.tensor
+        group = shards_of_a_node(data, near, context=parallel.context)
+    everybody = group == data * parallel.context
+    return config.replace("parallel", data=data, shard_group="all" if everybody else group)
 
 
 def _begun(config: Config) -> Config:

@@ -32,10 +32,11 @@ class Layout:
     `partition_activations`: each tensor rank keeps only 1/t of the inputs of recomputed layers (the
     P_a of Rajbhandari et al. 2020, section 6.1).
 
-    `zero` is the state that groups of the data axis shard: 1 the optimizer's state, 2 also the
-    gradients, 3 also the weights (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
-    `shard_group` is the number of neighbours on the data axis in such a group; None means all. Each
-    group has a copy of the state (Zhao et al. 2023, arXiv 2304.11277, section 3.2.2). `offload` is
+    `zero` is the state that the c d ranks with the same part of the model shard: 1 the optimizer's
+    state, 2 also the gradients, 3 also the weights (Rajbhandari et al. 2020, arXiv 1910.02054,
+    section 5). `shard_group` is the number of neighbours among them in a group that shards; None
+    means all. Each group has a copy of the state (Zhao et al. 2023, arXiv 2304.11277, section
+    3.2.2). `offload` is
     the place of the optimizer's state: the device ("none"), the host's memory ("optimizer"; Ren et
     al. 2021, arXiv 2101.06840), or a file ("disk"). `first_layers` is the number of layers in the
     first stage; None means the best number. `context_method` is how attention on a context axis
@@ -71,7 +72,7 @@ class Layout:
     ) -> Self:
         """Return the layout that sections of a configuration describe. `data` is the size of the
         data axis if it is "auto". If the ranks of a node are not counted yet, a `shard_group` of a
-        node is taken as all data ranks."""
+        node is taken as "all"."""
         group = parallel.shard_group
         return cls(
             tensor=parallel.tensor,
@@ -98,7 +99,13 @@ class Layout:
         """Return the number of shards of the state; 1 if nothing is sharded."""
         if not covers_state(self.zero):
             return 1
-        return self.shard_group or self.data
+        return self.shard_group or self.copies
+
+    @property
+    def copies(self) -> int:
+        """Return c d, the number of ranks with the same part of the model, which see different
+        tokens."""
+        return self.context * self.data
 
     @property
     def sharing(self) -> Sharing:
@@ -107,18 +114,18 @@ class Layout:
 
     @property
     def shards_state(self) -> bool:
-        """Return True if data ranks shard the optimizer's state: each updates a part."""
+        """Return True if ranks shard the optimizer's state: each updates a part."""
         return covers_state(self.zero) and self.shards > 1
 
     @property
     def shards_gradients(self) -> bool:
-        """Return True if data ranks shard the gradients, which are then reduced in each
+        """Return True if ranks shard the gradients, which are then reduced in each
         microbatch."""
         return covers_gradients(self.zero) and self.shards > 1
 
     @property
     def shards_weights(self) -> bool:
-        """Return True if data ranks shard the weights, which are then gathered for each use."""
+        """Return True if ranks shard the weights, which are then gathered for each use."""
         return covers_weights(self.zero) and self.shards > 1
 
     @property

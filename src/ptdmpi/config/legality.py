@@ -17,13 +17,19 @@ from ptdmpi.config.zero import STAGES, covers_gradients, covers_state
 MOST_FORWARDS = 250_000
 
 
-def shards_of_a_node(data: int, near: int) -> int:
-    """Return the largest shard group that divides `data` ranks, of which a node has `near`. A group
-    whose size divides `near` stays inside a node and is preferred. If there is none (3 ranks on a
-    node, d = 8), the group is no larger than a node."""
-    if data <= near:
-        return data
-    sizes = [size for size in divisors(data) if size <= max(1, near)]
+def shard_groups(data: int, context: int) -> list[int]:
+    """Return the legal sizes of a shard group, ascending: some context ranks, or all context ranks
+    of some data ranks."""
+    return sorted({*divisors(context), *(context * size for size in divisors(data))})
+
+
+def shards_of_a_node(data: int, near: int, *, context: int = 1) -> int:
+    """Return the largest legal shard group among `context` times `data` ranks, of which a node has
+    `near`. A group whose size divides `near` stays inside a node and is preferred. If there is none
+    (3 ranks on a node, d = 8), the group is no larger than a node."""
+    if context * data <= near:
+        return context * data
+    sizes = [size for size in shard_groups(data, context) if size <= max(1, near)]
     return max(sizes, key=lambda size: (size > 1 and near % size == 0, size))
 
 
@@ -248,6 +254,17 @@ def groups_need_zero(group: int | str) -> str:
     )
 
 
+def _group_text(layout: Layout) -> str:
+    axes = f"the data axis, {layout.data}"
+    if layout.context > 1:
+        axes = f"c = {layout.context}, and is not c times a divisor of d = {layout.data}"
+    sizes = shard_groups(layout.data, layout.context)
+    return (
+        f"parallel.shard_group = {layout.shard_group} does not divide {axes}; "
+        f'legal nearby: {nearest(layout.shard_group or 1, sizes)}, or "all"'
+    )
+
+
 def _shard_rules(layout: Layout) -> Iterator[Rule]:
     group = layout.shard_group
     yield Rule(
@@ -257,11 +274,8 @@ def _shard_rules(layout: Layout) -> Iterator[Rule]:
     )
     yield Rule(
         "shard_group",
-        group is not None and layout.data % group > 0,
-        lambda: (
-            f"parallel.shard_group = {group} does not divide the data axis, {layout.data}; "
-            f'legal nearby: {nearest(group or 1, divisors(layout.data))}, or "all"'
-        ),
+        group is not None and group not in shard_groups(layout.data, layout.context),
+        lambda: _group_text(layout),
     )
     yield Rule(
         "zero",

@@ -86,7 +86,7 @@ class RunConfig(Section):
 
 class ParallelConfig(Section):
     """Sizes of the tensor, context, pipeline and data axes, how the pipeline is run, and which
-    state is sharded in groups of `shard_group` data ranks (`zero`) or kept off the device
+    state is sharded in groups of `shard_group` ranks (`zero`) or kept off the device
     (`offload`)."""
 
     tensor: Reported[Positive] = 1

@@ -48,7 +48,7 @@ from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.model.state import Kept, State
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.model.transformer import Block
-from ptdmpi.plan.layout.grid import DATA, LOSSES
+from ptdmpi.plan.layout.grid import CONTEXT, DATA, LOSSES, SHARDS
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
 from ptdmpi.plan.schedule.places import place_of
@@ -81,12 +81,12 @@ class Engine:
         self.schedule = schedules.build(
             config.parallel.schedule, pipeline.size, config.parallel.virtual, config.microbatches
         )
-        self.context = ContextAxis(axes["context"], config.parallel.context_method)
+        self.context = ContextAxis(axes[CONTEXT], config.parallel.context_method)
         self.stages = _stages(config, axes, vocab_size, self.schedule, context=self.context)
         self.losses = kinds_of(config.model, own_loss=bool(config.run.loss))  # by name
         self._of_output = [name for name, kind in self.losses.items() if not kind.of_routers]
         tensor = axes["tensor"]
-        portion = Portion(tensor.rank, tensor.size, config.parallel.zero, axes["shard"])
+        portion = Portion(tensor.rank, tensor.size, config.parallel.zero, axes[SHARDS])
         overlaps = _sums_early(config, axes)
         buffer = partial(_buffer, self.stages, config, self.device, portion, overlaps=overlaps)
         self.buffer = with_room(axes.world, config, buffer)
@@ -97,10 +97,9 @@ class Engine:
         self.program = _program(pipeline, self.schedule)
         compute = data_types(config.precision.compute).compute
         self.runner = Runner(self.stages, pipeline, compute, self.device)
+        self.runner.time_inside(CONTEXT, axes[CONTEXT])
         if portion.shards_gradients:
-            self.runner.inside["shard"] = axes["shard"]
-        if self.context.size > 1:
-            self.runner.inside["context"] = axes["context"]
+            self.runner.time_inside("shard", axes[SHARDS])
         policy = _method(Replica(config, axes, self.buffer, self.stages, self.schedule))
         self.runner.hooks.append(policy)
         borrowed = _borrowed(self.stages)

@@ -112,6 +112,12 @@ class Runner:
                 handle.wait()
         self._leaving = []
 
+    def time_inside(self, name: str, group: Communicator) -> None:
+        """Time the collectives of a group in ops under `name`. Do nothing for a group of one rank,
+        and for a group that is already timed: groups of the same ranks share a communicator."""
+        if group.size > 1 and all(group is not other for other in self.inside.values()):
+            self.inside[name] = group
+
     @property
     def inside_s(self) -> dict[str, float]:
         """Return the seconds that the ops of the last program spent in collectives, by group, and

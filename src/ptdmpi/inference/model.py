@@ -335,7 +335,9 @@ def _sizes(stored: StoredModel, ranks: int, layout: str | None) -> dict[str, int
         sizes = layouts.parse(layout)
         extra = sizes.keys() - {"tensor", "pipeline", "data"}
         if extra:
-            raise InputError(f"layout {layout}: here only t, p and d count")
+            raise InputError(
+                f"layout {layout}: here only t, p and d count; every rank has whole sequences"
+            )
         return sizes
     parallel = stored.tree.get("parallel", {})
     sizes = {axis: parallel.get(axis, 1) for axis in ("tensor", "pipeline")}

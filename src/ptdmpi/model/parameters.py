@@ -18,7 +18,7 @@ from ptdmpi.base.box import Box
 from ptdmpi.config.precision import PRECISIONS, NumberType
 from ptdmpi.model.low_bit.codes import Packed, rounded
 from ptdmpi.plan.layer.low_bit import LowBit
-from ptdmpi.plan.layout.grid import axis_named
+from ptdmpi.plan.layout.grid import SHARD_AXES, axis_named
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Declaration:
         the pipeline and the axes of `apart` they have other parameters, along the others other
         slices. Along all axes that are not returned, ranks have the same part."""
         by_split = () if self.split is None else ("tensor",)
-        return (*by_split, "shard", "pipeline", *self.apart)
+        return (*by_split, *SHARD_AXES, "pipeline", *self.apart)
 
     def partial_over(self, sequence_divided: bool) -> tuple[str, ...]:
         """Return the axes, except those of the losses, along which each rank has only a part of the

@@ -27,6 +27,7 @@ from ptdmpi.model.flat import OwnPart
 from ptdmpi.model.parameters import Entry
 from ptdmpi.plan.layer.low_bit import KIND_OF_CODES, KIND_OF_SCALES
 from ptdmpi.plan.layer.parts import aligned
+from ptdmpi.plan.layout.grid import SHARD_AXES
 
 # The kind of the weights that matrix multiplications use, if these are not the master weights.
 USED = "weights in use"
@@ -272,16 +273,16 @@ class State:
         for own in owned:
             cut_by = self._whole_by(own.entry)
             if self.buffer.portion.shards_weights:
-                cut_by = (*cut_by, "shard")
+                cut_by = (*cut_by, *SHARD_AXES)
             yield Resident(USED, own.entry.name, own.padded(parts), cut_by)
 
     def _whole_by(self, entry: Entry) -> tuple[str, ...]:
-        """Return the axes along which matrix multiplications use different weights, except the axis
-        that shards them."""
+        """Return the axes along which matrix multiplications use different weights, except the axes
+        that shard them."""
         cut_by = entry.declaration.cut_by
         if entry.declaration.trains:
             cut_by = (*cut_by, *self.kinds[WEIGHTS].kept.differs)
-        return tuple(axis for axis in cut_by if axis != "shard")
+        return tuple(axis for axis in cut_by if axis not in SHARD_AXES)
 
     def gradients(self) -> Iterator[Piece]:
         """Yield the gradients as pieces with the same slices as the weights. The gradients are not

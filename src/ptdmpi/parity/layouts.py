@@ -176,9 +176,9 @@ class ComparedLayout(Layout):
 
     @property
     def has_copies(self) -> bool:
-        """Return True if groups of data ranks shard the state, and several groups have the same
+        """Return True if groups of ranks shard the state, and several groups have the same
         state."""
-        return 1 < self.shards < self.data
+        return 1 < self.shards < self.copies
 
     @property
     def sums_by_microbatch(self) -> bool:

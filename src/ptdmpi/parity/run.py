@@ -18,7 +18,7 @@ from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.documents import Documents
 from ptdmpi.model.state import WEIGHTS, Piece, assemble
 from ptdmpi.parity.layouts import GLOBAL_SIZE, SEQ_LENGTH, Case
-from ptdmpi.plan.layout.grid import Grid, training_grid
+from ptdmpi.plan.layout.grid import Grid, layout_grid
 
 T = TypeVar("T")
 SEED = 1234
@@ -223,8 +223,7 @@ class Blocks:
 
     def _split(self, part: World, layout: Layout) -> Axes:
         """Return the communicators for a layout within a block."""
-        sizes = {"tensor": layout.tensor, "context": layout.context, "pipeline": layout.pipeline}
-        grid = training_grid(layout.data, layout.shards, **sizes)
+        grid = layout_grid(layout)
         if grid not in self._axes:
             self._axes[grid] = part.split(grid, self.wire)
         return self._axes[grid]

@@ -32,6 +32,7 @@ from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import Samples, begun
 from ptdmpi.model.batch import Microbatch, Placing
 from ptdmpi.model.sequence.context import ContextAxis
+from ptdmpi.plan.layout.grid import CONTEXT
 from ptdmpi.train.own_source import OwnSource
 from ptdmpi.train.tasks.files import task_framing
 
@@ -267,7 +268,7 @@ class Feed:
 
         Every rank of the context axis reads whole samples, and selects its positions here.
         """
-        here = ContextAxis(self.axes["context"]).positions
+        here = ContextAxis(self.axes[CONTEXT]).positions
         return self._placing.place([as_tensors(rows).at(here) for rows in microbatches])
 
     def validation(self) -> Iterator[tuple[int, list[MicrobatchRows]]]:

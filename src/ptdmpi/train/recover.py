@@ -22,7 +22,7 @@ from ptdmpi.config import Config, InputError, SharedInputError
 from ptdmpi.config.methods import replicas_differ
 from ptdmpi.config.zero import covers_state
 from ptdmpi.engine.engine import Engine
-from ptdmpi.plan.layout.grid import grid_of
+from ptdmpi.plan.layout.grid import CONTEXT, LOSSES, SHARDS, grid_of
 from ptdmpi.plan.layout.seats import seats, widest
 from ptdmpi.train import live
 from ptdmpi.train.hooks import Hooks
@@ -159,9 +159,9 @@ class Survivors:
     def _resolved(self) -> Config:
         """Return the configuration with the layout of the present grid."""
         data = self.grid.data_size
-        shards = self.grid["shard"]
+        shards = self.grid.size_of(SHARDS)
         shard_group: int | Literal["all"] = "all"
-        if covers_state(self.config.parallel.zero) and shards < data:
+        if covers_state(self.config.parallel.zero) and shards < self.grid.size_of(LOSSES):
             shard_group = shards
         config = self.config.replace("run", spare_ranks=self.world.size - self.grid.size)
         return config.replace("parallel", data=data, shard_group=shard_group)
@@ -228,9 +228,12 @@ class Survivors:
 
     def _give_up(self) -> None:
         """Report that too few ranks are left, and end all of these with exit code 1."""
+        sizes = [f"t={self.grid['tensor']}", f"p={self.grid['pipeline']}"]
+        if self.grid.size_of(CONTEXT) > 1:
+            sizes.insert(1, f"c={self.grid.size_of(CONTEXT)}")
         line = (
             f"{_who(self.news)} lost; {counted(self.world.size, 'rank')} cannot hold "
-            f"t={self.grid['tensor']},p={self.grid['pipeline']}. The same command again resumes "
+            f"{','.join(sizes)}. The same command again resumes "
             "from the newest checkpoint"
         )
         if self.world.rank == 0:

@@ -46,6 +46,9 @@ def test_bytes_of_a_parameter(d, compute, state):
         assert memory.parameter_bytes(layout) == pytest.approx(bytes_)
         hybrid = Layout(1, 1, 3 * d, zero=zero, shard_group=d if zero else None)
         assert memory.peak(hybrid, 0, 1).standing == pytest.approx(bytes_ * count, rel=1e-6)
+        for context in (2, d):  # context ranks shard the state like data ranks
+            shared = Layout(1, 1, d // context, zero=zero, context=context)
+            assert memory.peak(shared, 0, 1).standing == memory.peak(layout, 0, 1).standing
 
 
 def test_buffers_of_whole_units_are_counted():

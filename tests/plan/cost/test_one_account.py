@@ -97,6 +97,19 @@ def test_guard_and_plan_agree_where_sequences_are_cut(kind, axes):
             assert most / context <= plan.activations < most
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("changes", [{}, {"parallel.data": 2}, {"parallel.shard_group": 2}])
+def test_guard_and_plan_agree_on_context_ranks_that_shard(zero, changes):
+    where = {"parallel.context": 4, "parallel.zero": zero, "recompute.mode": "full"}
+    where |= changes if zero else {}
+    config = small(where, 4 * where.get("parallel.data", 1))
+    memory = MemoryModel.of(config, VOCAB_SIZE, on_host=False)
+    guard = Step(memory, config.layout, config.batch.global_size)
+    assert pricer_of(config).footprint(config.layout) == guard.largest()[1]
+    shards = where.get("parallel.shard_group", 4 * where.get("parallel.data", 1))
+    assert config.layout.shards == (shards if zero else 1)
+
+
 def test_what_auto_prints_is_what_the_guard_counts():
     config = config_of("gpt", 1, (1, 1, "1f1b"), ("none", "all"), "fp32")
     pricer = pricer_of(config)

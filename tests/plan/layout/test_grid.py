@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from ptdmpi.config import InputError
 from ptdmpi.plan.layout.grid import Grid, training_grid
 
-NAMES = ("tensor", "shard", "replicate", "pipeline", "context")
+NAMES = ("tensor", "shard", "replicate", "pipeline", "context_shard", "context_replicate")
 GRIDS = st.permutations(NAMES).flatmap(
     lambda names: st.builds(
         lambda sizes: Grid(dict(zip(names, sizes, strict=False))),
-        st.lists(st.integers(1, 4), min_size=1, max_size=5),
+        st.lists(st.integers(1, 4), min_size=1, max_size=6),
     )
 )
 
@@ -25,7 +25,7 @@ def test_ranks_and_coordinates_are_a_bijection(grid):
 
 @given(GRIDS)
 def test_groups_partition_the_ranks(grid):
-    for name in (*grid.axes, "replicas", "data", "world"):
+    for name in (*grid.axes, "replicas", "data", "context", "shards", "losses", "world"):
         groups = {grid.members(rank, name) for rank in range(grid.size)}
         assert sorted(rank for group in groups for rank in group) == list(range(grid.size))
         assert all(sorted(group) == list(group) for group in groups)
@@ -48,10 +48,9 @@ def test_replicas_hold_the_same_part_and_all_parts_are_the_model(grid):
 
 def test_tensor_varies_fastest_then_data_then_pipeline():
     grid = training_grid(tensor=2, pipeline=2, data=3)
-    assert (
-        grid.axes == ("tensor", "context", "shard", "replicate", "pipeline") and grid.data_size == 3
-    )
-    here = {"tensor": 0, "context": 0, "shard": 0, "replicate": 0, "pipeline": 0}
+    both = ("context_shard", "context_replicate", "shard", "replicate")
+    assert grid.axes == ("tensor", *both, "pipeline") and grid.data_size == 3
+    here = dict.fromkeys(grid.axes, 0)
     assert grid.coordinates(1) == {**here, "tensor": 1}
     assert grid.coordinates(2) == {**here, "replicate": 1}
     assert grid.coordinates(6) == {**here, "pipeline": 1}
@@ -74,6 +73,22 @@ def test_neighbours_on_the_data_axis_share_out_state_and_groups_of_them_copy_it(
         training_grid(data=4, shards=3)
 
 
+def test_context_ranks_are_among_those_that_shard_the_state():
+    def members(shards: int) -> list[tuple[int, ...]]:
+        grid = training_grid(data=2, shards=shards, context=4)
+        return [grid.members(5, name) for name in ("shards", "context", "data", "replicas")]
+
+    context, data = (4, 5, 6, 7), (1, 5)
+    assert members(1) == [(5,), context, data, tuple(range(8))]
+    assert members(2) == [(4, 5), context, data, (1, 3, 5, 7)]
+    assert members(4) == [context, context, data, data]
+    assert members(8) == [tuple(range(8)), context, data, (5,)]
+    assert training_grid(shards=2, context=2).same_as("shards") == "context_shard"
+    assert training_grid(shards=2, context=2).called("context_shard") == "context"
+    with pytest.raises(ValueError, match="3 shards do not divide 3 data ranks of 2 context ranks"):
+        training_grid(data=3, shards=3, context=2)
+
+
 def test_ends_are_the_first_and_the_last_of_a_pipeline():
     grid = training_grid(tensor=2, pipeline=3)
     assert [grid.members(rank, "ends") for rank in (0, 2, 5)] == [(0, 4), (), (1, 5)]
@@ -82,8 +97,8 @@ def test_ends_are_the_first_and_the_last_of_a_pipeline():
 
 def test_a_group_that_has_the_ranks_of_an_axis_names_it():
     assert training_grid(tensor=2, data=2).same_as("replicas") == "replicate"
-    assert Grid({"replicate": 1, "context": 2}).same_as("replicas") == "context"
-    assert Grid({"replicate": 2, "context": 2}).same_as("replicas") == "replicas"
+    assert Grid({"replicate": 1, "new": 2}).same_as("replicas") == "new"
+    assert Grid({"replicate": 2, "new": 2}).same_as("replicas") == "replicas"
     assert Grid({"tensor": 2}).same_as("replicas") == "replicas"
     assert training_grid(tensor=2).same_as("tensor") == "tensor"
 
@@ -98,7 +113,7 @@ def test_what_is_outside_the_grid_is_refused():
     with pytest.raises(ValueError, match="outside"):
         grid.rank({"tensor": 0})
     with pytest.raises(
-        ValueError, match='"size" is no axis: tensor, context, shard, replicate, pipeline'
+        ValueError, match='"size" is no axis: tensor, context_shard, context_replicate, shard, '
     ):
         grid.group(0, "size")
     with pytest.raises(ValueError, match='"experts" is no axis'):

@@ -36,15 +36,16 @@ def small(model, memory_bytes, batch=24, cluster=SELENE):
     )
 
 
-def shared(pricer, between, d):
-    """Every way to shard over a data axis whose ranks are `between` ranks apart: over all of it, or
-    over what a node has of it."""
-    near = pricer.cluster.node.devices // between
-    sizes = [size for size in range(1, d + 1) if d % size == 0 and size <= max(1, near)]
-    inside = [size for size in sizes if size > 1 and (near % size == 0 or d <= near)]
+def shared(pricer, t, c, d):
+    """Every way to shard over the c d ranks with the same part of the model, which are t ranks
+    apart: over all of them, or over those that a node has."""
+    near, every = pricer.cluster.node.devices // t, c * d
+    legal = [n for n in range(1, every + 1) if c % n == 0 or (n % c == 0 and d % (n // c) == 0)]
+    sizes = [size for size in legal if size <= max(1, near)]
+    inside = [size for size in sizes if size > 1 and (near % size == 0 or every <= near)]
     node = max(inside or sizes)
-    groups = {None} | ({node} if 1 < node < d else set())
-    stages = [(0, None), *itertools.product((1, 2, 3), groups)] if d > 1 else [(0, None)]
+    groups = {None} | ({node} if 1 < node < every else set())
+    stages = [(0, None), *itertools.product((1, 2, 3), groups)] if every > 1 else [(0, None)]
     return itertools.product(stages, ("none", "optimizer"))
 
 
@@ -77,8 +78,8 @@ def everything(pricer, ranks, dp_overlap=False, modes=RECOMPUTE_MODES, partly=Fa
     """Prices of all layouts that training accepts, by trying all settings."""
     found = []
     for layout in even(pricer, ranks, dp_overlap, modes, cuts):
-        between = layout.tensor * layout.context
-        for (zero, group), place in shared(pricer, between, layout.data):
+        axes = (layout.tensor, layout.context, layout.data)
+        for (zero, group), place in shared(pricer, *axes):
             one = replace(layout, zero=zero, shard_group=group, offload=place)
             some = partial(pricer, one) if partly and layout.recompute == "full" else ()
             found += [one, *some]

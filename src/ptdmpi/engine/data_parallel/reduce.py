@@ -12,7 +12,7 @@ from ptdmpi.engine.data_parallel.method import DataParallel, Replica
 from ptdmpi.engine.data_parallel.overlap import BegunSums
 from ptdmpi.model.batch import MicrobatchPass
 from ptdmpi.model.flat import Unit
-from ptdmpi.plan.layout.grid import LOSSES
+from ptdmpi.plan.layout.grid import LOSSES, SHARD_AXES
 from ptdmpi.plan.schedule.ops import Op
 
 Begin = Callable[[Tensor, Unit], Handle]
@@ -85,9 +85,9 @@ class AllReduce(EarlySums):
 
 
 class Sharded(EarlySums):
-    """The sum of gradients over the data axis, of which each rank of a shard group gets its part
-    (`zero`). Gradients are summed first within the shard group, then over the groups, each in
-    ascending rank order.
+    """The sum of gradients over all ranks with different tokens, of which each rank of a shard
+    group gets its part (`zero`). Gradients are summed first within the shard group, then over the
+    groups, each in ascending rank order.
 
     With `zero` = 1 the gradients are unsharded, and are reduced one shard unit at a time, here or
     during the last backward. With higher `zero` each gradient was reduced when it was computed.
@@ -111,7 +111,7 @@ class Sharded(EarlySums):
                 whole = buffer.gradients[unit.start : unit.stop]
                 self._scatter(whole, unit).wait()
         for unit, part in zip(buffer.gradient_units, buffer.reduced, strict=True):
-            for group in self.groups(unit, done=("shard",)):
+            for group in self.groups(unit, done=SHARD_AXES):
                 group.all_reduce(part)
 
 

@@ -249,7 +249,7 @@ def _given_layout(pricer: Pricer, text: str, request: LayoutRequest) -> Layout:
 def _in_shard_groups(
     pricer: Pricer, layout: Layout, group: int | Literal["all", "node"] | None
 ) -> Layout:
-    """Return the layout with shard groups of `group` data ranks; None stands for all data ranks."""
+    """Return the layout with shard groups of `group` ranks; None stands for all."""
     if group is None:
         return layout
     if isinstance(group, int):
@@ -257,8 +257,8 @@ def _in_shard_groups(
     elif group == "node":
         size = of_a_node(pricer, layout)
     else:
-        size = layout.data
-    return replace(layout, shard_group=None if size == layout.data else size)
+        size = layout.copies
+    return replace(layout, shard_group=None if size == layout.copies else size)
 
 
 def _comparison(pricer: Pricer, layout: Layout, best: Price) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Messages over the data axis: sums of gradients and gathers of weights, by what is sharded.
+"""Messages that sum gradients and gather weights, over context and data axis, by what is sharded.
 
-With S ranks in a shard group and d / S such groups a step of m microbatches has, on each rank,
+With S ranks in a shard group and c d / S such groups a step of m microbatches has, on each rank,
 
-    ZeRO 0   one sum of the gradients over all d
+    ZeRO 0   one sum of the gradients over all c d
     ZeRO 1   one reduce-scatter within the group, a sum of the shard over the groups, one gather of
              the weights after the update
     ZeRO 2   m reduce-scatters of each unit, each after its backward; the rest as under ZeRO 1, but
@@ -78,21 +78,16 @@ class DataAxis:
     # -- groups ---------------------------------------------------------------------------------
 
     def _group(self, ranks: int, stride: int) -> Group:
-        """Return the group of `ranks` data ranks whose numbers differ by `stride`."""
+        """Return the group of `ranks` ranks whose numbers differ by `stride`."""
         return Group(ranks, min(max(1, self.cluster.node.devices // stride), ranks))
 
     def shard_group(self, layout: Layout) -> Group:
         """Return the group that shards state: neighbours, t ranks apart."""
-        return self._group(layout.shards, layout.tensor * layout.context)
+        return self._group(layout.shards, layout.tensor)
 
     def replicas(self, layout: Layout) -> Group:
-        """Return the group of ranks with copies of the same shard: those of the context axis in
-        each shard group."""
-        copies = layout.context * (layout.data // layout.shards)
-        stride = layout.tensor
-        if layout.context == 1:
-            stride *= layout.shards
-        return self._group(copies, stride)
+        """Return the group of ranks with copies of the same shard: one in each shard group."""
+        return self._group(layout.copies // layout.shards, layout.tensor * layout.shards)
 
     # -- after the pipeline ----------------------------------------------------------------------
 

@@ -173,7 +173,7 @@ def _steps(step: Step, grown: int) -> list[Keys]:
         steps.append(divides)
     # ZeRO 1 also divides the update, and sends no more than ZeRO 0
     sharded = range(layout.zero + 1, step.most_zero + 1)
-    if layout.data * grown == 1:
+    if layout.copies * grown == 1:
         sharded = range(0)
     steps += [{"parallel.zero": zero} for zero in sharded if not covers_gradients(zero)]
     smaller = _some(list(reversed(divisors(layout.micro_size)[:-1])))

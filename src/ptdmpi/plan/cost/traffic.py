@@ -23,7 +23,15 @@ from ptdmpi.plan.layer.folds import messages, operators, recomputed
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.parts import ALIGNMENT
 from ptdmpi.plan.layer.sizes import Sizes
-from ptdmpi.plan.layout.grid import DATA, ENDS, LOSSES
+from ptdmpi.plan.layout.grid import (
+    CONTEXT,
+    DATA,
+    ENDS,
+    LOSSES,
+    SHARD_AXES,
+    SHARDS,
+    layout_grid,
+)
 from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.schedule.orders import KINDS, build
@@ -83,6 +91,7 @@ class StepTraffic:
 
     def of(self, rank: int, shard: int = 0, data: int = 0, step: int = 0) -> Traffic:
         """Return the bytes and messages that each rank sends in step `step` (from 0), by group.
+        Groups of the same ranks are one, as on the wires.
 
         `rank` is the place on the pipeline axis, `shard` the place in the shard group, `data` the
         place on the data axis. A sum of partial gradients over the tensor axis counts as a sum of
@@ -91,24 +100,25 @@ class StepTraffic:
         norms = self.method.norms(step)
         tallies = {
             "tensor": self._tensor(rank, shard, norms),
-            "context": self._context(rank),
+            CONTEXT: self._context(rank),
             **self._data(rank, shard, data, step),
             "pipeline": self._pipeline(rank, norms),
             ENDS: self._ends(rank, shard),
         }
         if self.model.experts:
             self._add_loads(tallies)
-        return Traffic({group: tally for group, tally in tallies.items() if tally.ranks > 1})
+        grid, named = layout_grid(self.layout), dict[str, Tally]()
+        for group, tally in tallies.items():
+            if tally.ranks > 1:
+                named.setdefault(grid.called(grid.same_as(group)), Tally(tally.ranks)).join(tally)
+        return Traffic(named)
 
     def _add_loads(self, tallies: dict[str, Tally]) -> None:
         """Add the sums of the numbers of tokens that each expert of each layer has had, and of the
         losses of routers."""
         layout, losses = self.layout, len(self.model.router_losses)
         size = self.model.layers * (self.model.experts + losses) * LOAD_BYTES
-        group = LOSSES
-        if layout.context == 1 or layout.data == 1:
-            group = DATA if layout.context == 1 else "context"
-        tallies.setdefault(group, Tally(layout.context * layout.data)).add("all_reduce", size)
+        tallies.setdefault(LOSSES, Tally(layout.copies)).add("all_reduce", size)
         tallies["pipeline"].add("all_reduce", size)
 
     def _tensor(self, rank: int, shard: int, norms: int) -> Tally:
@@ -136,19 +146,11 @@ class StepTraffic:
         return tally
 
     def _context(self, rank: int) -> Tally:
-        """Return the traffic over the context axis: keys, values and their gradients, and those
-        sums of weights' gradients that are not combined with the sums over data ranks."""
-        layout = self.layout
-        tally, element = Tally(layout.context), self.sizes.wide_bytes
-        units, _ = self.held.units(rank, layout.shards_gradients, layout.shards)
-        if layout.shards > 1:
-            for size in units.values():
-                tally.add("all_reduce", size // layout.shards * element)
-        elif layout.data == 1:
-            tally.add("all_reduce", sum(units.values()) * element)
+        """Return the traffic over the context axis: keys, values and their gradients."""
+        tally = Tally(self.layout.context)
         for stage in self.placed.stages_of(rank):
             for message in self._messages(stage):
-                if message.axis == "context":
+                if message.axis == CONTEXT:
                     tally.add(message.collective, message.whole_bytes, self.microbatches)
         return tally
 
@@ -204,7 +206,7 @@ class StepTraffic:
         return tally
 
     def _data(self, rank: int, shard: int, data: int, step: int) -> dict[str, Tally]:
-        """Return the traffic of gradients and weights over the data axis, by group.
+        """Return the traffic of gradients and weights, by group.
 
         Each rank has psi gradients and psi weights. The volumes at the right are for many ranks,
         for m = 1 and for equal types (Rajbhandari et al. 2020, arXiv 1910.02054, section 7):
@@ -220,24 +222,24 @@ class StepTraffic:
         the norm of all gradients, the ranks gather the norms of rows of gradients. If the optimizer
         updates whole matrices, their parts travel to the owners of the matrices and back.
         """
-        layout, m = self.layout, self.microbatches
-        shards, copies = layout.shards, layout.data // layout.shards
+        layout, m, shards = self.layout, self.microbatches, self.layout.shards
         if self.reproducible:
             return {DATA: self._tree(rank)}
         element = self.sizes.wide_bytes
         if shards == 1 and layout.context > 1:
             units, _ = self.held.units(rank, False, 1)
-            tally = Tally(layout.context * layout.data)
+            tally = Tally(layout.copies)
             tally.add("all_reduce", sum(units.values()) * element)
-            return {LOSSES: tally} if layout.data > 1 else {}
+            return {LOSSES: tally}
         if shards == 1:
             return {DATA: _told(self, rank, data, step)}
         units, uses = self.held.units(rank, layout.shards_gradients, shards)
-        sharing, copying = Tally(shards), Tally(copies)
+        grid, sharing = layout_grid(layout), Tally(shards)
+        copying = {axis: Tally(grid[axis]) for axis in grid.along(LOSSES) if axis not in SHARD_AXES}
         for size in units.values():
             sharing.add("reduce_scatter", size * element, m if layout.shards_gradients else 1)
-            if copies > 1:
-                copying.add("all_reduce", size // shards * element)
+            for tally in copying.values():
+                tally.add("all_reduce", size // shards * element)
         units.pop(SECOND, None)
         gathered: Iterable[str] = list(units)
         rows = sum(units.values()) // ALIGNMENT
@@ -254,7 +256,7 @@ class StepTraffic:
         own = _dealt(self, rank, shard)
         for size in (*own.gives.values(), *own.takes.values()):
             sharing.add("send", size * iteration_bytes(self.sizes.compute_bytes))
-        return {DATA: sharing} if copies == 1 else {"shard": sharing, "replicate": copying}
+        return {SHARDS: sharing, **copying}
 
     def _tree(self, rank: int) -> Tally:
         """Return the traffic of a tree of microbatches: each data rank broadcasts its nodes to all

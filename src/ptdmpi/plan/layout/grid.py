@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ptdmpi.config import Config, InputError
+from ptdmpi.config import Config, InputError, Layout
 
 
 @dataclass(frozen=True)
@@ -34,31 +34,43 @@ class Axis:
         tokens and gradients are summed over them."""
         return self.reads_samples or self.cuts_sequence
 
+    @property
+    def shards_state(self) -> bool:
+        """Return True if ranks with the same part of the model shard its state along the axis."""
+        return self.cuts_state and self.sums_losses and not self.other_parameters
+
 
 # The axes of this trainer, fastest first. Consecutive ranks share a node, so the axis that
 # communicates most is first (Narayanan et al. 2021, arXiv 2104.04473, section 3.2, takeaway 1), and
-# the pipeline axis, with one message per microbatch, is last. The d data ranks form two axes:
-# neighbours shard the state (`zero`), and groups of them hold copies of it.
+# the pipeline axis, with one message per microbatch, is last. The c context ranks form two axes,
+# and so do the d data ranks: neighbours shard the state (`zero`), and groups of them hold copies.
 AXES: Mapping[str, Axis] = {
     "tensor": Axis(cuts_state=True),
-    "context": Axis(cuts_sequence=True),
+    "context_shard": Axis(cuts_state=True, cuts_sequence=True),
+    "context_replicate": Axis(cuts_sequence=True),
     "shard": Axis(cuts_state=True, reads_samples=True),
     "replicate": Axis(reads_samples=True),
     "pipeline": Axis(cuts_state=True, other_parameters=True),
 }
 # Groups that are derived from the axes. WORLD: all ranks. REPLICAS: ranks that hold the same state.
-# DATA: ranks that read different samples for the same part of the model. LOSSES: ranks that see
-# different tokens for it. PARAMETERS: ranks that hold parameters of different names. ENDS: the
-# first and the last rank of the pipeline axis, which both hold a tied table.
-WORLD, REPLICAS, DATA, LOSSES = "world", "replicas", "data", "losses"
-PARAMETERS, ENDS = "parameters", "ends"
+# DATA: ranks that read different samples for the same part of the model. CONTEXT: ranks that have
+# different positions of the same samples. SHARDS: ranks that shard the state. LOSSES: ranks that
+# see different tokens for the same part of the model. PARAMETERS: ranks that hold parameters of
+# different names. ENDS: the first and the last rank of the pipeline axis, which both hold a tied
+# table.
+WORLD, REPLICAS, DATA, CONTEXT, SHARDS = "world", "replicas", "data", "context", "shards"
+LOSSES, PARAMETERS, ENDS = "losses", "parameters", "ends"
 # Groups along several axes, each with the condition that selects its axes.
 ALONG: Mapping[str, Callable[[Axis], bool]] = {
     REPLICAS: lambda axis: not axis.cuts_state,
     DATA: lambda axis: axis.reads_samples,
+    CONTEXT: lambda axis: axis.cuts_sequence,
+    SHARDS: lambda axis: axis.shards_state,
     LOSSES: lambda axis: axis.sums_losses,
     PARAMETERS: lambda axis: axis.other_parameters,
 }
+
+SHARD_AXES = tuple(name for name, axis in AXES.items() if axis.shards_state)
 
 Coordinates = Mapping[str, int]  # name of an axis -> place on it, counted from 0
 
@@ -179,9 +191,9 @@ class Grid:
         """Return the name of a group in output for people.
 
         If one axis has all data ranks, it is called "data", whether these ranks shard the state or
-        hold copies of it.
+        hold copies of it. If one axis has all context ranks, it is called "context".
         """
-        return DATA if group == self.same_as(DATA) else group
+        return next((name for name in (DATA, CONTEXT) if group == self.same_as(name)), group)
 
     def along(self, group: str) -> tuple[str, ...]:
         """Return the axes of a group in `ALONG`; () for another group."""
@@ -193,7 +205,11 @@ class Grid:
     def data_size(self) -> int:
         """Return d, the number of ranks that read different samples for the same part of the
         model."""
-        return math.prod(self[axis] for axis in self.along(DATA))
+        return self.size_of(DATA)
+
+    def size_of(self, group: str) -> int:
+        """Return the number of ranks in each group of `ALONG` that has the name `group`."""
+        return math.prod(self[axis] for axis in self.along(group))
 
     def part(self, coordinates: Coordinates) -> tuple[int, ...]:
         """Return the part of the state that is held at `coordinates`."""
@@ -216,28 +232,39 @@ def axis_named(name: str) -> Axis:
     return AXES.get(name, Axis())
 
 
-def training_grid(data: int = 1, shards: int = 1, **sizes: int) -> Grid:
+def training_grid(data: int = 1, shards: int = 1, context: int = 1, **sizes: int) -> Grid:
     """Return the grid of this trainer's axes, in their order; axes that are not named have size 1.
 
-    Among the `data` ranks, groups of `shards` neighbours shard the state. Raises ValueError for a
-    name that is not in `AXES`, and for shards that do not divide `data`.
+    Among the `context` times `data` ranks with the same part of the model, groups of `shards`
+    neighbours shard its state: some context ranks, or all context ranks of some data ranks. Raises
+    ValueError for a name that is not in `AXES`, and if such groups cannot be formed.
     """
     unknown = sizes.keys() - AXES.keys()
     if unknown:
         raise ValueError(f'"{min(unknown)}" is no axis: {", ".join(AXES)}')
-    if data % shards:
-        raise ValueError(f"{shards} shards do not divide {data} data ranks")
-    sizes = {"shard": shards, "replicate": data // shards, **sizes}
+    of_context = math.gcd(shards, context)
+    of_data = shards // of_context
+    if data % of_data or (of_data > 1 and of_context < context):
+        ranks = f"{data} data ranks"
+        if context > 1:
+            ranks += f" of {context} context ranks"
+        raise ValueError(f"{shards} shards do not divide {ranks}")
+    sizes |= {"context_shard": of_context, "context_replicate": context // of_context}
+    sizes = {"shard": of_data, "replicate": data // of_data, **sizes}
     return Grid({axis: sizes.get(axis, 1) for axis in AXES})
 
 
 def grid_of(config: Config) -> Grid:
     """Return the grid of a configuration."""
-    parallel, layout = config.parallel, config.layout
+    return layout_grid(config.layout)
+
+
+def layout_grid(layout: Layout) -> Grid:
+    """Return the grid of a layout."""
     return training_grid(
         layout.data,
         layout.shards,
-        tensor=parallel.tensor,
-        context=parallel.context,
-        pipeline=parallel.pipeline,
+        layout.context,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
     )

@@ -54,12 +54,12 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
     for key in SWITCHES:
         switched: dict[str, Any] = {key: not getattr(layout, key)}
         tried.append(replace(layout, **switched))
-    if layout.data > 1:
+    if layout.copies > 1:
         stages = [zero for zero in STAGES if covers_state(zero) or not layout.shard_group]
         tried += [replace(layout, zero=zero) for zero in stages]
         node = of_a_node(pricer, layout)
         shard_groups: set[int | None] = {None}
-        if 1 < node < layout.data and covers_state(layout.zero):
+        if 1 < node < layout.copies and covers_state(layout.zero):
             shard_groups.add(node)
         tried += [replace(layout, shard_group=group) for group in shard_groups]
     places = (place for place in OFFLOADS if not pricer.cluster.lacks(place))

@@ -16,6 +16,7 @@ from ptdmpi.config.legality import (
     groups_need_zero,
     is_legal,
     layout_mistakes,
+    shard_groups,
     shards_of_a_node,
 )
 from ptdmpi.config.model import ModelConfig
@@ -70,7 +71,7 @@ def contradiction(space: Space) -> str:
     plain = Layout(
         tensor=1,
         pipeline=1,
-        data=space.ranks,  # a divisor of any layout's data axis divides this one
+        data=space.ranks,  # a legal shard group of any layout divides this number
         virtual=CHUNKS.get(schedule, 1),
         schedule=schedule,
         recompute=space.recompute or "full",
@@ -96,12 +97,12 @@ def contexts(space: Space, model: ModelConfig) -> list[int]:
 
 def of_a_node(pricer: Pricer, layout: Layout) -> int:
     """Return the number of ranks of a shard group with `parallel.shard_group = "node"`."""
-    between = layout.tensor * layout.context  # data ranks are so many ranks apart
-    return shards_of_a_node(layout.data, pricer.cluster.node.devices // between)
+    near = pricer.cluster.node.devices // layout.tensor
+    return shards_of_a_node(layout.data, near, context=layout.context)
 
 
 class Sharding(NamedTuple):
-    """The sharding of a layout over its data axis, and the place of the optimizer's state."""
+    """The sharding of a layout, and the place of the optimizer's state."""
 
     zero: int = 0
     shard_group: int | None = None
@@ -116,11 +117,11 @@ class Sharding(NamedTuple):
 
 
 def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
-    """Return the shardings that the search tries. The groups are all data ranks or those of a node,
-    and the places of state are those that the cluster file knows. With one data rank nothing is
-    sharded, and only the lowest stage of ZeRO is tried."""
+    """Return the shardings that the search tries. The groups are all ranks with the same part of
+    the model or those of a node, and the places of state are those that the cluster file knows. One
+    such rank shards nothing, and only the lowest stage of ZeRO is tried."""
     stages: list[tuple[int, int | None]] = [(min(space.zero), None)]
-    if layout.data > 1:
+    if layout.copies > 1:
         shared = _shard_groups(space, pricer, layout)
         stages = [(zero, None) for zero in space.zero if not covers_state(zero)]
         stages += [(zero, group) for zero in space.zero if covers_state(zero) for group in shared]
@@ -137,19 +138,18 @@ def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
 
 
 def _shard_groups(space: Space, pricer: Pricer, layout: Layout) -> list[int | None]:
-    """Return the sizes of shard groups to try, ascending; None means all data ranks. Groups of one
-    rank are left out, since they shard nothing."""
-    sizes = {
-        size for size in _group_sizes(space, pricer, layout) if size > 1 and layout.data % size == 0
-    }
-    return [None if size == layout.data else size for size in sorted(sizes)]
+    """Return the sizes of shard groups to try, ascending; None means all ranks with the same part
+    of the model. Groups of one rank are left out, since they shard nothing."""
+    legal = {*shard_groups(layout.data, layout.context)} - {1}
+    sizes = legal & _group_sizes(space, pricer, layout)
+    return [None if size == layout.copies else size for size in sorted(sizes)]
 
 
 def _group_sizes(space: Space, pricer: Pricer, layout: Layout) -> set[int]:
     """Return the sizes of shard groups that the space allows, whether or not they are legal."""
     if isinstance(space.shard_group, int):
         return {space.shard_group}
-    sizes = {"all": layout.data, "node": of_a_node(pricer, layout)}
+    sizes = {"all": layout.copies, "node": of_a_node(pricer, layout)}
     if space.shard_group is None:
         return set(sizes.values())
     return {sizes[space.shard_group]}

@@ -1,6 +1,7 @@
 """The cost of reproducible sums, and the losses in each precision.
 
 python -m benchmarks.speed.exactness reproducible [--rounds 5]   # d = 2, with and without
+python -m benchmarks.speed.exactness leaves [--rounds 5]         # more leaves of the tree
 python -m benchmarks.speed.exactness precisions [--steps 300]    # fp32, bf16, fp16; the demo's data
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 from benchmarks.launch import ROOT, answer
 from benchmarks.speed import rounds as measuring
 from benchmarks.speed.bench import positive, say
-from benchmarks.speed.case import Row
+from benchmarks.speed.case import GptSizes, Row
 from benchmarks.speed.sides import Side
 from benchmarks.speed.trials import WARM_STEPS
 
@@ -24,10 +25,26 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def reproducible(wanted: int) -> None:
-    """Measure step time and memory with `run.reproducible = true` and without, alternately, until
-    `wanted` rounds were undisturbed."""
+    """Compare steps with `run.reproducible = true` and without."""
     plain = Row("d=2", "fp32")
-    with Side(plain, None) as off, Side(replace(plain, reproducible=True), None) as on:
+    compared(plain, replace(plain, reproducible=True), wanted, "with run.reproducible over without")
+
+
+def leaves(wanted: int) -> None:
+    """Compare steps whose tree has 8 leaves for each 1024 tokens, and one leaf for them.
+
+    The leaves are whole samples of 64 tokens, so attention is the same. They stand for 8 chunks of
+    a longer sample, which would also have their own parts of the gradients of keys and values.
+    """
+    many = Row("single", "fp32", GptSizes(seq_length=64, global_size=128), reproducible=True)
+    few = replace(many, case=replace(many.case, micro_size=16))
+    compared(few, many, wanted, "with 8 leaves for 1024 tokens over one")
+
+
+def compared(base: Row, other: Row, wanted: int, words: str) -> None:
+    """Measure step time and memory of two rows alternately, until `wanted` rounds were undisturbed,
+    and print the ratios of the second to the first."""
+    with Side(base, None) as off, Side(other, None) as on:
         for side in (off, on):
             side.train(WARM_STEPS)
         done: list[measuring.Round] = []
@@ -35,16 +52,17 @@ def reproducible(wanted: int) -> None:
             order = (off, on) if len(done) % 2 == 0 else (on, off)
             timed = {side: side.train(1) for side in order}
             foreign = max(steps.foreign_share for steps in timed.values())
-            with_it = plain.case.tokens / timed[on].time_s
-            without = plain.case.tokens / timed[off].time_s
+            with_it = base.case.tokens / timed[on].time_s
+            without = base.case.tokens / timed[off].time_s
             done.append(measuring.Round(with_it, without, foreign))
     best = measuring.counted(done, wanted)
     times = [1.0 / r.ratio for r in best]
     memory_with = timed[on].peak_memory_bytes
     memory_without = timed[off].peak_memory_bytes
     say(
-        f"d=2 fp32, {len(best)} rounds, {sum(r.disturbed for r in done)} of {len(done)} disturbed\n"
-        f"step time with run.reproducible over without: {statistics.median(times):.3f} "
+        f"{base.layout} {base.precision}, {len(best)} rounds, "
+        f"{sum(r.disturbed for r in done)} of {len(done)} disturbed\n"
+        f"step time {words}: {statistics.median(times):.3f} "
         f"({min(times):.3f} to {max(times):.3f})\n"
         f"greatest resident memory of a rank: {memory_without / 2**20:.0f} MiB without, "
         f"{memory_with / 2**20:.0f} MiB with ({memory_with / memory_without:.2f})"
@@ -83,11 +101,14 @@ def main() -> None:
         prog="python -m benchmarks.speed.exactness", description=__doc__
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("reproducible").add_argument("--rounds", type=positive, default=5)
+    for name in ("reproducible", "leaves"):
+        commands.add_parser(name).add_argument("--rounds", type=positive, default=5)
     commands.add_parser("precisions").add_argument("--steps", type=positive, default=300)
     options = parser.parse_args()
     if options.command == "reproducible":
         reproducible(options.rounds)
+    elif options.command == "leaves":
+        leaves(options.rounds)
     else:
         precisions(options.steps)
 

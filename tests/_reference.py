@@ -114,8 +114,11 @@ def mlp(weights: Weights, name: str, x: Tensor, model: ModelConfig) -> Tensor:
     scores = linear(weights, f"{name}.router", x)
     scores = scores.sigmoid() if model.router == "sigmoid" else scores.softmax(-1)
     chosen = torch.zeros_like(scores)
+    ranked = scores.detach()
+    if model.balance == "bias":
+        ranked = ranked + weights[f"{name}.router.balance"].detach()
     for place in itertools.product(*map(range, scores.shape[:-1])):
-        chosen[place][best_experts(scores[place].tolist(), model)] = 1.0
+        chosen[place][best_experts(ranked[place].tolist(), model)] = 1.0
     shares = scores * chosen
     if model.router_normalize:
         shares = shares / shares.sum(-1, keepdim=True)

@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner
 from torch import Tensor
 
+from benchmarks.planning.allocated import measured
 from ptdmpi.checkpoint.base import base_at
 from ptdmpi.cli import group
 from ptdmpi.comm.world import World
@@ -24,7 +25,7 @@ from ptdmpi.train.checks import checked
 from ptdmpi.train.tasks.measured import live_model
 from tests import _stored
 from tests._configs import layout
-from tests._engines import HALVES, build, foreseen_by, measured, steps_of, whole_weights
+from tests._engines import HALVES, build, foreseen_by, steps_of, whole_weights
 from tests._runs import VOCAB_SIZE, configuration, corpus, log, loop, records
 from tests.parallel import parallel
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.planning.allocated import measured
 from ptdmpi.comm.world import World
 from ptdmpi.config.adapt import targets_of
 from ptdmpi.engine.engine import Engine
@@ -20,7 +21,6 @@ from tests._engines import (
     assert_same_bits,
     build,
     load,
-    measured,
     microbatches,
     passes,
     steps_of,

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 
+from benchmarks.planning.allocated import measured
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError, Layout
 from ptdmpi.engine.engine import Engine
@@ -20,7 +21,6 @@ from tests._engines import (
     build,
     foreseen_by,
     load,
-    measured,
     microbatches,
     passes,
     steps_of,

@@ -39,6 +39,9 @@ NAMES = {
     "bert": "Bert",
     "megatron-bert": "MegatronBert",
 }
+# `transformers` multiplies experts only in sizes that are multiples of 16 bytes, and stores them in
+# other tensors than its files. They are compared in tests/experts/test_hugging_face.py.
+MIXTURES = ("mixtral", "qwen3_moe")
 HEADS = {"gpt2": ["LMHeadModel"], **{family: ["ForCausalLM"] for family in DECODERS}}
 EPS = [1e-12, 1e-6, 1e-5, 1e-2]
 
@@ -190,7 +193,7 @@ def gradients_of(model, family: str, stored: StoredModel) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "seed", [*range(3), *(pytest.param(n, marks=pytest.mark.long) for n in range(3, 8))]
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in MIXTURES])
 def test_equals_transformers(tmp_path, family, seed):
     chosen = random.Random(f"{family} {seed}")
     check(tmp_path, family, random_shape(family, chosen), chosen)

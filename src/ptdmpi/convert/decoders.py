@@ -336,8 +336,8 @@ ROUTED = {
 
 
 def _expert_keys(config: ConfigJson) -> dict[str, Any]:
-    """Return the keys of [model] for experts. Qwen 3
-    stores the number of experts as `num_experts`, Mixtral as `num_local_experts`."""
+    """Return the keys of [model] for experts. Older files of Qwen 3 store the number of experts as
+    `num_experts`."""
     count = config.get("num_local_experts", config.get("num_experts"))
     chosen = config.need("num_experts_per_tok")
     return {"experts": count, "experts_per_token": chosen, "balance": "none"}

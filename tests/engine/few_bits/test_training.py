@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.planning.allocated import measured
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
 from ptdmpi.model.low_bit.codes import rounded
@@ -14,7 +15,6 @@ from tests._engines import (
     foreseen_by,
     greatest_difference,
     load,
-    measured,
     steps_of,
     train,
     whole_gradients,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.planning.allocated import measured
 from ptdmpi.checkpoint import examine
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import World
@@ -28,7 +29,6 @@ from tests._engines import (
     course,
     foreseen_by,
     from_root,
-    measured,
     microbatches,
     steps_of,
     whole_gradients,

@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from benchmarks.planning.allocated import measured
 from ptdmpi.checkpoint import examine
 from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import World
@@ -24,7 +25,6 @@ from tests._engines import (
     build,
     course,
     foreseen_by,
-    measured,
     microbatches,
     steps_of,
     train,

@@ -101,10 +101,10 @@ def read_before_it_is_there():
     """Who receives looks into the buffer before waiting."""
 
     def make(usual):
-        def take(runner, source):
+        def take(runner, source, watch):
             if source in runner._arriving:
                 runner._arriving[source][1].sum()
-            return usual(runner, source)
+            return usual(runner, source, watch)
 
         return take
 

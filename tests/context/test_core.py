@@ -80,7 +80,7 @@ def results(core: Core, gather: Callable[[Core, Tensor, int], Tensor]) -> list[T
     return [gather(core, y.detach(), 0), *gradients]
 
 
-@parallel(ranks=[2, 4])
+@parallel(ranks=[2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_dealt_heads_have_the_bits_of_one_rank(comm, name, precision):
@@ -98,7 +98,7 @@ def test_dealt_heads_have_the_bits_of_one_rank(comm, name, precision):
 MERGED = {"fp64": 1e-14, "fp32": 2e-6, "bf16": 2e-2}
 
 
-@parallel(ranks=[2, 3, 4])
+@parallel(ranks=[2, 3, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("precision", MERGED)
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_ring_has_the_values_of_one_rank(comm, name, precision):
@@ -109,7 +109,7 @@ def test_a_ring_has_the_values_of_one_rank(comm, name, precision):
         assert difference(one, other) < MERGED[precision]
 
 
-@parallel(ranks=[2, 4])
+@parallel(ranks=[2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_keys_that_travel_while_a_rank_computes_give_the_same_bits(comm, name):
     """On a wire whose messages are complete only when they have been waited for."""

@@ -319,7 +319,7 @@ def test_every_row_does_what_it_says(comm, name, sequence_parallel):
     assert wrong(name, tensor_axis(comm, sequence_parallel)) == []
 
 
-@parallel(ranks=[2, 4])
+@parallel(ranks=[2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_row_does_so_at_some_positions(comm, name, method):
@@ -393,7 +393,7 @@ def test_a_whole_layer_keeps_what_its_rows_say(comm, name, recompute):
     assert not mistakes
 
 
-@parallel(ranks=[2, 4])
+@parallel(ranks=[2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_layer_at_some_positions_keeps_what_its_rows_say(comm, name, method):

@@ -19,6 +19,13 @@ def even(inputs):
     return losses.sum(), counts.sum()
 
 
+def smoothed(inputs):
+    """Label smoothing, which reads every logit: padded columns may not be among them."""
+    logs = inputs.log_softmax()
+    mean = inputs.sum_over_vocabulary(logs.sum(-1)) / inputs.vocab_size
+    return inputs.of_tokens(-0.9 * inputs.log_probabilities(logs) - 0.1 * mean)
+
+
 def squared(inputs):
     """A loss of sequences: the square of the sequence's log-probability."""
     return inputs.of_sequences(inputs.sum_over_sequence(inputs.log_probabilities()) ** 2)

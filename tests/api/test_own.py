@@ -17,7 +17,7 @@ from ptdmpi.watch.requests import StopRequest
 from tests._configs import layout, small
 from tests._engines import build, microbatches, steps_of
 from tests._mpirun import mpirun
-from tests._own import Counting, Momentum, Short, even, plain, squared
+from tests._own import Counting, Momentum, Short, even, plain, smoothed, squared
 from tests._runs import configuration, corpus
 from tests.parallel import parallel
 
@@ -47,7 +47,7 @@ def close(steps, rel=1e-12):
 @parallel(ranks=[1, 2, 4])
 def test_a_loss_of_ones_own_is_the_same_in_every_layout(comm):
     """The numbers of terms differ from microbatch to microbatch."""
-    for loss in (even, plain, squared):
+    for loss in (even, plain, smoothed, squared):
         changes = EXACT | {"run.loss": name_of(loss)}
         alone = trained(MPI.COMM_SELF, changes)
         for where in LAYOUTS[comm.size]:
@@ -198,7 +198,7 @@ def test_an_installed_plugin_is_found_by_its_name(tmp_path):
 PACKAGE = """
 def smooth(inputs):
     logs = inputs.log_softmax()
-    mean = inputs.sum_over_vocabulary(logs.sum(-1)) / (logs.shape[-1] * inputs.tensor.size)
+    mean = inputs.sum_over_vocabulary(logs.sum(-1)) / inputs.vocab_size
     return inputs.of_tokens(-0.9 * inputs.log_probabilities(logs) - 0.1 * mean)
 
 

@@ -1,5 +1,5 @@
-"""What the environment says of this process, before MPI is imported: size and rank by the launcher,
-and the folder for copies of the state."""
+"""Values of the environment that are read before MPI is imported: the size and the rank that the
+launcher sets, and the folder for copies of the state."""
 
 import os
 from collections.abc import Mapping

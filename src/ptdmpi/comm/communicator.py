@@ -243,8 +243,7 @@ class Communicator(WireTraits, ABC):
         return tensor
 
     def isend(self, tensor: Tensor, peer: int) -> Handle:
-        """Begin to send a tensor to rank `peer`. Do not change the tensor before the handle was
-        waited for."""
+        """Begin to send a tensor to rank `peer`. The tensor must stay as it is until `wait`."""
         self.tally.add("send", _require(tensor).nbytes)
         return self._isend(tensor.view(-1), peer)
 
@@ -391,8 +390,7 @@ class _All:
 
 
 class Neighbourhood:
-    """The neighbours of this rank in a graph: the ranks that send to it, and those to which it
-    sends.
+    """The neighbours of this rank in a graph: the ranks that send to it, and that it sends to.
 
     This class sends and receives in pairs, which every transport can do. A transport that supports
     graphs has a class of its own. Tallies and `busy` call an exchange "neighbours".

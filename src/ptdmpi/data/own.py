@@ -103,15 +103,15 @@ class OwnBatches:
         *,
         global_size: int,
         micro_size: int,
-        ranks: range,
+        data_rank: int,
+        data_size: int,
     ) -> None:
-        """`ranks` is range(data rank, data size)."""
         self._datasets = datasets
         self._order = order
         self._global_size = global_size
         self._micro_size = micro_size
-        self._each = global_size // ranks.stop
-        self._begin = ranks.start * self._each
+        self._each = global_size // data_size
+        self._begin = data_rank * self._each
 
     def step(self, k: int) -> list[MicrobatchRows]:
         """Return this rank's microbatches of step k (from 0)."""
@@ -127,18 +127,18 @@ class OwnBatches:
 
 
 def in_order(
-    dataset: OwnDataset, most: int | None, *, micro_size: int, ranks: range
+    dataset: OwnDataset, most: int | None, *, micro_size: int, data_rank: int, data_size: int
 ) -> Iterator[MicrobatchRows]:
     """Yield this data rank's microbatches of the first `most` samples (None: all), for validation.
 
     Every data rank has the same number of microbatches: rows after the last sample repeat it, with
-    weights of 0. `ranks` is range(data rank, data size).
+    weights of 0.
     """
     samples = dataset.samples(dataset.seq_length)
     if most is not None:
         samples = min(samples, most)
-    count = -(-samples // (micro_size * ranks.stop))
-    for number in range(ranks.start * count, (ranks.start + 1) * count):
+    count = -(-samples // (micro_size * data_size))
+    for number in range(data_rank * count, (data_rank + 1) * count):
         numbers = np.arange(number * micro_size, (number + 1) * micro_size)
         rows = [dataset.row(sample) for sample in np.minimum(numbers, samples - 1)]
         yield microbatch(

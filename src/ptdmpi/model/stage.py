@@ -79,7 +79,7 @@ class Stage(nn.Module):
         self.output: Output | None = None
         if self.last:
             self.output = output_of(model, vocab_size, axis)
-            self.output.own = OwnLoss.of(config.run.loss, axis, context)
+            self.output.own = OwnLoss.of(config.run.loss, vocab_size, axis, context)
             for name, module in self.output.modules.items():
                 self.add_module(name, module)
         declare_as_described(self, model, vocab_size, layers)

@@ -39,7 +39,8 @@ class OwnSource:
             order,
             global_size=self.config.batch.global_size,
             micro_size=self.config.batch.micro_size,
-            ranks=range(data.rank, data.size),
+            data_rank=data.rank,
+            data_size=data.size,
         )
 
     def validation(self, number: int, data: Communicator) -> Iterator[MicrobatchRows]:
@@ -48,7 +49,8 @@ class OwnSource:
             self._valid[number],
             self.config.log.most_validated,
             micro_size=self.config.batch.micro_size,
-            ranks=range(data.rank, data.size),
+            data_rank=data.rank,
+            data_size=data.size,
         )
 
     def ids(self, number: int, sample: int) -> list[int]:

@@ -25,21 +25,19 @@ class LossInput:
     """What a loss is computed from: the logits and the batch of one microbatch on one rank.
 
     `logits` [s, b, V/t] are at this rank's positions, and have the columns of the vocabulary from
-    `first_column` on. All ranks of the tensor axis compute the loss together, each from its own
-    columns. `batch` has the `labels` [s, b], their `weights` [s, b] (None: 1 each), the `inputs`
-    and the numbers of the `samples` [b]. In a masked language model only the k masked positions
-    have logits, labels and weights.
+    `first_column` on. If t does not divide V = `vocab_size`, the last ranks have fewer columns. All
+    ranks of the tensor axis compute the loss together, each from its own columns. `batch` has the
+    `labels` [s, b], their `weights` [s, b] (None: 1 each), the `inputs` and the numbers of the
+    `samples` [b]. In a masked language model only the k masked positions have logits, labels and
+    weights.
     """
 
     logits: Tensor
     batch: Microbatch
+    first_column: int
+    vocab_size: int
     tensor: TensorAxis
     context: ContextAxis
-
-    @property
-    def first_column(self) -> int:
-        """The id of the token that the first column of `logits` stands for."""
-        return self.tensor.rank * self.logits.shape[-1]
 
     def log_softmax(self) -> Tensor:
         """Return log softmax(logits) over the whole vocabulary, at this rank's columns [s, b, V/t],
@@ -111,22 +109,29 @@ class OwnLoss:
     """The loss that `run.loss` names, and the axes over which it is computed."""
 
     name: str
+    vocab_size: int
     function: Callable[[LossInput], tuple[Tensor, Tensor | float]]
     tensor: TensorAxis
     context: ContextAxis
 
     @classmethod
-    def of(cls, name: str, tensor: TensorAxis, context: ContextAxis) -> "OwnLoss | None":
+    def of(
+        cls, name: str, vocab_size: int, tensor: TensorAxis, context: ContextAxis
+    ) -> "OwnLoss | None":
         """Return the loss of this name; None if the name is "", for the cross-entropy. Raises
         InputError for a name that cannot be imported."""
         if not name:
             return None
-        return cls(name, plugin("losses", name), tensor, context)
+        return cls(name, vocab_size, plugin("losses", name), tensor, context)
 
     def __call__(self, logits: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Return the sum and the count of a microbatch, without dims. Raises TypeError unless the
-        function returns them."""
-        result = self.function(LossInput(logits, batch, self.tensor, self.context))
+        """Return the sum and the count of a microbatch, without dims, from the logits
+        [s, b, ceil(V/t)] with padded columns. Raises TypeError unless the function returns them."""
+        share = logits.shape[-1]
+        first = self.tensor.rank * share
+        own = logits[..., : max(1, self.vocab_size - first)]  # padded columns are -inf
+        inputs = LossInput(own, batch, first, self.vocab_size, self.tensor, self.context)
+        result = self.function(inputs)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
             raise TypeError(f"{self.name} returned {type(result).__name__}, not (sum, count)")
         total, count = result

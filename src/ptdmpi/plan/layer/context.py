@@ -55,7 +55,36 @@ class CoreShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GatherKeys(Operator):
+class _Exchange(Operator, ABC):
+    """Messages over the context axis before or after the core, and the copies next to them."""
+
+    @abstractmethod
+    def _bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of the exchanged tensors; 0 if the layout has another method."""
+
+    @abstractmethod
+    def _copies(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Yield the copies before and after a message."""
+
+    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
+        yield from self._copies(sizes)
+
+    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
+        yield from self._copies(sizes)
+
+    def forward_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes that are exchanged, in the order of ranks and in the order in which they
+        are used."""
+        return 2 * self._bytes(sizes)
+
+    def backward_bytes(self, sizes: Sizes) -> int:
+        """Return the bytes of the gradients in three forms: as they are computed, as they are sent,
+        and as they arrive."""
+        return 3 * self._bytes(sizes)
+
+
+@dataclass(frozen=True)
+class GatherKeys(_Exchange):
     """The gather of keys and values, from those of this rank's positions to those of all positions,
     with a copy of this rank's queries. Only "all_gather" does it.
 
@@ -76,12 +105,6 @@ class GatherKeys(Operator):
         if size := self._bytes(sizes):
             yield MemoryPass(2 * size * (1 + 1 / sizes.layout.context))
 
-    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
-        yield from self._copies(sizes)
-
-    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        yield from self._copies(sizes)
-
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
         size = self._bytes(sizes)
         if size and phase == "forward":
@@ -89,19 +112,9 @@ class GatherKeys(Operator):
         if size and phase in ("backward", "inputs") and input_trains:
             yield Message("reduce_scatter", size, "context")
 
-    def forward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of gathered keys and values, in the order of ranks and in that of
-        positions."""
-        return 2 * self._bytes(sizes)
-
-    def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradients of keys and values in three forms: as they are
-        computed, next to each other, and in the order of ranks."""
-        return 3 * self._bytes(sizes)
-
 
 @dataclass(frozen=True)
-class _Dealing(Operator, ABC):
+class _Dealing(_Exchange):
     """An exchange of positions for heads, or of heads for positions. Only "ulysses" does it.
 
     For the core each rank has all positions of 1/c of the heads (Jacobs et al. 2023, arXiv
@@ -123,28 +136,12 @@ class _Dealing(Operator, ABC):
         if size := self._bytes(sizes):
             yield MemoryPass(4 * size, launches=2)
 
-    def forward(self, sizes: Sizes) -> Iterator[Kernel]:
-        yield from self._copies(sizes)
-
-    def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        yield from self._copies(sizes)
-
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
         size = self._bytes(sizes)
         sends = phase == "forward" or (phase in ("backward", "inputs") and input_trains)
         if size and sends:
             # an all-to-all counts what leaves the rank
             yield Message("all_to_all", size - size // sizes.layout.context, "context")
-
-    def forward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes that are exchanged, in the order of ranks and in the order in which they
-        are used."""
-        return 2 * self._bytes(sizes)
-
-    def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradients in three forms: as they are computed, in the order of
-        the ranks to which they go, and as they arrive."""
-        return 3 * self._bytes(sizes)
 
 
 @dataclass(frozen=True)

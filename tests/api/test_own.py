@@ -44,7 +44,7 @@ def close(steps, rel=1e-12):
     return [pytest.approx(step, rel=rel) for step in steps]
 
 
-@parallel(ranks=[1, 2, 4])
+@parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_loss_of_ones_own_is_the_same_in_every_layout(comm):
     """The numbers of terms differ from microbatch to microbatch."""
     for loss in (even, plain, smoothed, squared):

@@ -45,7 +45,7 @@ def peak(world: World, changes, length: int) -> tuple[int, int]:
     return found, footprint.activations + footprint.working
 
 
-@parallel(ranks=[1, 2, 4])
+@parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_activations_shrink_with_c_as_the_formula_says(comm, name):
     """At a fixed length, on every rank."""

@@ -1,6 +1,7 @@
 """Post-training quantization: what it writes, who reads it, and what GPTQ does better."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,10 @@ from ptdmpi.checkpoint import examine
 from ptdmpi.checkpoint.boxes import Damaged
 from ptdmpi.cli import group
 from ptdmpi.comm.world import World
+from ptdmpi.commands.quantize import work
 from ptdmpi.config import InputError
 from ptdmpi.convert.quantize.calibration import CalibrationSamples
 from ptdmpi.convert.quantize.gptq import gptq
-from ptdmpi.convert.quantize.work import work
 from ptdmpi.convert.quantize.write import matrices, quantize
 from ptdmpi.convert.to_hf import to_hf
 from ptdmpi.data.shard_writer import ShardWriter
@@ -242,8 +243,10 @@ def test_all_ranks_measure_what_one_has_written(comm, tmp_path, model):
     comm.Barrier()
     options = {"method": "gptq", "data": data, "samples": 9, "length": 12, "evaluate": (data,)}
     options |= {"ema": False}
-    given = (tmp_path / "model", tmp_path / "low", LowBit("int8", 16), World(comm))
-    results = work(*given, precision="fp32", **options)
+    source, form, world = tmp_path / "model", LowBit("int8", 16), World(comm)
+    results = work(
+        source, tmp_path / "low", form, world=world, options=options | {"precision": "fp32"}
+    )
     (row,) = results["perplexity"]
     assert row["before"] != row["after"]
     assert row["after"] == pytest.approx(row["before"], rel=0.005)
@@ -251,7 +254,9 @@ def test_all_ranks_measure_what_one_has_written(comm, tmp_path, model):
     assert said["method"] == "gptq" and (said["samples"], said["sample_tokens"]) == (9, 12)
     with pytest.raises(InputError, match=r"--samples 999: .* of 12 tokens"):
         target = tmp_path / "more"
-        work(given[0], target, *given[2:], precision=None, **options | {"samples": 999})
+        work(
+            source, target, form, world=world, options=options | {"precision": None, "samples": 999}
+        )
     assert comm.allgather(row["after"]) == [row["after"]] * 2
 
 
@@ -272,9 +277,9 @@ def test_a_model_that_predicts_no_next_token_has_no_perplexity(comm, tmp_path, m
     data.mkdir()
     with ShardWriter(data / "0.h5", "t", BYTES_SHA256, vocab_size=VOCAB_SIZE, eod_id=100) as writer:
         writer.write(np.zeros(50, np.int64), np.array([50]))
-    given = (source, tmp_path / "low", LowBit("int4", 16), World(comm))
+    quantized = partial(work, source, tmp_path / "low", LowBit("int4", 16), world=World(comm))
     options = {"method": "absmax", "data": None, "precision": None, "ema": False}
     with pytest.raises(InputError, match=f"--evaluate: .*model {message}"):
-        work(*given, **options, evaluate=(data,))
+        quantized(options=options | {"evaluate": (data,)})
     assert not (tmp_path / "low").exists()
-    assert work(*given, **options, evaluate=())["matrices"] == 8
+    assert quantized(options=options | {"evaluate": ()})["matrices"] == 8

@@ -115,6 +115,10 @@ CODES = {
     "neolithic": codes("top_k", "neolithic", ratio=0.25),
 }
 SHORT_LAYOUTS = ("zero 3, rounded", "muon, slices", "neighbours, codes", "neolithic")
+NAMES = [
+    pytest.param(name, marks=[] if name in SHORT_LAYOUTS else pytest.mark.long)
+    for name in (*LAYOUTS, *CODES)
+]
 
 
 def own(waits: list[list[str]]) -> list[list[str]]:
@@ -123,7 +127,7 @@ def own(waits: list[list[str]]) -> list[list[str]]:
 
 
 @parallel(ranks=[2])
-@pytest.mark.parametrize("name", [*LAYOUTS, *CODES])
+@pytest.mark.parametrize("name", NAMES)
 def test_one_wait_a_step_of_two_ranks(comm, name):
     """Whether a gradient may be remembered at all is asked before its codes are sent: once more."""
     asked = ["event at engine/data_parallel/compressed.py:_overflows"] if name in CODES else []
@@ -132,13 +136,7 @@ def test_one_wait_a_step_of_two_ranks(comm, name):
 
 
 @parallel(ranks=[2])
-@pytest.mark.parametrize(
-    "name",
-    [
-        one if one in SHORT_LAYOUTS else pytest.param(one, marks=pytest.mark.long)
-        for one in (*LAYOUTS, *CODES)
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_values_of_two_ranks_are_those_of_the_host(comm, name):
     check_like_the_host(comm, (LAYOUTS | CODES)[name])
 

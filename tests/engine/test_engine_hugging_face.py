@@ -118,7 +118,7 @@ def llama_names(get) -> dict[str, Tensor]:
     return tensors
 
 
-@parallel(ranks=[1, 2, 4], limit_s=120)
+@parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)], limit_s=120)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("vocab_share", [1, 3])
 def test_equals_transformers(comm, name, vocab_share):

@@ -62,7 +62,9 @@ def test_no_row_is_red_without_a_fault(comm, layout):
 
 
 @parallel(ranks=[4])
-@pytest.mark.parametrize("layout", [SEQUENCE, PIPELINE, pytest.param(GATHERED, marks=LONG)])
+@pytest.mark.parametrize(
+    "layout", [PIPELINE, *(pytest.param(layout, marks=LONG) for layout in (SEQUENCE, GATHERED))]
+)
 def test_no_row_is_red_on_torchs_own_groups(comm, layout):
     """Over gloo: other sums, the same training within the bars."""
     assert red(comm, layout, wire="torch") == []

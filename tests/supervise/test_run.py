@@ -28,7 +28,7 @@ def undisturbed(folder):
     return folder / "undisturbed"
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_killed_rank(folder, undisturbed, victim):
     run = f"killed-{victim}"
     with Job(folder, words("-n", "2", run=run)) as job:

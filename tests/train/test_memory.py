@@ -40,6 +40,7 @@ MODES = {
 }
 PARTITIONED = {"recompute.partition_activations": True}
 LONG = pytest.mark.long
+TWO_OR_FOUR = [2, pytest.param(4, marks=LONG)]
 DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
 # two microbatches on each of 4 data ranks
 SHARDED = {"batch.global_size": 16}
@@ -243,7 +244,7 @@ def test_tensor_axis(comm, sequence_parallel, kind, mode):
     check(comm, ALL_KINDS[kind] | MODES[mode] | where | DROPOUT | {"precision.compute": "bf16"})
 
 
-@parallel(ranks=[2, 4])
+@parallel(ranks=TWO_OR_FOUR)
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [
@@ -324,7 +325,7 @@ def test_split_backwards_with_a_tensor_axis(comm, sequence_parallel, compute):
     check(comm, where | DROPOUT)
 
 
-@parallel(ranks=[2, 4])
+@parallel(ranks=TWO_OR_FOUR)
 @pytest.mark.parametrize(
     ("zero", "compute"),
     [
@@ -338,7 +339,7 @@ def test_shards(comm, zero, compute):
     check(comm, {"parallel.zero": zero, "precision.compute": compute} | SHARDED)
 
 
-@parallel(ranks=[2, 4])
+@parallel(ranks=TWO_OR_FOUR)
 @pytest.mark.parametrize(
     ("compute", "mode"), [("bf16", "full"), pytest.param("fp32", "none", marks=LONG)]
 )
@@ -351,7 +352,7 @@ def test_shards_of_a_frozen_base(comm, compute, mode):
 @pytest.mark.parametrize(
     ("zero", "where"),
     [
-        (3, {"parallel.tensor": 2}),
+        pytest.param(3, {"parallel.tensor": 2}, marks=LONG),
         (3, {"parallel.context": 2}),
         pytest.param(1, {"parallel.context": 2, "parallel.pipeline": 2}, marks=LONG),
         pytest.param(2, {"parallel.context": 4}, marks=LONG),

@@ -1,8 +1,11 @@
 """`ptdmpi quantize`: quantize the weight matrices of a model's layers."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +18,9 @@ from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.terminal.options import AS_JSON, EMA, PATH
 from ptdmpi.terminal.program import Command
+
+if TYPE_CHECKING:
+    from ptdmpi.comm.world import World
 
 INTEGER_CODES: dict[str, CodesName] = {"8": "int8", "4": "int4"}
 FOUR_BIT_CODES: dict[str, CodesName] = {"nf4": "nf4", "asymmetric": "uint4"}
@@ -59,12 +65,43 @@ def command(source: Path, target: Path, as_json: bool, **options: Any) -> None:
 
     world = World()
     with fail_together(world), mendable_paths():
-        from ptdmpi.convert.quantize.work import work
-
         form = LowBit(_codes(options), options["block"])
-        result = work(source, target, form, world, **options)
+        result = work(source, target, form, world=world, options=options)
         if world.rank == 0:
             print(json.dumps(result) if as_json else _text(result))
+
+
+def work(
+    source: Path, target: Path, form: LowBit, *, world: "World", options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Quantize the model at `source` on rank 0, and return the results, which include the
+    perplexities before and after. All ranks call this and get the results.
+
+    `options` are those of the command. Raises InputError on all ranks for illegal options or
+    inputs, if possible before anything is computed.
+    """
+    from ptdmpi.convert.quantize.calibration import CalibrationSamples
+    from ptdmpi.convert.quantize.write import quantize
+    from ptdmpi.evaluate import change
+    from ptdmpi.inference.stored import kind_of, open_model
+
+    calibrated = [options["data"]] if options["data"] else []
+    world.on_root(partial(change.check_datasets, source, options["evaluate"], calibrated))
+    kind = kind_of(options["ema"])
+
+    def written() -> dict[str, Any]:
+        samples = None
+        if options["method"] == "gptq":
+            length = options["length"] or open_model(source).config().model.seq_length
+            samples = CalibrationSamples(options["data"], options["samples"], length)
+        return asdict(quantize(source, target, form, samples=samples, kind=kind))
+
+    results = {**world.on_root(written), "path": str(target), "perplexity": []}
+    if options["evaluate"]:
+        results["perplexity"] = change.perplexities(
+            source, target, options["evaluate"], world, kind=kind, precision=options["precision"]
+        )
+    return results
 
 
 def _check(options: dict[str, Any]) -> None:

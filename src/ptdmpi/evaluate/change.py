@@ -1,0 +1,69 @@
+"""The perplexity of a model before and after a change of its weights, such as quantization."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ptdmpi.comm.world import World
+from ptdmpi.config import InputError
+from ptdmpi.data.shards import Dataset
+from ptdmpi.evaluate.perplexity import perplexity
+from ptdmpi.evaluate.run import check_dataset
+from ptdmpi.inference.model import open_inference
+from ptdmpi.inference.stored import kind_of, open_model
+
+
+def check_datasets(path: Path, evaluated: Sequence[Path], others: Iterable[Path]) -> None:
+    """Raise InputError if the model at `path` has no perplexity on the datasets `evaluated`, or if
+    one of these or of `others` does not fit it."""
+    stored = open_model(path)
+    if evaluated and stored.config().model.masked:
+        raise InputError(
+            f"--evaluate: {path} is a masked language model, which has no perplexity; legal: "
+            "without it"
+        )
+    if evaluated and stored.tree["model"].get("output_head") == "classes":
+        raise InputError(
+            f"--evaluate: {path} has a head for a task, and predicts no tokens; legal: without "
+            "it, and then `ptdmpi evaluate TARGET --tasks FILE`"
+        )
+    for dataset in (*evaluated, *others):
+        check_dataset(dataset, stored)
+
+
+def perplexities(
+    before: Path,
+    after: Path,
+    datasets: Sequence[Path],
+    world: World,
+    *,
+    kind: str,
+    precision: str | None,
+) -> list[dict[str, Any]]:
+    """Return the perplexities of two models on each dataset, as `before` and `after`, with the
+    number of `tokens` and the `precision` of the first model.
+
+    All ranks call this and get the results. `kind` is the kind of state that is loaded as the
+    weights of the first model; that of the second are its weights.
+    """
+    rows = _perplexities(before, datasets, world, kind=kind, precision=precision)
+    plain = kind_of(average=False)
+    then = _perplexities(after, datasets, world, kind=plain, precision=precision)
+    return [{**row, "after": other["before"]} for row, other in zip(rows, then, strict=True)]
+
+
+def _perplexities(
+    path: Path, datasets: Sequence[Path], world: World, *, kind: str, precision: str | None
+) -> list[dict[str, Any]]:
+    """Return a model's perplexity on each dataset, under the key "before"."""
+    model, _ = open_inference(path, world, None, precision, kind=kind)
+    rows = [perplexity(model, Dataset(data)) for data in datasets]
+    return [
+        {
+            "dataset": row["dataset"],
+            "tokens": row["tokens"],
+            "precision": model.config.precision.compute,
+            "before": row["perplexity"],
+        }
+        for row in rows
+    ]

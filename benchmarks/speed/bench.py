@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 from benchmarks.speed import peers
 from benchmarks.speed import rounds as measuring
@@ -188,6 +189,14 @@ def positive(text: str) -> int:
     return value
 
 
+def stop(number: int, frame: FrameType | None) -> None:
+    """End the program, because a signal asks for it. An exit ends the sides; a signal would not."""
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, signal.SIG_IGN)  # a second request must not interrupt the end
+    print("bench: stopped; the rows that were measured are in the table of before", file=sys.stderr)
+    sys.exit(128 + number)
+
+
 def arguments() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed.bench", description=__doc__)
@@ -207,8 +216,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure the rows that the command line names, and print a table."""
     options = arguments()
-    # an exit, but not a signal, ends the sides
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, stop)
     try:
         rows = select(options.rows)
         tools = select_tools(options.peers)

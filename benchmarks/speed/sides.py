@@ -1,5 +1,6 @@
 """The sides of a row, which are groups of processes that train on command."""
 
+import contextlib
 import json
 import math
 import select
@@ -23,6 +24,7 @@ from benchmarks.speed.rounds import LeastTimes, busy_cpu_s, foreign_share
 START_LIMIT_S = 180.0
 ANSWER_LIMIT_S = 600.0
 END_LIMIT_S = 20.0
+LAUNCHER_END_S = 0.5  # after the end of all ranks
 POLL_S = 0.5  # seconds between two checks for processes that have ended without an answer
 
 
@@ -76,8 +78,8 @@ class Side:
             self.listener.listen()
             self._launch(place)
             self._greet(place)
-        except BaseException:
-            self._close()
+        except BaseException as error:
+            self._leave(error)
             raise
         return self
 
@@ -87,7 +89,7 @@ class Side:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._close()
+        self._leave(error)
 
     def _launch(self, place: Path) -> None:
         worker = ["-m", "benchmarks.speed.worker", self.name, str(place / "socket")]
@@ -196,6 +198,14 @@ class Side:
         self.log.seek(0)
         return f"{self.name}, row {self.row.id}: a rank {what}\n{self.log.read()}"
 
+    def _leave(self, error: BaseException | None) -> None:
+        """End the ranks: at once if this program was interrupted, else when they have ended their
+        work."""
+        if error is not None and not isinstance(error, Exception):
+            for process in self.processes:
+                _kill(process)
+        self._close()
+
     def _close(self) -> None:
         for stream, connection in self.streams.items():
             stream.close()
@@ -215,13 +225,28 @@ def family_cpu_s() -> float:
     return sum(process.user + process.system for process in times)
 
 
+def _kill(process: subprocess.Popen) -> None:
+    """Kill the ranks of a process, which may be a launcher; then its own end is near."""
+    if process.poll() is not None:
+        return
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    try:
+        process.wait(LAUNCHER_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
 def _wait(process: subprocess.Popen) -> None:
     """Wait until a process has ended by itself, by request, or by force."""
-    for end in (lambda: None, process.terminate, process.kill):
-        end()
-        try:
-            process.wait(END_LIMIT_S)
-            return
-        except subprocess.TimeoutExpired:
-            continue
-    process.wait()
+    try:
+        for end in (lambda: None, process.terminate, process.kill):
+            end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_LIMIT_S)
+                return
+        process.wait()
+    except BaseException:
+        _kill(process)
+        raise

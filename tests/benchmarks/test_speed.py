@@ -1,17 +1,21 @@
 """The benchmark's harness: which rows, what disturbs a round, what is written. It times nothing."""
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import fields, replace
 
+import psutil
 import pytest
 import torch
 
 from benchmarks.data.tokenize import rates_between
+from benchmarks.launch import ROOT
 from benchmarks.speed import bench, ours
 from benchmarks.speed.bench import RESULTS, check_losses
 from benchmarks.speed.case import (
@@ -349,10 +353,46 @@ def test_without_units_for_bf16_the_time_is_spent_on_fp32(monkeypatch, capsys, r
     monkeypatch.setattr(bench.measuring, "write", lambda *given: None)
     monkeypatch.setattr(bench.picture, "draw", lambda *given: None)
     monkeypatch.setattr(sys, "argv", ["bench", *rows])
-    before = signal.getsignal(signal.SIGTERM)
+    before = {ending: signal.getsignal(ending) for ending in (signal.SIGINT, signal.SIGTERM)}
     try:
         bench.main()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for ending, handler in before.items():
+            signal.signal(ending, handler)
     assert set(asked) == {"bf16" if rows else "fp32"}
     assert ("left out on a processor without bf16" in capsys.readouterr().out) == (not rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("answers", [False, True], ids=["while it starts", "while it trains"])
+def test_a_benchmark_that_is_interrupted_leaves_no_rank(answers):
+    words = ["-m", "benchmarks.speed.bench", "--rows", "t2-fp32", "--peers", "torch"]
+    with subprocess.Popen(
+        [sys.executable, *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        own = psutil.Process(process.pid)
+        workers: list[psutil.Process] = []
+        while len(workers) < 2:
+            assert process.poll() is None
+            workers = [one for one in own.children(recursive=True) if is_worker(one)]
+            time.sleep(0.1)
+        if answers:
+            time.sleep(8)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.startswith("bench: stopped; ") and errors.count("\n") == 1
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert not alive
+
+
+def is_worker(process: psutil.Process) -> bool:
+    """Return True for a rank of a side."""
+    with contextlib.suppress(psutil.Error):
+        words = process.cmdline()
+        return words[0] == sys.executable and "benchmarks.speed.worker" in words
+    return False

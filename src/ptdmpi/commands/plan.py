@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from ptdmpi.base.say import note
 from ptdmpi.config import InputError, load
-from ptdmpi.config.choices import OFFLOADS, RECOMPUTE_MODES, SCHEDULES
+from ptdmpi.config.choices import CONTEXT_METHODS, OFFLOADS, RECOMPUTE_MODES, SCHEDULES
 from ptdmpi.config.section import MOST_BATCH, MOST_RANKS
 from ptdmpi.plan.ask import layouts
 from ptdmpi.plan.layer.low_bit import CODES
@@ -32,6 +32,12 @@ LAYOUT_OPTIONS = (
         "--recompute-layers",
         type=Number(1, MOST_BATCH),
         help="With --recompute full: how many layers, from the first; default: all.",
+    ),
+    click.option(
+        "--context-method",
+        type=click.Choice(CONTEXT_METHODS),
+        help="How attention sees all positions if c > 1; default: the fastest, with --layout: "
+        "all_gather.",
     ),
     click.option("--first-layers", type=Number(1, MOST_BATCH), help="Layers of the first stage."),
     click.option(

@@ -11,6 +11,7 @@ ContextMethod = Literal["all_gather", "ulysses", "ring"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 RECOMPUTE_MODES: tuple[str, ...] = get_args(RecomputeMode)
 OFFLOADS: tuple[str, ...] = get_args(OffloadName)
+CONTEXT_METHODS: tuple[str, ...] = get_args(ContextMethod)
 # Schedules that need a fixed number of chunks per rank -> this number.
 CHUNKS = {"1f1b": 1, "zb-h1": 1, "zb-v": 2}
 # Schedules that compute the gradients of weights later, in an op of their own.

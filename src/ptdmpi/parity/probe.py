@@ -13,25 +13,28 @@ from torch import Tensor
 
 from ptdmpi.comm.wires import Wire
 from ptdmpi.comm.world import Axes, World
+from ptdmpi.config.choices import CONTEXT_METHODS
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model.batch import Microbatch
-from ptdmpi.parity.layouts import Case, ComparedLayout, ComparedModel
+from ptdmpi.parity.layouts import SEQ_LENGTH, Case, ComparedLayout, ComparedModel
 from ptdmpi.parity.run import Blocks, TrainingTask, configuration, microbatches
 
 SECTION = "A perturbed token changes the losses that see it, and no others"
-LAYOUTS = (
-    ComparedLayout(context=2, micro_size=2),
-    ComparedLayout(context=4, micro_size=2),
-    ComparedLayout(tensor=2, context=2, sequence_parallel=True, micro_size=2),
-    ComparedLayout(context=2, pipeline=2, micro_size=2),
-)
-ALONE = (ComparedLayout(micro_size=2),)
+ALONE = ComparedLayout(micro_size=2)
 MODELS = (
     ComparedModel(kind="llama", layers=2, masked=False, documents=True),
     ComparedModel(kind="gpt", layers=2, masked=False),
     ComparedModel(kind="bert", layers=2, masked=False),
 )
-EVERY = 3  # one of so many tokens is perturbed; 3 divides no chunk, so chunks' edges are among them
+PLAIN = replace(ALONE, context=2)  # by each method with each model
+# By each method with one of the models; the methods begin with different models.
+COMBINED = (
+    replace(ALONE, context=4),
+    replace(PLAIN, tensor=2, sequence_parallel=True),
+    replace(PLAIN, pipeline=2),
+)
+# The perturbed tokens: the first is at the edge of a chunk of c = 2, the last at one of c = 4.
+TOKENS = range(SEQ_LENGTH // 4, SEQ_LENGTH, 5)
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,20 @@ class Probed:
 
 
 def cases(ranks: int, *, short: bool = False) -> list[Case]:
-    """Return the cases that `ranks` ranks can probe; one of them if `short`."""
-    layouts = [layout for layout in LAYOUTS if layout.ranks <= ranks] or ALONE
-    every = [Case(layout, model) for layout in layouts for model in MODELS]
-    return every[:1] if short else every
+    """Return the cases that `ranks` ranks can probe; if `short`, one of each method."""
+    every = [
+        Case(replace(PLAIN, context_method=method), model)
+        for model in MODELS
+        for method in CONTEXT_METHODS
+    ]
+    for shift, method in enumerate(CONTEXT_METHODS):
+        for number, layout in enumerate(COMBINED, shift):
+            model = MODELS[number % len(MODELS)]
+            every.append(Case(replace(layout, context_method=method), model))
+    if short:
+        every = every[: len(CONTEXT_METHODS)]
+    possible = [case for case in every if case.layout.ranks <= ranks]
+    return possible or [Case(ALONE, model) for model in MODELS]
 
 
 def run(
@@ -76,8 +89,7 @@ def _faults_of(task: TrainingTask, axes: Axes) -> list[str] | None:
     """Return the faults of a case on rank 0 of `axes`, None on others."""
     engine = Engine(configuration(task), axes, task.case.model.vocab_size)
     batch = microbatches(engine.config, task.case, 0, 0)[0]
-    tokens = range(1, len(batch.inputs), EVERY)
-    found = faults(engine, batch, tokens)
+    found = faults(engine, batch, TOKENS)
     return found if axes.world.rank == 0 else None
 
 

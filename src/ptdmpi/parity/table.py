@@ -71,7 +71,7 @@ def named(comparison: Comparison) -> str:
 
 def probe_named(case: Case) -> str:
     """Return the name of a probe for `doctor`: section, layout, model."""
-    words = [SECTION, str(case.layout), case.layout.schedule, case.model.kind]
+    words = [SECTION, str(case.layout), case.layout.exchange, case.model.kind]
     return ", ".join([*words, *["documents"][: case.model.documents]])
 
 
@@ -134,6 +134,7 @@ def _options(layout: Layout) -> str:
         "pa": layout.partition_activations,
         f"g{layout.shard_group}": layout.shard_group is not None,
         "of": layout.offload != "none",
+        layout.exchange: layout.context > 1,
     }
     return " ".join(word for word, on in words.items() if on) or "-"
 

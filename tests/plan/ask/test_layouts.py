@@ -1,5 +1,7 @@
 """The question of `ptdmpi plan`, asked from Python."""
 
+from dataclasses import replace
+
 import pytest
 
 from ptdmpi.config import InputError
@@ -16,6 +18,19 @@ def test_one_layout_is_priced_with_the_settings_of_the_request():
     assert plan.layout.zero == 2 and plan.layout.shard_group is None
     assert plan.numbers["ranks"] == 8 and len(plan.numbers["layouts"]) == 1
     assert plan.numbers["train"]["batch"]["global_size"] == 16
+
+
+def test_a_method_of_the_context_axis_is_priced_as_asked():
+    asked = LayoutRequest(
+        f"{MODEL},s=32768", "selene", batch=4, layout="c=4,d=1", context_method="ulysses"
+    )
+    (entry,) = answer(asked).numbers["layouts"]
+    assert entry["context_method"] == "ulysses"
+    assert "all_to_all" in entry["sent"]["context"]
+    plain = answer(replace(asked, context_method=None)).numbers["layouts"][0]
+    assert plain["context_method"] == "all_gather"
+    with pytest.raises(InputError, match="context = 3 does not divide the 16 heads"):
+        answer(replace(asked, model=f"{MODEL},s=3072", layout="c=3,d=1"))
 
 
 def test_the_default_request_searches():

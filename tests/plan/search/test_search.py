@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ptdmpi.config import InputError
-from ptdmpi.config.choices import RECOMPUTE_MODES
+from ptdmpi.config.choices import CONTEXT_METHODS, RECOMPUTE_MODES
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.legality import is_legal
 from ptdmpi.plan.cost.price import Pricer
@@ -67,9 +67,11 @@ def even(pricer, ranks, dp_overlap=False, modes=RECOMPUTE_MODES, cuts=(1,)):
             if p == 1 and v > 1:
                 continue
             for kind, mode in itertools.product(("gpipe", "1f1b", "interleaved"), modes):
-                for sequence, scatter in itertools.product((False, True), repeat=2):
+                methods = CONTEXT_METHODS if c > 1 else CONTEXT_METHODS[:1]
+                switches = itertools.product((False, True), (False, True), methods)
+                for sequence, scatter, method in switches:
                     sizes = (t, p, d, v, b, kind, mode, sequence and t > 1, scatter)
-                    layout = Layout(*sizes, dp_overlap=dp_overlap, context=c)
+                    layout = Layout(*sizes, dp_overlap=dp_overlap, context=c, context_method=method)
                     if is_legal(layout, pricer.model.config, pricer.batch):
                         yield layout
 
@@ -108,7 +110,7 @@ def test_pruning_keeps_the_best(model, memory_bytes, cluster):
     assert [price.step_time_s for price in found] == [best[str(price.layout)] for price in found]
 
 
-@pytest.mark.parametrize("memory_bytes", [0.12e9, 0.3e9])
+@pytest.mark.parametrize("memory_bytes", [0.12e9, pytest.param(0.3e9, marks=pytest.mark.long)])
 def test_a_long_sequence_is_cut_as_by_trying_all(monkeypatch, memory_bytes):
     """Every c that leaves each rank enough positions is tried, and the best layouts are found."""
     monkeypatch.setattr("ptdmpi.plan.search.space.LEAST_POSITIONS", 128)
@@ -124,6 +126,30 @@ def test_a_long_sequence_is_cut_as_by_trying_all(monkeypatch, memory_bytes):
     assert any(price.layout.context > 1 for price in found)
     near = {layout.context for layout in neighbours(found[0].layout, pricer)}
     assert near > {found[0].layout.context} and max(near) <= 8
+
+
+def long(heads):
+    """Prices of steps of two sequences of 65,536 positions on H100s."""
+    model = f"l=8,h={128 * heads},a={heads},s=65536,V=2000"
+    return small(model, 80e9, 2, load_cluster("dgx-h100"))
+
+
+def test_the_search_chooses_among_the_methods_that_can_serve_a_model():
+    """If every query head has its own keys, dealt heads send less than gathered keys do. No context
+    axis can deal 7 heads."""
+    pricer = long(32)
+    space = Space(8, zero=(1,), recompute="none", offload="none", sequence_parallel=True)
+    chosen = search(pricer, space, 12)
+    best = next(price.layout for price in chosen if price.layout.context > 2)
+    assert best.exchange == "ulysses"
+    same = (near for near in neighbours(best, pricer) if near.context == best.context)
+    assert {near.context_method for near in same} == set(CONTEXT_METHODS)
+    gathered = replace(best, context_method="all_gather")
+    assert difference(gathered, best) == "--context-method ulysses"
+    exchanges = {layout.exchange for layout in groups(Space(8), long(7))}
+    assert exchanges == {"none", "all_gather", "ring"}
+    asked = Space(8, context_method="ring")
+    assert {layout.exchange for layout in groups(asked, pricer)} == {"none", "ring"}
 
 
 def test_only_long_sequences_are_cut():

@@ -52,6 +52,7 @@ class LayoutRequest:
     schedule: str | None = None
     recompute: str | None = None
     recompute_layers: int | None = None
+    context_method: str | None = None
     sequence_parallel: bool | None = None
     scatter_gather: bool | None = None
     first_layers: int | None = None
@@ -69,6 +70,7 @@ class LayoutRequest:
             schedule=self.schedule,
             recompute=self.recompute,
             recompute_layers=self.recompute_layers,
+            context_method=self.context_method,
             sequence_parallel=self.sequence_parallel,
             scatter_gather=self.scatter_gather,
             first_layers=self.first_layers,
@@ -219,6 +221,7 @@ def _given_layout(pricer: Pricer, text: str, request: LayoutRequest) -> Layout:
         schedule=request.schedule,
         recompute=request.recompute,
         recompute_layers=request.recompute_layers,
+        context_method=request.context_method,
         sequence_parallel=request.sequence_parallel,
         scatter_gather=request.scatter_gather,
         first_layers=request.first_layers,

@@ -138,7 +138,14 @@ class Pricer:
         axes = (layout.tensor, layout.context, layout.pipeline, layout.data)
         sizes = (*axes, layout.micro_size)
         how = (layout.recompute, layout.recompute_layers is None, layout.partition_activations)
-        key = (*sizes, *how, layout.sequence_parallel, layout.scatter_gather, splits(layout))
+        key = (
+            *sizes,
+            layout.exchange,
+            *how,
+            layout.sequence_parallel,
+            layout.scatter_gather,
+            splits(layout),
+        )
         if key not in self._roughly:
             (layer, ends), config = self.times.kernels(layout), self.model.config
             back = backward_of(layer, layout)

@@ -15,6 +15,7 @@ from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.search.search import Best
 from ptdmpi.plan.search.space import (
     Space,
+    context_methods,
     contexts,
     groups,
     least_recomputed,
@@ -64,6 +65,8 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
         tried += [replace(layout, shard_group=group) for group in shard_groups]
     places = (place for place in OFFLOADS if not pricer.cluster.lacks(place))
     tried += [replace(layout, offload=place) for place in places]
+    methods = context_methods(Space(layout.ranks), layout.context)
+    tried += [replace(layout, context_method=method) for method in methods]
     for changed in tried:
         if changed != layout and is_legal(changed, pricer.model.config, pricer.batch):
             yield changed
@@ -107,6 +110,8 @@ def difference(layout: Layout, changed: Layout) -> str:
     for key in SWITCHES:
         if (on := getattr(changed, key)) != getattr(layout, key):
             words.append(f"--{'' if on else 'no-'}{key.replace('_', '-')}")
+    if changed.context_method != layout.context_method:
+        words.append(f"--context-method {changed.context_method}")
     words += [sharding_words(changed, layout)] * (sharding_words(changed, layout) != "")
     return ", ".join(words)
 

@@ -159,10 +159,11 @@ def _collect(pricer: Pricer, space: Space) -> _Collected:
     """Return all legal layouts. Raises InputError if there are more than `MOST_LAYOUTS`."""
     collected = _Collected()
     reported = 0
-    known: dict[tuple[int, int, int, str], list[tuple[float, float, Sharding]]] = {}
+    known: dict[tuple[int, int, str, int, str], list[tuple[float, float, Sharding]]] = {}
     with progress("collecting", None, "layout", SOON_S) as advance:
         for group in groups(space, pricer):
-            key = (group.tensor, group.context, group.pipeline, group.recompute)
+            axes = (group.tensor, group.context, group.exchange, group.pipeline)
+            key = (*axes, group.recompute)
             if key not in known:
                 known[key] = [
                     (*pricer.rough_data_s(sharding.of(group)), sharding)

@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from ptdmpi.base.near import divisors
-from ptdmpi.config.choices import CHUNKS, OFFLOADS, RECOMPUTE_MODES, default_schedule
+from ptdmpi.config.choices import (
+    CHUNKS,
+    CONTEXT_METHODS,
+    OFFLOADS,
+    RECOMPUTE_MODES,
+    default_schedule,
+)
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.legality import (
     MOST_FORWARDS,
@@ -53,6 +59,7 @@ class Space:
     data: tuple[int, ...] | None = None  # sizes of the data axis
     sequences: int = 1  # per question in a microbatch (one for each candidate answer)
     cuts_sequences: bool = True  # if sequences are long enough
+    context_method: str | None = None  # of layouts that cut sequences
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -93,6 +100,16 @@ def contexts(space: Space, model: ModelConfig) -> list[int]:
     if space.cuts_sequences:
         most = model.seq_length // LEAST_POSITIONS
     return [1, *(size for size in range(2, most + 1) if model.seq_length % (2 * size) == 0)]
+
+
+def context_methods(space: Space, context: int) -> tuple[str, ...]:
+    """Return the methods of attention that the search tries on a context axis. One rank has all
+    positions and uses none, so it has the default one."""
+    if context == 1:
+        return CONTEXT_METHODS[:1]
+    if space.context_method is not None:
+        return (space.context_method,)
+    return CONTEXT_METHODS
 
 
 def of_a_node(pricer: Pricer, layout: Layout) -> int:
@@ -193,19 +210,20 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
                     continue
                 sizes = (tensor, pipeline, data, 1, micro_size)
                 base = Layout(*sizes, context=context, **space.settings)
-                for sequence_parallel in parallel:
-                    for mode in modes:
-                        layers = space.recompute_layers if mode == "full" else None
-                        shared = mode == "full" and tensor > 1 and not sequence_parallel
-                        layout = base.changed(
-                            sequence_parallel=sequence_parallel,
-                            recompute=mode,
-                            recompute_layers=layers,
-                            first_layers=space.first_layers if pipeline > 1 else None,
-                            partition_activations=space.partition_activations and shared,
-                        )
-                        if is_legal(layout, config, batch):
-                            yield layout
+                ways = itertools.product(context_methods(space, context), parallel, modes)
+                for method, sequence_parallel, mode in ways:
+                    layers = space.recompute_layers if mode == "full" else None
+                    shared = mode == "full" and tensor > 1 and not sequence_parallel
+                    layout = base.changed(
+                        context_method=method,
+                        sequence_parallel=sequence_parallel,
+                        recompute=mode,
+                        recompute_layers=layers,
+                        first_layers=space.first_layers if pipeline > 1 else None,
+                        partition_activations=space.partition_activations and shared,
+                    )
+                    if is_legal(layout, config, batch):
+                        yield layout
 
 
 def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[Layout]:

@@ -65,6 +65,7 @@ def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any
         "fits": price.fits,
     }
     if layout.context > 1:
+        entry["context_method"] = layout.context_method
         entry["sent"] = _sent(price, pricer)
     if tokens is not None:
         steps = tokens / (pricer.batch * pricer.model.config.seq_length)
@@ -112,6 +113,8 @@ def settings(entry: dict[str, Any]) -> str:
         words.append(f"ZeRO {entry['zero']}")
         if entry["shard_group"] != "all":
             words[-1] += f" in groups of {entry['shard_group']}"
+    if "context_method" in entry:
+        words.append(f"context {entry['context_method']}")
     if entry["offload"] != "none":
         words.append(f"offload {entry['offload']}")
     if entry["dp_overlap"]:

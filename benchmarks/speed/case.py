@@ -31,6 +31,7 @@ LAYOUTS = {
     "d=2,zero=3": Layout(1, 1, 2, zero=3),
     "single,compile": Layout(1, 1, 1),
     "c=2": Layout(1, 1, 1, context=2),
+    "moe": Layout(1, 1, 1),
     "d=2,weak": Layout(1, 1, 2),
     "t=2,weak": Layout(2, 1, 1),
     "p=2,weak": Layout(1, 2, 1),
@@ -41,7 +42,8 @@ WEAK = {"d=2,weak": "global_size", "t=2,weak": "layers", "p=2,weak": "layers"}
 ALONE = "single"
 COMPILED = "single,compile"  # one rank alone with compiled layers
 CUT = "c=2"  # sequences of 4,096 positions, cut in two
-ON_REQUEST = ("p=2,v=2,zb-v", "d=2,zero=1", "d=2,zero=3", COMPILED, CUT)
+EXPERTS = "moe"  # one rank alone with experts
+ON_REQUEST = ("p=2,v=2,zb-v", "d=2,zero=1", "d=2,zero=3", COMPILED, CUT, EXPERTS)
 # The trainers that are compared in each layout, and the name of their implementation. For ptdmpi
 # itself the name is the layout of another row; one rank alone gives the scaling.
 PEERS = {
@@ -88,8 +90,17 @@ PEERS = {
         "torchtitan": "torchtitan FSDP2",
         "ptdmpi": "d=2",
     },
+    EXPERTS: {"transformers": "transformers MixtralForCausalLM"},
     CUT: {"torch": "ring attention with torch's SDPA and gloo", "ptdmpi": ALONE},
     **{layout: {"ptdmpi": ALONE} for layout in (COMPILED, *WEAK)},
+}
+# The experts of that row. Two of them have about as many parameters as the MLP of the other rows.
+MIXTURE = {
+    "kind": "mistral",
+    "experts": 8,
+    "experts_per_token": 2,
+    "expert_hidden": 704,
+    "balance": "none",
 }
 TOOLS = ("torch", "megatron", "deepspeed", "torchtitan", "transformers", "ptdmpi")
 
@@ -97,7 +108,8 @@ TOOLS = ("torch", "megatron", "deepspeed", "torchtitan", "transformers", "ptdmpi
 @dataclass(frozen=True)
 class GptSizes:
     """The sizes of a GPT with learned positions, tanh GELU, biases and an untied head, and of its
-    batch. The head is untied because torch's pipeline stages cannot share a table."""
+    batch. The head is untied because torch's pipeline stages cannot share a table. The row of
+    experts has a Mixtral of these sizes."""
 
     layers: int = 8
     hidden: int = 512
@@ -165,6 +177,8 @@ class Row:
         model = asdict(self.case)
         # the data, not the configuration, determines the size of the vocabulary
         del model["vocab_size"]
+        if self.layout == EXPERTS:
+            model |= MIXTURE
         global_size = model.pop("global_size")
         micro_size = model.pop("micro_size")
         return synthetic_config(

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -92,17 +93,22 @@ class OurTrainer:
 
     def _gemm_time_s(self) -> float:
         """Return the seconds of a step's GEMMs: output, input gradient and weight gradient of each
-        linear layer and microbatch, in the type in which the layers compute them on this device."""
-        shapes: Counter[torch.Size] = Counter()
+        linear layer and microbatch, in the type in which the layers compute them on this device.
+        An expert has its mean number of tokens."""
+        model = self.row.config.model
+        tokens = self.row.case.micro_size * self.row.case.seq_length // self.row.sizes.context
+        shapes: Counter[tuple[int, ...]] = Counter()
         for stage in self.engine.stages.values():
             for name, weight in stage.named_logical_parameters():
+                rows = tokens
+                if re.search(r"\bexperts\.\d", name):
+                    rows = tokens * model.experts_per_token // model.experts
                 if weight.dim() == 2 and not name.startswith("embedding."):
-                    shapes[weight.shape] += 1
-        rows = self.row.case.micro_size * self.row.case.seq_length // self.row.sizes.context
+                    shapes[(rows, *weight.shape)] += 1
         dtype = data_types(self.row.precision).compute
         if not host.multiplies("cpu", dtype):
             dtype = torch.float32
-        once = sum(count * _linear_time_s(rows, *shape, dtype) for shape, count in shapes.items())
+        once = sum(count * _linear_time_s(*shape, dtype) for shape, count in shapes.items())
         return once * self.microbatches
 
 

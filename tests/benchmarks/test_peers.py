@@ -11,6 +11,7 @@ import pytest
 from benchmarks.speed import bench, peers
 from benchmarks.speed.bench import check_losses
 from benchmarks.speed.case import (
+    EXPERTS,
     LAYOUTS,
     TOOLS,
     GptSizes,
@@ -33,7 +34,7 @@ TINY = GptSizes(
 def test_every_row_has_plain_torch_beside_it_and_others_where_they_do_the_same():
     for row in every():
         # weak scaling is told by this project alone, and what compiling gains
-        assert "torch" in row.peers or row.peers == {"ptdmpi": "single"}
+        assert "torch" in row.peers or row.peers == {"ptdmpi": "single"} or row.layout == EXPERTS
         assert set(row.peers) <= set(TOOLS)
     # with this project itself as a rival, undivided or with the other schedule
     assert Row("d=2,zero=3", "bf16").peers["ptdmpi"] in LAYOUTS
@@ -44,7 +45,7 @@ def test_every_row_has_plain_torch_beside_it_and_others_where_they_do_the_same()
     assert stand["megatron"] == five
     assert stand["torchtitan"] == ["single", "t=2", "p=2", "p=2,v=2", "d=2,zero=3"]
     assert stand["deepspeed"] == ["d=2", "p=2", "d=2,zero=1", "d=2,zero=3"]
-    assert stand["transformers"] == ["single"]
+    assert stand["transformers"] == ["single", EXPERTS]
 
 
 def test_an_unknown_peer_is_refused_with_who_is_known():
@@ -210,6 +211,8 @@ def test_rounds_that_were_done_when_all_time_was_over_count(monkeypatch, contest
         (Row("t=2", "bf16", TINY), Variant("torchtitan", "policy", sequence_parallel=True)),
         (Row("p=2,v=2", "fp32", TINY), Variant("torchtitan")),
         (Row("single", "fp32", TINY), Variant("transformers")),
+        (Row("moe", "fp32", TINY), Variant("transformers")),
+        (Row("moe", "bf16", TINY), Variant("transformers", "masters")),
         (Row("t=2", "fp32", TINY), Variant("megatron")),
         (Row("p=2,v=2", "bf16", TINY), Variant("megatron", cast="masters")),
     ],
@@ -221,10 +224,10 @@ def test_both_sides_compute_the_same(row, variant):
     except peers.PeerMissing as reason:
         pytest.skip(f"{variant.tool} cannot be installed: {reason}")
     with Side(row, None) as ours, Side(row, variant) as peer:
-        steps, peer_steps = ours.train(3), peer.train(3)
-        assert steps.losses[2] < steps.losses[0]  # it does train
+        steps, peer_steps = ours.train(8), peer.train(8)
+        assert steps.losses[7] < steps.losses[0]  # it does train
         check_losses(row, "torch", steps.losses, peer_steps.losses)
         limits = ours.limits()
         assert 0.0 < limits.gemm_s < limits.both_s
-        assert ours.steps_done == 3
+        assert ours.steps_done == 8
         assert steps.peak_memory_bytes > 0

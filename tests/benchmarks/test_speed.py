@@ -20,6 +20,7 @@ from benchmarks.speed import bench, ours
 from benchmarks.speed.bench import RESULTS, check_losses
 from benchmarks.speed.case import (
     CUT,
+    EXPERTS,
     LAYOUTS,
     WEAK,
     GptSizes,
@@ -121,7 +122,7 @@ def test_an_unknown_row_is_refused_with_what_is_legal():
         select("t2 t3")
 
 
-STRONG = [row for row in every() if row.layout not in (*WEAK, CUT)]
+STRONG = [row for row in every() if row.layout not in (*WEAK, CUT, EXPERTS)]
 
 
 @pytest.mark.parametrize("row", STRONG, ids=lambda row: row.id)
@@ -145,6 +146,15 @@ def test_cut_sequences_are_long_and_a_step_has_as_many_tokens():
     assert fp32.case.seq_length == 4096 and fp32.case.tokens == GptSizes().tokens
     assert fp32.config.parallel.context == 2 and fp32.config.microbatches == 2
     assert fp32.alone.case == fp32.case and fp32.alone.sizes.ranks == 1
+
+
+def test_experts_compute_about_as_much_as_the_mlp_of_the_other_rows():
+    for row in select("moe"):
+        mixture = row.config.model
+        assert (mixture.experts, mixture.experts_per_token) == (8, 2)
+        active = mixture.experts_per_token * 3 * mixture.hidden * mixture.expert_hidden
+        dense = Row("single", row.precision).config.model
+        assert active == pytest.approx(2 * dense.hidden * dense.ffn_hidden, rel=0.05)
 
 
 def test_a_row_survives_its_journey_to_a_worker():

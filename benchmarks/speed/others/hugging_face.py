@@ -1,18 +1,21 @@
-"""GPT-2 of transformers in one process, as its users train it: the model, autograd, and torch's
-fused AdamW, starting with the weights of `plain_torch`."""
+"""GPT-2 and Mixtral of transformers in one process, as their users train them: the model, autograd,
+and torch's fused AdamW, starting with ptdmpi's initial weights."""
 
 import contextlib
+import json
+import tempfile
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.speed.case import Row, Variant
-from benchmarks.speed.gpt_torch import Gpt, mean_loss
+from benchmarks.speed.gpt_torch import mean_loss
 from benchmarks.speed.plain_torch import Optimizer, microbatches
-from ptdmpi.config import Config
 from ptdmpi.convert.families import family_for
 from ptdmpi.convert.family import counterparts
 from ptdmpi.inference.stored import declarations
+from ptdmpi.model.random import initial
 
 
 class TransformersTrainer:
@@ -23,7 +26,7 @@ class TransformersTrainer:
         self.row = row
         self.rank = rank
         self.variant = variant
-        self.model = _model(row.config, row.case.vocab_size)
+        self.model = _model(row)
         if variant.cast == "masters":
             self.model.bfloat16()
         parameters = list(self.model.parameters())
@@ -52,22 +55,26 @@ class TransformersTrainer:
         return contextlib.nullcontext()
 
 
-def _model(config: Config, vocab_size: int) -> nn.Module:
-    """Return the model that `ptdmpi convert to-hf` would write for the weights of `plain_torch`."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+def _model(row: Row) -> nn.Module:
+    """Return the model that `ptdmpi convert to-hf` would write for ptdmpi's initial weights."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
 
-    sizes = config.model
-    family = family_for(sizes)
-    settings = {"use_cache": False, "attn_implementation": "sdpa"}
+    config = row.config
+    family = family_for(config.model)
+    settings = family.config(config.model, row.case.vocab_size)
+    settings |= {"model_type": family.model_type, "use_cache": False}
     settings |= {"bos_token_id": 0, "eos_token_id": 0}
-    model = GPT2LMHeadModel(GPT2Config(**family.config(sizes, vocab_size), **settings))
-    weights = Gpt(config, range(sizes.layers), vocab_size, autocast=False).state_dict()
-    renamed = {}
-    for pair in counterparts(family, declarations(config, vocab_size)):
-        value = weights[pair.ours]
-        if ".qkv." in pair.ours:  # reorder from q, k, v of each head to all q, all k, all v
-            heads = (sizes.heads, 3, sizes.head_size)
-            value = value.unflatten(0, heads).transpose(0, 1).flatten(0, 2)
-        renamed[family.full(pair.theirs)] = value.t() if pair.transposed else value
-    model.load_state_dict(renamed)
+    tensors = {}
+    needed = declarations(config, row.case.vocab_size)
+    for pair in counterparts(family, needed):
+        slabs = initial(config.run.seed, pair.ours, pair.whole, needed[pair.ours].init)
+        value = torch.cat([values for _, values in slabs])[pair.box.index]
+        tensors[family.full(pair.theirs)] = (value.t() if pair.transposed else value).contiguous()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(settings))
+        save_file(tensors, Path(folder) / "model.safetensors", {"format": "pt"})
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="sdpa", dtype=torch.float32
+        )
     return model.train()

@@ -203,8 +203,15 @@ def test_experts(comm, compute, mode):
 
 
 @parallel(ranks=[1])
-@pytest.mark.parametrize("kind", ["gpt", "bert"])
-@pytest.mark.parametrize("method", ["none", "lora"])
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("gpt", "none"),
+        ("bert", "lora"),
+        pytest.param("gpt", "lora", marks=LONG),
+        pytest.param("bert", "none", marks=LONG),
+    ],
+)
 def test_a_head_for_a_task(comm, kind, method):
     task = {"task.kind": "choice", "task.choices": 2, "model.kind": kind, "adapt.method": method}
     # with adapters the first layer counts as if it had a whole backward pass

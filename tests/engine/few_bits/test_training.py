@@ -81,7 +81,12 @@ def test_data_ranks_have_the_bits_of_one(comm):
 
 @parallel(ranks=[1])
 @pytest.mark.parametrize(
-    ("precision", "half"), [("fp32", "native"), ("bf16", "native"), ("bf16", "widened")]
+    ("precision", "half"),
+    [
+        ("fp32", "native"),
+        pytest.param("bf16", "native", marks=pytest.mark.long),
+        ("bf16", "widened"),
+    ],
 )
 def test_the_account_has_what_a_product_makes(comm, precision, half):
     changes = {"model.hidden": 256, "precision.compute": precision, "batch.micro_size": 1}

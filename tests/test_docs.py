@@ -4,9 +4,11 @@ import ast
 import re
 from functools import cache
 
+import click
 import pytest
 
 from manual import architecture, configuration, gallery, step, step_path
+from ptdmpi.cli import group
 from ptdmpi.config.presets import model_presets
 from tests.parallel import ROOT
 
@@ -51,6 +53,18 @@ def test_links_name_files_that_are_there(page):
     local = [name for name in targets if not re.match(r"https?:|mailto:", name)]
     missing = [name for name in local if not (page.parent / name).exists()]
     assert [name for name in missing if name.rpartition("/")[2] not in generated] == []
+
+
+COMMAND = re.compile(
+    rf"mpirun -n|python -m|ptdmpi (?:{'|'.join(group.list_commands(click.Context(group)))}) "
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_stand_on_lines_of_their_own(page):
+    """A formatter of prose joins the lines of an indented block if it takes it for a paragraph."""
+    indented = re.findall(r"^    .*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [line for line in indented if COMMAND.search(line.partition("  #")[2])] == []
 
 
 def test_walks_for_contributors_name_files_that_are_there():

@@ -55,9 +55,8 @@ def test_links_name_files_that_are_there(page):
     assert [name for name in missing if name.rpartition("/")[2] not in generated] == []
 
 
-COMMAND = re.compile(
-    rf"mpirun -n|python -m|ptdmpi (?:{'|'.join(group.list_commands(click.Context(group)))}) "
-)
+NAMES = "|".join(group.list_commands(click.Context(group)))
+COMMAND = re.compile(rf"mpirun -n|python -m|ptdmpi (?:{NAMES}) ")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

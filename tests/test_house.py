@@ -22,12 +22,15 @@ MISSING = "ignore_missing_imports"
 
 FOLDERS = ("src", "data_prep", "benchmarks", "manual", "tests")
 FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+SOURCES = [file for file in FILES if file.relative_to(ROOT).parts[0] == "src"]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_ARGUMENTS = 7
 MAX_POSITIONAL = 4  # arguments of functions in src/; those beyond are passed by keyword
 MAX_LINE_LENGTH = 100
 MAX_FOLDER_FILES = 16
+MAX_TUPLE_ASSIGNMENTS = 5  # `a, b = c, d` per 1,000 lines of src/
+MAX_CONDITIONALS = 12  # `a if b else c` per 1,000 lines of src/
 
 # What may exceed a budget, and why: "path" or "path::function" -> reason.
 EXCEPTIONS: dict[str, str] = {
@@ -151,6 +154,38 @@ def imported_packages(source: str) -> set[str]:
 def test_file_keeps_the_rules(file):
     name, source = str(file.relative_to(ROOT)), file.read_text()
     assert [*over_budget(name, source), *forbidden(name, source)] == []
+
+
+def compressed(sources: list[str]) -> tuple[float, float]:
+    """Return the numbers of parallel tuple assignments and conditional expressions per 1,000
+    lines."""
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    tuples = sum(
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Tuple)
+        for node in nodes
+    )
+    conditionals = sum(isinstance(node, ast.IfExp) for node in nodes)
+    lines = sum(source.count("\n") for source in sources)
+    return 1000 * tuples / lines, 1000 * conditionals / lines
+
+
+def test_code_is_not_compressed():
+    """Two things on a line save a line and cost a reader."""
+    tuples, conditionals = compressed([file.read_text() for file in SOURCES])
+    assert tuples <= MAX_TUPLE_ASSIGNMENTS and conditionals <= MAX_CONDITIONALS
+    assert compressed(["a, b = 1, 2\nc = a if b else 0\n"]) == (500.0, 500.0)
+
+
+def test_every_class_says_what_it_is():
+    silent = [
+        f"{file.relative_to(ROOT)}: {node.name}"
+        for file in SOURCES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef) and not ast.get_docstring(node)
+    ]
+    assert silent == []
 
 
 def test_a_name_means_one_thing():

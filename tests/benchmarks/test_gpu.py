@@ -200,7 +200,7 @@ def test_without_git_other_sources_begin_anew(tmp_path, monkeypatch):
 def test_a_machine_without_libnccl_says_so():
     pytest.importorskip("nccl.core")
     assert "libnccl" not in identity.machinery()
-    assert library.told().startswith("nccl4py, but no libnccl: ")
+    assert library.description().startswith("nccl4py, but no libnccl: ")
     axis = SimpleNamespace(size=2, control=SimpleNamespace(allgather=lambda one: [one, one]))
     refused = wires.refusal(axis, "nccl", torch.device("cpu"))
     assert refused.startswith("no NCCL: no libnccl: ")

@@ -249,7 +249,7 @@ def test_without_libnccl_the_reason_is_clear():
     with patch.object(core, "get_version", lambda: nothing):
         with pytest.raises(ValueError, match=words):
             real.loaded()
-        assert real.told().startswith("nccl4py, but no libnccl: ")
+        assert real.description().startswith("nccl4py, but no libnccl: ")
 
 
 NAMES = ("NCCLConfig", "UniqueId", "SUM", "MAX")  # of nccl.core, besides its communicator
@@ -368,8 +368,10 @@ print(library.loaded()[0], flush=True)
 def test_ids_of_nccl_itself():
     """nccl4py makes ids without a driver, MPI hands them on, and without a driver a connection is
     refused at once; where rank 0 has none, all ranks say so."""
-    if not real.told().startswith("libnccl"):
-        pytest.skip(f"{real.told()}: PyTorch's CUDA wheels bring libnccl, or nvidia-nccl-cu13")
+    if not real.description().startswith("libnccl"):
+        pytest.skip(
+            f"{real.description()}: PyTorch's CUDA wheels bring libnccl, or nvidia-nccl-cu13"
+        )
     found = mpirun(2, ["-c", IDS], timeout_s=60)
     assert found.stdout.count("refused: NCCLError") == 2, found.stdout + found.stderr
     assert "2." in found.stdout

@@ -41,7 +41,7 @@ def test_machine_on_two_ranks():
 @parallel(ranks=[2])
 def test_ranks_with_other_libraries_are_told(comm):
     have = f"libnccl 2.{30 + comm.rank} (/lib)"
-    with patch("ptdmpi.probe.host_check.told", lambda: have):
+    with patch("ptdmpi.comm.nccl.library.description", lambda: have):
         line = check_wires(World(comm))
     assert line.status == "bad"
     assert "ranks differ: libnccl 2.30 (/lib); libnccl 2.31 (/lib)" in line.value

@@ -65,10 +65,10 @@ def name_of(value: Any) -> str:
     InputError for an object without such a name."""
     name = f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', '')}"
     try:
-        found = _imported(name) if IMPORTED.fullmatch(name) else None
+        imported = _imported(name) if IMPORTED.fullmatch(name) else None
     except InputError:
-        found = None
-    if found is None or found is not value:
+        imported = None
+    if imported is None or imported is not value:
         raise InputError(
             f"{value!r} cannot be imported by its name; legal: a function or a class that is "
             "defined at the top of a module"

@@ -233,7 +233,7 @@ class MemoryCopies:
             names = [piece.key, key(piece.kind, piece.name)]
             names += manifest.means.get(names[1], [])
             for stored in (manifest.tensors[name] for name in names if name in manifest.tensors):
-                needed |= {one.file for one in stored.pieces if one.box.overlap(piece.box)}
+                needed |= {part.file for part in stored.pieces if part.box.overlap(piece.box)}
         return needed
 
     def _held(self) -> dict[str, HeldCopy]:

@@ -119,8 +119,8 @@ class Resumption:
         none."""
         if wanted == "never" or self._names_another(wanted):
             return 0
-        found = files.checkpoints_in(self.directory)
-        return files.step_of(found[-1]) if found else 0
+        own = files.checkpoints_in(self.directory)
+        return files.step_of(own[-1]) if own else 0
 
     def begin_from(
         self, path: Path, tokenizer_sha256: str | None, fresh: Collection[str] = ()

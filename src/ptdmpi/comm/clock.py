@@ -84,6 +84,8 @@ class _Anchor:
 
 @dataclass(frozen=True)
 class _DeviceMark:
+    """A mark in a device's stream: an event, and an event before it whose time is known."""
+
     event: Any
     anchor: _Anchor
 

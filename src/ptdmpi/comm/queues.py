@@ -99,6 +99,8 @@ class _DeviceCopies:
 
 
 class _DevicePassed:
+    """An event in a device's queue, which other queues can wait for."""
+
     def __init__(self, module: Any, device: torch.device, event: Any) -> None:
         self._module = module
         self._device = device

@@ -37,9 +37,9 @@ def watched(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
 
     Nothing is started unless the launcher was told to keep a job that loses a rank.
     """
-    told = all(name in environ for name in (JOB, LOCAL_RANK, LOCAL_SIZE))
+    in_job = all(name in environ for name in (JOB, LOCAL_RANK, LOCAL_SIZE))
     keeps = environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true")
-    if not (told and keeps):
+    if not (in_job and keeps):
         yield
         return
     # without LOCAL_RANK, so that other watchers do not take this process for a rank

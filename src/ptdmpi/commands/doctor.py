@@ -106,7 +106,7 @@ def check_parity(
             click.echo(table.text(rows, ranks, steps, probed=probed))
             if ranks < layouts.MOST_RANKS:
                 click.echo(f"Layouts of {ranks + 1} to {layouts.MOST_RANKS} ranks were left out.")
-    red = [row for row in rows if row.red()] + [one for one in probed if one.faults]
+    red = [row for row in rows if row.red()] + [probe for probe in probed if probe.faults]
     return world.on_root(lambda: not red)
 
 

@@ -158,7 +158,7 @@ def may_share(section: DataParallelConfig, reproducible: bool) -> tuple[int, ...
     return stages_of_zero(reproducible)
 
 
-def told(section: DataParallelConfig) -> str:
+def said_at_start(section: DataParallelConfig) -> str:
     """Return a line for the start of the run if the method changes the update; else an empty
     text."""
     if not replicas_differ(section):

@@ -251,6 +251,8 @@ class TrainDataConfig(Section):
 
 
 class DataConfig(Section):
+    """The `[data]` section: the token shards, or the data of the user's own, and their order."""
+
     train: BoundOrder[Annotated[tuple[TrainDataConfig, ...], Field(min_length=1, strict=False)]]
     valid: Reported[
         DirectoryName

@@ -152,6 +152,52 @@ def _bert_tasks(name: str) -> dict[str, tuple[str, str]]:
 # The first BERT files name the parameters of norms as TensorFlow does.
 GREEK = {"gamma": "weight", "beta": "bias"}
 
+BERT = Family(
+    model_type="bert",
+    prefix="bert.",
+    modules={
+        "embedding.word": ("embeddings.word_embeddings",),
+        "embedding.position": ("embeddings.position_embeddings",),
+        "embedding.token_type": ("embeddings.token_type_embeddings",),
+        "embedding.norm": ("embeddings.LayerNorm",),
+        "layers.{i}.attention.qkv": tuple(
+            f"encoder.layer.{{i}}.attention.self.{x}" for x in ("query", "key", "value")
+        ),
+        "layers.{i}.attention.out": ("encoder.layer.{i}.attention.output.dense",),
+        "layers.{i}.attention_norm": ("encoder.layer.{i}.attention.output.LayerNorm",),
+        "layers.{i}.mlp.up": ("encoder.layer.{i}.intermediate.dense",),
+        "layers.{i}.mlp.down": ("encoder.layer.{i}.output.dense",),
+        "layers.{i}.mlp_norm": ("encoder.layer.{i}.output.LayerNorm",),
+        "mlm.dense": ("cls.predictions.transform.dense",),
+        "mlm.norm": ("cls.predictions.transform.LayerNorm",),
+        "head": ("cls.predictions.decoder",),
+        "sentence.pooler": ("pooler.dense",),
+        "sentence.order": ("cls.seq_relationship",),
+    },
+    transposed=False,
+    # a pooler influences no loss unless a head follows it
+    buffers=re.compile(r"embeddings\.(position|token_type)_ids|pooler\.dense\.(weight|bias)"),
+    keys=_bert_keys,
+    config=_bert_config,
+    again={"cls.predictions.decoder.bias": "cls.predictions.bias"},
+    told_by={"sentence_order": "cls.seq_relationship.weight"},
+    renamed={f"LayerNorm.{old}": f"LayerNorm.{new}" for old, new in GREEK.items()},
+    tasks=_bert_tasks("Bert"),
+)
+# The modules have the same names as in BERT, except the norms.
+MEGATRON_BERT = replace(
+    BERT,
+    model_type="megatron-bert",
+    modules={
+        **{ours: theirs for ours, theirs in BERT.modules.items() if ours != "embedding.norm"},
+        "layers.{i}.attention_norm": ("encoder.layer.{i}.attention.ln",),
+        "layers.{i}.mlp_norm": ("encoder.layer.{i}.ln",),
+        "final_norm": ("encoder.ln",),
+    },
+    keys=partial(_bert_keys, block_norm="pre"),
+    config=partial(_bert_config, block_norm="pre"),
+    tasks=_bert_tasks("MegatronBert"),
+)
 FAMILIES = {
     "gpt2": Family(
         model_type="gpt2",
@@ -175,57 +221,9 @@ FAMILIES = {
         tasks={"classification": ("GPT2ForSequenceClassification", "score")},
     ),
     **DECODERS,
-    "bert": Family(
-        model_type="bert",
-        prefix="bert.",
-        modules={
-            "embedding.word": ("embeddings.word_embeddings",),
-            "embedding.position": ("embeddings.position_embeddings",),
-            "embedding.token_type": ("embeddings.token_type_embeddings",),
-            "embedding.norm": ("embeddings.LayerNorm",),
-            "layers.{i}.attention.qkv": tuple(
-                f"encoder.layer.{{i}}.attention.self.{x}" for x in ("query", "key", "value")
-            ),
-            "layers.{i}.attention.out": ("encoder.layer.{i}.attention.output.dense",),
-            "layers.{i}.attention_norm": ("encoder.layer.{i}.attention.output.LayerNorm",),
-            "layers.{i}.mlp.up": ("encoder.layer.{i}.intermediate.dense",),
-            "layers.{i}.mlp.down": ("encoder.layer.{i}.output.dense",),
-            "layers.{i}.mlp_norm": ("encoder.layer.{i}.output.LayerNorm",),
-            "mlm.dense": ("cls.predictions.transform.dense",),
-            "mlm.norm": ("cls.predictions.transform.LayerNorm",),
-            "head": ("cls.predictions.decoder",),
-            "sentence.pooler": ("pooler.dense",),
-            "sentence.order": ("cls.seq_relationship",),
-        },
-        transposed=False,
-        # a pooler influences no loss unless a head follows it
-        buffers=re.compile(r"embeddings\.(position|token_type)_ids|pooler\.dense\.(weight|bias)"),
-        keys=_bert_keys,
-        config=_bert_config,
-        again={"cls.predictions.decoder.bias": "cls.predictions.bias"},
-        told_by={"sentence_order": "cls.seq_relationship.weight"},
-        renamed={f"LayerNorm.{old}": f"LayerNorm.{new}" for old, new in GREEK.items()},
-        tasks=_bert_tasks("Bert"),
-    ),
+    "bert": BERT,
+    "megatron-bert": MEGATRON_BERT,
 }
-# The modules have the same names as in BERT, except the norms.
-FAMILIES["megatron-bert"] = replace(
-    FAMILIES["bert"],
-    model_type="megatron-bert",
-    modules={
-        **{
-            ours: theirs
-            for ours, theirs in FAMILIES["bert"].modules.items()
-            if ours != "embedding.norm"
-        },
-        "layers.{i}.attention_norm": ("encoder.layer.{i}.attention.ln",),
-        "layers.{i}.mlp_norm": ("encoder.layer.{i}.ln",),
-        "final_norm": ("encoder.ln",),
-    },
-    keys=partial(_bert_keys, block_norm="pre"),
-    config=partial(_bert_config, block_norm="pre"),
-    tasks=_bert_tasks("MegatronBert"),
-)
 
 
 def family_of(config: ConfigJson) -> Family:

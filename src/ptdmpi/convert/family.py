@@ -152,10 +152,10 @@ def counterparts(family: Family, needed: Mapping[str, Declaration]) -> Iterator[
         module, _, kind = name.rpartition(".")
         layer = re.match(r"layers\.(\d+)\.", module)
         numbers = {}
-        for letter, found in (("{i}", layer), ("{e}", re.search(r"experts\.(\d+)\.", module))):
-            if found:
-                numbers[letter] = found[1]
-                module = module.replace(found[0], found[0].replace(found[1], letter), 1)
+        for letter, match in (("{i}", layer), ("{e}", re.search(r"experts\.(\d+)\.", module))):
+            if match:
+                numbers[letter] = match[1]
+                module = module.replace(match[0], match[0].replace(match[1], letter), 1)
         if module not in family.modules:
             raise InputError(f"a {family.model_type} of Hugging Face has nothing like {name}")
         modules = family.modules[module]

@@ -75,22 +75,22 @@ def run(
     if wanted and world.rank == 0:
         say(f"parity: perturbed tokens in {len(wanted)} cases")
     blocks = Blocks(world, wire)
-    found: dict[TrainingTask, list[str]] = {}
+    faults_by_task: dict[TrainingTask, list[str]] = {}
     tasks = [TrainingTask(case, "fp64", steps=1) for case in wanted]
     for ranks in sorted({task.case.layout.ranks for task in tasks}):
         alike = [task for task in tasks if task.case.layout.ranks == ranks]
-        found |= blocks.run(alike, work=_faults_of)
+        faults_by_task |= blocks.run(alike, work=_faults_of)
     if world.rank:
         return []
-    return [Probed(task.case, found[task]) for task in tasks]
+    return [Probed(task.case, faults_by_task[task]) for task in tasks]
 
 
 def _faults_of(task: TrainingTask, axes: Axes) -> list[str] | None:
     """Return the faults of a case on rank 0 of `axes`, None on others."""
     engine = Engine(configuration(task), axes, task.case.model.vocab_size)
     batch = microbatches(engine.config, task.case, 0, 0)[0]
-    found = faults(engine, batch, TOKENS)
-    return found if axes.world.rank == 0 else None
+    lines = faults(engine, batch, TOKENS)
+    return lines if axes.world.rank == 0 else None
 
 
 def faults(engine: Engine, batch: Microbatch, tokens: Sequence[int]) -> list[str]:

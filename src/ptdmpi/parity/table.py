@@ -54,8 +54,10 @@ def text(rows: Sequence[Verdict], ranks: int, steps: int, *, probed: Sequence[Pr
         lines += [_line(PROBE_HEADINGS, widths), _line(["-" * width for width in widths], widths)]
         lines += [*(_line(row, widths) for row in cells), ""]
     lines += [f"RED: {_describe(row)}: {fault}" for row in rows for fault in row.red()]
-    lines += [f"RED: {probe_named(one.case)}: {fault}" for one in probed for fault in one.faults]
-    count = sum(bool(row.red()) for row in rows) + sum(bool(one.faults) for one in probed)
+    lines += [
+        f"RED: {probe_named(probe.case)}: {fault}" for probe in probed for fault in probe.faults
+    ]
+    count = sum(bool(row.red()) for row in rows) + sum(bool(probe.faults) for probe in probed)
     verdict = f"{count} red" if count else "all ok"
     lines.append(f"{len(rows) + len(probed)} rows, {verdict}")
     return "\n".join(lines)
@@ -222,13 +224,13 @@ def as_json(
         "left_out": left_out(row.comparison.case.model for row in rows),
         "probed": [
             {
-                "layout": asdict(one.case.layout),
-                "model": asdict(one.case.model),
-                "faults": list(one.faults),
+                "layout": asdict(probe.case.layout),
+                "model": asdict(probe.case.model),
+                "faults": list(probe.faults),
             }
-            for one in probed
+            for probe in probed
         ],
-        "red": sum(bool(row.red()) for row in rows) + sum(bool(one.faults) for one in probed),
+        "red": sum(bool(row.red()) for row in rows) + sum(bool(probe.faults) for probe in probed),
     }
 
 

@@ -8,7 +8,7 @@ import torch
 from mpi4py import MPI
 
 from ptdmpi.base.words import counted
-from ptdmpi.comm.nccl.library import told
+from ptdmpi.comm.nccl import library
 from ptdmpi.comm.wires import preferred
 from ptdmpi.comm.world import World
 from ptdmpi.model.kernels import USUAL, compiler
@@ -118,7 +118,7 @@ def _gpus(world: World) -> str:
 def check_wires(world: World) -> MachineFinding:
     """Return the transports that are available, and the NCCL library, which must be the same on all
     ranks."""
-    libraries = sorted(set(world.control.allgather(told())))
+    libraries = sorted(set(world.control.allgather(library.description())))
     same = len(libraries) == 1
     nccl = libraries[0] if same else f"ranks differ: {'; '.join(libraries)}"
     wire, _ = preferred(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

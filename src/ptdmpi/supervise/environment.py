@@ -38,8 +38,8 @@ def mpi_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     dump = "import json, os; print(json.dumps(dict(os.environ)))"
     command = ["bash", "-c", f'. "$0" && exec "{sys.executable}" -Sc "{dump}"', str(script())]
     printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    found: dict[str, str] = json.loads(printed.stdout)
-    return found
+    variables: dict[str, str] = json.loads(printed.stdout)
+    return variables
 
 
 def folder_of_copies() -> str:

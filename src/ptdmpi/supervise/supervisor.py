@@ -252,5 +252,5 @@ def _program() -> list[str]:
     beside = Path(sys.executable).with_name("ptdmpi")
     if beside.is_file():
         return [str(beside)]
-    found = shutil.which("ptdmpi")
-    return [found] if found else [sys.executable, "-m", "ptdmpi"]
+    installed = shutil.which("ptdmpi")
+    return [installed] if installed else [sys.executable, "-m", "ptdmpi"]

@@ -15,7 +15,7 @@ from ptdmpi.checkpoint.save import Checkpoints
 from ptdmpi.comm.world import World
 from ptdmpi.config import SharedInputError, to_toml
 from ptdmpi.config.legality import dear
-from ptdmpi.config.methods import told
+from ptdmpi.config.methods import said_at_start
 from ptdmpi.engine.engine import Engine
 from ptdmpi.inference.tokenizer import known_tokenizer
 from ptdmpi.lineage.attempts import History
@@ -228,14 +228,14 @@ class Attempt:
         yield self._size_line(vocab_size)
         yield from base_told(config)
         if config.data_parallel.method == "decentralized":
-            yield f"replicas average with neighbours: {topology_of(config).told}"
+            yield f"replicas average with neighbours: {topology_of(config).description}"
         if self.world.tensor_axis_crosses_nodes(grid_of(config)):
             yield (
                 "warning: the tensor axis crosses nodes; every layer waits for the network. "
                 f"Ranks per node should be a multiple of parallel.tensor = {config.parallel.tensor}"
             )
         yield from dear(config.layout, config.batch.global_size)
-        method = told(config.data_parallel)
+        method = said_at_start(config.data_parallel)
         if method:
             yield method
         if self.idle:

@@ -242,7 +242,7 @@ def installed() -> bool:
         return False
 
 
-def told() -> str:
+def description() -> str:
     """Return a line that describes this rank's NCCL."""
     if not installed():
         return "no nccl4py"

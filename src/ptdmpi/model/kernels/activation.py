@@ -173,6 +173,8 @@ class _GatedBySlopes(Function):
 
 
 class _Gated(Function):
+    """An activation of the gate times the value. It keeps its input alone."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(x)

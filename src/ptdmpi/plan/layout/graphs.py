@@ -69,7 +69,7 @@ class Topology(ABC):
         return 0.0 if norm < 1e-12 else float(norm ** (1 / (self.period or 1)))
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Return a description for people: the graph, and its spectral gap."""
         again = "another graph in each step" if self.period is None else f"{self.period} graphs"
         turns = "" if self.period == 1 else f", {again}"

@@ -152,7 +152,7 @@ def test_activations_are_those_of_the_account(comm, mode):
 
 @parallel(ranks=[2])
 @pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("first", [pytest.param(1, marks=LONG), pytest.param(2, marks=LONG), 3])
+@pytest.mark.parametrize("first", [pytest.param(1, marks=LONG), 2, 3])
 def test_an_idle_stage_keeps_weights_alone(comm, first, half):
     """Beside what one forward works in, which is foreseen at most; where half types are widened,
     that is most of all a copy of a weight."""

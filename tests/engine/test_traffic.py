@@ -34,6 +34,8 @@ EXPERTS = {
     "model.experts_per_token": 2,
     "model.shared_experts": 1,
 }
+# every token has all experts, so that every rank sends as many rows to each rank
+ALL_EXPERTS = {**EXPERTS, "model.experts_per_token": 4}
 ULYSSES = {"parallel.context": 2, "parallel.context_method": "ulysses"}
 RING = ULYSSES | {"parallel.context_method": "ring"}
 LATER = LORA | {"model.layers": 4, "adapt.first_layer": 2}
@@ -146,6 +148,22 @@ CASES = {
     "t2 p2 experts zb-h1": layout(t=2, p=2) | EXPERTS | {"parallel.schedule": "zb-h1"},
     "t2 experts muon": layout(t=2) | EXPERTS | MUON,
     "d2 experts zero 3": layout(d=2) | EXPERTS | {"parallel.zero": 3},
+    "d2 e2": layout(d=2) | ALL_EXPERTS | {"parallel.expert": 2},
+    "d4 e2 zero 1": layout(d=4) | ALL_EXPERTS | {"parallel.expert": 2, "parallel.zero": 1},
+    "d4 e2 zero 3 full": layout(d=4)
+    | ALL_EXPERTS
+    | {"parallel.expert": 2, "parallel.zero": 3, "recompute.mode": "full"},
+    "d2 p2 e2 zb-h1": layout(d=2, p=2)
+    | ALL_EXPERTS
+    | {"parallel.expert": 2, "parallel.schedule": "zb-h1"},
+    "t2 d2 e2 divided full": layout(t=2, d=2)
+    | ALL_EXPERTS
+    | DIVIDED
+    | {"parallel.expert": 2, "recompute.mode": "full"},
+    "c2 d2 e4": layout(d=2) | ALL_EXPERTS | {"parallel.context": 2, "parallel.expert": 4},
+    "c2 d2 e2 zero 2": layout(d=2)
+    | ALL_EXPERTS
+    | {"parallel.context": 2, "parallel.expert": 2, "parallel.zero": 2},
     "p2": layout(p=2),
     "p2 untied": layout(p=2) | {"model.tie_embeddings": False},
     "p2 v2": layout(p=2, v=2) | {"model.layers": 4},
@@ -196,7 +214,7 @@ FEW += ("d2 muon zero 1", "d3 muon zero 2", "t2 d2 muon zero 3")
 FEW += ("t2 muon", "d4 zero 2 of pairs", "d2 lora zero 3 in few bits")
 FEW += ("d2 p2 v2 lora later zero 3", "t2 experts divided full", "d2 experts zero 3")
 FEW += ("t2 p2 bert divided", "d2 p2 v2 zero 3 untied", "t2 p2 d2 divided")
-FEW += ("c3 ring", "t2 c2 ulysses divided")
+FEW += ("c3 ring", "t2 c2 ulysses divided", "d2 e2")
 FEW += ("c2 zero 2 full", "c2 d2 zero 3", "c4 zero 3 of pairs")
 OTHERS = tuple(name for name in CASES if name not in FEW)
 

@@ -45,6 +45,44 @@ def test_parts_of_a_sequence_have_no_balance_of_their_own():
         small(changes, 2)
 
 
+# on four data ranks
+DEALT = [
+    (
+        {"parallel.expert": 3},
+        "expert = 3 does not divide the data axis, 4; legal nearby: 1 or 2 or 4",
+    ),
+    (
+        {"parallel.expert": 4, "model.experts": 6},
+        "4 does not divide model.experts = 6; .* 3 or 6",
+    ),
+    (
+        {"parallel.expert": 8, "parallel.context": 2},
+        "expert = 8 does not divide c = 2, and is not c times a divisor of d = 2",
+    ),
+    ({"parallel.expert": 2, "run.reproducible": True}, "= 2 excludes run.reproducible = true"),
+    (
+        {"parallel.expert": 2, "log.gradient_noise_every_steps": 2},
+        "= 2 excludes log.gradient_noise_every_steps = 2; legal: 0, or expert = 1",
+    ),
+    (
+        {"parallel.expert": 2, "parallel.zero": 1, "parallel.shard_group": 4},
+        "shard_group = 4 does not divide the 2 ranks with the same experts",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), DEALT)
+def test_experts_that_cannot_be_dealt(changes, line):
+    with pytest.raises(InputError) as caught:
+        small(MIXED | changes, 4)
+    assert [text for text in str(caught.value).splitlines() if re.search(line, text)]
+
+
+def test_a_model_without_experts_has_none_to_deal():
+    with pytest.raises(InputError, match=r"model\.experts = 0; legal: expert = 1"):
+        small({"parallel.expert": 2}, 2)
+
+
 def test_the_tensor_axis_divides_the_width_of_an_expert():
     changes = {**MIXED, "model.expert_hidden": 42, "parallel.tensor": 4}
     with pytest.raises(InputError, match=r"does not divide model\.expert_hidden = 42"):

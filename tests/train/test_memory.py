@@ -185,10 +185,27 @@ def test_experts(comm, compute, mode):
     """A forward keeps what is foreseen. The peak is at most what is foreseen, since any expert may
     have all tokens."""
     changes = EXPERTS | MODES[mode] | {"precision.compute": compute, "parallel.tensor": comm.size}
+    check_experts(comm, changes)
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize(("compute", "mode"), [("bf16", "full"), ("fp32", "none")])
+def test_experts_of_two_ranks(comm, compute, mode):
+    """Every token has all experts, so each rank computes as many rows as it may at most."""
+    dealt = {"model.experts_per_token": 4, "parallel.data": 2, "parallel.expert": 2}
+    changes = EXPERTS | MODES[mode] | dealt | {"precision.compute": compute}
+    assert check_experts(comm, changes) < 0.75 * check_experts(
+        comm, changes | {"parallel.expert": 1}
+    )
+
+
+def check_experts(comm, changes) -> float:
+    """Check what a forward keeps, and the peak of a step; return the bytes of the state."""
     engine = build(World(comm), SHAPE | changes, VOCAB_SIZE)
     layout, m = engine.config.layout, engine.config.microbatches
     memory = foreseen_by(engine)
-    batches = microbatches(engine.config, 0, 0, vocab_size=VOCAB_SIZE)
+    sampler = engine.axes["data"].rank
+    batches = microbatches(engine.config, 0, sampler, vocab_size=VOCAB_SIZE)
     engine.step(0, batches)
     given = passes(batches)
     (stage,) = engine.stages.values()
@@ -200,6 +217,11 @@ def test_experts(comm, compute, mode):
     foreseen = memory.peak(layout, 0, m)
     expected = foreseen.activations + foreseen.working
     assert 0.6 * expected <= peak <= expected + library_scratch_bytes(engine.buffer.weights.dtype)
+    parts = held_by_kind(engine)
+    assert sum(parts.values()) == pytest.approx(
+        foreseen.weights + foreseen.gradients + foreseen.optimizer, rel=0.05
+    )
+    return foreseen.standing
 
 
 @parallel(ranks=[1])

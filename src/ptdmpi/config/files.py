@@ -99,13 +99,16 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
     config = _begun(sections.whole()).with_head().adapted()
     parallel, working = config.parallel, ranks - config.run.spare_ranks
     data = working // parallel.model_ranks
+    layout = Layout.of(parallel, config.batch, config.recompute, data)
     group = parallel.shard_group
     if group == "node":
-        # tensor ranks are neighbours (`plan.layout.grid`), so this is the number of ranks on a node
-        # that have the same part of the model
-        near = (node_ranks or ranks) // parallel.tensor
-        group = shards_of_a_node(data, near, context=parallel.context)
-    everybody = group == data * parallel.context
+        # tensor ranks and ranks with different experts are neighbours (`plan.layout.grid`), so this
+        # is the number of ranks on a node that have the same part of the model
+        near = (node_ranks or ranks) // (parallel.tensor * parallel.expert)
+        group = shards_of_a_node(
+            data // layout.expert_data, near, context=layout.context // layout.expert_context
+        )
+    everybody = group == layout.copies
     return config.replace("parallel", data=data, shard_group="all" if everybody else group)
 
 

@@ -5,6 +5,7 @@ and `config` may not import `plan`. Code that plans, trains or compares layouts 
 `legality.layout_mistakes` whether they are legal.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -17,6 +18,7 @@ from ptdmpi.config.zero import Sharing, covers_gradients, covers_state, covers_w
 LETTERS = {
     "t": "tensor",
     "c": "context",
+    "e": "expert",
     "p": "pipeline",
     "d": "data",
     "v": "virtual",
@@ -32,15 +34,17 @@ class Layout:
     `partition_activations`: each tensor rank keeps only 1/t of the inputs of recomputed layers (the
     P_a of Rajbhandari et al. 2020, section 6.1).
 
-    `zero` is the state that the c d ranks with the same part of the model shard: 1 the optimizer's
-    state, 2 also the gradients, 3 also the weights (Rajbhandari et al. 2020, arXiv 1910.02054,
-    section 5). `shard_group` is the number of neighbours among them in a group that shards; None
-    means all. Each group has a copy of the state (Zhao et al. 2023, arXiv 2304.11277, section
-    3.2.2). `offload` is
-    the place of the optimizer's state: the device ("none"), the host's memory ("optimizer"; Ren et
-    al. 2021, arXiv 2101.06840), or a file ("disk"). `first_layers` is the number of layers in the
-    first stage; None means the best number. `context_method` is how attention on a context axis
-    sees all positions.
+    `expert` is the number of neighbours, among the c d ranks with the same layers, over which the
+    experts of each layer are dealt. The other c d / e ranks have copies of the same experts.
+
+    `zero` is the state that the c d / e ranks with the same part of the model shard: 1 the
+    optimizer's state, 2 also the gradients, 3 also the weights (Rajbhandari et al. 2020, arXiv
+    1910.02054, section 5). `shard_group` is the number of neighbours among them in a group that
+    shards; None means all. Each group has a copy of the state (Zhao et al. 2023, arXiv 2304.11277,
+    section 3.2.2). `offload` is the place of the optimizer's state: the device ("none"), the host's
+    memory ("optimizer"; Ren et al. 2021, arXiv 2101.06840), or a file ("disk"). `first_layers` is
+    the number of layers in the first stage; None means the best number. `context_method` is how
+    attention on a context axis sees all positions.
     """
 
     tensor: int
@@ -61,6 +65,7 @@ class Layout:
     first_layers: int | None = None
     context: int = 1
     context_method: str = "all_gather"
+    expert: int = 1
 
     @classmethod
     def of(
@@ -78,6 +83,7 @@ class Layout:
             tensor=parallel.tensor,
             context=parallel.context,
             context_method=parallel.context_method,
+            expert=parallel.expert,
             pipeline=parallel.pipeline,
             data=data,
             virtual=parallel.virtual,
@@ -102,10 +108,26 @@ class Layout:
         return self.shard_group or self.copies
 
     @property
-    def copies(self) -> int:
-        """Return c d, the number of ranks with the same part of the model, which see different
-        tokens."""
+    def token_ranks(self) -> int:
+        """Return c d, the number of ranks with the same layers, which see different tokens."""
         return self.context * self.data
+
+    @property
+    def copies(self) -> int:
+        """Return c d / e, the number of ranks with the same part of the model, which see different
+        tokens."""
+        return max(1, self.token_ranks // self.expert)
+
+    @property
+    def expert_context(self) -> int:
+        """Return the number of context ranks over which experts are dealt: as many of the e ranks
+        as possible are neighbours on the context axis."""
+        return math.gcd(self.expert, self.context)
+
+    @property
+    def expert_data(self) -> int:
+        """Return the number of data ranks over which experts are dealt."""
+        return self.expert // self.expert_context
 
     @property
     def sharing(self) -> Sharing:
@@ -168,8 +190,9 @@ class Layout:
 
     def __str__(self) -> str:
         sizes = {letter: getattr(self, name) for letter, name in LETTERS.items()}
-        if self.context == 1:
-            del sizes["c"]
+        for letter in ("c", "e"):
+            if sizes[letter] == 1:
+                del sizes[letter]
         return ",".join(f"{letter}={size}" for letter, size in sizes.items())
 
     def microbatches(self, batch: int) -> int:
@@ -189,8 +212,8 @@ class Layout:
 
         `dp_overlap` has a price but no key.
         """
-        names = ("tensor", "context", "context_method", "pipeline", "virtual", "data", "schedule")
-        switches = ("zero", "offload", "sequence_parallel", "scatter_gather")
+        names = ("tensor", "context", "context_method", "expert", "pipeline", "virtual", "data")
+        switches = ("schedule", "zero", "offload", "sequence_parallel", "scatter_gather")
         layers = "all" if self.recompute_layers is None else self.recompute_layers
         group = "all" if self.shard_group is None else self.shard_group
         parallel = {key: getattr(self, key) for key in (*names, *switches)}
@@ -215,7 +238,7 @@ def parse(text: str) -> dict[str, int]:
         if letter not in LETTERS or not value.isdigit() or int(value) < 1:
             raise InputError(
                 f'layout {text}: "{part}" is no size; write t=8,p=8,d=1,v=3,b=1 '
-                "(c, d, v and b may be left out)"
+                "(c, e, d, v and b may be left out)"
             )
         if LETTERS[letter] in sizes:
             raise InputError(f"layout {text}: {letter} is given twice")
@@ -228,7 +251,7 @@ def complete(sizes: Mapping[str, int], ranks: int | None, **settings: Any) -> La
     schedule is the default one for v. `settings` that are None are left out. Raises InputError if
     sizes and ranks do not agree."""
     tensor, pipeline = sizes.get("tensor", 1), sizes.get("pipeline", 1)
-    context = sizes.get("context", 1)
+    context, expert = sizes.get("context", 1), sizes.get("expert", 1)
     model_ranks = tensor * context * pipeline
     data = sizes.get("data")
     if data is None:
@@ -238,7 +261,7 @@ def complete(sizes: Mapping[str, int], ranks: int | None, **settings: Any) -> La
             raise InputError(f"layout: t c p = {model_ranks} does not divide {ranks} ranks")
         data = ranks // model_ranks
     virtual, micro_size = sizes.get("virtual", 1), sizes.get("micro_size", 1)
-    layout = Layout(tensor, pipeline, data, virtual, micro_size, context=context)
+    layout = Layout(tensor, pipeline, data, virtual, micro_size, context=context, expert=expert)
     if ranks is not None and layout.ranks != ranks:
         raise InputError(
             f"layout {layout}: t c p d = {layout.ranks}, but --ranks is {ranks}; "

@@ -23,6 +23,12 @@ def shard_groups(data: int, context: int) -> list[int]:
     return sorted({*divisors(context), *(context * size for size in divisors(data))})
 
 
+def groups_to_shard(layout: Layout) -> list[int]:
+    """Return the legal sizes of a shard group among the ranks that hold the same experts."""
+    data = max(1, layout.data // layout.expert_data)
+    return shard_groups(data, layout.context // layout.expert_context)
+
+
 def shards_of_a_node(data: int, near: int, *, context: int = 1) -> int:
     """Return the largest legal shard group among `context` times `data` ranks, of which a node has
     `near`. A group whose size divides `near` stays inside a node and is preferred. If there is none
@@ -93,6 +99,7 @@ def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
     width = "expert_hidden" if model.experts else "ffn_hidden"
     yield _divides(layout, width, getattr(model, width))
     yield _chunks(layout, model)
+    yield from _expert_rules(layout, model)
     yield _dealt_heads(layout, model)
     yield Rule(
         "sequence",
@@ -144,6 +151,27 @@ def _chunks(layout: Layout, model: ModelConfig) -> Rule:
         )
 
     return Rule("context", layout.context > 1 and model.seq_length % unit > 0, text)
+
+
+def _expert_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
+    """Yield the rules that there are experts to deal, and that each rank gets equally many."""
+    expert, experts = layout.expert, model.experts
+    yield Rule(
+        "no_experts",
+        expert > 1 and experts == 0,
+        lambda: (
+            f"parallel.expert = {expert} deals experts over ranks, and model.experts = 0; legal: "
+            "expert = 1"
+        ),
+    )
+    yield Rule(
+        "experts",
+        experts % expert > 0,
+        lambda: (
+            f"parallel.expert = {expert} does not divide model.experts = {experts}; legal nearby: "
+            f"expert {nearest(expert, divisors(experts))}"
+        ),
+    )
 
 
 def _dealt_heads(layout: Layout, model: ModelConfig) -> Rule:
@@ -230,7 +258,25 @@ def _setting_rules(layout: Layout) -> Iterator[Rule]:
     yield Rule(
         "zero", layout.zero not in STAGES, lambda: f"zero = {layout.zero}: must be 0, 1, 2 or 3"
     )
+    yield _expert_ranks(layout)
     yield from _shard_rules(layout)
+
+
+def _expert_ranks(layout: Layout) -> Rule:
+    """Return the rule that the experts are dealt over some context ranks, or over all context ranks
+    of some data ranks."""
+    expert, legal = layout.expert, shard_groups(layout.data, layout.context)
+
+    def text() -> str:
+        words = f"the data axis, {layout.data}"
+        if layout.context > 1:
+            words = f"c = {layout.context}, and is not c times a divisor of d = {layout.data}"
+        return (
+            f"parallel.expert = {expert} does not divide {words}; legal nearby: "
+            f"{nearest(expert, legal)}"
+        )
+
+    return Rule("expert", expert not in legal, text)
 
 
 def dear(layout: Layout, batch: int) -> Iterator[str]:
@@ -256,9 +302,11 @@ def groups_need_zero(group: int | str) -> str:
 
 def _group_text(layout: Layout) -> str:
     axes = f"the data axis, {layout.data}"
-    if layout.context > 1:
+    if layout.expert > 1:
+        axes = f"the {counted(layout.copies, 'rank')} with the same experts"
+    elif layout.context > 1:
         axes = f"c = {layout.context}, and is not c times a divisor of d = {layout.data}"
-    sizes = shard_groups(layout.data, layout.context)
+    sizes = groups_to_shard(layout)
     return (
         f"parallel.shard_group = {layout.shard_group} does not divide {axes}; "
         f'legal nearby: {nearest(layout.shard_group or 1, sizes)}, or "all"'
@@ -274,7 +322,7 @@ def _shard_rules(layout: Layout) -> Iterator[Rule]:
     )
     yield Rule(
         "shard_group",
-        group is not None and group not in shard_groups(layout.data, layout.context),
+        group is not None and group not in groups_to_shard(layout),
         lambda: _group_text(layout),
     )
     yield Rule(

@@ -85,13 +85,14 @@ class RunConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Sizes of the tensor, context, pipeline and data axes, how the pipeline is run, and which
-    state is sharded in groups of `shard_group` ranks (`zero`) or kept off the device
-    (`offload`)."""
+    """Sizes of the tensor, context, pipeline and data axes, how many ranks have different experts,
+    how the pipeline is run, and which state is sharded in groups of `shard_group` ranks (`zero`) or
+    kept off the device (`offload`)."""
 
     tensor: Reported[Positive] = 1
     context: Reported[Positive] = 1
     context_method: Reported[ContextMethod] = "all_gather"
+    expert: Reported[Positive] = 1
     pipeline: Reported[Positive] = 1
     virtual: Reported[Positive] = 1
     data: Reported[Positive | Literal["auto"]] = "auto"

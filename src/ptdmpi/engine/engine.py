@@ -27,6 +27,7 @@ from ptdmpi.engine.result import StepResult
 from ptdmpi.engine.runner import Runner
 from ptdmpi.model.batch import Microbatch, MicrobatchPass
 from ptdmpi.model.buffer import ParameterBuffer
+from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.model.flat import ALL, Portion
 from ptdmpi.model.kernels import Kernels, compiler
 from ptdmpi.model.kernels import compute_by as hand
@@ -48,7 +49,7 @@ from ptdmpi.model.stage import TIED_NAME, Stage
 from ptdmpi.model.state import Kept, State
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.model.transformer import Block
-from ptdmpi.plan.layout.grid import CONTEXT, DATA, LOSSES, SHARDS
+from ptdmpi.plan.layout.grid import CONTEXT, DATA, EXPERTS, LOSSES, PARAMETERS, SHARDS
 from ptdmpi.plan.layout.stages import split_model
 from ptdmpi.plan.schedule import orders as schedules
 from ptdmpi.plan.schedule.places import place_of
@@ -98,6 +99,7 @@ class Engine:
         compute = data_types(config.precision.compute).compute
         self.runner = Runner(self.stages, pipeline, compute, self.device)
         self.runner.time_inside(CONTEXT, axes[CONTEXT])
+        self.runner.time_inside(EXPERTS, axes[EXPERTS])
         if portion.shards_gradients:
             self.runner.time_inside("shard", axes[SHARDS])
         policy = _method(Replica(config, axes, self.buffer, self.stages, self.schedule))
@@ -109,7 +111,7 @@ class Engine:
         self.reduction = GradientReduction(
             axes, self.buffer, self.stages, policy, borrowed=borrowed
         )
-        require_groups(config.optimizer, pipeline, self.buffer)
+        require_groups(config.optimizer, axes[PARAMETERS], self.buffer)
         self.optimizer = Optimizer(config.optimizer, self.state, tensor)
         self.balance = Balance(config.model, axes, self.stages, self.state)
         self.loss_scale = LossScale(config.precision, self.state.counters)
@@ -336,11 +338,12 @@ def _stages(
     """Return the stages of this rank by number. The schedule alone decides which rank has which
     stages."""
     axis = TensorAxis(axes["tensor"], config.parallel.sequence_parallel)
+    experts = ExpertAxis(axes[EXPERTS])
     layers = split_model(
         config.model, vocab_size, schedule.placement, first=config.layout.first_layers
     )
     return {
-        number: Stage(config, vocab_size, layers[number], axis, context=context)
+        number: Stage(config, vocab_size, layers[number], axis, context=context, experts=experts)
         for number in schedule.stages_of(axes["pipeline"].rank)
     }
 

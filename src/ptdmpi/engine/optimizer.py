@@ -244,15 +244,15 @@ def _matrices(config: OptimizerConfig, state: State) -> list[Matrix]:
 
 
 def require_groups(
-    config: OptimizerConfig, pipeline: Communicator, buffer: ParameterBuffer
+    config: OptimizerConfig, parameters: Communicator, buffer: ParameterBuffer
 ) -> None:
     """Raise SharedInputError, on every rank, if a name pattern of `optimizer.groups` matches no
-    parameter that trains."""
+    parameter that trains. `parameters` has the ranks with parameters of different names."""
     globs = sorted({glob for group in config.groups for glob in group.names})
     if not globs:
         return
     here = [any(fnmatchcase(name, glob) for name in buffer.entries) for glob in globs]
-    named_anywhere = [any(ranks) for ranks in zip(*pipeline.all_gather_object(here), strict=True)]
+    named_anywhere = [any(ranks) for ranks in zip(*parameters.all_gather_object(here), strict=True)]
     for glob, names_any in zip(globs, named_anywhere, strict=True):
         if not names_any:
             raise SharedInputError(

@@ -336,7 +336,8 @@ def _sizes(stored: StoredModel, ranks: int, layout: str | None) -> dict[str, int
         extra = sizes.keys() - {"tensor", "pipeline", "data"}
         if extra:
             raise InputError(
-                f"layout {layout}: here only t, p and d count; every rank has whole sequences"
+                f"layout {layout}: here only t, p and d count; every rank has whole sequences, and "
+                "all experts of its layers"
             )
         return sizes
     parallel = stored.tree.get("parallel", {})

@@ -122,6 +122,8 @@ def declare_as_described(
                 for weight in _declared(stage.get_submodule(prefix + name)):
                     weight.declaration = replace(weight.declaration, trains=False)
     form = LowBit.of(model.quantize)
+    if form is None:
+        return
     for number in layers:
         for name, part in parameters.layer(model).items():
             if isinstance(part, Linear):

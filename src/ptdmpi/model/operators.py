@@ -19,6 +19,7 @@ from ptdmpi.config import ModelConfig
 from ptdmpi.model import built
 from ptdmpi.model.cache import KeyValueCache
 from ptdmpi.model.documents import Documents
+from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.model.experts.mixture import Mixture, Router
 from ptdmpi.model.experts.routing import Chosen, Routing
 from ptdmpi.model.kernels import Computing, Kernels
@@ -78,6 +79,7 @@ class Build(NamedTuple):
     layer: int
     selective: bool
     context: ContextAxis
+    experts: ExpertAxis = ExpertAxis()
 
 
 class Norm(nn.Module):
@@ -335,7 +337,7 @@ def _experts(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Ten
     assert isinstance(row, MixExperts)
     router = Router(row)
     add(owner, row.router_name, router)
-    mixture = Mixture(row, Routing(build.model), build.axis)
+    mixture = Mixture(row, Routing(build.model), build.axis, build.experts)
     add(owner, row.name, mixture)
 
     def compute(x: Tensor, *rest: Any) -> Tensor:

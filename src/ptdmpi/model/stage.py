@@ -15,6 +15,7 @@ from ptdmpi.config import Config, ModelConfig
 from ptdmpi.model.batch import Microbatch, MicrobatchPass
 from ptdmpi.model.boundary import Arrival, Boundary, Departure
 from ptdmpi.model.built import declare_as_described
+from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.model.experts.mixture import Mixture
 from ptdmpi.model.low_bit import codes
 from ptdmpi.model.operators import Context
@@ -49,6 +50,7 @@ class Stage(nn.Module):
         axis: TensorAxis,
         *,
         context: ContextAxis | None = None,
+        experts: ExpertAxis | None = None,
     ) -> None:
         super().__init__()
         model = config.model
@@ -66,7 +68,10 @@ class Stage(nn.Module):
         self.drops = max(model.dropout, model.attention_dropout, model.adapt.dropout) > 0.0
         self.embedding = Embedding(model, axis, vocab_size) if self.first else None
         self.layers = nn.ModuleDict(
-            {str(i): Block(model, axis, i, config.recompute, context=context) for i in layers}
+            {
+                str(i): Block(model, axis, i, config.recompute, context=context, experts=experts)
+                for i in layers
+            }
         )
         # the mixtures of experts by the numbers of their layers
         self.mixtures = {

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ptdmpi.config import ModelConfig, RecomputeConfig
 from ptdmpi.model import built
+from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.model.experts.routing import Chosen
 from ptdmpi.model.kernels import Computing, compiler
 from ptdmpi.model.kernels.activation import gelu
@@ -97,6 +98,7 @@ class Block(nn.Module):
         recompute: RecomputeConfig,
         *,
         context: ContextAxis | None = None,
+        experts: ExpertAxis | None = None,
     ) -> None:
         super().__init__()
         self.axis = axis
@@ -107,7 +109,9 @@ class Block(nn.Module):
         self.partition = recompute.partition_activations and axis.size > 1
         self.chooses = model.experts > 0
         selective = recompute.mode == "selective"
-        build = Build(model, axis, layer, selective, context or ContextAxis())
+        build = Build(
+            model, axis, layer, selective, context or ContextAxis(), experts or ExpertAxis()
+        )
         self.steps = install(self, operators(describe.layer(model, layer)), build)
         self._compiled: Callable[[Tensor, Context], Tensor] | None = None
 

@@ -30,8 +30,13 @@ PARTS: dict[str, tuple[str, ...]] = {
     "data": ("data",),
 }
 # group of a collective inside an op -> the part that it belongs to. The price of a step counts the
-# messages of attention over the context axis together with those of the tensor axis.
-INSIDE = {"tensor": "tensor axis", "context": "tensor axis", "shard": "data axis"}
+# messages of attention over the context axis, and those to experts, with those of the tensor axis.
+INSIDE = {
+    "tensor": "tensor axis",
+    "context": "tensor axis",
+    "expert": "tensor axis",
+    "shard": "data axis",
+}
 
 
 def parts(timeline: Timeline) -> dict[str, float]:

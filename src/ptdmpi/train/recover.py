@@ -22,7 +22,7 @@ from ptdmpi.config import Config, InputError, SharedInputError
 from ptdmpi.config.methods import replicas_differ
 from ptdmpi.config.zero import covers_state
 from ptdmpi.engine.engine import Engine
-from ptdmpi.plan.layout.grid import CONTEXT, LOSSES, SHARDS, grid_of
+from ptdmpi.plan.layout.grid import CONTEXT, EXPERTS, LOSSES, SHARDS, grid_of
 from ptdmpi.plan.layout.seats import seats, widest
 from ptdmpi.train import live
 from ptdmpi.train.hooks import Hooks
@@ -160,8 +160,9 @@ class Survivors:
         """Return the configuration with the layout of the present grid."""
         data = self.grid.data_size
         shards = self.grid.size_of(SHARDS)
+        copies = self.grid.size_of(LOSSES) // self.grid.size_of(EXPERTS)
         shard_group: int | Literal["all"] = "all"
-        if covers_state(self.config.parallel.zero) and shards < self.grid.size_of(LOSSES):
+        if covers_state(self.config.parallel.zero) and shards < copies:
             shard_group = shards
         config = self.config.replace("run", spare_ranks=self.world.size - self.grid.size)
         return config.replace("parallel", data=data, shard_group=shard_group)
@@ -229,6 +230,8 @@ class Survivors:
     def _give_up(self) -> None:
         """Report that too few ranks are left, and end all of these with exit code 1."""
         sizes = [f"t={self.grid['tensor']}", f"p={self.grid['pipeline']}"]
+        if self.grid.size_of(EXPERTS) > 1:
+            sizes.insert(1, f"e={self.grid.size_of(EXPERTS)}")
         if self.grid.size_of(CONTEXT) > 1:
             sizes.insert(1, f"c={self.grid.size_of(CONTEXT)}")
         line = (
@@ -254,6 +257,8 @@ class Survivors:
             kind = "checkpoint"
             if covers_state(self.config.parallel.zero):
                 kind += ", since no other rank held the lost shard of the state,"
+            elif self.grid.size_of(EXPERTS) > 1:
+                kind += ", since no other rank held the lost experts,"
         layout = ", ".join(filter(None, (str(loop.config.layout), loop.config.layout.sharding)))
         go = f"{loop.world.size} ranks go" if loop.world.size > 1 else "1 rank goes"
         spare = self.world.size - loop.world.size

@@ -8,6 +8,7 @@ from ptdmpi.config import InputError
 from ptdmpi.plan.layout.grid import Grid, training_grid
 
 NAMES = ("tensor", "shard", "replicate", "pipeline", "context_shard", "context_replicate")
+NAMES += ("context_expert", "data_expert")
 GRIDS = st.permutations(NAMES).flatmap(
     lambda names: st.builds(
         lambda sizes: Grid(dict(zip(names, sizes, strict=False))),
@@ -25,7 +26,7 @@ def test_ranks_and_coordinates_are_a_bijection(grid):
 
 @given(GRIDS)
 def test_groups_partition_the_ranks(grid):
-    for name in (*grid.axes, "replicas", "data", "context", "shards", "losses", "world"):
+    for name in (*grid.axes, "replicas", "data", "context", "shards", "expert", "losses", "world"):
         groups = {grid.members(rank, name) for rank in range(grid.size)}
         assert sorted(rank for group in groups for rank in group) == list(range(grid.size))
         assert all(sorted(group) == list(group) for group in groups)
@@ -48,8 +49,9 @@ def test_replicas_hold_the_same_part_and_all_parts_are_the_model(grid):
 
 def test_tensor_varies_fastest_then_data_then_pipeline():
     grid = training_grid(tensor=2, pipeline=2, data=3)
-    both = ("context_shard", "context_replicate", "shard", "replicate")
-    assert grid.axes == ("tensor", *both, "pipeline") and grid.data_size == 3
+    context = ("context_expert", "context_shard", "context_replicate")
+    data = ("data_expert", "shard", "replicate")
+    assert grid.axes == ("tensor", *context, *data, "pipeline") and grid.data_size == 3
     here = dict.fromkeys(grid.axes, 0)
     assert grid.coordinates(1) == {**here, "tensor": 1}
     assert grid.coordinates(2) == {**here, "replicate": 1}
@@ -89,6 +91,28 @@ def test_context_ranks_are_among_those_that_shard_the_state():
         training_grid(data=3, shards=3, context=2)
 
 
+def test_neighbours_hold_different_experts_and_shards_are_among_those_with_the_same():
+    def members(rank: int, **sizes: int) -> list[tuple[int, ...]]:
+        grid = training_grid(**sizes)
+        return [grid.members(rank, name) for name in ("expert", "shards", "replicas", "losses")]
+
+    everybody = tuple(range(8))
+    assert members(5, data=8, expert=2) == [(4, 5), (5,), (1, 3, 5, 7), everybody]
+    assert members(5, data=8, expert=2, shards=2) == [(4, 5), (5, 7), (1, 5), everybody]
+    assert members(5, data=2, context=4, expert=2) == [(4, 5), (5,), (1, 3, 5, 7), everybody]
+    assert members(5, data=2, context=4, expert=8) == [everybody, (5,), (5,), everybody]
+    assert members(5, data=4, context=2, expert=4, shards=2) == [
+        (4, 5, 6, 7),
+        (1, 5),
+        (5,),
+        everybody,
+    ]
+    assert members(5, tensor=2, data=2, pipeline=2, expert=2)[0] == (5, 7)
+    assert training_grid(data=2, expert=2).called("data_expert") == "data"
+    with pytest.raises(ValueError, match="3 groups of experts do not divide 4 data ranks"):
+        training_grid(data=4, expert=3)
+
+
 def test_ends_are_the_first_and_the_last_of_a_pipeline():
     grid = training_grid(tensor=2, pipeline=3)
     assert [grid.members(rank, "ends") for rank in (0, 2, 5)] == [(0, 4), (), (1, 5)]
@@ -113,7 +137,7 @@ def test_what_is_outside_the_grid_is_refused():
     with pytest.raises(ValueError, match="outside"):
         grid.rank({"tensor": 0})
     with pytest.raises(
-        ValueError, match='"size" is no axis: tensor, context_shard, context_replicate, shard, '
+        ValueError, match='"size" is no axis: tensor, context_expert, context_shard, context_repl'
     ):
         grid.group(0, "size")
     with pytest.raises(ValueError, match='"experts" is no axis'):

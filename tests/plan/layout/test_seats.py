@@ -45,6 +45,22 @@ def test_copies_give_way_before_shards_do(data, shards, ranks, wanted):
     assert (found and (found["shard"], found["replicate"])) == wanted
 
 
+@pytest.mark.parametrize(
+    ("expert", "shards", "ranks", "wanted"),
+    [
+        (2, 1, 7, (1, 2)),  # of 4 copies of two ranks, 3 do not divide the batch
+        (2, 4, 5, (2, 1)),
+        (4, 1, 5, (1, 1)),
+        (4, 1, 3, None),  # an expert is on no other rank
+    ],
+)
+def test_experts_stay_on_as_many_ranks(expert, shards, ranks, wanted):
+    grid = training_grid(data=8, shards=shards, expert=expert)
+    found = widest(grid, ranks, grid, 8)
+    assert (found and (found["shard"], found["replicate"])) == wanted
+    assert found is None or found["data_expert"] == expert
+
+
 def test_a_start_fills_the_grid_in_order():
     grid = training_grid(tensor=2, pipeline=2, data=2)
     nodes = [0, 0, 0, 3, 3, 3, 6, 6, 6]

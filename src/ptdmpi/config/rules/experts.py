@@ -42,6 +42,9 @@ def expert_rules(sections: Sections) -> Iterator[str]:
     yield from _form_rules(model)
     for key, legal in _excluded(sections):
         yield f"model.experts = {model.experts} excludes {key}; legal: {legal}, or experts = 0"
+    dealt = 1 if sections.parallel is None else sections.parallel.expert
+    for key, legal in _dealing(sections) if dealt > 1 else ():
+        yield f"parallel.expert = {dealt} excludes {key}; legal: {legal}, or expert = 1"
 
 
 def _unused_keys(model: ModelConfig) -> Iterator[str]:
@@ -116,6 +119,27 @@ def _excluded(sections: Sections) -> Iterator[tuple[str, str]]:
     yield from where_known(_compiles, sections.run)
     yield from where_known(_own_loss, sections.model, sections.run)
     yield from where_known(_cuts_sequences, sections.model, sections.parallel)
+
+
+def may_deal(sections: Sections) -> bool:
+    """Return True if no setting of `sections` needs all experts on every rank."""
+    return not any(True for _ in _dealing(sections))
+
+
+def _dealing(sections: Sections) -> Iterator[tuple[str, str]]:
+    """Yield the settings that need all experts on every rank, each with what is legal instead."""
+    if sections.run is not None and sections.run.reproducible:
+        # the tree has a leaf for the gradient of one microbatch, which is then on several ranks
+        yield "run.reproducible = true", "reproducible = false"
+    log = sections.log
+    if log is None:
+        return
+    if log.gradient_noise_every_steps:
+        # the gradient of an expert has the tokens of several data ranks before it is summed
+        yield f"log.gradient_noise_every_steps = {log.gradient_noise_every_steps}", "0"
+    if log.tasks_every_steps:
+        # data ranks have different questions, so they would not exchange tokens equally often
+        yield f"log.tasks_every_steps = {log.tasks_every_steps}", "0"
 
 
 def _compiles(run: RunConfig) -> Iterator[tuple[str, str]]:

@@ -6,22 +6,28 @@ width. Tensor ranks then have parts of the output, as after a row-parallel linea
 gradients. The router's gradient is linear in these, so it needs no message of its own in the
 layer: its part of the input's gradient is summed with the experts', and its weight's gradient with
 those of other partial gradients at the end of a step.
+
+If the experts are dealt over ranks (`exchange.py`), the rank of an expert computes the rows of all
+of these ranks. It sums the gradients of a weight in the order of the ranks, each rank's on its own,
+because data parallelism has this order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ptdmpi.model.experts.routing import Chosen, Routing, Segment, segments
+from ptdmpi.model.experts.exchange import Dispatch, ExpertAxis, RowCounts
+from ptdmpi.model.experts.routing import Chosen, Routing, Segment
 from ptdmpi.model.kernels import Computing, Kernels
 from ptdmpi.model.kernels.activation import gated, gelu
 from ptdmpi.model.parameters import Parameter, declare
 from ptdmpi.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorAxis
 from ptdmpi.plan.layer.experts import MixExperts
+from ptdmpi.plan.layout.grid import EXPERT_AXES
 
 
 class Router(nn.Module):
@@ -36,9 +42,10 @@ class Router(nn.Module):
 
 
 class Expert(nn.Module):
-    """The two linears of an expert. Their weights are used by the mixture; they are not called."""
+    """The two linears of an expert. Their weights are used by the mixture; they are not called.
+    `apart` are the axes along which ranks have other experts."""
 
-    def __init__(self, row: MixExperts, axis: TensorAxis) -> None:
+    def __init__(self, row: MixExperts, axis: TensorAxis, apart: tuple[str, ...]) -> None:
         super().__init__()
         up, down = row.up, row.down
         self.up = ColumnParallelLinear(
@@ -47,6 +54,8 @@ class Expert(nn.Module):
         self.down = RowParallelLinear(
             axis, down.inputs, sum(down.outputs), bias=False, init_std=down.init_std
         )
+        for linear in (self.up, self.down):
+            linear.weight.declaration = replace(linear.weight.declaration, apart=apart)
 
 
 class ExpertWeights(NamedTuple):
@@ -58,11 +67,13 @@ class ExpertWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class MixturePass:
-    """One forward pass of a mixture, as its backward needs it. `factors` are those of the router's
-    losses in the gradient, by name; empty if nothing is trained."""
+    """One forward pass of a mixture, as its backward needs it. `experts` are the weights of this
+    rank's experts, which are dealt over `dealt`. `factors` are those of the router's losses in the
+    gradient, by name; empty if nothing is trained."""
 
     router: Router
     experts: Sequence[ExpertWeights]
+    dealt: ExpertAxis
     routing: Routing
     axis: TensorAxis
     kernels: Kernels
@@ -74,12 +85,16 @@ class MixturePass:
         """Return all parameters, for autograd to see."""
         return [self.router.weight, *(weight for expert in self.experts for weight in expert)]
 
+    def dispatch(self, chosen: Tensor, counts: RowCounts | None = None) -> Dispatch:
+        """Return the way of rows to their experts [T, k], and back; see `ExpertAxis`."""
+        return self.dealt.dispatch(chosen, self.routing.model.experts, counts)
+
     def logits(self, rows: Tensor) -> Tensor:
         """Return the outputs [T, E] of the router for rows [T, h], in float32 at least."""
         return self.kernels.linear(widened(rows), widened(self.router.weight))
 
     def forward(self, rows: Tensor, weights: Tensor, held: Sequence[Segment]) -> "Computed":
-        """Return the sum of the experts' outputs for rows [T, h]; weights [T, k]."""
+        """Return the sum of the outputs of this rank's experts for rows [T, h]; weights [T, k]."""
         total = torch.zeros_like(rows)
         weights = weights.flatten().unsqueeze(-1)
         ups = []
@@ -116,16 +131,25 @@ class MixturePass:
             activated = inner.detach()
             by_weight[pairs] = (widened(by_inner) * activated).sum(-1, keepdim=True)
             weighted = (activated * flat[pairs]).to(up.dtype)
-            self._accumulate(weight.down, dy_rows, weighted)
+            self._accumulate(weight.down, dy_rows, weighted, alone=self.dealt.size > 1)
             by_inner = (by_inner * flat[pairs]).to(up.dtype)
             (by_up,) = torch.autograd.grad(inner, leaf, by_inner)
-            self._accumulate(weight.up, by_up, rows[at])
+            self._accumulate(weight.up, by_up, rows[at], alone=self.dealt.size > 1)
             total.index_add_(0, at, kernels.input_gradient(by_up, weight.up))
         return Gradients(total, by_weight.view_as(weights))
 
-    def _accumulate(self, weight: Parameter, dy: Tensor, x: Tensor) -> None:
-        """Add a weight's gradient dy^T x, at once or later."""
-        weight.accumulate(lambda total: self.kernels.add_weight_gradient(total, dy, x))
+    def _accumulate(self, weight: Parameter, dy: Tensor, x: Tensor, *, alone: bool = False) -> None:
+        """Add a weight's gradient dy^T x, at once or later. `alone`: the product is complete before
+        it is added, as if another rank had computed it."""
+
+        def add(total: Tensor) -> None:
+            """Add the gradient to `total`."""
+            product = torch.zeros_like(total) if alone else total
+            self.kernels.add_weight_gradient(product, dy, x)
+            if alone:
+                total.add_(product)
+
+        weight.accumulate(add)
 
     def losses(self, logits: Tensor, chosen: Tensor, sequences: int) -> dict[str, Tensor]:
         """Return the router's losses by name, each summed over the microbatch."""
@@ -176,12 +200,17 @@ class _Mixture(Function):
             chosen.indices = layer.routing.choose(scores, layer.router.balance)
             if layer.factors:
                 chosen.losses = layer.losses(logits, chosen.indices, x.shape[1])
-        weights = layer.routing.weights(scores, chosen.indices)
-        held = segments(chosen.indices, len(layer.experts))
-        computed = layer.forward(rows, weights, held)
-        ctx.layer, ctx.held = layer, [segment.expert for segment in held]
-        ctx.save_for_backward(x, logits, chosen.indices, *computed.ups)
-        return layer.axis.reduce(computed.total.view_as(whole))
+        dispatch = layer.dispatch(chosen.indices)
+        weights = dispatch.pairs(layer.routing.weights(scores, chosen.indices))
+        rows = dispatch.rows(rows)
+        computed = layer.forward(rows, weights, dispatch.held)
+        ctx.layer = layer
+        # Rows from other ranks are kept; this rank's own are in the input. The dispatch is made
+        # again from its counts, because full recomputation would not free its tensors.
+        ctx.counts = dispatch.counts
+        arrived = () if ctx.counts is None else (rows, weights)
+        ctx.save_for_backward(x, logits, chosen.indices, *arrived, *computed.ups)
+        return layer.axis.reduce(dispatch.summed(computed.total).view_as(whole))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -194,21 +223,31 @@ class _Mixture(Function):
             leaf = logits.detach().requires_grad_()
             weights = routing.weights(routing.scores(leaf), chosen)
             trained = layer.trained(leaf, chosen, x.shape[1])
-        held = segments(chosen, len(layer.experts))
-        gradients = layer.backward(rows, dy.flatten(0, 1), weights.detach(), held=held, ups=ups)
-        sums = [(weights, gradients.weights), *((loss, torch.ones_like(loss)) for loss in trained)]
+        dispatch = layer.dispatch(chosen, ctx.counts)
+        computed, arrived = rows, weights.detach()
+        if ctx.counts is not None:
+            computed, arrived, *ups = ups
+        gradients = layer.backward(
+            computed, dispatch.rows(dy.flatten(0, 1)), arrived, held=dispatch.held, ups=ups
+        )
+        by_weights = dispatch.pairs_back(gradients.weights)
+        sums = [(weights, by_weights), *((loss, torch.ones_like(loss)) for loss in trained)]
         outputs, by_outputs = zip(*sums, strict=True)
         (by_logits,) = torch.autograd.grad(outputs, leaf, by_outputs)
-        dx = gradients.rows.add_(layer.route_back(rows, by_logits))
+        dx = dispatch.summed(gradients.rows).add_(layer.route_back(rows, by_logits))
         nothing = [None] * (len(ctx.needs_input_grad) - 1)
         return axis.reduce(dx.view_as(dy)), *nothing
 
 
 class Mixture(Computing):
-    """Experts by number, in place of an MLP: [s, b, h] -> [s, b, h]."""
+    """Experts by number, in place of an MLP: [s, b, h] -> [s, b, h]. A rank has those experts that
+    `dealt` gives it."""
 
-    def __init__(self, row: MixExperts, routing: Routing, axis: TensorAxis) -> None:
+    def __init__(
+        self, row: MixExperts, routing: Routing, axis: TensorAxis, dealt: ExpertAxis
+    ) -> None:
         super().__init__()
+        self.dealt = dealt
         self.routing = routing
         self.axis = axis
         self.function = row.function
@@ -217,8 +256,9 @@ class Mixture(Computing):
         # tokens of each expert since the last step began, in microbatches that are trained
         self.counts = torch.zeros(row.count, dtype=torch.int64)
         self.losses: dict[str, Tensor] = {}  # of the router, summed over the same microbatches
-        for number in range(row.count):
-            expert = Expert(row, axis)
+        apart = EXPERT_AXES if dealt.size > 1 else ()
+        for number in dealt.own(row.count):
+            expert = Expert(row, axis, apart)
             self.add_module(str(number), expert)
             self.weights.append(ExpertWeights(expert.up.weight, expert.down.weight))
 
@@ -234,6 +274,7 @@ class Mixture(Computing):
         layer = MixturePass(
             router=router,
             experts=self.weights,
+            dealt=self.dealt,
             routing=self.routing,
             axis=self.axis,
             kernels=self.kernels,

@@ -69,7 +69,8 @@ class DataAxis:
         self.machine, self.cluster = machine, machine.cluster
         self.model, self.vocab_size = model.config, model.vocab_size
         self.gradient_bytes = self.cluster.software.gradient_bytes
-        self.layer_elements = cache(lambda tensor: parameters.trained_elements(self.model, tensor))
+        self.layer_elements = cache(partial(parameters.trained_elements, self.model))
+        self._dense_elements = cache(partial(parameters.dense_elements, self.model))
         self._frozen = cache(partial(frozen_places, self.model, self.vocab_size))
         self._tensor_pair_s = cache(self._one_tensor_s)
         self._unit_pair_s = cache(self._one_unit_s)
@@ -82,12 +83,13 @@ class DataAxis:
         return Group(ranks, min(max(1, self.cluster.node.devices // stride), ranks))
 
     def shard_group(self, layout: Layout) -> Group:
-        """Return the group that shards state: neighbours, t ranks apart."""
-        return self._group(layout.shards, layout.tensor)
+        """Return the group that shards state: neighbours, t e ranks apart."""
+        return self._group(layout.shards, layout.tensor * layout.expert)
 
     def replicas(self, layout: Layout) -> Group:
         """Return the group of ranks with copies of the same shard: one in each shard group."""
-        return self._group(layout.copies // layout.shards, layout.tensor * layout.shards)
+        stride = layout.tensor * layout.expert * layout.shards
+        return self._group(layout.copies // layout.shards, stride)
 
     # -- after the pipeline ----------------------------------------------------------------------
 
@@ -95,6 +97,7 @@ class DataAxis:
         """Return the seconds of messages after the last backward, with the sum of a tied table
         over the two ends of the pipeline."""
         gradients_s, weights_s = self._ends_s(layout) + self._norms_s(layout, elements), 0.0
+        gradients_s += self._dense_s(layout, elements)
         for unit, count in self._units(layout, elements):
             groups = self.shard_group(layout), self.replicas(layout)
             each = self._behind(layout.sharing, unit, *groups)
@@ -102,10 +105,21 @@ class DataAxis:
             weights_s += count * each.weights_s
         return Behind(gradients_s, weights_s)
 
+    def _dense_s(self, layout: Layout, elements: float) -> float:
+        """Return the seconds in which ranks with different experts sum the gradients of the other
+        parameters, or, if state is sharded, each rank's shard of them. Embedding and head count as
+        layers."""
+        if layout.expert == 1:
+            return 0.0
+        dense = self._dense_elements(layout.tensor)
+        share = dense / self.layer_elements(layout.tensor, layout.expert)
+        size = share * elements * self.gradient_bytes / layout.sharing.state_shards
+        return self.machine.all_reduce_s(size, self._group(layout.expert, layout.tensor))
+
     def _units(self, layout: Layout, elements: float) -> list[tuple[float, int]]:
         """Return (elements, count) of the messages after the pipeline: one of all `elements`, or
         one for each whole layer in them and one for the rest."""
-        layer = self.layer_elements(layout.tensor)
+        layer = self.layer_elements(layout.tensor, layout.expert)
         by_layer = covers_gradients(layout.zero) and layer > 0
         if not by_layer or self.cluster.software.zero_unit == "tensor":
             return [(elements, 1)]
@@ -199,13 +213,13 @@ class DataAxis:
         if not layout.shards_gradients:
             return 0.0
         group = self.shard_group(layout)
-        layer = ModelPart(1, first=False, last=False, tensor=layout.tensor)
+        layer = ModelPart(1, first=False, last=False, tensor=layout.tensor, expert=layout.expert)
         if self.cluster.software.zero_unit == "tensor":
             gathered_s, summed_s = self._all_tensors_s(layer, group)
             if not layout.shards_weights:
                 return 0.0
             return layers * (_gathers(layout) * gathered_s + summed_s)
-        unit = self.layer_elements(layout.tensor)
+        unit = self.layer_elements(layout.tensor, layout.expert)
         gathered_s, summed_s = self._unit_pair_s(unit, group)
         if not layout.shards_weights:
             return layers * summed_s

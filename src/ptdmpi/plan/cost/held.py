@@ -13,6 +13,7 @@ from ptdmpi.plan.schedule.places import EMBEDDING, HEAD, places_of
 from ptdmpi.plan.shape import parameters
 
 TIED, SECOND = "tied", "second"
+OF_EXPERTS = " experts"  # ends the name of a unit whose gradients are summed over fewer ranks
 
 
 class HeldParts:
@@ -20,14 +21,14 @@ class HeldParts:
     each kind of place, by name."""
 
     def __init__(self, model: Model, layout: Layout) -> None:
-        self.model, self.tensor = model.config, layout.tensor
+        self.model, self.tensor, self.expert = model.config, layout.tensor, layout.expert
         self.placed = placement_of(layout)
         first = layout.first_layers
         self.layers = split_model(self.model, model.vocab_size, self.placed, first=first)
         self.last = self.placed.stages - 1
         self.table = {
-            "layer": parameters.layer(self.model),
-            "idle": parameters.layer(self.model, 0),
+            "layer": parameters.layer(self.model, expert=layout.expert),
+            "idle": parameters.layer(self.model, 0, layout.expert),
             "embedding": parameters.embedding(self.model, model.vocab_size),
             "head": parameters.head(self.model, model.vocab_size),
         }
@@ -84,8 +85,9 @@ class HeldParts:
         all parts form one unit. With `apart` (ZeRO 2 and 3, and exchanges that overlap the forward)
         each layer, the embedding and the head is a unit. A tied table is a unit of its own if there
         are several shards. Its `SECOND` gradient, which has no weights, is always a unit of its
-        own. If `trains` is False, the units are those of the frozen weights that ZeRO 3 gathers,
-        and they have other names. Quantized weights are not among them.
+        own. If experts are dealt, they are in units of their own (`of_experts`). If `trains` is
+        False, the units are those of the frozen weights that ZeRO 3 gathers, and they have other
+        names. Quantized weights are not among them.
         """
         units: dict[str, int] = {}
         uses: dict[str, list[str]] = {}
@@ -97,6 +99,8 @@ class HeldParts:
                 for number, size in sizes[self._is_packed(place, part) :]:
                     tied = self.model.tie_embeddings and number == 0 and self._is_tied(place, name)
                     unit = _unit_name(place, tied=tied and shards > 1, apart=apart)
+                    if self.expert > 1 and parameters.is_of_expert(name):
+                        unit += OF_EXPERTS
                     if not trains:
                         unit = f"frozen {unit}"
                     uses[place].append(unit)
@@ -161,6 +165,11 @@ class HeldParts:
         if not self.model.tie_embeddings or not word.trains:
             return 0
         return sum(word.weights(self.tensor))
+
+
+def of_experts(unit: str) -> bool:
+    """Return True if a unit has the parameters of experts that are dealt over ranks."""
+    return unit.endswith(OF_EXPERTS)
 
 
 def _unit_name(place: str, *, tied: bool, apart: bool) -> str:

@@ -6,7 +6,7 @@ kernels are those of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ptdmpi.config.layout import Layout
@@ -23,19 +23,22 @@ from ptdmpi.plan.layer.account import (
 from ptdmpi.plan.layer.folds import messages, operators
 from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.sizes import Sizes
+from ptdmpi.plan.layout.grid import EXPERTS
 from ptdmpi.plan.machine.cluster import Model
 from ptdmpi.plan.machine.kernels import Group, Machine
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Time in kernels, in messages over the tensor and the context axis that the kernels wait for,
-    and of the host that launches them. Work that the host finishes too late delays the kernels."""
+    """Time in kernels, in messages over the tensor and the context axis and to experts that the
+    kernels wait for, and of the host that launches them. Work that the host finishes too late
+    delays the kernels."""
 
     compute: float = 0.0
     messages: float = 0.0
     host: float = 0.0
     context: float = 0.0
+    expert: float = 0.0
 
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(
@@ -43,22 +46,29 @@ class Seconds:
             self.messages + other.messages,
             self.host + other.host,
             self.context + other.context,
+            self.expert + other.expert,
         )
 
     def __mul__(self, times: int) -> "Seconds":
         device_s = (self.compute * times, self.messages * times)
-        return Seconds(*device_s, self.host * times, self.context * times)
+        others_s = (self.context * times, self.expert * times)
+        return Seconds(*device_s, self.host * times, *others_s)
+
+    @property
+    def device(self) -> float:
+        """Return the time of the device: kernels, and messages that they wait for."""
+        return self.compute + self.messages + self.context + self.expert
 
     @property
     def total(self) -> float:
         """Return the time that passes: the device's or the host's, whichever is longer."""
-        return max(self.compute + self.messages + self.context, self.host)
+        return max(self.device, self.host)
 
     @property
     def launched(self) -> "Seconds":
         """Return the same time, with the device's wait for its host added to `compute`."""
-        waits_s = max(0.0, self.host - self.compute - self.messages - self.context)
-        return Seconds(self.compute + waits_s, self.messages, context=self.context)
+        waits_s = max(0.0, self.host - self.device)
+        return replace(self, compute=self.compute + waits_s, host=0.0)
 
 
 def sizes_on(machine: Machine, model: Model, layout: Layout) -> Sizes:
@@ -77,7 +87,12 @@ class TensorRank:
         near = machine.cluster.node.devices
         self.group = Group(tensor, min(tensor, near))
         inside = min(layout.context, max(1, near // tensor))
-        self.groups = {"tensor": self.group, "context": Group(layout.context, inside)}
+        dealt = Group(layout.expert, min(layout.expert, max(1, near // tensor)))
+        self.groups = {
+            "tensor": self.group,
+            "context": Group(layout.context, inside),
+            EXPERTS: dealt,
+        }
 
     def kernel_s(self, kernel: Kernel) -> float:
         """Return the seconds of a kernel."""
@@ -121,7 +136,7 @@ class TensorRank:
             waited[message.axis] += self.message_s(message)
             launches += 1
         host_s = self.machine.host_s(launches)
-        return Seconds(compute, waited["tensor"], host_s, waited["context"])
+        return Seconds(compute, waited["tensor"], host_s, waited["context"], waited[EXPERTS])
 
 
 class LayerTimes(TensorRank):
@@ -234,8 +249,7 @@ class EndTimes(TensorRank):
         self.head_input_trains = config.idle() < config.layers
 
     def _pass(self, kernels: Iterable[Kernel], sent: Iterable[Message]) -> Seconds:
-        seconds = self.seconds(kernels, sent)
-        return Seconds(seconds.compute, seconds.messages, context=seconds.context)
+        return replace(self.seconds(kernels, sent), host=0.0)
 
     @cached_property
     def embedding_forward(self) -> Seconds:

@@ -310,7 +310,7 @@ class MemoryModel:
             fewer = replace(method, moments=method.moments - 1).copied_numbers(layout.data)
             (work,) = self.stages.dealt(Cut.of(layout), layout.tensor, rank, Sharing())
             numbers -= (each - fewer) * work.elements
-        holders = layout.data * layout.context
+        holders = layout.copies
         return method.copies * -(-numbers * self.wide_bytes // holders)
 
     def _state(self, layout: Layout, rank: int) -> "StateBytes":
@@ -413,7 +413,7 @@ class MemoryModel:
 def _flight_key(layout: Layout, rank: int, microbatches: int) -> tuple[object, ...]:
     """Return the settings that determine the memory of a rank's ops. Sharding is not one of them,
     so a search that tries all ways of sharding reuses the result."""
-    axes = (layout.tensor, layout.context, layout.pipeline)
+    axes = (layout.tensor, layout.context, layout.expert, layout.pipeline)
     sizes = (*axes, layout.virtual, layout.micro_size)
     how = (layout.schedule, layout.sequence_parallel, layout.recompute, layout.recompute_layers)
     return *sizes, *how, layout.first_layers, rank, microbatches

@@ -27,6 +27,7 @@ class StepParts:
     compute: float
     tensor: float  # sums over the tensor axis
     context: float  # what attention sends over the context axis
+    expert: float  # tokens on their way to experts and back
     pipeline: float  # messages between stages that nothing hides
     bubble: float
     data: float  # sums and gathers over the data axis that nothing hides
@@ -74,7 +75,8 @@ class Price:
     def communication_fraction(self) -> float:
         """Return the share of the step spent on messages that nothing hides."""
         parts = self.parts
-        return (parts.tensor + parts.context + parts.pipeline + parts.data) / self.step_time_s
+        messages_s = parts.tensor + parts.context + parts.expert + parts.pipeline + parts.data
+        return messages_s / self.step_time_s
 
 
 class Pricer:
@@ -135,7 +137,7 @@ class Pricer:
     def _rough(self, layout: Layout) -> tuple[float, float]:
         """Return (work of the mean rank, a layer's time while others wait) in seconds, for any
         number of chunks."""
-        axes = (layout.tensor, layout.context, layout.pipeline, layout.data)
+        axes = (layout.tensor, layout.context, layout.expert, layout.pipeline, layout.data)
         sizes = (*axes, layout.micro_size)
         how = (layout.recompute, layout.recompute_layers is None, layout.partition_activations)
         key = (
@@ -169,7 +171,8 @@ class Pricer:
         """Return (seconds after the pipeline, seconds that each microbatch adds): the part of
         `rough_bound_s` that depends on sharding."""
         layers = self._trained_layers / layout.pipeline
-        elements = self._trained_layers * self.times.data.layer_elements(layout.tensor)
+        each = self.times.data.layer_elements(layout.tensor, layout.expert)
+        elements = self._trained_layers * each
         elements //= layout.pipeline
         after_s, each_s = self.times.update.optimizer_s(layout, elements), 0.0
         after_s += self.times.least_matrices_s(layout, layers)
@@ -189,7 +192,7 @@ class Pricer:
         optimizer state, whatever the rest of the layout is."""
         config = self.model.config
         layers, t = config.layers / layout.pipeline, layout.tensor
-        each = self.times.data.layer_elements(t)
+        each = self.times.data.layer_elements(t, layout.expert)
         train = self._trained_layers / layout.pipeline * each
         frozen = layers * (layer_elements(config, t) - each) if config.adapt.adapts else 0
         standing = train * self.memory.parameter_bytes(layout)
@@ -243,6 +246,8 @@ class Pricer:
         tensor_s = microbatches * sum(messages_s)
         keys_s = (sum(part.context for part in seconds[stage]) for stage in own)
         context_s = microbatches * sum(keys_s)
+        tokens_s = (sum(part.expert for part in seconds[stage]) for stage in own)
+        expert_s = microbatches * sum(tokens_s)
         sent = self.times.in_ops_s(layout, seconds)
         sent_s = microbatches * sum(sum(sent[stage]) for stage in own)
         ways_s = 0.0
@@ -251,9 +256,10 @@ class Pricer:
             ways_s += sum(times.backward_in_s[stage] for stage in own)
             ways_s *= microbatches
         parts = StepParts(
-            compute=busy_s - tensor_s - context_s - sent_s,
+            compute=busy_s - tensor_s - context_s - expert_s - sent_s,
             tensor=tensor_s,
             context=context_s,
+            expert=expert_s,
             pipeline=ways_s,
             bubble=max(0.0, makespan_s - busy_s - ways_s),  # not -0.0 by rounding
             data=data_s + sent_s,

@@ -58,21 +58,24 @@ class SplitBytes:
 
 
 class Cut(NamedTuple):
-    """The key of a model's split into stages: the placement of stages on ranks, and the number of
-    layers that the first stage was given."""
+    """The key of the parts into which a model is cut: the placement of stages on ranks, the number
+    of layers that the first stage was given, and the number of ranks over which experts are
+    dealt."""
 
     placed: Placement
     first: int | None
+    expert: int
 
     @classmethod
     def of(cls, layout: Layout) -> "Cut":
         """Return the key of a layout's split."""
-        return _cut(layout.schedule, layout.pipeline, layout.virtual, layout.first_layers)
+        first, expert = layout.first_layers, layout.expert
+        return _cut(layout.schedule, layout.pipeline, layout.virtual, first=first, expert=expert)
 
 
 @lru_cache(maxsize=16384)
-def _cut(schedule: str, pipeline: int, virtual: int, first: int | None) -> Cut:
-    return Cut(placement(schedule, pipeline, virtual), first)
+def _cut(schedule: str, pipeline: int, virtual: int, *, first: int | None, expert: int) -> Cut:
+    return Cut(placement(schedule, pipeline, virtual), first, expert)
 
 
 class ActivationKey(NamedTuple):
@@ -82,6 +85,7 @@ class ActivationKey(NamedTuple):
     tensor: int
     context: int
     context_method: str
+    expert: int
     micro_size: int
     sequence_parallel: bool
     partition_activations: bool
@@ -143,7 +147,9 @@ class StageMemory:
 
     def _part(self, cut: Cut, tensor: int, rank: int) -> ModelPart:
         """Return the part of the model that a pipeline rank has."""
-        return ModelPart.of(self.model, self.layers_of(cut), cut.placed.stages_of(rank), tensor)
+        stages = cut.placed.stages_of(rank)
+        layers = self.layers_of(cut)
+        return ModelPart.of(self.model, layers, stages, tensor=tensor, expert=cut.expert)
 
     def _backward(self, layout: Layout, stage: int) -> range:
         """Return the layers of a stage that have a backward; no other layer keeps anything."""
@@ -244,7 +250,8 @@ class StageMemory:
             return (up.inputs * sum(up.outputs) // tensor,) * 3
         most = (0, 0, 0)
         for stage in cut.placed.stages_of(rank):
-            held = ModelPart.of(self.model, self.layers_of(cut), (stage,), tensor)
+            layers = self.layers_of(cut)
+            held = ModelPart.of(self.model, layers, (stage,), tensor=tensor, expert=cut.expert)
             sizes = [*map(sum, parameters.places(self.model, self.vocab_size, held)), 0]
             frozen = [*map(sum, frozen_places(self.model, self.vocab_size, held)), 0]
             every = [sum(both) for both in zip(sizes, frozen, strict=True)]
@@ -258,6 +265,7 @@ class StageMemory:
             layout.tensor,
             layout.context,
             layout.context_method,
+            layout.expert,
             layout.micro_size,
             layout.sequence_parallel,
             layout.partition_activations,
@@ -276,6 +284,7 @@ class StageMemory:
             partition_activations=key.partition_activations,
             context=key.context,
             context_method=key.context_method,
+            expert=key.expert,
         )
         sizes = Sizes(self.model, layout, self.precision, self.software)
         layer = describe.layer(self.model)

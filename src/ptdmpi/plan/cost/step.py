@@ -161,7 +161,9 @@ class StepTimes:
     def _part(self, layout: Layout, stage: int) -> ModelPart:
         """Return the part of the model that a stage has on a tensor rank."""
         layers = self.memory.stages.split(layout)
-        return ModelPart.of(self.model.config, layers, (stage,), layout.tensor)
+        return ModelPart.of(
+            self.model.config, layers, (stage,), tensor=layout.tensor, expert=layout.expert
+        )
 
     def _way_s(self, layout: Layout, crosses: bool) -> float:
         """Return the seconds of one message between two stages.
@@ -218,7 +220,10 @@ class StepTimes:
         if not self.method.matrices:
             return 0.0
         group, t = self.kernels(layout)[0].group, layout.tensor
-        each = (self.update.matrix_s(matrix, t, group) for matrix in wholes(self.model.config, t))
+        each = (
+            self.update.matrix_s(matrix, t, group)
+            for matrix in wholes(self.model.config, t, layout.expert)
+        )
         return layers * sum(each) / layout.shards
 
 
@@ -240,6 +245,7 @@ def _layer_key(layout: Layout) -> tuple[object, ...]:
         layout.tensor,
         layout.context,
         layout.exchange,
+        layout.expert,
         layout.micro_size,
         layout.sequence_parallel,
     )

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ptdmpi.base.traffic import Tally, Traffic
 from ptdmpi.config import Config, Layout
 from ptdmpi.config.methods import encodes
-from ptdmpi.plan.cost.held import SECOND, HeldParts
+from ptdmpi.plan.cost.held import SECOND, HeldParts, of_experts
 from ptdmpi.plan.cost.methods import code_messages, told_of
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.account import Message, Phase
@@ -27,7 +27,10 @@ from ptdmpi.plan.layout.grid import (
     CONTEXT,
     DATA,
     ENDS,
+    EXPERT_AXES,
+    EXPERTS,
     LOSSES,
+    PARAMETERS,
     SHARD_AXES,
     SHARDS,
     layout_grid,
@@ -49,7 +52,8 @@ class StepTraffic:
     `predictions` is the number of masked positions of a sample; None: that of the default fraction.
     If `reproducible`, gradients are summed along the tree of `run.reproducible`. `method` describes
     the messages of data ranks, by default one sum of the gradients. All counts are exact, except
-    those of codes, whose length depends on random draws and on how parameters are cut.
+    those of codes, whose length depends on random draws and on how parameters are cut, and those of
+    tokens on their way to experts.
     """
 
     def __init__(
@@ -86,8 +90,10 @@ class StepTraffic:
 
     @property
     def is_exact(self) -> bool:
-        """Return True if the counts equal those of a run, to the byte and message."""
-        return not encodes(self.method.section)
+        """Return True if the counts equal those of a run, to the byte and message. If experts are
+        dealt, the number of tokens that a rank sends depends on the router, and the bytes are those
+        of equally full experts."""
+        return not encodes(self.method.section) and self.layout.expert == 1
 
     def of(self, rank: int, shard: int = 0, data: int = 0, step: int = 0) -> Traffic:
         """Return the bytes and messages that each rank sends in step `step` (from 0), by group.
@@ -100,9 +106,11 @@ class StepTraffic:
         norms = self.method.norms(step)
         tallies = {
             "tensor": self._tensor(rank, shard, norms),
-            CONTEXT: self._context(rank),
+            CONTEXT: self._over(CONTEXT, rank),
+            EXPERTS: self._over(EXPERTS, rank),
             **self._data(rank, shard, data, step),
-            "pipeline": self._pipeline(rank, norms),
+            "pipeline": self._pipeline(rank),
+            PARAMETERS: self._norms(norms),
             ENDS: self._ends(rank, shard),
         }
         if self.model.experts:
@@ -118,7 +126,7 @@ class StepTraffic:
         losses of routers."""
         layout, losses = self.layout, len(self.model.router_losses)
         size = self.model.layers * (self.model.experts + losses) * LOAD_BYTES
-        tallies.setdefault(LOSSES, Tally(layout.copies)).add("all_reduce", size)
+        tallies.setdefault(LOSSES, Tally(layout.token_ranks)).add("all_reduce", size)
         tallies["pipeline"].add("all_reduce", size)
 
     def _tensor(self, rank: int, shard: int, norms: int) -> Tally:
@@ -145,12 +153,13 @@ class StepTraffic:
                 tally.add("all_gather", size, count)
         return tally
 
-    def _context(self, rank: int) -> Tally:
-        """Return the traffic over the context axis: keys, values and their gradients."""
-        tally = Tally(self.layout.context)
+    def _over(self, group: str, rank: int) -> Tally:
+        """Return the traffic inside layers over the context axis (keys, values and their
+        gradients), or between ranks with different experts (tokens and their gradients)."""
+        tally = Tally(layout_grid(self.layout).size_of(group))
         for stage in self.placed.stages_of(rank):
             for message in self._messages(stage):
-                if message.axis == CONTEXT:
+                if message.axis == group:
                     tally.add(message.collective, message.whole_bytes, self.microbatches)
         return tally
 
@@ -191,18 +200,21 @@ class StepTraffic:
             and elements % layout.tensor == 0
         )
 
-    def _pipeline(self, rank: int, norms: int) -> Tally:
-        """Return the traffic over the pipeline axis.
+    def _norms(self, norms: int) -> Tally:
+        """Return the traffic between ranks with parameters of other names: the norms of gradients
+        of all parameters, in rows as long as the row of the rank with most norms. Steps that
+        measure the consensus distance add its norms."""
+        ranks = layout_grid(self.layout).size_of(PARAMETERS)
+        longest = max(map(self.held.counted, range(self.layout.pipeline)))
+        tally = Tally(ranks)
+        tally.add("all_gather", ranks * longest * self.sizes.wide_bytes, norms)
+        return tally
 
-        It has the activations and their gradients. It also has the norms of gradients of all ranks'
-        parameters, in rows as long as the row of the rank with most norms. Steps that measure the
-        consensus distance add its norms.
-        """
+    def _pipeline(self, rank: int) -> Tally:
+        """Return the traffic of activations and their gradients over the pipeline axis."""
         tally, layout = Tally(self.layout.pipeline), self.layout
         shares = layout.tensor if self._is_scattered or layout.sequence_parallel else 1
         tally.add("send", self.whole // shares, self.held.crossings(rank) * self.microbatches)
-        longest = max(map(self.held.counted, range(layout.pipeline)))
-        tally.add("all_gather", layout.pipeline * longest * self.sizes.wide_bytes, norms)
         return tally
 
     def _data(self, rank: int, shard: int, data: int, step: int) -> dict[str, Tally]:
@@ -218,7 +230,8 @@ class StepTraffic:
                      microbatch, which recomputes with the weights that it has       3 psi
                      (less those still there from the op before); frozen ones, too
 
-        If shards have copies, each part of the gradients is summed over the copies at the end. For
+        If shards have copies, each part of the gradients is summed over the copies at the end. If
+        experts are dealt, other parameters are also summed over the ranks of different experts. For
         the norm of all gradients, the ranks gather the norms of rows of gradients. If the optimizer
         updates whole matrices, their parts travel to the owners of the matrices and back.
         """
@@ -226,20 +239,19 @@ class StepTraffic:
         if self.reproducible:
             return {DATA: self._tree(rank)}
         element = self.sizes.wide_bytes
-        if shards == 1 and layout.context > 1:
-            units, _ = self.held.units(rank, False, 1)
-            tally = Tally(layout.copies)
-            tally.add("all_reduce", sum(units.values()) * element)
-            return {LOSSES: tally}
+        grid = layout_grid(layout)
+        if shards == 1 and max(layout.context, layout.expert) > 1:
+            return self._whole_sums(rank)
         if shards == 1:
             return {DATA: _told(self, rank, data, step)}
         units, uses = self.held.units(rank, layout.shards_gradients, shards)
-        grid, sharing = layout_grid(layout), Tally(shards)
+        sharing = Tally(shards)
         copying = {axis: Tally(grid[axis]) for axis in grid.along(LOSSES) if axis not in SHARD_AXES}
-        for size in units.values():
+        for unit, size in units.items():
             sharing.add("reduce_scatter", size * element, m if layout.shards_gradients else 1)
-            for tally in copying.values():
-                tally.add("all_reduce", size // shards * element)
+            for axis, tally in copying.items():
+                if not (of_experts(unit) and axis in EXPERT_AXES):
+                    tally.add("all_reduce", size // shards * element)
         units.pop(SECOND, None)
         gathered: Iterable[str] = list(units)
         rows = sum(units.values()) // ALIGNMENT
@@ -257,6 +269,25 @@ class StepTraffic:
         for size in (*own.gives.values(), *own.takes.values()):
             sharing.add("send", size * iteration_bytes(self.sizes.compute_bytes))
         return {SHARDS: sharing, **copying}
+
+    def _whole_sums(self, rank: int) -> dict[str, Tally]:
+        """Return the traffic of gradients that are whole: those of dealt experts are summed along
+        one axis after the other, and all others over all ranks that see different tokens. In the
+        buffer, the second gradient of a tied table is after those of the experts."""
+        grid, units = layout_grid(self.layout), self.held.units(rank, False, 1)[0]
+        element = self.sizes.wide_bytes
+        apart = sum(size for unit, size in units.items() if of_experts(unit))
+        second = units.get(SECOND, 0) if apart else 0
+        tallies = {LOSSES: Tally(self.layout.token_ranks)}
+        for size in (sum(units.values()) - apart - second, second):
+            if size:
+                tallies[LOSSES].add("all_reduce", size * element)
+        if apart:
+            others = [axis for axis in grid.along(LOSSES) if axis not in EXPERT_AXES]
+            tallies |= {axis: Tally(grid[axis]) for axis in others}
+            for axis in others:
+                tallies[axis].add("all_reduce", apart * element)
+        return tallies
 
     def _tree(self, rank: int) -> Tally:
         """Return the traffic of a tree of microbatches: each data rank broadcasts its nodes to all
@@ -288,7 +319,9 @@ def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
     if not of.method.matrices:
         return Dealt()
     stages, layout = of.placed.stages_of(rank), of.layout
-    part = ModelPart.of(of.model, of.held.layers, stages, layout.tensor)
+    part = ModelPart.of(
+        of.model, of.held.layers, stages, tensor=layout.tensor, expert=layout.expert
+    )
     return dealt(of.model, of.vocab_size, part, layout.sharing)[shard]
 
 

@@ -24,6 +24,8 @@ from ptdmpi.plan.layer.products import copied_bytes, summed, weight_gradient
 from ptdmpi.plan.layer.sizes import Sizes
 
 INDEX_BYTES = 8  # an index of an expert or of a token
+# Rows of a rank, of which memory is counted if experts are dealt, as a multiple of the mean.
+FULLEST = 2
 # passes over the scores of all experts: their softmax, the choice, and the order of the tokens
 SCORE_PASSES = 4
 
@@ -31,6 +33,9 @@ SCORE_PASSES = 4
 @dataclass(frozen=True)
 class MixExperts(Operator):
     """[rows, h] -> [rows, h]: the weighted sum of the experts that the router chooses for a token.
+
+    If experts are dealt over e ranks, time counts equally full experts, so a rank computes as many
+    rows as without. Memory counts `FULLEST` times as many rows, if there can be so many.
 
     `up` and `down` are the two linears of each of `count` experts, around `function`; `chosen` is
     the number of experts of a token. A second input is added to the sum: the output of experts that
@@ -55,8 +60,11 @@ class MixExperts(Operator):
         return f"{self.name.rpartition('.')[0]}.router"
 
     def parts(self) -> dict[str, Part]:
+        return self.held(1)
+
+    def held(self, expert: int) -> dict[str, Part]:
         parts: dict[str, Part] = {self.router_name: self.router}
-        for number in range(self.count):
+        for number in range(self.count // expert):
             parts[f"{self.expert(number)}.up"] = self.up
             parts[f"{self.expert(number)}.down"] = self.down
         return parts
@@ -69,8 +77,17 @@ class MixExperts(Operator):
     # -- sizes ------------------------------------------------------------------------------------
 
     def _pairs(self, sizes: Sizes) -> int:
-        """Return the rows of all experts together: a row for each token and expert of it."""
+        """Return the rows of all experts together: a row for each token and expert of it. A rank
+        with a part of the experts has as many, from all ranks that share its experts."""
         return sizes.tokens * self.chosen
+
+    def _most_rows(self, sizes: Sizes) -> int:
+        """Return the rows for whose experts a rank has memory."""
+        expert, pairs = sizes.layout.expert, self._pairs(sizes)
+        if expert == 1:
+            return pairs
+        every = expert * sizes.tokens * min(self.chosen, self.count // expert)
+        return min(FULLEST * pairs, every)
 
     def _width(self, sizes: Sizes) -> int:
         """Return the width of an expert on one tensor rank."""
@@ -110,6 +127,8 @@ class MixExperts(Operator):
         used, _ = self._groups(sizes)
         yield MatrixProduct(sizes.tokens, self.count, h)
         yield MemoryPass(SCORE_PASSES * self._scores(sizes) * sizes.wide_bytes, SCORE_PASSES)
+        if sizes.layout.expert > 1:  # rows in the order of experts, and results added to tokens
+            yield MemoryPass(5 * pairs * h * c, 1 + self.count)
         yield MemoryPass(2 * pairs * h * c, used)  # the rows of each expert
         yield self._products(sizes, self._up_width(sizes), h)
         yield self._activated(sizes, self.function, len(self.up.outputs) + 1)
@@ -122,6 +141,8 @@ class MixExperts(Operator):
         pairs, width = self._pairs(sizes), self._width(sizes)
         gates = len(self.up.outputs)
         used, _ = self._groups(sizes)
+        if sizes.layout.expert > 1:
+            yield MemoryPass(5 * pairs * h * c, 1 + self.count)
         yield MemoryPass(4 * pairs * h * c, 2 * used)  # rows of inputs and of outputs' gradients
         yield self._products(sizes, width, h)
         # the activation again, its product with the gradient, and the weighted gradient
@@ -139,9 +160,14 @@ class MixExperts(Operator):
         for linear in (self.up, self.down):
             inputs, outputs = linear.local(sizes.layout.tensor)
             yield from weight_gradient(sizes, inputs, outputs, rows, weights=used)
+            if sizes.layout.expert > 1:  # cleared, and added to the sum
+                yield MemoryPass(4 * used * inputs * outputs * sizes.wide_bytes, 2 * used)
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
-        if sizes.layout.tensor == 1 or phase == "weights":
+        if phase == "weights":
+            return
+        yield from self._exchanges(sizes, phase)
+        if sizes.layout.tensor == 1:
             return
         size = sizes.tokens * self.up.inputs * sizes.compute_bytes
         gathered = Message("all_gather", size)
@@ -155,17 +181,34 @@ class MixExperts(Operator):
             yield gathered
         yield summed(sizes, size)
 
+    def _exchanges(self, sizes: Sizes, phase: Phase) -> Iterator[Message]:
+        """Yield the all-to-alls of tokens, if experts are dealt: numbers of rows, weights, rows and
+        results in the forward; gradients of results, of rows and of weights in the backward. Their
+        sizes are means, because a rank sends as many rows as its tokens have experts elsewhere."""
+        expert, pairs = sizes.layout.expert, self._pairs(sizes)
+        if expert == 1:
+            return
+        rows = pairs * self.up.inputs * sizes.compute_bytes
+        parts = [rows, rows, pairs * sizes.wide_bytes]
+        if phase == "forward":
+            parts.append(self.count * INDEX_BYTES)
+        for part in parts:
+            yield Message("all_to_all", part * (expert - 1) // expert, "expert")
+
     # -- memory -----------------------------------------------------------------------------------
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
         """Yield its input, the router's outputs, the experts' first products, and the choice, which
         no mode of recomputation makes again."""
-        pairs = self._pairs(sizes)
+        pairs, rows = self._pairs(sizes), self._most_rows(sizes)
         if len(self.inputs) == 1:  # otherwise the first linear of the shared experts keeps it
             yield Item(f"{self.name}.input", self._input_elements(sizes), sizes.compute_bytes)
         yield Item(f"{self.name}.scores", self._scores(sizes), sizes.wide_bytes)
         yield Item(f"{self.name}.chosen", pairs, INDEX_BYTES, "full")
-        yield Item(f"{self.name}.up", pairs * self._up_width(sizes), sizes.compute_bytes)
+        yield Item(f"{self.name}.up", rows * self._up_width(sizes), sizes.compute_bytes)
+        if sizes.layout.expert > 1:  # rows that have arrived, and their weights
+            yield Item(f"{self.name}.arrived", rows * self.up.inputs, sizes.compute_bytes)
+            yield Item(f"{self.name}.weights", rows, sizes.wide_bytes)
 
     def _input_elements(self, sizes: Sizes) -> int:
         return sizes.local_tokens * self.up.inputs
@@ -175,7 +218,7 @@ class MixExperts(Operator):
         operands."""
         c, wide, h = sizes.compute_bytes, sizes.wide_bytes, self.up.inputs
         width = 2 * h + self._width(sizes) + self._up_width(sizes)
-        yield Item(f"{self.name}.rows", self._pairs(sizes) * width, c)
+        yield Item(f"{self.name}.rows", self._most_rows(sizes) * width, c)
         yield Item(f"{self.name}.scores_gradient", self._scores(sizes), wide)
         yield Item(f"{self.name}.wide_input", sizes.tokens * h, wide)
 
@@ -196,14 +239,19 @@ class MixExperts(Operator):
         expert = tokens * (3 * h + 4 * self._width(sizes) + 2 * self._up_width(sizes)) * c
         if wide > c:
             expert += tokens * self._width(sizes) * 2 * wide
+        if sizes.layout.expert > 1:  # gradients of rows on their way there and back
+            moved = self._most_rows(sizes) + self._pairs(sizes)
+            whole += moved * (2 * h * c + INDEX_BYTES)
         return whole + scores + expert + self.adding_bytes(sizes)
 
     def adding_bytes(self, sizes: Sizes) -> int:
         """Return the bytes that one expert's largest gradient of a weight needs until it is added,
-        if it is not added in the sum's own type. Its rows may be every token."""
+        if it is not added in the sum's own type. Its rows may be every token. If experts are dealt,
+        each product is complete before it is added."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
-        if wide == c:
-            return 0
         shape = self.up.local(sizes.layout.tensor)
         inputs, outputs = shape
-        return max(copied_bytes(sizes, shape, sizes.tokens), inputs * outputs * (c + wide))
+        alone = inputs * outputs * wide * (sizes.layout.expert > 1)
+        if wide == c:
+            return alone
+        return alone + max(copied_bytes(sizes, shape, sizes.tokens), inputs * outputs * (c + wide))

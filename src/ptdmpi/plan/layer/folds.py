@@ -23,11 +23,12 @@ def operators(sublayers: Iterable[Sublayer]) -> tuple[Operator, ...]:
     return tuple(row for sublayer in sublayers for row in sublayer.operators)
 
 
-def parts_of(rows: Iterable[Operator]) -> dict[str, Part]:
-    """Return the parts of these rows with weights, trained or frozen, by name."""
+def parts_of(rows: Iterable[Operator], expert: int = 1) -> dict[str, Part]:
+    """Return the parts of these rows with weights, trained or frozen, by name. If experts are dealt
+    over `expert` ranks, the parts are those of the first of these ranks."""
     parts: dict[str, Part] = {}
     for row in rows:
-        parts |= row.parts()
+        parts |= row.held(expert)
     return parts
 
 

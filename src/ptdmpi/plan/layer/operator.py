@@ -39,6 +39,11 @@ class Operator:
         """Return what it trains or multiplies with, by name."""
         return {}
 
+    def held(self, expert: int) -> dict[str, Part]:
+        """Return those of its `parts` that one rank has if experts are dealt over `expert` ranks;
+        the first rank, because all of them have parts of the same shapes."""
+        return self.parts()
+
     @property
     def trains(self) -> bool:
         """Return True if any of its parts trains."""

@@ -39,15 +39,24 @@ class Axis:
         """Return True if ranks with the same part of the model shard its state along the axis."""
         return self.cuts_state and self.sums_losses and not self.other_parameters
 
+    @property
+    def deals_experts(self) -> bool:
+        """Return True if the ranks of the axis see different tokens, and have different experts of
+        the same layers."""
+        return self.other_parameters and self.sums_losses
+
 
 # The axes of this trainer, fastest first. Consecutive ranks share a node, so the axis that
 # communicates most is first (Narayanan et al. 2021, arXiv 2104.04473, section 3.2, takeaway 1), and
-# the pipeline axis, with one message per microbatch, is last. The c context ranks form two axes,
-# and so do the d data ranks: neighbours shard the state (`zero`), and groups of them hold copies.
+# the pipeline axis, with one message per microbatch, is last. The c context ranks form three axes,
+# and so do the d data ranks: neighbours have different experts, neighbours of these groups shard
+# the state (`zero`), and groups of shards hold copies.
 AXES: Mapping[str, Axis] = {
     "tensor": Axis(cuts_state=True),
+    "context_expert": Axis(cuts_state=True, other_parameters=True, cuts_sequence=True),
     "context_shard": Axis(cuts_state=True, cuts_sequence=True),
     "context_replicate": Axis(cuts_sequence=True),
+    "data_expert": Axis(cuts_state=True, other_parameters=True, reads_samples=True),
     "shard": Axis(cuts_state=True, reads_samples=True),
     "replicate": Axis(reads_samples=True),
     "pipeline": Axis(cuts_state=True, other_parameters=True),
@@ -55,11 +64,12 @@ AXES: Mapping[str, Axis] = {
 # Groups that are derived from the axes. WORLD: all ranks. REPLICAS: ranks that hold the same state.
 # DATA: ranks that read different samples for the same part of the model. CONTEXT: ranks that have
 # different positions of the same samples. SHARDS: ranks that shard the state. LOSSES: ranks that
-# see different tokens for the same part of the model. PARAMETERS: ranks that hold parameters of
-# different names. ENDS: the first and the last rank of the pipeline axis, which both hold a tied
+# see different tokens for the same part of the model. EXPERTS: ranks that see different tokens and
+# hold different experts of the same layers. PARAMETERS: ranks that hold parameters of different
+# names. ENDS: the first and the last rank of the pipeline axis, which both hold a tied
 # table.
 WORLD, REPLICAS, DATA, CONTEXT, SHARDS = "world", "replicas", "data", "context", "shards"
-LOSSES, PARAMETERS, ENDS = "losses", "parameters", "ends"
+LOSSES, EXPERTS, PARAMETERS, ENDS = "losses", "expert", "parameters", "ends"
 # Groups along several axes, each with the condition that selects its axes.
 ALONG: Mapping[str, Callable[[Axis], bool]] = {
     REPLICAS: lambda axis: not axis.cuts_state,
@@ -67,10 +77,12 @@ ALONG: Mapping[str, Callable[[Axis], bool]] = {
     CONTEXT: lambda axis: axis.cuts_sequence,
     SHARDS: lambda axis: axis.shards_state,
     LOSSES: lambda axis: axis.sums_losses,
+    EXPERTS: lambda axis: axis.deals_experts,
     PARAMETERS: lambda axis: axis.other_parameters,
 }
 
 SHARD_AXES = tuple(name for name, axis in AXES.items() if axis.shards_state)
+EXPERT_AXES = tuple(name for name, axis in AXES.items() if axis.deals_experts)
 
 Coordinates = Mapping[str, int]  # name of an axis -> place on it, counted from 0
 
@@ -232,26 +244,45 @@ def axis_named(name: str) -> Axis:
     return AXES.get(name, Axis())
 
 
-def training_grid(data: int = 1, shards: int = 1, context: int = 1, **sizes: int) -> Grid:
+def training_grid(
+    data: int = 1, shards: int = 1, context: int = 1, expert: int = 1, **sizes: int
+) -> Grid:
     """Return the grid of this trainer's axes, in their order; axes that are not named have size 1.
 
-    Among the `context` times `data` ranks with the same part of the model, groups of `shards`
-    neighbours shard its state: some context ranks, or all context ranks of some data ranks. Raises
+    Among the `context` times `data` ranks with the same layers, groups of `expert` neighbours have
+    different experts: some context ranks, or all context ranks of some data ranks. Among the ranks
+    with the same experts, groups of `shards` neighbours shard the state in the same way. Raises
     ValueError for a name that is not in `AXES`, and if such groups cannot be formed.
     """
     unknown = sizes.keys() - AXES.keys()
     if unknown:
         raise ValueError(f'"{min(unknown)}" is no axis: {", ".join(AXES)}')
-    of_context = math.gcd(shards, context)
-    of_data = shards // of_context
+    context_expert, data_expert = _dealt(expert, data, context, "groups of experts")
+    data, context = data // data_expert, context // context_expert
+    context_shard, data_shard = _dealt(shards, data, context, "shards")
+    named = {
+        "context_expert": context_expert,
+        "context_shard": context_shard,
+        "context_replicate": context // context_shard,
+        "data_expert": data_expert,
+        "shard": data_shard,
+        "replicate": data // data_shard,
+        **sizes,
+    }
+    return Grid({axis: named.get(axis, 1) for axis in AXES})
+
+
+def _dealt(size: int, data: int, context: int, what: str) -> tuple[int, int]:
+    """Return how many context ranks and how many data ranks form a group of `size` neighbours;
+    raise ValueError if there is no such group."""
+    of_context = math.gcd(size, context)
+    of_data = size // of_context
     if data % of_data or (of_data > 1 and of_context < context):
         ranks = f"{data} data ranks"
         if context > 1:
             ranks += f" of {context} context ranks"
-        raise ValueError(f"{shards} shards do not divide {ranks}")
-    sizes |= {"context_shard": of_context, "context_replicate": context // of_context}
-    sizes = {"shard": of_data, "replicate": data // of_data, **sizes}
-    return Grid({axis: sizes.get(axis, 1) for axis in AXES})
+        raise ValueError(f"{size} {what} do not divide {ranks}")
+    return of_context, of_data
 
 
 def grid_of(config: Config) -> Grid:
@@ -265,6 +296,7 @@ def layout_grid(layout: Layout) -> Grid:
         layout.data,
         layout.shards,
         layout.context,
+        layout.expert,
         tensor=layout.tensor,
         pipeline=layout.pipeline,
     )

@@ -14,15 +14,16 @@ def widest(grid: Grid, ranks: int, begun: Grid, sequences: int) -> Grid | None:
     It replaces `grid`. `begun` is the grid of the undisturbed run; `sequences` is explained in
     `widest_data_size`. The number of copies of the state shrinks first. If that is not enough, the
     state is cut into fewer shards: their number is the largest one that is at most the former
-    number and divides the remaining data ranks. Returns None if the ranks cannot hold the model
-    once.
+    number and divides the remaining data ranks. Experts stay on as many ranks as before. Returns
+    None if the ranks cannot hold the model once.
     """
-    shards = grid["shard"]
-    alone = grid.size // grid.data_size
-    copies = widest_data_size(ranks, alone * shards, begun.data_size // shards, sequences // shards)
+    shards, expert = grid["shard"], grid["data_expert"]
+    alone = grid.size // grid.data_size * expert
+    most, sequences = begun.data_size // expert, sequences // expert
+    copies = widest_data_size(ranks, alone * shards, most // shards, sequences // shards)
     if copies:
         return grid.resized(YIELDING, copies)
-    data = widest_data_size(ranks, alone, begun.data_size, sequences)
+    data = widest_data_size(ranks, alone, most, sequences)
     if not data:
         return None
     fewer = max(n for n in range(1, min(shards, data) + 1) if data % n == 0)

@@ -16,6 +16,7 @@ from ptdmpi.config.configuration import Sections
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.methods import may_share, replicas_differ
 from ptdmpi.config.rules.context import may_cut
+from ptdmpi.config.rules.experts import may_deal
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.layout.topology import file_ranks
@@ -126,6 +127,7 @@ def choose(
         data=replicas(config, ranks),
         sequences=config.task.sequences,
         cuts_sequences=may_cut(Sections.of_config(config)),
+        deals_experts=may_deal(Sections.of_config(config)),
     )
     return search(pricer, space), pricer
 

@@ -159,10 +159,10 @@ def _collect(pricer: Pricer, space: Space) -> _Collected:
     """Return all legal layouts. Raises InputError if there are more than `MOST_LAYOUTS`."""
     collected = _Collected()
     reported = 0
-    known: dict[tuple[int, int, str, int, str], list[tuple[float, float, Sharding]]] = {}
+    known: dict[tuple[int, int, str, int, int, str], list[tuple[float, float, Sharding]]] = {}
     with progress("collecting", None, "layout", SOON_S) as advance:
         for group in groups(space, pricer):
-            axes = (group.tensor, group.context, group.exchange, group.pipeline)
+            axes = (group.tensor, group.context, group.exchange, group.expert, group.pipeline)
             key = (*axes, group.recompute)
             if key not in known:
                 known[key] = [

@@ -20,6 +20,7 @@ from ptdmpi.config.legality import (
     breaks,
     chunk_rule,
     groups_need_zero,
+    groups_to_shard,
     is_legal,
     layout_mistakes,
     shard_groups,
@@ -60,6 +61,7 @@ class Space:
     sequences: int = 1  # per question in a microbatch (one for each candidate answer)
     cuts_sequences: bool = True  # if sequences are long enough
     context_method: str | None = None  # of layouts that cut sequences
+    deals_experts: bool = True  # if the model has experts
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -102,6 +104,15 @@ def contexts(space: Space, model: ModelConfig) -> list[int]:
     return [1, *(size for size in range(2, most + 1) if model.seq_length % (2 * size) == 0)]
 
 
+def expert_sizes(space: Space, model: ModelConfig, layout: Layout) -> list[int]:
+    """Return the numbers of ranks over which the search deals the experts of a layout, ascending
+    from 1: those that give each rank equally many experts."""
+    if not space.deals_experts or not model.experts:
+        return [1]
+    sizes = shard_groups(layout.data, layout.context)
+    return [size for size in sizes if model.experts % size == 0]
+
+
 def context_methods(space: Space, context: int) -> tuple[str, ...]:
     """Return the methods of attention that the search tries on a context axis. One rank has all
     positions and uses none, so it has the default one."""
@@ -114,8 +125,9 @@ def context_methods(space: Space, context: int) -> tuple[str, ...]:
 
 def of_a_node(pricer: Pricer, layout: Layout) -> int:
     """Return the number of ranks of a shard group with `parallel.shard_group = "node"`."""
-    near = pricer.cluster.node.devices // layout.tensor
-    return shards_of_a_node(layout.data, near, context=layout.context)
+    near = pricer.cluster.node.devices // (layout.tensor * layout.expert)
+    context = layout.context // layout.expert_context
+    return shards_of_a_node(layout.data // layout.expert_data, near, context=context)
 
 
 class Sharding(NamedTuple):
@@ -157,7 +169,7 @@ def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
 def _shard_groups(space: Space, pricer: Pricer, layout: Layout) -> list[int | None]:
     """Return the sizes of shard groups to try, ascending; None means all ranks with the same part
     of the model. Groups of one rank are left out, since they shard nothing."""
-    legal = {*shard_groups(layout.data, layout.context)} - {1}
+    legal = {*groups_to_shard(layout)} - {1}
     sizes = legal & _group_sizes(space, pricer, layout)
     return [None if size == layout.copies else size for size in sorted(sizes)]
 
@@ -210,12 +222,18 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
                     continue
                 sizes = (tensor, pipeline, data, 1, micro_size)
                 base = Layout(*sizes, context=context, **space.settings)
-                ways = itertools.product(context_methods(space, context), parallel, modes)
-                for method, sequence_parallel, mode in ways:
+                ways = itertools.product(
+                    context_methods(space, context),
+                    expert_sizes(space, config, base),
+                    parallel,
+                    modes,
+                )
+                for method, expert, sequence_parallel, mode in ways:
                     layers = space.recompute_layers if mode == "full" else None
                     shared = mode == "full" and tensor > 1 and not sequence_parallel
                     layout = base.changed(
                         context_method=method,
+                        expert=expert,
                         sequence_parallel=sequence_parallel,
                         recompute=mode,
                         recompute_layers=layers,

@@ -32,10 +32,11 @@ class Whole(NamedTuple):
         return sum(map(math.prod, self.shapes))
 
 
-def wholes(model: ModelConfig, tensor: int) -> list[Whole]:
-    """Return the matrices of a layer that train, in their order."""
+def wholes(model: ModelConfig, tensor: int, expert: int = 1) -> list[Whole]:
+    """Return the matrices of a layer that train, in their order, if experts are dealt over `expert`
+    ranks."""
     matrices = list[Whole]()
-    for part in layer(model).values():
+    for part in layer(model, expert=expert).values():
         if isinstance(part, Linear) and part.trains:
             shapes = tuple((outputs, part.inputs) for outputs in part.outputs)
             matrices.append(Whole(shapes, math.prod(part.local(tensor)), part.split is not None))

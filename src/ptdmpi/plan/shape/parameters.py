@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from ptdmpi.config import ModelConfig
@@ -16,7 +17,8 @@ class ModelPart(NamedTuple):
     """A part of a model on one of `tensor` tensor ranks: a stage, or all stages of a pipeline rank.
 
     It has `layers` layers, of which `idle` have no backward; these come first. It has the embedding
-    if it is the `first` stage, or has it, and the head if it is the `last`.
+    if it is the `first` stage, or has it, and the head if it is the `last`. The experts of its
+    layers are dealt over `expert` ranks.
     """
 
     layers: int
@@ -24,6 +26,7 @@ class ModelPart(NamedTuple):
     last: bool
     tensor: int = 1
     idle: int = 0
+    expert: int = 1
 
     @classmethod
     def whole(cls, model: ModelConfig) -> "ModelPart":
@@ -32,7 +35,13 @@ class ModelPart(NamedTuple):
 
     @classmethod
     def of(
-        cls, model: ModelConfig, layers: Sequence[range], stages: Sequence[int], tensor: int
+        cls,
+        model: ModelConfig,
+        layers: Sequence[range],
+        stages: Sequence[int],
+        *,
+        tensor: int,
+        expert: int,
     ) -> "ModelPart":
         """Return the part of a model with some of its stages; `layers` has the layers of every
         stage."""
@@ -42,13 +51,20 @@ class ModelPart(NamedTuple):
             len(layers) - 1 in stages,
             tensor,
             sum(model.idle(layers[stage]) for stage in stages),
+            expert,
         )
 
 
-def layer(model: ModelConfig, number: int | None = None) -> dict[str, Part]:
+def layer(model: ModelConfig, number: int | None = None, expert: int = 1) -> dict[str, Part]:
     """Return the parts of layer `number`; None: of the last layer, which has adapters if any layer
-    has."""
-    return parts_of(operators(describe.layer(model, number)))
+    has. If experts are dealt over `expert` ranks, the parts are those of the first of these
+    ranks."""
+    return parts_of(operators(describe.layer(model, number)), expert)
+
+
+def is_of_expert(name: str) -> bool:
+    """Return True if the part `name` of a layer belongs to an expert."""
+    return name.startswith("mlp.experts.")
 
 
 def embedding(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
@@ -86,9 +102,16 @@ def layer_elements(model: ModelConfig, tensor: int = 1) -> int:
     return elements(layer(model).values(), tensor)
 
 
-def trained_elements(model: ModelConfig, tensor: int = 1) -> int:
-    """Return the number of trained parameters of one layer on one tensor rank."""
-    return elements(trained(layer(model).values()), tensor)
+def trained_elements(model: ModelConfig, tensor: int = 1, expert: int = 1) -> int:
+    """Return the number of trained parameters of one layer on one tensor rank, if experts are dealt
+    over `expert` ranks."""
+    return elements(trained(layer(model, expert=expert).values()), tensor)
+
+
+def dense_elements(model: ModelConfig, tensor: int) -> int:
+    """Return the number of trained parameters of one layer on one tensor rank, without experts."""
+    parts = layer(model).items()
+    return elements(trained(part for name, part in parts if not is_of_expert(name)), tensor)
 
 
 def table_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
@@ -122,8 +145,9 @@ def places(
         return elements((part for part in parts if part.trains == trains), stage.tensor)
 
     table = counted([embedding(model, vocab_size)[WORD_TABLE]]) * model.tie_embeddings
-    units = [[counted(layer(model, 0).values())]] * stage.idle
-    units += [[counted(layer(model).values())]] * (stage.layers - stage.idle)
+    own = partial(layer, model, expert=stage.expert)
+    units = [[counted(own(0).values())]] * stage.idle
+    units += [[counted(own().values())]] * (stage.layers - stage.idle)
     if stage.first:
         front = counted(embedding(model, vocab_size).values())
         units = [[table, front - table], *units]
@@ -140,7 +164,8 @@ def rank_elements(model: ModelConfig, vocab_size: int, held: ModelPart) -> tuple
     A tied table is counted once; its second use has its own gradient.
     """
     table = embedding(model, vocab_size)
-    held_layers = ((held.idle, layer(model, 0)), (held.layers - held.idle, layer(model)))
+    own = partial(layer, model, expert=held.expert)
+    held_layers = ((held.idle, own(0)), (held.layers - held.idle, own()))
     held_ends = ((int(held.first), table), (int(held.last), head(model, vocab_size)))
     count = train = 0
     for times, parts in (*held_layers, *held_ends):

@@ -18,6 +18,7 @@ PARTS = {
     "compute": "computing",
     "tensor": "tensor axis",
     "context": "context axis",
+    "expert": "to experts",
     "pipeline": "between stages",
     "bubble": "bubble",
     "data": "data axis",
@@ -26,7 +27,8 @@ PARTS = {
 
 KIND_WORDS = {kind: kind.replace("_", "-").removesuffix("s") for kind in KINDS}
 LEGEND = (
-    "t tensor, {c}p pipeline, d data ranks, v chunks per pipeline rank, b sequences per microbatch",
+    "t tensor, {c}{e}p pipeline, d data ranks, v chunks per pipeline rank, "
+    "b sequences per microbatch",
     "TFLOP/s: per rank, as MFU without recomputation; bubble: idle over working time, all ranks;",
     "comm: messages that nothing hides, share of the step; memory: of the fullest rank",
 )
@@ -76,10 +78,11 @@ def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any
 
 def parts_s(price: Price) -> dict[str, float]:
     """Return the seconds of a step by kind of work. Only layouts that cut sequences have the
-    context axis."""
+    context axis, and only layouts that deal experts send tokens to them."""
     parts = asdict(price.parts)
-    if price.layout.context == 1:
-        del parts["context"]
+    for axis in ("context", "expert"):
+        if getattr(price.layout, axis) == 1:
+            del parts[axis]
     return parts
 
 
@@ -168,9 +171,13 @@ def overview(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _legend(entries: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the lines that explain the table; c is among the sizes if a layout has it."""
-    cuts = any("sent" in entry for entry in entries)
-    return [line.format(c="c context, " if cuts else "") for line in LEGEND]
+    """Return the lines that explain the table; c and e are among the sizes if a layout has
+    them."""
+    words = {"c": "c context, ", "e": "e expert, "}
+    for letter in words:
+        if not any(f"{letter}=" in entry["layout"] for entry in entries):
+            words[letter] = ""
+    return [line.format(**words) for line in LEGEND]
 
 
 def _details(entry: dict[str, Any]) -> Iterator[str]:

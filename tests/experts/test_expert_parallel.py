@@ -1,0 +1,155 @@
+"""Experts dealt over ranks: the training of one rank, and where it can be, the bits of data
+parallelism."""
+
+import pytest
+import torch
+
+from ptdmpi.comm.world import World
+from ptdmpi.engine.engine import Engine
+from ptdmpi.plan.layout.grid import EXPERT_AXES
+from tests._configs import Changes, layout
+from tests._engines import assert_same_bits, build, from_root, train, whole_weights
+from tests.checkpoint.test_sharded import assert_whole, checkpoints, saved
+from tests.context.test_parity import batches_of
+from tests.experts.test_parity import GROUPED, MIXED
+from tests.parallel import parallel
+
+Curve = list[float]
+
+
+def dealt(e: int, c: int = 1, **sizes: int) -> dict[str, int]:
+    """The changes of a layout with e and c."""
+    return {**layout(**sizes), "parallel.expert": e, "parallel.context": c}
+
+
+BATCH = {"model.balance": "batch", "model.balance_coefficient": 0.02, "model.z_loss_coefficient": 1}
+FULL = {"recompute.mode": "full"}
+# name -> (ranks, shape, layout and how it is run)
+ROWS: dict[str, tuple[int, Changes, Changes]] = {
+    "e2 d2": (2, MIXED, dealt(2, d=2)),
+    "e2 d2 grouped batch full": (2, GROUPED | BATCH, dealt(2, d=2) | FULL),
+    "e2 c2": (2, MIXED, dealt(2, c=2)),
+    "e3 d3": (3, MIXED | {"model.experts": 6, "batch.global_size": 6}, dealt(3, d=3)),
+    "e4 d4 selective": (4, GROUPED, dealt(4, d=4) | {"recompute.mode": "selective"}),
+    "e2 d4": (4, MIXED, dealt(2, d=4)),
+    "e4 c2 d2": (4, MIXED, dealt(4, c=2, d=2)),
+    "e2 c2 d2 zero 3": (4, MIXED, dealt(2, c=2, d=2) | {"parallel.zero": 3}),
+    "e2 c4 zero 2": (4, MIXED, dealt(2, c=4) | {"parallel.zero": 2}),
+    "e2 d4 zero 1": (4, MIXED, dealt(2, d=4) | {"parallel.zero": 1}),
+    "e2 d4 zero 2": (4, MIXED, dealt(2, d=4) | {"parallel.zero": 2}),
+    "e2 d4 zero 3 full": (4, MIXED, dealt(2, d=4) | FULL | {"parallel.zero": 3}),
+    "e2 t2 d2 divided": (4, MIXED, dealt(2, t=2, d=2) | {"parallel.sequence_parallel": True}),
+    "e2 p2 d2": (4, GROUPED, dealt(2, p=2, d=2)),
+    "e2 p2 d2 zb-h1": (4, MIXED, dealt(2, p=2, d=2) | {"parallel.schedule": "zb-h1"}),
+    "e2 p2 v2 d2 full": (4, GROUPED | {"model.layers": 4}, dealt(2, p=2, v=2, d=2) | FULL),
+    "e2 d2 p2 muon": (4, MIXED | {"optimizer.kind": "muon"}, dealt(2, p=2, d=2)),
+    "e2 d4 muon zero 1": (
+        4,
+        MIXED | {"optimizer.kind": "muon"},
+        dealt(2, d=4) | {"parallel.zero": 1},
+    ),
+}
+SHORT = ("e2 d2 grouped batch full", "e2 c2", "e2 d4 zero 3 full", "e2 t2 d2 divided")
+
+
+def trained(engine: Engine, first: int, last: int) -> tuple[Curve, list[torch.Tensor]]:
+    """Losses and norms of some steps, and the loads of the experts."""
+    results = [engine.step(k, batches_of(engine, k)) for k in range(first, last)]
+    curve = [value for result in results for value in (result.loss, result.grad_norm)]
+    return curve, [result.loads.tokens for result in results if result.loads is not None]
+
+
+def check(comm, name: str, steps: int) -> None:
+    ranks, shape, where = ROWS[name]
+    part, alone = World(comm).first(ranks), World(comm).first(1)
+    if part is not None:
+        engine = build(part, {**shape, **where})
+        curve, loads = trained(engine, 0, steps)
+        validated = engine.evaluate(batches_of(engine, steps))["task"].mean
+        found = whole_weights(engine)
+    if alone is not None:
+        serial = build(alone, shape)
+        expected, all_loads = trained(serial, 0, steps)
+        assert curve == pytest.approx(expected, rel=1e-12)
+        assert len(loads) == steps and all(map(torch.equal, loads, all_loads))
+        mean = serial.evaluate(batches_of(serial, steps))["task"].mean
+        assert validated == pytest.approx(mean, rel=1e-12)
+        whole = whole_weights(serial)
+        assert found.keys() == whole.keys()
+        for key, values in whole.items():
+            assert (found[key] - values).abs().max() <= 1e-12 * values.abs().max(), key
+    from_root(comm, None)
+
+
+@parallel(ranks=[4])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in ROWS]
+)
+def test_parity_with_one_rank(comm, name):
+    check(comm, name, 3)
+
+
+@parallel(ranks=[4])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ROWS)
+def test_parity_after_twenty_steps(comm, name):
+    check(comm, name, 20)
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp32", marks=pytest.mark.long)])
+def test_one_microbatch_a_rank_has_the_bits_of_data_parallelism(comm, precision):
+    one = {"batch.global_size": 4, "precision.compute": precision}
+    shape = {**GROUPED, **one}
+    assert_same_bits(
+        train(comm, shape | dealt(2, d=2), steps=3), train(comm, shape | layout(d=2), steps=3)
+    )
+
+
+@parallel(ranks=[2])
+def test_a_rank_has_its_own_experts_alone(comm):
+    engine = build(World(comm), {**MIXED, **dealt(2, d=2)})
+    numbers = {int(name.split(".")[4]) for name in engine.buffer.entries if ".mlp.experts." in name}
+    assert numbers == ({0, 1}, {2, 3})[comm.rank]
+    assert [unit.apart for unit in engine.buffer.units] == [(), EXPERT_AXES]
+
+
+# from and to: any e, and shards of other ranks
+MOVES = {
+    "e2 to t2": (dealt(2, d=2), layout(t=2)),
+    "d2 zero 3 to e2": ({**layout(d=2), "parallel.zero": 3}, dealt(2, d=2)),
+}
+WIDE_MOVES = {
+    "e4 to e2 zero 1": (dealt(4, d=4), {**dealt(2, d=4), "parallel.zero": 1}),
+    "e2 zero 3 to e4 of c2": ({**dealt(2, d=4), "parallel.zero": 3}, dealt(4, c=2, d=2)),
+    "t2 e2 to p2 e2": (dealt(2, t=2, d=2), dealt(2, p=2, d=2)),
+}
+
+
+def go_on(comm, tmp_path, way: tuple[Changes, Changes]) -> None:
+    """A run that was saved in one layout goes on in the other like a run on one rank."""
+    settings = {**MIXED, "model.balance": "batch", "model.balance_coefficient": 0.02}
+    alone = World(comm).first(1)
+    straight = trained(build(alone, settings), 0, 4)[0] if alone is not None else None
+    world = World(comm)
+    first = build(world, {**settings, **way[0]})
+    found = trained(first, 0, 2)[0]
+    assert_whole(world, saved(first, tmp_path, 2))
+    second = build(world, {**settings, **way[1]})
+    progress, _ = checkpoints(second, tmp_path).resume("auto")
+    assert progress is not None and progress.step == 2
+    found += trained(second, 2, 4)[0]
+    assert found == pytest.approx(from_root(comm, straight), rel=1e-12)
+
+
+@parallel(ranks=[2])
+@pytest.mark.parametrize("name", MOVES)
+def test_a_run_goes_on_with_other_experts_on_a_rank(comm, tmp_path, name):
+    go_on(comm, tmp_path, MOVES[name])
+
+
+@parallel(ranks=[4])
+@pytest.mark.long
+@pytest.mark.parametrize("name", WIDE_MOVES)
+def test_a_run_goes_on_with_other_experts_on_four_ranks(comm, tmp_path, name):
+    go_on(comm, tmp_path, WIDE_MOVES[name])

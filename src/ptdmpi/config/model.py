@@ -19,6 +19,12 @@ from ptdmpi.config.section import (
     Section,
 )
 
+# The sublayers that `model.sublayers` may name without a module -> the functions that make their
+# rows. The names are here so that a configuration is checked without these modules.
+SUBLAYERS: Mapping[str, str] = {
+    "attention": "ptdmpi.plan.layer.describe:attention",
+    "mlp": "ptdmpi.plan.layer.describe:mlp",
+}
 # The keys that each kind of model sets. A key that is given explicitly overrides them.
 _DECODER = {
     "attention": "causal",

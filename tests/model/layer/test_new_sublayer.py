@@ -6,6 +6,7 @@ of each channel, between two linears.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ptdmpi.base.plugins import plugin
 from ptdmpi.comm.world import World
 from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.config.adapt import AdaptConfig
@@ -152,10 +154,12 @@ def test_a_mask_number_that_is_taken_is_refused(taken):
     def same_place(build: describe.LayerBuild) -> describe.Sublayer:
         return build.sublayer("other", taken, *convolution(build).operators[1:-1])
 
-    sublayers = {**describe.SUBLAYERS, "other": same_place}
+    def named(group: str, name: str) -> Any:
+        return same_place if name == "other" else plugin(group, name)
+
     model = small({}).model.model_copy(update={"sublayers": ("attention", "mlp", "other")})
     with (
-        mock.patch.object(describe, "SUBLAYERS", sublayers),
+        mock.patch.object(describe, "plugin", named),
         pytest.raises(ValueError, match=rf"other\.residual has the number {taken} of .*another"),
     ):
         describe.layer(model)

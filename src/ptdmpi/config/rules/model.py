@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ptdmpi.base.errors import InputError
 from ptdmpi.base.near import divisors, nearest
 from ptdmpi.base.plugins import plugin
-from ptdmpi.config.model import ModelConfig, QuantizeConfig
+from ptdmpi.config.model import SUBLAYERS, ModelConfig, QuantizeConfig
 from ptdmpi.config.sections import LogConfig
 
 MIN_MASKED_LENGTH = 8
@@ -47,14 +47,14 @@ def shape_rules(model: ModelConfig) -> Iterator[str]:
 def _sublayer_rules(model: ModelConfig) -> Iterator[str]:
     """Yield the names of sublayers that are repeated, missing or cannot be imported."""
     names = model.sublayers
-    for name in ("attention", "mlp"):
+    for name in SUBLAYERS:
         if names.count(name) > 1:
             yield f"model.sublayers names {name} more than once"
-    for name in sorted({*names} - {"attention", "mlp"}):
+    for name in sorted({*names} - {*SUBLAYERS}):
         try:
             plugin("sublayers", name)
         except InputError as error:
-            yield f"model.sublayers: {error}"
+            yield f"model.sublayers: {error}, or {', '.join(SUBLAYERS)}"
 
 
 def _objective_rules(model: ModelConfig) -> Iterator[str]:

@@ -12,12 +12,13 @@ In a mixture of experts the MLP is x -> norm -> router, experts -> x + dropout.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ptdmpi.base.plugins import plugin
 from ptdmpi.config import ModelConfig
 from ptdmpi.config.adapt import targets_of
+from ptdmpi.config.model import SUBLAYERS
 from ptdmpi.plan.layer.attention import Attend, SplitHeads
 from ptdmpi.plan.layer.context import DealHeads, GatherKeys, JoinHeads
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
@@ -185,17 +186,13 @@ def _mixture(build: LayerBuild) -> Sublayer:
     return build.sublayer("mlp", 1, *shared, mix)
 
 
-# The sublayers that `model.sublayers` may name without a module.
-SUBLAYERS: Mapping[str, Callable[[LayerBuild], Sublayer]] = {"attention": attention, "mlp": mlp}
-
-
 def layer(model: ModelConfig, number: int | None = None) -> tuple[Sublayer, ...]:
     """Return the sublayers of layer `number`; None: the last layer, which has adapters if any layer
     has."""
     at = model.layers - 1 if number is None else number
     adapted = model.adapt.adapts and at >= model.adapt.first_layer
     build = LayerBuild(model, adapted)
-    makers = [SUBLAYERS.get(name) or plugin("sublayers", name) for name in model.sublayers]
+    makers = [plugin("sublayers", SUBLAYERS.get(name, name)) for name in model.sublayers]
     sublayers = tuple(make(build) for make in makers)
     _require_own_masks(sublayers)
     return sublayers

@@ -65,3 +65,52 @@ class Counting:
 class Short(Counting):
     def sample(self, number):
         return [1, 2, 3]
+
+
+class Given:
+    """A dataset whose parts a test replaces."""
+
+    vocab_size = VOCAB_SIZE
+    length = 5
+    given = (1,) * 17
+
+    def __init__(self, seq_length):
+        pass
+
+    def __len__(self):
+        return self.length
+
+    def sample(self, number):
+        return self.given
+
+
+class NumberedMoments(Momentum):
+    moments = 3
+
+
+class RepeatedMoments(Momentum):
+    moments = ("a", "a")
+
+
+class MomentsOfWeights(Momentum):
+    moments = ("weights",)
+
+
+class MomentsOfPaths(Momentum):
+    moments = ("../a",)
+
+
+def only_sum(inputs):
+    return -inputs.log_probabilities().sum()
+
+
+def words(inputs):
+    return "sum", "count"
+
+
+def of_shape(inputs):
+    return -inputs.log_probabilities(), 1
+
+
+def detached(inputs):
+    return -inputs.log_probabilities().sum().detach(), 1

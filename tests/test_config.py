@@ -300,6 +300,12 @@ def test_files_that_cannot_be_read(tmp_path):
         file.write_bytes(content)
         with pytest.raises(InputError, match="is not valid TOML"):
             load(file)
+    deep = ".".join(["a"] * 2_000) + " = 1"
+    file.write_text(deep)
+    with pytest.raises(InputError, match="nests tables deeper than 8 levels"):
+        load(file)
+    with pytest.raises(InputError, match="nests tables deeper than 8 levels"):
+        load("/dev/null", [f"run.name={{{deep}}}"])
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,26 @@ from mpi4py import MPI
 from ptdmpi.base.plugins import name_of, plugin
 from ptdmpi.comm.world import World
 from ptdmpi.config import InputError
+from ptdmpi.data.own import OwnDataset
 from ptdmpi.train.run import Launch, Run
 from ptdmpi.watch.requests import StopRequest
 from tests._configs import layout, small
 from tests._engines import build, microbatches, steps_of
 from tests._mpirun import mpirun
-from tests._own import Counting, Momentum, Short, even, plain, smoothed, squared
+from tests._own import (
+    Counting,
+    Given,
+    Momentum,
+    Short,
+    detached,
+    even,
+    of_shape,
+    only_sum,
+    plain,
+    smoothed,
+    squared,
+    words,
+)
 from tests._runs import configuration, corpus
 from tests.parallel import parallel
 
@@ -148,6 +162,43 @@ def test_data_of_another_length_is_refused(comm, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
+        ({"vocab_size": None}, "vocab_size is None; legal: an integer from 1"),
+        ({"vocab_size": 0}, "vocab_size is 0; legal"),
+        ({"length": -1}, "its length is no number of samples"),
+        ({"length": "a"}, "its length is no number of samples"),
+        ({"length": 0}, "has no samples"),
+        ({"given": None}, r"sample 0 has ids of shape \[\]"),
+        ({"given": [0.5] * 17}, "sample 0 has ids of float64, not integers"),
+        ({"given": [None] * 17}, "sample 0 has ids of object, not integers"),
+        ({"given": [[1], 2]}, "sample 0: ids: "),
+        ({"given": ([1] * 17, [float("nan")] * 16)}, "weights that are no finite numbers"),
+        ({"given": ([1] * 17, ["a"] * 16)}, "weights that are no finite numbers"),
+    ],
+)
+def test_an_object_that_is_no_dataset_is_refused(monkeypatch, changes, text):
+    for name, value in changes.items():
+        monkeypatch.setattr(Given, name, value)
+    with pytest.raises(InputError, match=text) as error:
+        OwnDataset(name_of(Given), 16)
+    assert "\n" not in str(error.value)
+
+
+@parallel(ranks=[1])
+def test_a_loss_that_returns_something_else_is_refused(comm):
+    """Also a sum without a gradient, with which nothing would train."""
+    for loss, text in (
+        (only_sum, "returned Tensor, not"),
+        (words, r"returned \(str, str\); legal: a tensor and a number"),
+        (of_shape, r"returned a sum of shape \[.*\], not one sum"),
+        (detached, "returned a sum that has no gradient"),
+    ):
+        with pytest.raises(InputError, match=text):
+            trained(comm, {"run.loss": name_of(loss), "batch.micro_size": 1})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
         ({"run.loss": "nowhere"}, "run.loss: nowhere: no installed package .*none is installed"),
         ({"run.loss": "no_module:loss"}, "run.loss: no_module:loss cannot be imported: No module"),
         ({"run.loss": "__main__:nothing"}, "belongs to a program, which has to continue"),
@@ -160,6 +211,13 @@ def test_data_of_another_length_is_refused(comm, tmp_path):
         (
             {"run.loss": "json:dumps", "log.gradient_noise_every_steps": 2, "batch.micro_size": 1},
             "counts its own terms; legal: 0",
+        ),
+        *(
+            (
+                {"optimizer.kind": "own", "optimizer.own": f"tests._own:{name}"},
+                f"optimizer.own: tests._own:{name} has moments = .*; legal: ",
+            )
+            for name in ("NumberedMoments", "RepeatedMoments", "MomentsOfWeights", "MomentsOfPaths")
         ),
         ({"model.sublayers": ("attention", "json:nothing")}, "model.sublayers: json:nothing"),
         ({"model.sublayers": ("mlp", "mlp")}, "model.sublayers names mlp more than once"),

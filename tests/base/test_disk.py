@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from ptdmpi.base.disk import put_in_place, replacing, write_whole
+from ptdmpi.base.disk import open_file, put_in_place, read_file, replacing, write_whole
 
 
 def _full(*_):
@@ -57,3 +57,27 @@ def test_the_bytes_are_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
     (tmp_path / "draft").write_text("x")
     put_in_place(tmp_path / "draft", tmp_path / "a")
     assert seen == [str(tmp_path / "draft"), "rename", str(tmp_path)]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_a_device_is_no_file(tmp_path, kind):
+    """Opening the pipe would wait for ever, and reading the device would never end."""
+    path = tmp_path / "a"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="is a pipe or a device"):
+        read_file(path)
+    with pytest.raises(OSError, match="is a pipe or a device"):
+        open_file(path, "ab")
+
+
+def test_a_file_is_read_and_appended_to(tmp_path):
+    path = tmp_path / "a"
+    for _ in range(2):
+        with open_file(path, "ab") as file:
+            file.write(b"line\n")
+    assert read_file(path) == b"line\n" * 2
+    with pytest.raises(IsADirectoryError):
+        read_file(tmp_path)

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from ptdmpi.base.heap import at_most
 from tests.parallel import ROOT
 
 # what a step does: large blocks that are written, freed, and asked for again
@@ -53,3 +54,10 @@ def test_blocks_are_not_faulted_in_again(environ):
         assert kept == "False" and int(faults) > 1000
     elif kept == "True":  # on another C library nothing is promised
         assert int(faults) < 100 and int(given_back) > 150
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of Linux")
+def test_memory_is_limited_within_a_block_only():
+    with pytest.raises(MemoryError), at_most(1 << 26):
+        bytearray(1 << 28)
+    bytearray(1 << 28)

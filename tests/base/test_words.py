@@ -1,8 +1,8 @@
-"""Counts and sizes in words, down to one and to nothing."""
+"""Counts and sizes in words, down to one and to nothing; text that a terminal may print."""
 
 import pytest
 
-from ptdmpi.base.words import counted, file_size, short
+from ptdmpi.base.words import counted, file_size, printable, printable_line, short
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,8 @@ def test_no_file_is_rounded_away():
     sizes = (0, 1, 999, 1234, 99_999, 123_456, 1_234_567_890)
     words = ["0 bytes", "1 byte", "999 bytes", "1.2 kB", "100.0 kB", "0.1 MB", "1,234.6 MB"]
     assert [*map(file_size, sizes)] == words
+
+
+def test_text_from_a_file_cannot_change_a_terminal():
+    assert printable("größer\x1b[31m\n\u202e漢\udcff") == "größer\\x1b[31m\n\\u202e漢\\udcff"
+    assert printable_line("a\nb\tc") == "a\\nb\\tc"

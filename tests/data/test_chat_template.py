@@ -20,6 +20,21 @@ ENDLESS = {
     "a long text": "{{ 'a' * 10000000000 }}",
     "a long list": "{{ [1, 2] * 10000000000 }}",
     "a power": "{{ 9 ** 999999999 }}",
+    "a product": (
+        "{% set n = namespace(x=9 ** 999) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}"
+        "{% endfor %}"
+    ),
+    "a wide number": "{{ '%999999999d' % 1 }}",
+    "a wide field": "{{ '{:>9999999999}'.format(1) }}",
+    "a long output": "{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
+    "a text that doubles": (
+        "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}"
+        "{% endfor %}"
+    ),
+    "a list that is filled": "{{ [1] | batch(999999999, 1) | list }}",
+    "much memory in each of many turns": (
+        "{% for i in range(99999) %}{% if ('x' * 9999999) | upper %}{% endif %}{% endfor %}"
+    ),
 }
 NESTED = {
     "brackets": "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}",
@@ -28,7 +43,8 @@ NESTED = {
 
 
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
-def test_work_without_end_is_refused(source):
+def test_work_without_end_is_refused(source, monkeypatch):
+    monkeypatch.setattr("ptdmpi.data.jinja.MOST_SECONDS", 0.5)
     with pytest.raises(InputError, match=r"chat template of it says: (more than|a )"):
         ChatTemplate(source, "it").render(TURNS)
 

@@ -93,3 +93,18 @@ def test_a_report_of_a_run_that_may_only_be_read_has_its_table(runs):
     assert done.exit_code == 0 and "last loss" in done.stdout
     assert "no pictures" in done.stderr and "--output DIR" in done.stderr
     assert asked(checkpoint, "inspect", runs[0]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["config.toml", "metrics.jsonl", "history.jsonl", "log.txt", "checkpoints/latest"]
+)
+def test_a_pipe_in_place_of_a_file_blocks_no_command(tmp_path, name):
+    run = made(tmp_path / "run", 3, record(1, 4.0), record(2, 3.0))
+    (run / "checkpoints").mkdir()
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    for command, words in ((watch, ["--once"]), (report, [])):
+        result = CliRunner().invoke(command, [str(run), *words])
+        if result.exit_code:
+            assert isinstance(result.exception, InputError | OSError), result.exception
+            assert "is a pipe or a device" in str(result.exception)

@@ -147,3 +147,10 @@ def test_completion(program, words, found):
         text=True, timeout=60, check=True,
     )  # fmt: skip
     assert f"plain,{found}" in done.stdout.splitlines()
+
+
+def test_an_error_with_escapes_of_a_file_leaves_the_terminal_alone(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text('["\\u001b[31m"]\na = 1\n')
+    code, _, errors = called(monkeypatch, capsys, "ptdmpi", "plan", str(file))
+    assert code == 2 and "[\\x1b[31m] is no section" in errors and "\x1b" not in errors

@@ -1,11 +1,14 @@
-"""Writing files so that a crash leaves the old or the new file, never half of one; and advice to
-the kernel while a file is written."""
+"""Writing files so that a crash leaves the old or the new file, never half of one; advice to the
+kernel while a file is written; and opening files that may be no files."""
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 
 def start_writing_out(file: BinaryIO, start: int, end: int) -> None:
@@ -58,3 +61,19 @@ def write_whole(path: Path, content: str | bytes) -> None:
     old content or all of `content` (text as UTF-8). Raises OSError."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def open_file(path: Path, mode: Literal["rb", "ab"]) -> FileIO:
+    """Open a file, unbuffered. Raise OSError for a pipe or a device, which could block the program
+    for ever, or have no end."""
+    with contextlib.suppress(FileNotFoundError):
+        kind = path.stat().st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # for a directory, `open` raises OSError
+            raise OSError(errno.ESPIPE, "is a pipe or a device, not a file", str(path))
+    return open(path, mode, buffering=0)
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a file. Raises OSError, also for a pipe or a device."""
+    with open_file(path, "rb") as file:
+        return file.read()

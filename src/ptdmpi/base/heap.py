@@ -9,7 +9,9 @@ process then keeps its peak memory at all times, which every step would reach an
 
 import contextlib
 import ctypes
-from collections.abc import Mapping
+import resource
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 # names of mallopt(3) and their numbers in malloc.h
 _TRIM_THRESHOLD = -1
@@ -39,3 +41,24 @@ def give_back() -> None:
     the run, and a step may not need it."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextlib.contextmanager
+def at_most(further_bytes: int) -> Iterator[None]:
+    """Limit the memory that this process may allocate in the block, in addition to what it has.
+    Python raises MemoryError if the limit is exceeded. A lower limit of the user stays."""
+    former, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted = _data_bytes() + further_bytes
+    limits = [limit for limit in (former, hard, wanted) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (former, hard))
+
+
+def _data_bytes() -> int:
+    """Return the memory that the kernel compares with RLIMIT_DATA: the private writable memory of
+    this process (VmData of proc_pid_status(5), in kB)."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmData:")[2].split()[0]) << 10

@@ -21,6 +21,7 @@ MENDABLE = {
     errno.ENAMETOOLONG,
     errno.ELOOP,
     errno.EROFS,
+    errno.ESPIPE,  # of `disk.open_file`
 }
 
 

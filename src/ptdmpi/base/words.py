@@ -1,4 +1,15 @@
-"""Formatting of numbers for people: counted things, large counts, file sizes."""
+"""Formatting for people: counted things, large counts, file sizes; text from files."""
+
+
+def printable(text: str) -> str:
+    """Return the text with escapes (\\x1b) in place of control characters other than line ends. So
+    text from a file cannot change a terminal."""
+    return "\n".join(map(printable_line, text.split("\n")))
+
+
+def printable_line(line: str) -> str:
+    """Return the text as `printable` does, with escapes in place of line ends, too."""
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line)
 
 
 def counted(number: int, noun: str) -> str:

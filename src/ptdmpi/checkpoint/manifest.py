@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ptdmpi.base.box import Box
-from ptdmpi.base.disk import write_whole
+from ptdmpi.base.disk import read_file, write_whole
 from ptdmpi.config import InputError
 from ptdmpi.config.sections import WEIGHTS as KIND_OF_WEIGHTS
 from ptdmpi.plan.layer.low_bit import CODES as CODE_NAMES
@@ -259,7 +259,7 @@ def read_manifest(directory: Path) -> Manifest:
     has this format version."""
     path = directory / MANIFEST
     try:
-        table = json.loads(path.read_bytes())
+        table = json.loads(read_file(path))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError):

@@ -20,6 +20,7 @@ from mpi4py import MPI
 
 from ptdmpi.base.outside import mendable_paths
 from ptdmpi.base.traffic import Traffic
+from ptdmpi.base.words import printable
 from ptdmpi.comm.clock import Clock
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.comm.launch import check_singleton
@@ -282,13 +283,13 @@ def fail_together(world: World) -> Iterator[None]:
         raise
     except SharedInputError as error:
         if world.rank == 0:
-            print(f"ptdmpi: error: {error}", file=sys.stderr, flush=True)
+            print(printable(f"ptdmpi: error: {error}"), file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     except InputError as error:
         # Ranks that read the same bytes fail in the same way: the first rank prints, and ends the
         # others.
         time.sleep(min(6.0, 2.0 * world.rank))
-        print(f"ptdmpi: error: {error}", file=sys.stderr, flush=True)
+        print(printable(f"ptdmpi: error: {error}"), file=sys.stderr, flush=True)
         if MPI.COMM_WORLD.Get_size() == 1:  # MPI's abort would print more
             raise SystemExit(2) from None
         time.sleep(0.2)  # give the launcher time to forward the line before the abort

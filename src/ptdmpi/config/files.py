@@ -26,6 +26,7 @@ TABLES: Mapping[str, type[Section]] = {"data": TrainDataConfig, "optimizer": Rat
 
 
 MOST_BYTES = 1 << 24  # of a TOML file
+MOST_DEPTH = 8  # of tables and lists in it; the deepest legal key, data.train.path, has 3
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
@@ -45,7 +46,19 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
         raise InputError(f"configuration {path} is not valid TOML: {error}") from None
     for override in overrides:
         _apply_override(tree, override)
+    if _deeper(tree, MOST_DEPTH):
+        raise InputError(f"configuration {path} nests tables deeper than {MOST_DEPTH} levels")
     return tree
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Return True if tables and lists are nested deeper than so many levels."""
+    if not isinstance(value, dict | list):
+        return False
+    items: Iterable[Any] = value
+    if isinstance(value, dict):
+        items = value.values()
+    return not levels or any(_deeper(item, levels - 1) for item in items)
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ptdmpi.base.box import Box, rows_of
+from ptdmpi.base.disk import read_file
 from ptdmpi.base.progress import progress
 from ptdmpi.config import InputError
 
@@ -220,7 +221,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raise InputError if the file cannot be read, or does not
     contain an object."""
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(read_file(path))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

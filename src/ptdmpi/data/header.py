@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 
+from ptdmpi.base.disk import read_file
 from ptdmpi.config import InputError
 from ptdmpi.config.section import MOST
 
@@ -311,7 +312,7 @@ def listed_headers(directory: Path) -> dict[str, ShardHeader | None]:
     """
     path = directory / SUMMARY
     try:
-        shards = json.loads(path.read_bytes())["shards"]
+        shards = json.loads(read_file(path))["shards"]
         if isinstance(shards, list):
             return dict.fromkeys(map(str, shards))
         return {name: _listed(directory / name, entry) for name, entry in shards.items()}

@@ -6,6 +6,7 @@ compiles its first template.
 """
 
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,24 +14,33 @@ from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ptdmpi.base.heap import at_most
+
 LIMITED = "limited"  # the name of the filter through which every loop gets its items
 MOST_TURNS = 1_000_000  # limit for loop iterations and function calls in one rendering
 MOST_LENGTH = 10_000_000  # limit for the length of a text or list that is made by repetition
-MOST_BITS = 10_000  # limit for the number of bits of a power
+MOST_BITS = 10_000  # limit for the number of bits of a power, or of a product
+MOST_BYTES = 1 << 29  # limit for the memory that one rendering takes
+MOST_SECONDS = 20  # limit for the processor time of one rendering
 
 
 class _LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits on the work of a rendering: on loop iterations and calls, on
-    repeated texts and lists, and on powers. A template comes with a model, so it may come from
-    anybody.
+    """Jinja's sandbox with limits on the work of a rendering: on loop iterations, calls and time,
+    on repeated texts and lists, and on powers and products. A template comes with a model, so it
+    may come from anybody.
     """
 
     intercepted_binops = frozenset({"*", "**"})
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.turns_left = MOST_TURNS
+        self.begin()
         self.filters[LIMITED] = self._counted
+
+    def begin(self) -> None:
+        """Give the next rendering, which begins now, its turns and its time."""
+        self.turns_left = MOST_TURNS
+        self.ends_s = time.thread_time() + MOST_SECONDS
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
@@ -49,6 +59,8 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.turns_left -= 1
         if self.turns_left < 0:
             raise ValueError(f"more than {MOST_TURNS} turns of loops and calls")
+        if time.thread_time() > self.ends_s:
+            raise ValueError(f"more than {MOST_SECONDS} s of processor time")
 
     def call(self, *values: Any, **options: Any) -> Any:
         """Call a function or a macro for a template. Raise ValueError if there are too many
@@ -59,9 +71,11 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Compute a multiplication or a power for a template. Raise ValueError if the result would
         be too large."""
-        if operator == "**" and isinstance(left, int) and isinstance(right, int):
-            if right > 0 and left.bit_length() * right > MOST_BITS:
+        if isinstance(left, int) and isinstance(right, int):
+            if operator == "**" and right > 0 and left.bit_length() * right > MOST_BITS:
                 raise ValueError(f"a power of more than {MOST_BITS} bits")
+            if operator == "*" and left.bit_length() + right.bit_length() > MOST_BITS:
+                raise ValueError(f"a product of more than {MOST_BITS} bits")
         elif operator == "*":
             for repeated, times in ((left, right), (right, left)):
                 repeats = isinstance(repeated, str | list | tuple) and isinstance(times, int)
@@ -104,15 +118,21 @@ def compiled(source: str, mark_answer: Callable[[str], str]) -> Callable[..., st
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     try:
-        template = environment.from_string(source)
+        with at_most(MOST_BYTES):  # Jinja computes constants when it compiles
+            template = environment.from_string(source)
     # deep nesting exceeds the recursion of Jinja, or of Python's own compiler
     except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(str(error) or type(error).__name__) from None
 
     def render(**values: Any) -> str:
-        """Return the text of the template for the given values."""
-        environment.turns_left = MOST_TURNS
-        return str(template.render(**values))
+        """Return the text of the template for the given values. Raise ValueError if it takes too
+        much work or memory."""
+        environment.begin()
+        try:
+            with at_most(MOST_BYTES):
+                return str(template.render(**values))
+        except MemoryError:
+            raise ValueError(f"more than {MOST_BYTES >> 20} MiB of memory") from None
 
     return render
 

@@ -8,6 +8,7 @@ the numbers, their mixture with other datasets and their epochs are those of sha
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,20 @@ class OwnDataset:
 
     def __init__(self, path: str, seq_length: int) -> None:
         """Make the user's object for sequences of `seq_length` tokens. Raises InputError if the
-        object cannot be made, or if its first sample has another length."""
+        vocabulary or the length of the object is no number, or if `row` refuses its first or its
+        last sample."""
         self.path = path
         self.seq_length = seq_length
         self._own = plugin("datasets", path)(seq_length)
-        self.vocab_size = int(self._own.vocab_size)
-        if not len(self._own):
+        vocab_size = getattr(self._own, "vocab_size", None)
+        if not isinstance(vocab_size, Integral) or vocab_size < 1:
+            raise InputError(f"{path}: vocab_size is {vocab_size!r}; legal: an integer from 1")
+        self.vocab_size = int(vocab_size)
+        try:
+            length = len(self._own)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InputError(f"{path}: its length is no number of samples: {error}") from error
+        if not length:
             raise InputError(f"{path} has no samples")
         self.tokenizer = str(getattr(self._own, "tokenizer", path))
         self.tokenizer_sha256 = _hash(self.tokenizer, self.vocab_size)
@@ -49,15 +58,19 @@ class OwnDataset:
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the ids [s + 1] of a sample, and the weights [s] of its labels (None: 1 each).
-        Raises InputError if they have other sizes, or an id is outside the vocabulary."""
+        Raises InputError if they have other sizes, an id is no integer or outside the vocabulary,
+        or a weight is not finite."""
         sample: Any = self._own.sample(int(number))
-        ids, weights = sample if isinstance(sample, tuple) else (sample, None)
-        ids = np.asarray(ids, dtype=np.int64)
+        ids, weights = sample if isinstance(sample, tuple) and len(sample) == 2 else (sample, None)
+        ids = self._array(ids, "ids", number)
         if ids.shape != (self.seq_length + 1,):
             raise InputError(
                 f"{self.path}: sample {number} has ids of shape {list(ids.shape)}; legal: "
                 f"[{self.seq_length + 1}], one more than model.seq_length"
             )
+        if ids.dtype.kind not in "biu":
+            raise InputError(f"{self.path}: sample {number} has ids of {ids.dtype}, not integers")
+        ids = ids.astype(np.int64)
         if ids.min() < 0 or ids.max() >= self.vocab_size:
             raise InputError(
                 f"{self.path}: sample {number} has token ids from {ids.min()} to {ids.max()}; "
@@ -65,13 +78,22 @@ class OwnDataset:
             )
         if weights is None:
             return ids, None
-        weights = np.asarray(weights, dtype=np.float32)
+        weights = self._array(weights, "weights", number)
         if weights.shape != (self.seq_length,):
             raise InputError(
                 f"{self.path}: sample {number} has weights of shape {list(weights.shape)}; legal: "
                 f"[{self.seq_length}]"
             )
-        return ids, weights
+        if weights.dtype.kind not in "biuf" or not np.isfinite(weights).all():
+            raise InputError(f"{self.path}: sample {number} has weights that are no finite numbers")
+        return ids, weights.astype(np.float32)
+
+    def _array(self, values: Any, name: str, number: int) -> np.ndarray:
+        """Return values of a sample as an array. Raise InputError if they are none."""
+        try:
+            return np.asarray(values)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InputError(f"{self.path}: sample {number}: {name}: {error}") from error
 
 
 def _hash(*parts: object) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ptdmpi.base.disk import read_file
 from ptdmpi.checkpoint import examine
 from ptdmpi.checkpoint.base import fingerprint
 from ptdmpi.checkpoint.boxes import Reader
@@ -160,7 +161,7 @@ def open_model(path: Path, kind: str = WEIGHTS) -> StoredModel:
             "every run directory"
         )
     try:
-        tree = tomllib.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        tree = tomllib.loads(read_file(folder / CONFIG).decode())
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{folder / CONFIG}: {error}") from None
     if not isinstance(tree.get("model"), dict):

@@ -15,6 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ptdmpi.base.disk import read_file
+
 HISTORY = "history.jsonl"
 
 
@@ -131,7 +133,7 @@ def that_trained(all_attempts: Sequence[PastAttempt], steps: Iterable[int]) -> l
 def _lines(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a history that belong to an attempt. Other lines are skipped."""
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except FileNotFoundError:
         return []
     lines = []

@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ptdmpi.base.words import counted
+from ptdmpi.base.words import counted, printable_line
 from ptdmpi.report.status import binned
 from ptdmpi.sinks.record import task_score
 
@@ -65,7 +65,7 @@ def _printable(value: Any) -> Any:
     A log, a host name or a path may contain escape sequences, which a terminal would execute.
     """
     if isinstance(value, str):
-        return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in value)
+        return printable_line(value)
     if isinstance(value, dict):
         return {_printable(key): _printable(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from ptdmpi.base.disk import read_file
 from ptdmpi.base.words import counted
 from ptdmpi.report.run import RecordedRun
 from ptdmpi.report.status import binned
@@ -73,7 +74,7 @@ def _texts(path: Path) -> list[tuple[str, str]]:
     texts = []
     for name, lines in (("config.toml", 0), ("log.txt", 200)):
         if (path / name).is_file():
-            text = (path / name).read_text(encoding="utf-8", errors="replace").splitlines()
+            text = read_file(path / name).decode(errors="replace").splitlines()
             texts.append((name, "\n".join(text[-lines:])))
     return texts
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ptdmpi.base.disk import read_file
 from ptdmpi.config import InputError
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.report import trained
@@ -41,8 +42,8 @@ class RecordedRun:
 def read(path: Path) -> RecordedRun:
     """Return the run in directory `path`. Raise InputError if `path` is not a run directory."""
     try:
-        config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
-        text = (path / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
+        config = tomllib.loads(read_file(path / "config.toml").decode())
+        text = read_file(path / "metrics.jsonl").decode(errors="replace")
     except OSError as error:
         raise InputError(
             f"{path} is no run directory: {Path(error.filename).name}: {error.strerror}"
@@ -73,7 +74,7 @@ def read(path: Path) -> RecordedRun:
 
 def _timeline(path: Path) -> Timeline:
     try:
-        return Timeline.from_json(path.read_text(encoding="utf-8"))
+        return Timeline.from_json(read_file(path).decode())
     except (InputError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: {error}") from None
 

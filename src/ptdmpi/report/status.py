@@ -12,6 +12,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from ptdmpi.base.disk import open_file, read_file
 from ptdmpi.config import InputError
 from ptdmpi.sinks.record import median
 
@@ -64,7 +65,7 @@ class Tail:
         """Return the lines written since the last call; none if the file cannot be read."""
         self.begun_anew = False
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path, "rb") as file:
                 state = os.fstat(file.fileno())
                 if state.st_ino != self._inode or state.st_size < self._offset:
                     self._inode = state.st_ino
@@ -99,7 +100,7 @@ class Watched:
         self._last_line = ""
 
     def _read_config(self) -> None:
-        config = tomllib.loads((self.path / "config.toml").read_text(encoding="utf-8"))
+        config = tomllib.loads(read_file(self.path / "config.toml").decode())
         steps = int(config["run"]["steps"])
         if not 1 <= steps <= MOST_STEPS:
             raise ValueError(f"run.steps = {steps}")
@@ -282,7 +283,7 @@ def _newest_checkpoint(directory: Path) -> dict[str, Any] | None:
     """Return the checkpoint that the file `latest` names, without checking it; None if there is no
     such file."""
     try:
-        name = (directory / "latest").read_text(encoding="utf-8").strip()
+        name = read_file(directory / "latest").decode().strip()
         age_s = max(0.0, time.time() - (directory / name).stat().st_mtime)
         return {"name": name, "step": int(name.removeprefix("step-")), "age_s": age_s}
     except (OSError, ValueError):

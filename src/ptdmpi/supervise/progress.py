@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ptdmpi.base.disk import open_file, read_file
+
 TAIL_BYTES = 1 << 16
 
 
@@ -28,7 +30,7 @@ class RunProgress:
     def newest(self) -> RecordedStep:
         """Return the last step that has a record."""
         with contextlib.suppress(OSError):
-            with open(self.path / "metrics.jsonl", "rb") as file:
+            with open_file(self.path / "metrics.jsonl", "rb") as file:
                 size = file.seek(0, 2)
                 file.seek(max(0, size - TAIL_BYTES))
                 lines = file.read().splitlines()
@@ -42,7 +44,7 @@ class RunProgress:
     def done(self) -> int | None:
         """Return the number of steps of a run that has ended; None if it has not ended."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return int(json.loads((self.path / "done").read_text())["steps"])
+            return int(json.loads(read_file(self.path / "done"))["steps"])
         return None
 
     def newest_checkpoint(self) -> tuple[str, int] | None:
@@ -50,7 +52,7 @@ class RunProgress:
         with every save."""
         latest = self.path / "checkpoints" / "latest"
         with contextlib.suppress(OSError):
-            name = latest.read_text(errors="replace").strip()
+            name = read_file(latest).decode(errors="replace").strip()
             if re.fullmatch(r"step-\d+", name):
                 return name, latest.stat().st_mtime_ns
         return None

@@ -17,6 +17,7 @@ from ptdmpi.base.errors import InputError
 from ptdmpi.base.launched import launched_rank, launched_size
 from ptdmpi.base.outside import escaped, explained
 from ptdmpi.base.say import QUIET, note
+from ptdmpi.base.words import printable
 
 EXIT_CODES = "Exit codes: 0 done, 1 failure, 2 bad input, 130 interrupted."
 
@@ -151,5 +152,5 @@ def _end_all(text: str) -> NoReturn:
 
 
 def _end(text: str, code: int) -> NoReturn:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
     sys.exit(code)

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple, Self
 
+from ptdmpi.base.say import put, send_nowhere
 from ptdmpi.config import SharedInputError
 
 # the exit code (EX_TEMPFAIL) after a stop on request and a save; the same command resumes the run
@@ -104,12 +105,10 @@ class StopRequest:
         all further output.
         """
         try:
-            print(line, flush=True)
+            put(line, sys.stdout)
         except BrokenPipeError:
             self.unread = True
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)
+            send_nowhere(sys.stdout)
 
     def wait(self, limit_s: float) -> list[signal.Signals]:
         """Return the signals received since the last call. Wait for one up to `limit_s` seconds, or

@@ -9,7 +9,13 @@ from ptdmpi.config.configuration import Sections
 from ptdmpi.config.methods import DIFFERING, DataParallelConfig, toml_text
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.config.rules.known import where_known
-from ptdmpi.config.sections import OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig
+from ptdmpi.config.sections import (
+    WEIGHTS,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+)
 
 # A key of [optimizer] -> the kinds that use it.
 OPTIMIZED_BY: Mapping[str, tuple[str, ...]] = {
@@ -124,7 +130,22 @@ def _own_mistake(name: str) -> str:
     lacking = [part for part in ("moments", "update") if not hasattr(own, part)]
     if lacking:
         return f"optimizer.own: {name} has no {lacking[0]}; legal: a class with moments and update"
+    names = own.moments
+    if not isinstance(names, tuple | list) or not all(_names_a_moment(name) for name in names):
+        return (
+            f"optimizer.own: {name} has moments = {names!r}; legal: a tuple of names, without / "
+            f"and #, and without {WEIGHTS}"
+        )
+    if len(set(names)) < len(names):
+        return f"optimizer.own: {name} has moments = {names!r}; legal: each name once"
     return ""
+
+
+def _names_a_moment(name: object) -> bool:
+    """Return True if a checkpoint can store state under this name, next to the weights."""
+    if not isinstance(name, str) or not name.isprintable() or set(name) & set("/#"):
+        return False
+    return name not in ("", WEIGHTS)
 
 
 def _optimizer_keys(optimizer: OptimizerConfig) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ptdmpi.base.disk import write_whole
+from ptdmpi.base.disk import read_file, write_whole
 from ptdmpi.model.kernels import choice as choices
 from ptdmpi.model.kernels import host
 from ptdmpi.model.kernels.choice import BY_LIBRARY, Entries, HostChoice, OneDnnLinears
@@ -238,7 +238,7 @@ def _on_devices(
 
 def _kept(folder: Path) -> Stored | None:
     try:
-        stored_choice = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        stored_choice = json.loads(read_file(folder / FILE))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(stored_choice, dict):

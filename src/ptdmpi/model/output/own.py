@@ -7,12 +7,14 @@ one microbatch on one rank. The trainer adds both over all microbatches and rank
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ptdmpi.base.errors import InputError
 from ptdmpi.base.plugins import plugin
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.model.batch import Microbatch
@@ -126,16 +128,23 @@ class OwnLoss:
 
     def __call__(self, logits: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
         """Return the sum and the count of a microbatch, without dims, from the logits
-        [s, b, ceil(V/t)] with padded columns. Raises TypeError unless the function returns them."""
+        [s, b, ceil(V/t)] with padded columns. Raises InputError unless the function returns them,
+        and the sum depends on logits that have gradients."""
         share = logits.shape[-1]
         first = self.tensor.rank * share
         own = logits[..., : max(1, self.vocab_size - first)]  # padded columns are -inf
         inputs = LossInput(own, batch, first, self.vocab_size, self.tensor, self.context)
         result = self.function(inputs)
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
-            raise TypeError(f"{self.name} returned {type(result).__name__}, not (sum, count)")
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise InputError(f"{self.name} returned {type(result).__name__}, not (sum, count)")
         total, count = result
+        if not (isinstance(total, Tensor) and isinstance(count, Tensor | Real)):
+            kinds = f"({type(total).__name__}, {type(count).__name__})"
+            raise InputError(f"{self.name} returned {kinds}; legal: a tensor and a number")
         if total.dim():
-            raise TypeError(f"{self.name} returned a sum of shape {list(total.shape)}, not one sum")
+            shape = list(total.shape)
+            raise InputError(f"{self.name} returned a sum of shape {shape}, not one sum")
+        if logits.requires_grad and not total.requires_grad:
+            raise InputError(f"{self.name} returned a sum that has no gradient")
         total = _CountedOnce.apply(total, self.tensor.size)
         return total, torch.as_tensor(count, dtype=torch.float64, device=total.device).detach()

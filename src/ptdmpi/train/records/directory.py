@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ptdmpi.base.disk import write_whole
+from ptdmpi.base.disk import open_file, read_file, write_whole
 from ptdmpi.config import Config, InputError
 from ptdmpi.sinks.contract import Past
 from ptdmpi.sinks.sinks import Sinks
@@ -54,7 +54,7 @@ class RunDirectory:
 
     def _drop_records(self) -> bool:
         """Remove the records after the resumed step; return True if there were any."""
-        lines = self.metrics.read_bytes().splitlines()
+        lines = read_file(self.metrics).splitlines()
         # a torn last line is not JSON, and is removed too
         kept = [line + b"\n" for line in lines if _until(line, self._resumed_step)]
         write_whole(self.metrics, b"".join(kept))
@@ -123,7 +123,7 @@ def append_lines(path: Path, lines: str) -> None:
     Raises OSError if the disk has no room for all of them.
     """
     data = lines.encode()
-    with open(path, "ab", buffering=0) as file:
+    with open_file(path, "ab") as file:
         size = file.tell()
         if file.write(data) < len(data):
             file.truncate(size)

@@ -32,13 +32,12 @@ def test_a_line_that_fits_in_part_is_not_written(tmp_path, monkeypatch):
     """A disk with room for some of the bytes takes those alone."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("whole\n")
-    real_open = open
+    real_open = files.open_file
 
-    def small_disk(*words, **options):
-        file = real_open(*words, **options)
-        return _Small(file)
+    def small_disk(path, mode):
+        return _Small(real_open(path, mode))
 
-    monkeypatch.setattr(files, "open", small_disk, raising=False)
+    monkeypatch.setattr(files, "open_file", small_disk)
     with pytest.raises(OSError, match="No space"):
         files.append_lines(path, "a line of some length\n")
     assert path.read_text() == "whole\n"

@@ -227,6 +227,35 @@ def chat(
     _print_table(make_chat_shards(ChatOptions(inputs, fields=fields, **given), output), as_json)
 
 
+@commands.command()
+@_INPUTS
+@click.option("--tokenizer", required=True, help="'bytes' or a Hugging Face tokenizer.json.")
+@click.option(
+    "--seq-length", required=True, type=int, help="Tokens per row: model.seq_length of the run."
+)
+@click.option(
+    "--template",
+    type=_PATH,
+    help="Chat template, a Jinja file [default: the one in the tokenizer's folder].",
+)
+@_SKIP
+@_shard_options
+def pairs(inputs: tuple[str, ...], *, as_json: bool, **given: Any) -> None:
+    """Make shards of preference pairs, for training with [preference].
+
+    INPUTs are .jsonl files, one pair a line, or .json arrays. Each record has "chosen" and
+    "rejected": two whole conversations, or two answers to the "prompt" (or "question",
+    "instruction", "conversations") of the record. Both conversations of a pair are in the same row.
+    `ptdmpi-data score` then stores the log-probabilities of the reference model.
+    """
+    from data_prep.chat.pack import ChatOptions, make_chat_shards
+    from data_prep.corpus import OutputOptions
+
+    names = ("output", "valid_output", "valid_fraction", "shard_tokens", "force")
+    output = OutputOptions(**{name: given.pop(name) for name in names})
+    _print_table(make_chat_shards(ChatOptions(inputs, pairs=True, **given), output), as_json)
+
+
 @commands.command("import-megatron")
 @click.argument("prefixes", nargs=-1, required=True, type=_NamedPath())
 @click.option("--tokenizer", help="The tokenizer that made the tokens: 'bytes', or its file.")

@@ -46,6 +46,8 @@ def describe(path: Path) -> dict[str, Any]:
     rows = {}
     if first.row_length:
         rows["row_length"] = first.row_length
+    if first.pairs:
+        rows["holds"] = "pairs of answers"
     return {
         "path": str(path),
         "tokens": sum(header.tokens for header in headers),
@@ -90,6 +92,8 @@ def format_description(description: dict[str, Any]) -> str:
         lines.append(
             f"rows of {description['row_length']:,} tokens; {answers:,} tokens count as labels"
         )
+    if "holds" in description:
+        lines.append(f"holds {description['holds']}")
     lines.append(f"{'shard':<28} {'tokens':>16} {'documents':>14}  {'type':<7} checksum")
     for shard in shards:
         lines.append(

@@ -1,17 +1,19 @@
-"""Reading conversations from JSON lines, and encoding them with label weights for their answers."""
+"""Reading conversations, or pairs of them, from JSON lines, and encoding them with label weights
+for their answers."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_prep.chat.forms import BadConversation, ChatFields, counted_answers, messages_of
+from data_prep.chat.forms import BadConversation, counted_answers
 from data_prep.encode import lines
 from data_prep.sources import Task
 from data_prep.vocabulary import MarkedTokenizer
 from ptdmpi.config import InputError
-from ptdmpi.data.chat_template import ANSWER, ChatTemplate, Message
+from ptdmpi.data.chat_template import ANSWER, ChatTemplate, Message, Rendered
 
 
 class Conversation(NamedTuple):
@@ -24,59 +26,72 @@ class Conversation(NamedTuple):
     text: str
 
 
+# the conversations of one record: one, or a preferred one and another one
+Group = list[Conversation]
+
+
 class Conversations:
-    """A reader of conversations in .jsonl lines. With `skip_bad_lines` the reader leaves out lines
-    that cannot be used, and counts them in `bad_lines`."""
+    """A reader of conversations in .jsonl lines. `messages_of` returns the messages of each
+    conversation in a record, or raises BadConversation. With `skip_bad_lines` the reader leaves out
+    lines that cannot be used, and counts them in `bad_lines`."""
 
     def __init__(
         self,
         tokenizer: MarkedTokenizer,
         template: ChatTemplate,
-        fields: ChatFields,
+        messages_of: Callable[[Mapping[str, Any]], list[list[Message]]],
         skip_bad_lines: bool,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        self._fields = fields
+        self._messages_of = messages_of
         self._skip_bad_lines = skip_bad_lines
         self.bad_lines = 0
 
-    def __call__(self, task: Task) -> list[Conversation]:
-        """Return the conversations of a task, in order. Raise an InputError with file and line for
-        a line that cannot be used."""
+    def __call__(self, task: Task) -> list[Group]:
+        """Return the conversations of each record of a task, in order. Raise an InputError with
+        file and line for a line that cannot be used."""
         rendered = []
+        sizes = []  # number of conversations of each record
         for chunk in task.chunks:
             for number, (_, line) in enumerate(lines(chunk.data), chunk.line):
                 if not bytes(line).strip():
                     continue
                 try:
-                    messages = self._messages(bytes(line))
-                    text, spans = self._template.rendered(messages)
-                    answers = counted_answers(messages, spans)
-                    if not answers:
-                        raise BadConversation(f"no turn of the role {ANSWER!r}: nothing to learn")
-                    rendered.append((text, answers))
+                    group = [self._rendered(one) for one in self._messages(bytes(line))]
+                    rendered += group
+                    sizes.append(len(group))
                 except (BadConversation, InputError) as error:
                     if not self._skip_bad_lines:
                         raise InputError(f"{chunk.path}:{number}: {error}") from None
                     self.bad_lines += 1
         encoded = self._tokenizer.encode_marked([text for text, _ in rendered])
-        return [
+        conversations = (
             Conversation(ids, counted(starts, answers), firsts(starts, answers), text)
             for (text, answers), (ids, starts) in zip(rendered, encoded, strict=True)
-        ]
+        )
+        return [list(islice(conversations, size)) for size in sizes]
 
-    def _messages(self, line: bytes) -> list[Message]:
-        """Return the messages in a line. Raise BadConversation if there are none, or if one
-        contains the text of a special token."""
+    def _rendered(self, messages: Sequence[Message]) -> Rendered:
+        """Return the text of a conversation, with the answers that count. Raise BadConversation if
+        none counts."""
+        text, spans = self._template.rendered(messages)
+        answers = counted_answers(messages, spans)
+        if not answers:
+            raise BadConversation(f"no turn of the role {ANSWER!r}: nothing to learn")
+        return Rendered(text, answers)
+
+    def _messages(self, line: bytes) -> list[list[Message]]:
+        """Return the messages of each conversation in a line. Raise BadConversation if there are
+        none, or if one contains the text of a special token."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise BadConversation(f"not a JSON line: {error}") from None
         if not isinstance(record, dict):
             raise BadConversation("no JSON object")
-        messages = messages_of(record, self._fields)
-        for message in messages:
+        conversations = self._messages_of(record)
+        for message in chain.from_iterable(conversations):
             texts = list(_texts(message))
             if not all(map(_is_unicode, texts)):
                 raise BadConversation("a message has a lone surrogate")
@@ -85,7 +100,7 @@ class Conversations:
                     raise BadConversation(
                         f"a message has the text {special}, which would become a special token"
                     )
-        return messages
+        return conversations
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
@@ -126,7 +141,7 @@ def firsts(starts: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray
     return np.searchsorted(starts, [begin for begin, _ in answers])
 
 
-def pieces(tasks: Iterator[Task], read: Conversations) -> Iterator[Conversation]:
-    """Yield the conversations of all tasks, in order."""
+def pieces(tasks: Iterator[Task], read: Conversations) -> Iterator[Group]:
+    """Yield the conversations of each record of all tasks, in order."""
     for task in tasks:
         yield from read(task)

@@ -65,26 +65,28 @@ def messages_of(record: Mapping[str, Any], fields: ChatFields) -> list[Message]:
     """
     for name in (fields.messages, "messages", "conversations"):
         if name in record:
-            return _system(record, _turns(record[name], name))
-    if _has_texts(record, "instruction", "output"):
+            return with_system(record, turns_of(record[name], name))
+    if has_texts(record, "instruction", "output"):
         return _alpaca(record)
     for question, answer in ((fields.prompt, fields.answer), *PAIRS):
-        if _has_texts(record, question, answer):
-            return _system(record, _exchange(record[question], record[answer]))
+        if has_texts(record, question, answer):
+            return with_system(record, exchange(record[question], record[answer]))
         if isinstance(record.get(question), list) and isinstance(record.get(answer), list):
-            return _turns(record[question], question) + _turns(record[answer], answer)
+            return turns_of(record[question], question) + turns_of(record[answer], answer)
     raise BadConversation(f"no conversation: {KNOWN}")
 
 
-def _has_texts(record: Mapping[str, Any], *names: str) -> bool:
+def has_texts(record: Mapping[str, Any], *names: str) -> bool:
+    """Return True if the record has a text in each of these fields."""
     return all(isinstance(record.get(name), str) for name in names)
 
 
-def _exchange(question: str, answer: str) -> list[Message]:
+def exchange(question: str, answer: str) -> list[Message]:
+    """Return a question and its answer as two messages."""
     return [{"role": "user", "content": question}, {"role": ANSWER, "content": answer}]
 
 
-def _system(record: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+def with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Message]:
     """Return the messages after the "system" text of the record, if it has one."""
     text = record.get("system")
     if not text:
@@ -107,15 +109,20 @@ def _alpaca(record: Mapping[str, Any]) -> list[Message]:
         is_pair = isinstance(turn, list) and len(turn) == 2
         if not is_pair or not all(isinstance(text, str) for text in turn):
             raise BadConversation('"history" is no list of [question, answer]')
-        earlier += _exchange(*turn)
+        earlier += exchange(*turn)
+    return with_system(record, earlier + exchange(instruction_of(record), record["output"]))
+
+
+def instruction_of(record: Mapping[str, Any]) -> str:
+    """Return the instruction of an alpaca record, and its input, if it has one, on a new line.
+    Raise BadConversation for an input that is no text."""
     more = record.get("input") or ""
     if not isinstance(more, str):
         raise BadConversation('"input" is no text')
-    question = "\n".join(filter(None, (record["instruction"], more)))
-    return _system(record, earlier + _exchange(question, record["output"]))
+    return "\n".join(filter(None, (record["instruction"], more)))
 
 
-def _turns(turns: Any, name: str) -> list[Message]:
+def turns_of(turns: Any, name: str) -> list[Message]:
     """Return the messages of the list in the field `name`, which has OpenAI's or ShareGPT's
     keys."""
     if not isinstance(turns, list) or not turns:
@@ -137,7 +144,7 @@ def _message(turn: Any) -> Message:
     content = turn.get("content")
     if isinstance(content, list):
         turn = {**turn, "content": _joined(content)}
-    if not _has_texts(turn, "role", "content"):
+    if not has_texts(turn, "role", "content"):
         raise BadConversation('a message is no {"role": TEXT, "content": TEXT}')
     return turn
 

@@ -1,6 +1,7 @@
 """Writing conversations to shards, packed into rows of equal length. No row cuts a conversation."""
 
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.chat.conversations import Conversation, Conversations, pieces
-from data_prep.chat.forms import ChatFields
+from data_prep.chat.conversations import Conversation, Conversations, Group, pieces
+from data_prep.chat.forms import ChatFields, messages_of
+from data_prep.chat.pairs import pair_of
 from data_prep.chat.records import find_records, record_tasks
 from data_prep.corpus import OutputOptions
 from data_prep.sources import CorpusFile, document_share, size_on_disk
@@ -25,7 +27,7 @@ from data_prep.vocabulary import (
 )
 from ptdmpi.base.progress import progress
 from ptdmpi.config import InputError
-from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate, find_template
+from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate, Message, find_template
 from ptdmpi.data.shard_writer import ShardWriter
 
 OPEN_ROWS = 64  # a conversation is added to the first of these rows that has room for it
@@ -47,10 +49,11 @@ COUNTED = (
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """The inputs and options of `ptdmpi-data chat`, except those for the output.
+    """The inputs and options of `ptdmpi-data chat` and `pairs`, except those for the output.
 
     `too_long` says what happens to a conversation of more than `seq_length` tokens: its end is cut
-    off ("truncate"), or it is left out ("drop").
+    off ("truncate"), or it is left out ("drop"). `pairs`: the records are pairs of answers, which
+    are left out if they are too long, and of which `fields` says nothing.
     """
 
     inputs: tuple[str, ...]
@@ -60,6 +63,14 @@ class ChatOptions:
     fields: ChatFields = field(default_factory=ChatFields)
     too_long: str = "truncate"
     skip_bad_lines: bool = False
+    pairs: bool = False
+
+    def messages_of(self, record: Mapping[str, Any]) -> list[list[Message]]:
+        """Return the messages of each conversation in a record. Raise BadConversation for another
+        record."""
+        if self.pairs:
+            return pair_of(record)
+        return [messages_of(record, self.fields)]
 
 
 @dataclass
@@ -74,15 +85,23 @@ class RowWriter:
     """A writer that packs conversations into rows (first fit) for the shards in one directory.
 
     A row has `seq_length` tokens: conversations, each of which is a document, then padding, which
-    is one more document of end-of-document tokens and does not count. Sample j of a shard is row j.
+    is one more document of end-of-document tokens and does not count. The conversations of a group
+    are neighbours in one row. Sample j of a shard is row j.
     The last label of a row is the first token of the next row, which never counts, so each shard
     ends with one extra token.
     """
 
     def __init__(
-        self, output: Path, vocabulary: Vocabulary, seq_length: int, shard_tokens: int
+        self,
+        output: Path,
+        vocabulary: Vocabulary,
+        seq_length: int,
+        shard_tokens: int,
+        *,
+        pairs: bool = False,
     ) -> None:
         self._output = output
+        self._pairs = pairs
         self._vocabulary = vocabulary
         self._length = seq_length
         self._shard_rows = max(1, shard_tokens // seq_length)
@@ -91,10 +110,10 @@ class RowWriter:
         self._shards = self._written = 0
         self.tokens = self.padding = 0
 
-    def add(self, conversation: Conversation) -> None:
-        """Add a conversation of at most `seq_length` tokens. Raise the same errors as
+    def add(self, group: Group) -> None:
+        """Add conversations of at most `seq_length` tokens together. Raise the same errors as
         `ShardWriter`."""
-        size = conversation.ids.size
+        size = _size(group)
         for row in self._rows:
             if row.size + size <= self._length:
                 break
@@ -103,7 +122,7 @@ class RowWriter:
             self._rows.append(row)
             if len(self._rows) > OPEN_ROWS:
                 self._write(self._rows.pop(0))
-        row.conversations.append(conversation)
+        row.conversations += group
         row.size += size
 
     def finish(self) -> None:
@@ -141,6 +160,7 @@ class RowWriter:
             vocab_size=self._vocabulary.vocab_size,
             eod_id=self._vocabulary.eod_id,
             row_length=self._length,
+            pairs=self._pairs,
         )
 
     def _close(self) -> None:
@@ -168,6 +188,9 @@ class _ChatCorpus:
     def identity(self) -> dict[str, Any]:
         """Return the files and options that influence the tokens."""
         files = ((file.name, file.size_bytes, file.modified_ns) for file in self.sources)
+        pairs = {}
+        if self.options.pairs:
+            pairs["pairs"] = True
         return {
             "tokenizer": self.tokenizer.name,
             "tokenizer_sha256": self.tokenizer.sha256,
@@ -177,6 +200,7 @@ class _ChatCorpus:
             "too_long": self.options.too_long,
             "fields": asdict(self.options.fields),
             "skip_bad_lines": self.options.skip_bad_lines,
+            **pairs,
             **files_identity(files),
         }
 
@@ -223,6 +247,8 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
             raise
     sums = asdict(done)
     table = {name: sums[name] for name in COUNTED}
+    if options.pairs:
+        table = {"pairs": table.pop("documents") // 2, **table}
     return {**table, "template": template.said_of, "seconds": time.perf_counter() - started}
 
 
@@ -238,36 +264,45 @@ def _tokenizer(name: str) -> MarkedTokenizer:
     return tokenizer
 
 
-def _kept(conversation: Conversation, options: ChatOptions) -> Conversation | None:
-    """Return the part of a conversation that fits into a row. Return None if the conversation is
-    left out, because it is too long or because no token of an answer would count."""
+def _size(group: Group) -> int:
+    """Return the number of tokens of some conversations together."""
+    return sum(conversation.ids.size for conversation in group)
+
+
+def _kept(group: Group, options: ChatOptions) -> Group | None:
+    """Return the parts of conversations that fit into a row together. Return None if they are left
+    out, because they are too long or because no token of an answer would count in one of them."""
     length = options.seq_length
-    if conversation.ids.size > length and options.too_long == "drop":
+    if _size(group) > length and (options.pairs or options.too_long == "drop"):
         return None
-    kept = conversation._replace(
-        ids=conversation.ids[:length],
-        weights=conversation.weights[:length].copy(),
-        answers=conversation.answers[conversation.answers < length],
-    )
-    if not kept.weights[1:].any():
+    kept = [
+        conversation._replace(
+            ids=conversation.ids[:length],
+            weights=conversation.weights[:length].copy(),
+            answers=conversation.answers[conversation.answers < length],
+        )
+        for conversation in group
+    ]
+    if not all(part.weights[1:].any() for part in kept):
         return None
     return kept
 
 
-def _counts(conversation: Conversation, kept: Conversation | None, length: int) -> CorpusCounters:
-    """Count a conversation, of which the part `kept` is written to a row of `length` tokens."""
-    cut = conversation.ids.size > length
-    text_bytes = len(conversation.text.encode())
+def _counts(group: Group, kept: Group | None, length: int) -> CorpusCounters:
+    """Count the conversations of a record, of which the parts `kept` are written to a row of
+    `length` tokens."""
+    cut = _size(group) > length
+    text_bytes = sum(len(conversation.text.encode()) for conversation in group)
     if kept is None:
         return CorpusCounters(
             text_bytes=text_bytes, too_long=int(cut), empty_documents=int(not cut)
         )
     return CorpusCounters(
-        documents=1,
+        documents=len(kept),
         text_bytes=text_bytes,
         truncated=int(cut),
-        answers=kept.answers.size,
-        answer_tokens=int(kept.weights[1:].sum()),
+        answers=sum(part.answers.size for part in kept),
+        answer_tokens=sum(int(part.weights[1:].sum()) for part in kept),
     )
 
 
@@ -275,19 +310,27 @@ def _write(corpus: _ChatCorpus, output: OutputOptions) -> GroupProgress:
     """Read all conversations, pack them into rows and write the shards. Raise InputError for a bad
     line or a full disk; then no incomplete shard is left."""
     options = corpus.options
-    read = Conversations(corpus.tokenizer, corpus.template, options.fields, options.skip_bad_lines)
+    read = Conversations(
+        corpus.tokenizer, corpus.template, options.messages_of, options.skip_bad_lines
+    )
     counts = CorpusCounters()
     writers = [
-        RowWriter(directory, corpus.tokenizer, options.seq_length, output.shard_tokens)
+        RowWriter(
+            directory,
+            corpus.tokenizer,
+            options.seq_length,
+            output.shard_tokens,
+            pairs=options.pairs,
+        )
         for directory in output.outputs
     ]
     try:
         with progress("packing", sum(map(size_on_disk, corpus.sources)), "B") as advance:
-            for conversation in pieces(record_tasks(corpus.sources, advance), read):
-                kept = _kept(conversation, options)
-                counts += _counts(conversation, kept, options.seq_length)
+            for group in pieces(record_tasks(corpus.sources, advance), read):
+                kept = _kept(group, options)
+                counts += _counts(group, kept, options.seq_length)
                 if kept is not None:
-                    share = document_share(conversation.text.encode())
+                    share = document_share(group[0].text.encode())
                     writers[share < output.valid_fraction].add(kept)
         for writer in writers:
             writer.finish()

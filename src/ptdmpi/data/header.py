@@ -5,7 +5,9 @@ shards. A shard is one HDF5 file with a contiguous, uncompressed dataset `tokens
 little-endian), a contiguous dataset `documents` (uint64 offsets into `tokens`: the first is 0, the
 last is the number of tokens) and attributes. A shard of format 2 also has a dataset `weights`
 (uint8, one per token: 1 if the token counts as a label, 0 if it is only an input), and an attribute
-with the length of the rows into which its documents were packed. `blocks.py` describes the dataset
+with the length of the rows into which its documents were packed. Format 3 is format 2 with pairs:
+in each row, document 2 i has a preferred answer, and document 2 i + 1 another answer to the same
+prompt; a last document without a partner is padding. `blocks.py` describes the dataset
 `token_blocks`.
 """
 
@@ -26,6 +28,7 @@ from ptdmpi.config.section import MOST
 
 FORMAT_VERSION = 1
 WEIGHTED_VERSION = 2  # the format version of shards with weights
+PAIRED_VERSION = 3  # the format version of shards with weights whose documents form pairs
 # The name of the file that says from which texts the shards in its folder were made, and lists
 # their headers.
 SUMMARY = "tokenize.json"
@@ -74,6 +77,7 @@ class ShardHeader:
     weights_byte_offset: int = 0
     row_length: int = 0  # number of tokens in a row of packed documents; 0: no rows
     weights_checksum: str = ""
+    pairs: bool = False  # the documents of a row form pairs of answers
     listed: bool = False  # taken from SUMMARY and not yet compared with the file (`confirmed`)
 
 
@@ -101,10 +105,11 @@ def _attributes(file: h5py.File) -> dict[str, Any]:
         if not isinstance(value, kind.value):
             raise ValueError(f"attribute {name!r} is {value!r}, no {kind.name}")
         values[name] = int(value) if kind is _INTEGER else value
-    if values["format_version"] != (WEIGHTED_VERSION if weighted else FORMAT_VERSION):
+    legal = (WEIGHTED_VERSION, PAIRED_VERSION) if weighted else (FORMAT_VERSION,)
+    if values["format_version"] not in legal:
         raise ValueError(
             f"has format_version {values['format_version']}; this program reads {FORMAT_VERSION}, "
-            f"and {WEIGHTED_VERSION} with weights"
+            f"and {WEIGHTED_VERSION} or {PAIRED_VERSION} with weights"
         )
     if weighted and not 0 < values["row_length"] <= MOST:
         raise ValueError(f"has rows of {values['row_length']} tokens; at least 1 is needed")
@@ -243,6 +248,7 @@ def read_header(path: str | Path) -> ShardHeader:
         weights_byte_offset=weights_byte_offset,
         row_length=int(values.get("row_length", 0)),
         weights_checksum=str(values.get("weights_checksum", "")),
+        pairs=values["format_version"] == PAIRED_VERSION,
     )
 
 
@@ -264,6 +270,8 @@ def headers_sha256(headers: Iterable[ShardHeader]) -> str:
         values = [getattr(header, name) for name in names]
         if header.row_length:
             values += [header.row_length, header.weights_checksum]
+        if header.pairs:
+            values.append("pairs")
         digest.update(json.dumps(values).encode())
     return digest.hexdigest()
 
@@ -283,6 +291,8 @@ def listing(headers: Iterable[ShardHeader]) -> dict[str, dict[str, int | str]]:
 def _entry(header: ShardHeader) -> dict[str, int | str]:
     entry = {name: getattr(header, name) for name in _OWN}
     entry["dtype"] = header.dtype.str
+    if not header.pairs:
+        del entry["pairs"]
     if not header.row_length:
         for name in _OPTIONAL:
             del entry[name]
@@ -292,11 +302,14 @@ def _entry(header: ShardHeader) -> dict[str, int | str]:
 def _listed(path: Path, entry: dict[str, Any]) -> ShardHeader:
     """Return the header that an entry of SUMMARY describes. Raise ValueError or KeyError if the
     entry is damaged."""
-    if entry.keys() not in (_FIELDS, _FIELDS - {*_OPTIONAL}):
+    with_weights = _FIELDS - {"pairs"}  # `pairs` is only listed if it is True
+    if entry.keys() not in (_FIELDS, with_weights, with_weights - {*_OPTIONAL}):
         raise ValueError("other fields than a header has")
     numbers = (entry["byte_offset"], entry["documents_byte_offset"], entry["eod_id"])
     named = ("tokens", "documents", "vocab_size", "row_length", "weights_byte_offset")
     counts = tuple(entry[name] for name in named if name in entry)  # each must be at least 1
+    if entry.get("pairs", True) is not True:
+        raise ValueError("pairs is not true")
     if set(map(type, numbers + counts)) != {int} or min(numbers) < 0 or min(counts) < 1:
         raise ValueError("a number is missing, or below what it can be")
     return ShardHeader(path=path, listed=True, **{**entry, "dtype": _DTYPES[entry["dtype"]]})

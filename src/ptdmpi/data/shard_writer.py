@@ -25,6 +25,7 @@ from ptdmpi.config import InputError
 from ptdmpi.data.blocks import BLOCKS, BlockSums
 from ptdmpi.data.header import (
     FORMAT_VERSION,
+    PAIRED_VERSION,
     WEIGHTED_VERSION,
     format_checksum,
     token_dtype,
@@ -92,9 +93,11 @@ class ShardWriter:
         vocab_size: int,
         eod_id: int,
         row_length: int = 0,
+        pairs: bool = False,
     ):
         """Begin the file. With `row_length` above 0, documents are packed into rows of that length,
-        and tokens have weights (`write_row`)."""
+        and tokens have weights (`write_row`). `pairs`: the documents of a row form pairs of
+        answers."""
         self.path = Path(path)
         self.tokens = 0  # number of tokens written so far
         self._temporary = self.path.with_name(self.path.name + ".tmp")
@@ -107,7 +110,8 @@ class ShardWriter:
         }
         self._weights = bytearray()  # one byte per token of a shard with rows
         if row_length:
-            self._attributes |= {"format_version": WEIGHTED_VERSION, "row_length": row_length}
+            version = PAIRED_VERSION if pairs else WEIGHTED_VERSION
+            self._attributes |= {"format_version": version, "row_length": row_length}
         self._vocab_size = vocab_size
         self._dtype = token_dtype(vocab_size)
         self._ends = array("Q", [0])

@@ -208,14 +208,14 @@ class Dataset:
 
         `use_mmap=False` reads by pread, for file systems on which mapping is slow. `verified`:
         reading raises InputError for tokens of a damaged block (see `blocks`). Raise InputError if
-        shards differ in tokenizer, vocabulary size, eod_id or length of rows. Also raise the same
-        errors as `find_headers`.
+        shards differ in tokenizer, vocabulary size, eod_id, length of rows or pairs. Also raise the
+        same errors as `find_headers`.
         """
         self.directory = Path(directory)
         self.headers = find_headers(directory)
         first = self.headers[0]
         for header in self.headers:
-            for name in ("tokenizer_sha256", "vocab_size", "eod_id", "row_length"):
+            for name in ("tokenizer_sha256", "vocab_size", "eod_id", "row_length", "pairs"):
                 if getattr(header, name) != getattr(first, name):
                     raise InputError(
                         f"shard {header.path} has {name} {getattr(header, name)}, but {first.path} "
@@ -228,6 +228,7 @@ class Dataset:
         # length of the rows, with weights, into which documents are packed; 0: no rows and no
         # weights
         self.row_length = first.row_length
+        self.pairs = first.pairs  # the documents of a row form pairs of answers
         self.token_count = sum(header.tokens for header in self.headers)
         self.dtype = max((header.dtype for header in self.headers), key=lambda kind: kind.itemsize)
         # The caches do not refer to this object, so that files are closed with it, and not at a

@@ -1,0 +1,100 @@
+"""The common formats of preference pairs: a preferred and another answer to one prompt.
+
+A record has the fields "chosen" and "rejected", each of which is one of these:
+
+- a text, or one message: the answer to the prompt, which is in another field (`_prompt`)
+- a list of messages that begins with an answer, likewise (TRL's conversational format)
+- a list of messages that begins with a question: the whole conversation
+- a text "\\n\\nHuman: ...\\n\\nAssistant: ...": the whole conversation (Bai et al. 2022,
+  arXiv 2204.05862)
+
+Only the answers after the turns that both conversations share are compared, and count as labels.
+"""
+
+import re
+from collections.abc import Mapping
+from itertools import takewhile
+from typing import Any
+
+from data_prep.chat.forms import (
+    BadConversation,
+    exchange,
+    has_texts,
+    instruction_of,
+    turns_of,
+    with_system,
+)
+from ptdmpi.data.chat_template import ANSWER, Message
+
+ANSWERS = ("chosen", "rejected")
+KNOWN = (
+    'legal are {"chosen", "rejected"} with whole conversations, or with answers to "prompt", '
+    '"question", "instruction" or "conversations"'
+)
+_SPEAKER = re.compile(r"\n\n(Human|Assistant):[ ]?")
+_ROLES = {"Human": "user", "Assistant": ANSWER}
+
+
+def pair_of(record: Mapping[str, Any]) -> list[list[Message]]:
+    """Return the conversation with the preferred answer, and that with the other answer.
+
+    Answers in the turns that both share have the "weight" 0. Raise BadConversation if the record
+    has none of the known formats, or if no answer is different.
+    """
+    if any(name not in record for name in ANSWERS):
+        raise BadConversation(f"no pair of answers: {KNOWN}")
+    whole = [_conversation(record, name) for name in ANSWERS]
+    same = takewhile(lambda turns: turns[0] == turns[1], zip(*whole, strict=False))
+    shared = sum(1 for _ in same)
+    for name, messages in zip(ANSWERS, whole, strict=True):
+        if all(message["role"] != ANSWER for message in messages[shared:]):
+            raise BadConversation(f'"{name}" has no answer that the other one lacks')
+    return [
+        [_as_context(message) for message in messages[:shared]] + messages[shared:]
+        for messages in whole
+    ]
+
+
+def _as_context(message: Message) -> Message:
+    """Return a message that does not count for the loss."""
+    if message["role"] != ANSWER:
+        return message
+    return {**message, "weight": 0}
+
+
+def _conversation(record: Mapping[str, Any], name: str) -> list[Message]:
+    """Return the whole conversation whose answer is in the field `name`."""
+    given = record[name]
+    if isinstance(given, str):
+        spoken = _spoken(given)
+        return spoken or [*_prompt(record), *exchange("", given)[1:]]
+    messages = turns_of([given] if isinstance(given, dict) else given, name)
+    if messages[0]["role"] == ANSWER:
+        return [*_prompt(record), *messages]
+    return with_system(record, messages)
+
+
+def _spoken(text: str) -> list[Message]:
+    """Return the turns of a text with speakers; none if the text has no speakers."""
+    before, *parts = _SPEAKER.split(text)
+    if before.strip() or not parts:
+        return []
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    turns = [{"role": _ROLES[speaker], "content": said.strip()} for speaker, said in pairs]
+    if not turns[-1]["content"]:  # a prompt that ends with the name of the next speaker
+        turns.pop()
+    return turns
+
+
+def _prompt(record: Mapping[str, Any]) -> list[Message]:
+    """Return the messages before an answer. Raise BadConversation if the record has none."""
+    for name in ("prompt", "conversations", "messages"):
+        if isinstance(record.get(name), list):
+            return with_system(record, turns_of(record[name], name))
+    if has_texts(record, "instruction"):
+        return with_system(record, exchange(instruction_of(record), "")[:1])
+    for name in ("prompt", "question", "input"):
+        if has_texts(record, name):
+            spoken = _spoken(record[name])
+            return spoken or with_system(record, exchange(record[name], "")[:1])
+    raise BadConversation(f"no prompt: {KNOWN}")

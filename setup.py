@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 
 INIT = Path(__file__).resolve().parent / "src" / "ptdmpi" / "__init__.py"
 VERSION = re.findall(r'^__version__ = "(.*)"$', INIT.read_text(), re.MULTILINE)[0]
-DATA = ["tokenizers>=0.20", "zstandard>=0.22"]
+DATA = ["huggingface_hub>=0.23", "tokenizers>=0.20", "zstandard>=0.22"]
 # More kinds of input for `ptdmpi-data`, which `make setup-all` installs.
 CORPUS = [
     "gigatoken>=0.10,<0.11",

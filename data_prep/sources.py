@@ -19,6 +19,7 @@ import numpy as np
 import zstandard
 
 from data_prep.parquet import read_rows
+from ptdmpi.base.hub import downloaded, is_hub_name
 from ptdmpi.config import InputError
 
 TEXT = ".txt"
@@ -96,6 +97,13 @@ def _kind(path: Path, suffixes: Sequence[str]) -> str | None:
     return TEXT if name.endswith((TEXT, *suffixes)) else None
 
 
+def _usable(suffixes: Sequence[str]) -> list[str]:
+    """Return patterns for the names of files that can be read."""
+    plain = [f"*{ending}" for ending in (TEXT, JSONL, *suffixes)]
+    compressed = [f"{pattern}{ending}" for pattern in plain for ending in _COMPRESSED]
+    return [*plain, *compressed, f"*{PARQUET}"]
+
+
 def _walk(directory: Path) -> Iterator[Path]:
     """Yield all files in a directory tree, sorted. Raise InputError for a folder that cannot be
     read."""
@@ -114,8 +122,9 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
     order.
 
     Usable files end in .txt, .jsonl or one of `suffixes` (read like .txt), all of which may be
-    followed by .gz, .bz2, .xz or .zst, or in .parquet. Raise InputError for a missing input, a file
-    of another kind, a directory without a usable file, and a file that is given twice.
+    followed by .gz, .bz2, .xz or .zst, or in .parquet. An input may be the name of a data set of
+    the Hugging Face hub, which is downloaded. Raise InputError for a missing input, a file of
+    another kind, a directory without a usable file, and a file that is given twice.
     """
     legal = ", ".join((TEXT, JSONL, *suffixes)) + " (also with .gz, .bz2, .xz or .zst), .parquet"
     sources: list[CorpusFile] = []
@@ -124,6 +133,8 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
     if "" in suffixes:
         raise InputError("--suffix: is empty; give the end of a file's name, such as .py")
     for given in map(Path, inputs):
+        if is_hub_name(str(given)):
+            given = downloaded(str(given), "dataset", _usable(suffixes))
         if given.is_dir():
             paths = [path for path in _walk(given) if _kind(path, suffixes) and path.is_file()]
             if not paths:

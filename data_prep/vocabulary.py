@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from data_prep.other_tokenizers import MISSING, SentencePieceTokenizer, TiktokenTokenizer
+from ptdmpi.base.hub import downloaded, is_hub_name
 from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import TOKENIZER_CONFIG, json_object
 from ptdmpi.data.header import token_dtype
@@ -22,6 +23,8 @@ from ptdmpi.data.header import token_dtype
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<eod>", "[SEP]")
 # Files in the folder of a tokenizer.json that may name the id at the end of a text.
 NAMING = ("config.json", "generation_config.json")
+# The files of a model on the hub that a tokenizer or a chat template reads.
+HUB_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", *NAMING)
 BYTES = "bytes"
 TIKTOKEN = "tiktoken:"
 GIGATOKEN = "gigatoken:"  # followed by the name of a tokenizer.json
@@ -234,8 +237,9 @@ class GigatokenTokenizer(HuggingFaceTokenizer):
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """Return the tokenizer that `name` means: `bytes`, `tiktoken:NAME`, `gigatoken:FILE`, or the
-    path of a file, which is a SentencePiece `.model` or else a `tokenizer.json`.
+    """Return the tokenizer that `name` means: `bytes`, `tiktoken:NAME`, `gigatoken:FILE`, the name
+    of a model on the Hugging Face hub, or the path of a file, which is a SentencePiece `.model` or
+    else a `tokenizer.json`.
 
     Raise InputError if `name` is none of the known kinds, or if an optional library is missing.
     """
@@ -283,10 +287,14 @@ def _named_end(folder: Path, vocabulary: Mapping[str, int]) -> int | None:
 
 
 def tokenizer_file(name: str) -> Path | None:
-    """Return the file of a tokenizer; None for a tokenizer that has no file."""
+    """Return the file of a tokenizer; None for a tokenizer that has no file. The tokenizer of a
+    model on the Hugging Face hub is downloaded. Raise InputError if that fails."""
     if name == BYTES or name.startswith(TIKTOKEN):
         return None
-    return Path(name.removeprefix(GIGATOKEN))
+    file = name.removeprefix(GIGATOKEN)
+    if is_hub_name(file):
+        return downloaded(file, "model", HUB_FILES) / "tokenizer.json"
+    return Path(file)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tuple[str, int]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ptdmpi.base.hub import downloaded, is_hub_name
 from ptdmpi.base.words import counted, file_size, short
 from ptdmpi.comm import launch
 from ptdmpi.terminal.options import AS_JSON, EMA, PATH
@@ -31,18 +32,23 @@ def command() -> None:
 
 
 @command.command("from-hf")
-@click.argument("source", type=PATH)
+@click.argument("source")
 @click.argument("target", type=PATH)
 @AS_JSON
-def from_hugging_face(source: Path, target: Path, as_json: bool) -> None:
+def from_hugging_face(source: str, target: Path, as_json: bool) -> None:
     """Convert the model directory SOURCE (config.json, *.safetensors) into the directory TARGET.
+
+    SOURCE may also be the name of a model on the Hugging Face hub, which is downloaded.
 
     `ptdmpi train`, `evaluate` and `generate` read TARGET.
     """
     launch.prepare()
-    from ptdmpi.convert.from_hf import from_hf
+    from ptdmpi.convert.from_hf import MODEL_FILES, from_hf
 
-    _print(lambda: from_hf(source, target), as_json)
+    folder = Path(source)
+    if is_hub_name(source):
+        folder = downloaded(source, "model", MODEL_FILES)
+    _print(lambda: from_hf(folder, target), as_json)
 
 
 @command.command("to-hf")

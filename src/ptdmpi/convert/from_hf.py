@@ -33,6 +33,8 @@ from ptdmpi.model.state import WEIGHTS, Counters, key
 NO_CHOICES = (
     "config.json does not say how many candidates a question has: add task.choices to train further"
 )
+# The files of a model on the hub that are downloaded: all that are read or copied.
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.md", "LICENSE*")
 # Files with these name endings contain weights in some format. All other files of a model are
 # copied.
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx"}

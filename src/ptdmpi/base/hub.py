@@ -1,0 +1,50 @@
+"""Models and data sets of the Hugging Face hub, by their names."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from ptdmpi.base.errors import InputError
+
+_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+# Endings of files. A missing file is an error, which needs no network.
+_FILES = (".json", ".jsonl", ".txt", ".md", ".parquet", ".model", ".gz", ".bz2", ".xz", ".zst")
+
+
+def is_hub_name(name: str) -> bool:
+    """Return True if `name` can be a repository of the hub, such as "org/name", and is no path: the
+    first folder of a path exists, or it ends like a file."""
+    folder, _, rest = name.partition("/")
+    if not _NAME.fullmatch(name) or rest.endswith(_FILES):
+        return False
+    return not Path(folder).exists()
+
+
+def downloaded(name: str, kind: Literal["model", "dataset"], patterns: Sequence[str]) -> Path:
+    """Return the folder of a repository on this machine, with those files that match one of the
+    `patterns`; of a model, only files that are in no folder.
+
+    Missing files are downloaded into the hub's own cache (`HF_HOME`). Raise InputError if that
+    fails, with the command to run on a machine with network.
+    """
+    from huggingface_hub import snapshot_download
+
+    option = f" --repo-type {kind}"
+    left_out: list[str] = []
+    if kind == "model":
+        option = ""
+        left_out = ["*/*"]  # the same weights in other formats
+    try:
+        return Path(
+            snapshot_download(
+                name, repo_type=kind, allow_patterns=list(patterns), ignore_patterns=left_out
+            )
+        )
+    except Exception as error:  # the libraries below raise errors of many classes
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
+        raise InputError(
+            f"{name}: is no file or directory, and cannot be downloaded from the Hugging Face hub: "
+            f"{reason}; where there is network, run hf download {name}{option} --local-dir DIR, "
+            "and give DIR instead"
+        ) from None

@@ -14,6 +14,8 @@ from ptdmpi.base.progress import progress
 from ptdmpi.base.say import note
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
+from ptdmpi.config.precision import PRECISIONS
+from ptdmpi.terminal.options import EMA
 from ptdmpi.terminal.program import CommandGroup, run
 
 if TYPE_CHECKING:
@@ -103,7 +105,7 @@ class _Program(CommandGroup):
     """The group of commands of `ptdmpi-data`. `in_parallel` names the commands that several ranks
     may run."""
 
-    in_parallel = frozenset({"tokenize", "import-megatron"})
+    in_parallel = frozenset({"tokenize", "import-megatron", "score"})
 
 
 @click.group(cls=_Program)
@@ -254,6 +256,33 @@ def pairs(inputs: tuple[str, ...], *, as_json: bool, **given: Any) -> None:
     names = ("output", "valid_output", "valid_fraction", "shard_tokens", "force")
     output = OutputOptions(**{name: given.pop(name) for name in names})
     _print_table(make_chat_shards(ChatOptions(inputs, pairs=True, **given), output), as_json)
+
+
+@commands.command()
+@click.argument("model", type=_PATH)
+@click.argument("datasets", nargs=-1, required=True, type=_PATH)
+@click.option("--adapter", type=_PATH, help="Adapters over MODEL: their run or checkpoint.")
+@click.option("--layout", metavar="t=2,p=2", help="Ranks of each model [default: the run's].")
+@click.option(
+    "--precision",
+    type=click.Choice(list(PRECISIONS)),
+    help="Type of the computation [default: that of the run].",
+)
+@EMA
+@_JSON
+def score(model: Path, datasets: tuple[Path, ...], as_json: bool, **options: Any) -> None:
+    """Store the log-probabilities of the reference MODEL with the pairs in DATASETS.
+
+    MODEL is a run directory, a checkpoint, or a directory of `ptdmpi convert from-hf`. The
+    log-probabilities are in the folder `reference` of each dataset, for example
+
+    mpirun -n 2 ptdmpi-data score base pairs/train pairs/valid --layout t=2
+    """
+    from data_prep.launch import score_pairs
+
+    tables = score_pairs(model, datasets, **options)
+    for table in tables:
+        _print_table(table, as_json)
 
 
 @commands.command("import-megatron")

@@ -3,9 +3,11 @@ MPI."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ptdmpi.base.launched import launched_size
+from ptdmpi.base.outside import mendable_paths
 
 
 @dataclass(frozen=True)
@@ -34,3 +36,21 @@ def launcher_ranks() -> Team:
 
     world = World()
     return Team(world.rank, world.size, world.control.allgather)
+
+
+def score_pairs(run: Path, paths: tuple[Path, ...], **options: Any) -> list[dict[str, Any]]:
+    """Store the log-probabilities of the model `run` with pairs of answers, on all ranks of this
+    launch. Return a table for each dataset on rank 0, and nothing on others. Raise the same errors
+    as `ptdmpi.evaluate.reference.score`."""
+    from ptdmpi.comm.launch import loading, prepare
+
+    prepare()
+    # this import initializes MPI, which must happen before torch starts its threads
+    with loading():
+        from ptdmpi.comm.world import World, fail_together
+    world = World()
+    with fail_together(world), mendable_paths():
+        from ptdmpi.evaluate.reference import score
+
+        tables = score(run, paths, world, **options)
+    return [] if world.rank else tables

@@ -52,8 +52,8 @@ class ChatOptions:
     """The inputs and options of `ptdmpi-data chat` and `pairs`, except those for the output.
 
     `too_long` says what happens to a conversation of more than `seq_length` tokens: its end is cut
-    off ("truncate"), or it is left out ("drop"). `pairs`: the records are pairs of answers, which
-    are left out if they are too long, and of which `fields` says nothing.
+    off ("truncate"), or it is left out ("drop"). `pairs`: the records are pairs of answers. A pair
+    that is too long is left out, and `fields` is not used.
     """
 
     inputs: tuple[str, ...]

@@ -56,6 +56,7 @@ NEEDS: dict[str | tuple[str, Any], Changes] = {
     "model.balance": EXPERTS,
     ("task.kind", "classification"): {"task.labels": ["no", "yes"]},
     ("task.kind", "choice"): {"task.choices": 2},
+    ("preference.method", "dpo"): {"data.document_boundaries": True},
 }
 # Numbers that are choices, too.
 NUMBERS = [("parallel.zero", zero) for zero in (1, 2, 3)]

@@ -18,6 +18,7 @@ from ptdmpi.config.sections import (
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
+    PreferenceConfig,
     RecomputeConfig,
     RunConfig,
     TaskConfig,
@@ -39,6 +40,7 @@ class Config(FrozenTable):
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig
     task: TaskConfig = TaskConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     comm: CommConfig = CommConfig()
@@ -112,6 +114,7 @@ class Sections:
     optimizer: OptimizerConfig | None = None
     data: DataConfig | None = None
     task: TaskConfig | None = None
+    preference: PreferenceConfig | None = None
     checkpoint: CheckpointConfig | None = None
     log: LogConfig | None = None
     comm: CommConfig | None = None

@@ -301,6 +301,21 @@ class TaskConfig(Section):
         return 1 if self.kind == "choice" else len(self.labels)
 
 
+class PreferenceConfig(Section):
+    """Training on pairs of answers, of which one is preferred: direct preference optimization
+    (Rafailov et al. 2023, arXiv 2305.18290), with `label_smoothing` the share of pairs that are
+    assumed to be in the wrong order (Mitchell 2023)."""
+
+    method: Bound[Literal["none", "dpo"]] = "none"
+    beta: Reported[Annotated[float, Field(gt=0)]] = 0.1
+    label_smoothing: Reported[Annotated[float, Field(ge=0, lt=0.5)]] = 0.0
+
+    @property
+    def compares(self) -> bool:
+        """Return True if the loss is of pairs."""
+        return self.method != "none"
+
+
 class CheckpointConfig(Section):
     """Besides at the end, a run saves every `every_steps` steps and `every_minutes` minutes, 0:
     never; `keep = 0` keeps every checkpoint, and `keep_every` those at its multiples besides the

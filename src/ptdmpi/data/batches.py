@@ -42,6 +42,8 @@ class MicrobatchRows(NamedTuple):
     types: np.ndarray | None = None  # int64 [b, s]: segment 0 or 1
     # int64 [b]: 0 if the segments are in order, 1 if swapped, -1 if there is one segment only
     order: np.ndarray | None = None
+    # float32 [b, s]: log-probabilities of the labels in a reference model, for pairs of answers
+    references: np.ndarray | None = None
 
 
 class _Window(NamedTuple):

@@ -194,6 +194,16 @@ class InferenceModel:
         with torch.no_grad():
             return token_log_probabilities(self._head.heads(x)[0], labels, self.axis)
 
+    def label_log_probabilities(self, batch: Microbatch) -> Tensor | None:
+        """Return the log probabilities of a batch's labels in nats [s, b], on the last stage; None
+        on other stages. As in training, documents do not see each other. Call `finish` after the
+        last call."""
+        x = self._through(batch.inputs, lambda stage, x: stage.hidden(batch, x, None))
+        if x is None or self._head is None:
+            return None
+        with torch.no_grad():
+            return token_log_probabilities(self._head.heads(x)[0], batch.labels, self.axis)[0]
+
 
 def _rotary(stage: Stage, ids: Tensor, cache: KeyValueCache | None) -> tuple[Tensor, Tensor] | None:
     """Return (cos, sin) of the rotary angles at the ids' positions; None if the model has no such

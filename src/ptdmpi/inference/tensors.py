@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ptdmpi.data.batches import MicrobatchRows
 from ptdmpi.model.batch import Microbatch
-from ptdmpi.model.documents import Documents
+from ptdmpi.model.documents import Documents, Pairs
 
 
 def as_tensors(rows: MicrobatchRows) -> Microbatch:
@@ -16,9 +16,12 @@ def as_tensors(rows: MicrobatchRows) -> Microbatch:
         """Return `_sequence_first(array)`; None stays None."""
         return None if array is None else _sequence_first(array)
 
-    documents = None
+    documents = pairs = None
     if rows.documents is not None:
         documents = Documents.of(torch.from_numpy(rows.documents))
+    if rows.references is not None:
+        parts = (rows.documents, rows.weights, rows.references)
+        pairs = Pairs.of(*(torch.from_numpy(part) for part in parts))
     return Microbatch(
         inputs=_sequence_first(rows.inputs),
         labels=_sequence_first(rows.labels),
@@ -28,6 +31,7 @@ def as_tensors(rows: MicrobatchRows) -> Microbatch:
         masked=perhaps(rows.masked),
         types=perhaps(rows.types),
         order=perhaps(rows.order),
+        pairs=pairs,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ptdmpi.comm.queues import Passed, copies_of
-from ptdmpi.model.documents import Documents
+from ptdmpi.model.documents import Documents, Pairs
 from ptdmpi.model.sequence.positions import Positions
 
 ALIGNMENT_BYTES = 256  # the alignment, in bytes, of each tensor in the common memory of a step
@@ -26,7 +26,7 @@ class Microbatch:
     `documents` is set if a sequence holds several documents. In a masked language model, labels and
     weights [k, b] belong to the `masked` positions [k, b]; `types` [s, b] are the segment numbers,
     and `order` [b] is 0 for segments in their order, 1 for swapped ones, and -1 for a single
-    segment.
+    segment. `pairs` are the answers that a loss of preferences compares.
 
     `tokens` and `orders` are the numbers of tokens (by their weights) and of segment orders that
     count. They are computed on the host when a batch is made, because reading them from a device
@@ -41,6 +41,7 @@ class Microbatch:
     masked: Tensor | None = None
     types: Tensor | None = None
     order: Tensor | None = None
+    pairs: Pairs | None = None
     tokens: float = field(init=False)
     orders: int = field(init=False)
 
@@ -73,7 +74,8 @@ class Microbatch:
         if self.masked is not None:
             return here._with_masked_of(self, positions)
         weights = None if self.weights is None else positions.of(self.weights)
-        return replace(here, labels=positions.of(self.labels), weights=weights)
+        pairs = None if self.pairs is None else self.pairs.at(positions)
+        return replace(here, labels=positions.of(self.labels), weights=weights, pairs=pairs)
 
     def _with_masked_of(self, whole: "Microbatch", positions: Positions) -> "Microbatch":
         """Return this part of a masked sample with its masked positions and the order of its
@@ -99,6 +101,8 @@ class Microbatch:
                 object.__setattr__(changed, name, change(value))
         if self.documents is not None:
             object.__setattr__(changed, "documents", self.documents.each(change))
+        if self.pairs is not None:
+            object.__setattr__(changed, "pairs", self.pairs.each(change))
         return changed
 
 

@@ -19,8 +19,7 @@ from ptdmpi.model.experts.exchange import ExpertAxis
 from ptdmpi.model.experts.mixture import Mixture
 from ptdmpi.model.low_bit import codes
 from ptdmpi.model.operators import Context
-from ptdmpi.model.output.heads import ClassOutput, Output, TokenOutput, output_of
-from ptdmpi.model.output.own import OwnLoss
+from ptdmpi.model.output.heads import ClassOutput, Output, TokenOutput, loss_of, output_of
 from ptdmpi.model.parameters import Parameter
 from ptdmpi.model.random import RandomStream
 from ptdmpi.model.sequence.context import ContextAxis
@@ -84,7 +83,7 @@ class Stage(nn.Module):
         self.output: Output | None = None
         if self.last:
             self.output = output_of(model, vocab_size, axis)
-            self.output.own = OwnLoss.of(config.run.loss, vocab_size, axis, context)
+            self.output.loss = loss_of(config, vocab_size, axis, context)
             for name, module in self.output.modules.items():
                 self.add_module(name, module)
         declare_as_described(self, model, vocab_size, layers)

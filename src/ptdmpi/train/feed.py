@@ -25,6 +25,12 @@ from ptdmpi.data.labelled import LabelledBatches, in_order
 from ptdmpi.data.masked import MaskedSamples
 from ptdmpi.data.order import SampleOrder
 from ptdmpi.data.own import is_own
+from ptdmpi.data.references import (
+    LabelReferences,
+    ReferencedSamples,
+    References,
+    with_references,
+)
 from ptdmpi.data.shards import Dataset
 from ptdmpi.evaluate.labelled import read
 from ptdmpi.inference.tensors import as_tensors
@@ -75,11 +81,22 @@ class ShardSource:
         self._train, self._valid = open_datasets(config)
         self.train: Sequence[Samples] = self._train
         self.valid: Sequence[Samples] = self._valid
+        # the stored log-probabilities of the reference model, by dataset, if a run compares pairs
+        self._references: dict[Dataset, References] = {}
+        if config.preference.compares:
+            self._references = {
+                dataset: References(dataset) for dataset in (*self._train, *self._valid)
+            }
+            self.train = self._referenced(self._train)
+            self.valid = self._referenced(self._valid)
         self.masked: MaskedSamples | None = None
         if config.model.masked:
             self.masked = masked_samples(config, self._train[0])
         self.vocab_size = vocabulary(config, self._train[0], self.masked)
         self.length = config.model.text_length
+
+    def _referenced(self, datasets: list[Dataset]) -> list[ReferencedSamples]:
+        return [ReferencedSamples(dataset, self._references[dataset]) for dataset in datasets]
 
     def steps(self, order: SampleOrder, data: Communicator) -> Steps:
         """Return this rank's training microbatches."""
@@ -109,6 +126,10 @@ class ShardSource:
             forms.append(partial(with_weights, LabelWeights(datasets, locate, self.length)))
         if self.config.data.document_boundaries:
             forms.append(partial(with_documents, windows))
+        if self._references:
+            references = [self._references[dataset] for dataset in datasets]
+            labels = LabelReferences(datasets, references, locate, self.length)
+            forms.append(partial(with_references, labels))
 
         def apply_all(microbatch: MicrobatchRows) -> MicrobatchRows:
             """Apply the forms one after the other."""
@@ -138,8 +159,9 @@ class ShardSource:
         return rows[0, : self.length].tolist()
 
     def remarks(self) -> Iterator[str]:
-        """Yield nothing: shards need no such line."""
-        yield from ()
+        """Yield a line on the reference model of each dataset of pairs."""
+        for dataset, references in self._references.items():
+            yield f"{dataset.directory}: log-probabilities of {references.model}"
 
     def bigram_loss(self) -> float:
         """Return the loss of a bigram model of the training shards on the validation samples, in
@@ -334,9 +356,20 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
 
 
 def _require_rows(config: Config, path: str, dataset: Dataset) -> None:
-    """Raise InputError if a run would cut, mix or count conversations in another way than they were
-    packed."""
+    """Raise InputError if a run would cut, mix, count or compare conversations in another way than
+    they were packed."""
     rows = dataset.row_length
+    compares = config.preference.compares
+    if compares and not dataset.pairs:
+        raise InputError(
+            f'{path} holds no pairs of answers, which preference.method = "dpo" compares; legal: '
+            "shards by ptdmpi-data pairs"
+        )
+    if dataset.pairs and not compares:
+        raise InputError(
+            f"{path} holds pairs of answers, of which one is not to be learned; legal: "
+            'preference.method = "dpo"'
+        )
     if not rows:
         return
     if config.model.masked:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ptdmpi.config import Config
 from ptdmpi.engine.engine import Engine
-from ptdmpi.model.output.losses import COUNT, RIGHT, TASK, SummedLoss, recorded, summed
+from ptdmpi.model.output.losses import COUNT, MARGIN, RIGHT, TASK, SummedLoss, recorded, summed
 from ptdmpi.train.feed import Feed
 from ptdmpi.train.hooks import Hooks
 from ptdmpi.train.standing import Standing
@@ -150,7 +150,9 @@ def validation_record(
         accuracy = whole[RIGHT].mean
         values["validation_accuracy"] = accuracy
         text += f"  accuracy {accuracy:.2%}"
-    elif COUNT not in whole:  # the exponential of another loss is no perplexity
+    elif (
+        COUNT not in whole and MARGIN not in whole
+    ):  # the exponential of another loss is no perplexity
         perplexity = math.exp(mean) if mean < 700 else math.inf  # e^710 exceeds float64
         values["validation_perplexity"] = perplexity
         text += f"  perplexity {perplexity:.2f}"

@@ -15,6 +15,7 @@ from ptdmpi.config.rules.known import where_known
 from ptdmpi.config.rules.methods import method_rules
 from ptdmpi.config.rules.model import masked_log_rules, quantize_rules, shape_rules
 from ptdmpi.config.rules.optimizer import optimizer_rules
+from ptdmpi.config.rules.preference import preference_rules
 from ptdmpi.config.rules.ranks import (
     axis_rules,
     layout_rules,
@@ -65,6 +66,7 @@ def rules(sections: Sections, ranks: int) -> Iterator[str]:
     yield from context_rules(sections)
     yield from expert_rules(sections)
     yield from task_rules(sections)
+    yield from preference_rules(sections)
 
 
 def _comm_rules(comm: CommConfig) -> Iterator[str]:

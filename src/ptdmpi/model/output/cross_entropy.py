@@ -7,7 +7,7 @@ backward pass.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +71,51 @@ def _greatest(flat: Tensor, local: Tensor, here: Tensor, axis: TensorAxis) -> tu
     return axis.comm.all_reduce(top, "max"), target.masked_fill_(~here, 0.0)
 
 
+class _Softmax(NamedTuple):
+    """The numbers that the backward pass needs: the buffer of the logits [s b, V/t], the column of
+    each label and whether this rank has it, the greatest logit of each row, and the sum of the
+    exponentials over all columns."""
+
+    flat: Tensor
+    local: Tensor
+    here: Tensor
+    top: Tensor
+    totals: Tensor
+
+
+def _forward(logits: Tensor, labels: Tensor, axis: TensorAxis) -> tuple[Tensor, _Softmax]:
+    """Return the loss of each token [s b]. It overwrites the logits."""
+    # detach, because autograd does not allow to write to a view
+    flat = logits.detach().contiguous().view(-1, logits.shape[-1])
+    local, here = _columns(labels, flat.shape[-1], axis)
+    top, target = _greatest(flat, local, here, axis)
+    sums = torch.empty_like(top)
+    for rows in _chunks(flat):
+        torch.sum(_exponentials(flat[rows], top[rows]), -1, out=sums[rows])
+    # one message for both: with a few bytes per token, latency dominates
+    totals = axis.comm.all_reduce(torch.stack((sums, target)))
+    losses = totals[0].log() + top - totals[1]
+    return losses, _Softmax(flat, local, here, top, totals[0])
+
+
+def _backward(softmax: _Softmax, factors: Tensor) -> Tensor:
+    """Return the gradient of the logits [s b, V/t] in their buffer. `factors` [s b] are the
+    gradients of the losses of the tokens."""
+    flat, local, here, top, totals = softmax
+    labels = -(factors * here)[:, None]
+    for rows in _chunks(flat):
+        chunk = flat[rows]
+        # for wide types the buffer has the exponentials since the forward pass
+        wide = _exponentials(chunk, top[rows]) if _widens(flat) else chunk
+        wide.div_(totals[rows, None]).mul_(factors[rows, None])
+        # subtract 1 at the label, on the rank that has its column; other ranks subtract 0
+        wide.scatter_add_(-1, local[rows], labels[rows])
+        if wide is not chunk:
+            chunk.copy_(wide)
+        del wide  # otherwise it would stay in memory together with the next one
+    return flat
+
+
 class _CrossEntropy(Function):
     """The cross-entropy without gathering the logits: three numbers per token are sent over the
     tensor axis.
@@ -83,41 +128,38 @@ class _CrossEntropy(Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, weights: Tensor | None, axis: TensorAxis
     ) -> Tensor:
-        # detach, because autograd does not allow to write to a view
-        flat = logits.detach().contiguous().view(-1, logits.shape[-1])
-        local, here = _columns(labels, flat.shape[-1], axis)
-        top, target = _greatest(flat, local, here, axis)
-        sums = torch.empty_like(top)
-        for rows in _chunks(flat):
-            torch.sum(_exponentials(flat[rows], top[rows]), -1, out=sums[rows])
-        # one message for both: with a few bytes per token, latency dominates
-        totals = axis.comm.all_reduce(torch.stack((sums, target)))
-        losses = totals[0].log() + top - totals[1]
+        losses, softmax = _forward(logits, labels, axis)
         if weights is not None:
             weights = weights.reshape(-1).to(losses.dtype)
             losses = losses * weights
-        ctx.save_for_backward(flat, local, here, weights, top, totals[0])
+        ctx.save_for_backward(weights, *softmax)
         ctx.shape = logits.shape
         return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
-        flat, local, here, weights, top, totals = ctx.saved_tensors
-        factors = scale.expand(here.shape)
+        weights, *saved = ctx.saved_tensors
+        softmax = _Softmax(*saved)
+        factors = scale.expand(softmax.here.shape)
         if weights is not None:
             factors = scale * weights
-        labels = -(factors * here)[:, None]
-        for rows in _chunks(flat):
-            chunk = flat[rows]
-            # for wide types the buffer has the exponentials since the forward pass
-            wide = _exponentials(chunk, top[rows]) if _widens(flat) else chunk
-            wide.div_(totals[rows, None]).mul_(factors[rows, None])
-            # subtract 1 at the label, on the rank that has its column; other ranks subtract 0
-            wide.scatter_add_(-1, local[rows], labels[rows])
-            if wide is not chunk:
-                chunk.copy_(wide)
-            del wide  # otherwise it would stay in memory together with the next one
-        return flat.view(ctx.shape), None, None, None
+        return _backward(softmax, factors).view(ctx.shape), None, None, None
+
+
+class _TokenLosses(Function):
+    """The same losses, one for each token, for a loss that is no weighted sum of them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: TensorAxis) -> Tensor:
+        losses, softmax = _forward(logits, labels, axis)
+        ctx.save_for_backward(*softmax)
+        ctx.shape = logits.shape
+        return losses.view(labels.shape)
+
+    @staticmethod
+    def backward(ctx: Any, scales: Tensor) -> tuple[Tensor, None, None]:
+        gradient = _backward(_Softmax(*ctx.saved_tensors), scales.reshape(-1))
+        return gradient.view(ctx.shape), None, None
 
 
 def _exponentials(chunk: Tensor, top: Tensor) -> Tensor:
@@ -136,3 +178,9 @@ def cross_entropy(
     Shoeybi et al. 2019, section 3.
     """
     return _CrossEntropy.apply(logits, labels, weights, axis)
+
+
+def token_losses(logits: Tensor, labels: Tensor, axis: TensorAxis) -> Tensor:
+    """Return -log softmax(logits)[label] of each token [s, b], in nats. Everything else is as in
+    `cross_entropy`."""
+    return _TokenLosses.apply(logits, labels, axis)

@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptdmpi.config import ModelConfig
+from ptdmpi.config import Config, ModelConfig
 from ptdmpi.model import built
 from ptdmpi.model.batch import Microbatch
 from ptdmpi.model.operators import Context, Norm
 from ptdmpi.model.output.cross_entropy import cross_entropy
-from ptdmpi.model.output.losses import COUNT, ORDER, RIGHT, TASK
+from ptdmpi.model.output.losses import ORDER, RIGHT, TASK
 from ptdmpi.model.output.own import OwnLoss
+from ptdmpi.model.output.preference import PreferenceLoss
+from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.tensor_parallel import TensorAxis, select_positions
 from ptdmpi.model.transformer import Classes, MaskedTransform, SentenceOrder
 from ptdmpi.plan.layer.parts import Parts
@@ -25,9 +27,9 @@ from ptdmpi.plan.shape import parameters
 
 class Output(ABC):
     """The part of a model after the last layer. `modules` are registered by the stage under their
-    names. `own` is the user's own loss; None: the cross-entropy."""
+    names. `loss` makes losses of the logits of tokens; None: the cross-entropy."""
 
-    own: OwnLoss | None = None
+    loss: OwnLoss | PreferenceLoss | None = None
 
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         self.axis = axis
@@ -87,11 +89,10 @@ class TokenOutput(Output):
         return self.token_losses(batch, self.token_logits(x))
 
     def token_losses(self, batch: Microbatch, logits: Tensor) -> dict[str, Tensor]:
-        """Return the loss of the logits, and the number of its terms if it is the user's own."""
-        if self.own is None:
+        """Return the losses of the logits."""
+        if self.loss is None:
             return {TASK: cross_entropy(logits, batch.labels, batch.weights, self.axis)}
-        total, count = self.own(logits, batch)
-        return {TASK: total, COUNT: count.to(total.dtype)}
+        return self.loss(logits, batch)
 
 
 class MaskedOutput(TokenOutput):
@@ -177,6 +178,16 @@ class ClassOutput(Output):
             losses = losses * weights
             right = right * weights
         return {TASK: losses.sum(), RIGHT: right.sum()}
+
+
+def loss_of(
+    config: Config, vocab_size: int, axis: TensorAxis, context: ContextAxis
+) -> OwnLoss | PreferenceLoss | None:
+    """Return the loss that a run has instead of the cross-entropy; None if it has none. Raises
+    InputError for a loss that cannot be imported."""
+    if config.preference.compares:
+        return PreferenceLoss(config.preference, axis, context)
+    return OwnLoss.of(config.run.loss, vocab_size, axis, context)
 
 
 def output_of(model: ModelConfig, vocab_size: int, axis: TensorAxis) -> Output:

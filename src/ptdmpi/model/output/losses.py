@@ -6,15 +6,17 @@ A new loss is a row of `LOSS_KINDS`, and a tensor by its name among the `losses`
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ptdmpi.config import ModelConfig
+from ptdmpi.config import Config, ModelConfig
 from ptdmpi.model.batch import Microbatch
 
 TOTAL = "total"  # the weighted sum of all losses, which is minimized
 TASK = "task"
 ORDER = "order"
 RIGHT = "right"
+MARGIN = "margin"
+PREFERRED = "preferred"
 COUNT = "count"
 
 
@@ -67,9 +69,16 @@ def _positions(batch: Microbatch) -> float:
     return batch.inputs.numel()
 
 
-# The task's loss comes first: per token, or per classified sample. `right` and `count` are not
-# losses: `right` counts the samples that were classified correctly, and `count` the terms of a loss
-# of the user's own (`ptdmpi.model.output.own`), which are known only when it has been computed.
+def _pairs(batch: Microbatch) -> float:
+    assert batch.pairs is not None, "a loss of pairs needs to know them"
+    return batch.pairs.counted
+
+
+# The task's loss comes first: per token, per classified sample, or per pair of answers. `right` and
+# `count` are not losses: `right` counts the samples that were classified correctly, and `count` the
+# terms of a loss of the user's own (`ptdmpi.model.output.own`), which are known only when it has
+# been computed. `margin` and `preferred` are measured for pairs
+# (`ptdmpi.model.output.preference`).
 LOSS_KINDS: Mapping[str, LossKind] = {
     TASK: LossKind(lambda model: True, lambda batch: batch.tokens),
     ORDER: LossKind(
@@ -77,20 +86,29 @@ LOSS_KINDS: Mapping[str, LossKind] = {
     ),
     RIGHT: LossKind(lambda model: model.classifies, lambda batch: batch.tokens, trains=False),
     COUNT: LossKind(lambda model: False, lambda batch: batch.tokens, trains=False),
+    MARGIN: LossKind(lambda model: False, _pairs, "reward_margin", trains=False),
+    PREFERRED: LossKind(lambda model: False, _pairs, "reward_accuracy", trains=False),
     "sequence_balance": _of_routers("sequence_balance", _sequences, "balance_loss"),
     "batch_balance": _of_routers("batch_balance", _positions, "balance_loss"),
     "router_z": _of_routers("router_z", _positions, "router_z_loss"),
 }
 
 
-def kinds_of(model: ModelConfig, *, own_loss: bool = False) -> dict[str, LossKind]:
-    """Return the losses that a model has, by name; the task's is the first. `own_loss`: the task's
-    is a loss of the user's own."""
-    return {
+def kinds_of(config: Config) -> dict[str, LossKind]:
+    """Return the losses that a run has, by name; the task's is the first."""
+    more: set[str] = set()
+    if config.run.loss:
+        more = {COUNT}
+    elif config.preference.compares:
+        more = {MARGIN, PREFERRED}
+    kinds = {
         name: kind
         for name, kind in LOSS_KINDS.items()
-        if kind.used_by(model) or (own_loss and name == COUNT)
+        if kind.used_by(config.model) or name in more
     }
+    if config.preference.compares:
+        kinds[TASK] = replace(kinds[TASK], count=_pairs)
+    return kinds
 
 
 def weights(counts: Mapping[str, float]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from ptdmpi.base.errors import InputError
 from ptdmpi.base.plugins import plugin
 from ptdmpi.comm.communicator import Communicator
 from ptdmpi.model.batch import Microbatch
+from ptdmpi.model.output.losses import COUNT, TASK
 from ptdmpi.model.sequence.context import ContextAxis
 from ptdmpi.model.tensor_parallel import TensorAxis
 
@@ -60,12 +61,12 @@ class LossInput:
     def sum_over_vocabulary(self, values: Tensor) -> Tensor:
         """Return the sum over the tensor axis: `values`, of any shape, are sums over this rank's
         columns. The result is equal on all ranks of the axis."""
-        return _Sum.apply(values, self.tensor.comm)
+        return sum_over(values, self.tensor.comm)
 
     def sum_over_sequence(self, values: Tensor) -> Tensor:
         """Return the sums [b] of `values` [s, b] over all positions of each sequence, equal on all
         ranks of the context axis."""
-        return _Sum.apply(values.sum(0), self.context.comm)
+        return sum_over(values.sum(0), self.context.comm)
 
     def of_tokens(self, losses: Tensor) -> tuple[Tensor, float]:
         """Return (sum, count) of a loss of each label [s, b], counted by the labels' weights."""
@@ -77,6 +78,11 @@ class LossInput:
         """Return (sum, count) of a loss of each sequence [b], which all ranks of the context axis
         have computed: each of them counts its share."""
         return losses.sum() / self.context.size, len(losses) / self.context.size
+
+
+def sum_over(values: Tensor, comm: Communicator) -> Tensor:
+    """Return the sum of `values` over the ranks of an axis, all of whose losses use the result."""
+    return _Sum.apply(values, comm)
 
 
 class _Sum(Function):
@@ -126,7 +132,7 @@ class OwnLoss:
             return None
         return cls(name, vocab_size, plugin("losses", name), tensor, context)
 
-    def __call__(self, logits: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+    def __call__(self, logits: Tensor, batch: Microbatch) -> dict[str, Tensor]:
         """Return the sum and the count of a microbatch, without dims, from the logits
         [s, b, ceil(V/t)] with padded columns. Raises InputError unless the function returns them,
         and the sum depends on logits that have gradients."""
@@ -147,4 +153,5 @@ class OwnLoss:
         if logits.requires_grad and not total.requires_grad:
             raise InputError(f"{self.name} returned a sum that has no gradient")
         total = _CountedOnce.apply(total, self.tensor.size)
-        return total, torch.as_tensor(count, dtype=torch.float64, device=total.device).detach()
+        count = torch.as_tensor(count, dtype=torch.float64, device=total.device).detach()
+        return {TASK: total, COUNT: count.to(total.dtype)}

@@ -9,7 +9,7 @@ from ptdmpi.base.say import quiet
 from ptdmpi.comm.world import Axes
 from ptdmpi.config import Config
 from ptdmpi.engine.result import StepResult
-from ptdmpi.model.output.losses import recorded
+from ptdmpi.model.output.losses import MARGIN, PREFERRED, recorded
 from ptdmpi.train.live import Completed
 from ptdmpi.train.records.directory import RunDirectory
 from ptdmpi.train.records.rates import Rates, duration
@@ -139,4 +139,7 @@ def _method_parts(result: StepResult) -> list[str]:
         parts.append(f"fullest expert {max(result.loads.fullest):.1%}")
         if any(result.loads.dead):
             parts.append(f"{sum(result.loads.dead)} dead")
+    if MARGIN in result.losses:
+        parts.append(f"reward margin {result.losses[MARGIN].mean:.3f}")
+        parts.append(f"accuracy {result.losses[PREFERRED].mean:.0%}")
     return parts

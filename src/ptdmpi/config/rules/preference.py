@@ -1,0 +1,50 @@
+"""Rules about [preference]: the needs of a loss of pairs, and the settings that it excludes."""
+
+from collections.abc import Iterator
+
+from ptdmpi.config.configuration import Sections
+from ptdmpi.config.model import ModelConfig
+from ptdmpi.config.rules.known import where_known
+from ptdmpi.config.sections import DataConfig, LogConfig, RunConfig, TaskConfig
+
+
+def preference_rules(sections: Sections) -> Iterator[str]:
+    """Yield the settings that do not go together with a loss of pairs, and what is legal."""
+    if sections.preference is None or not sections.preference.compares:
+        return
+    refusals = [
+        *where_known(_data, sections.data),
+        *where_known(_run, sections.run),
+        *where_known(_model, sections.model),
+        *where_known(_task, sections.task),
+        *where_known(_log, sections.log),
+    ]
+    for key, legal in refusals:
+        yield f"[preference] compares two answers of a pair, without {key}; legal: {legal}"
+
+
+def _data(data: DataConfig) -> Iterator[tuple[str, str]]:
+    if not data.document_boundaries:
+        yield "data.document_boundaries = false", "data.document_boundaries = true"
+
+
+def _run(run: RunConfig) -> Iterator[tuple[str, str]]:
+    if run.loss:
+        yield f'run.loss = "{run.loss}"', "one of both"
+
+
+def _model(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    if model.masked:
+        yield f'model.attention = "{model.attention}"', 'attention = "causal"'
+
+
+def _task(task: TaskConfig) -> Iterator[tuple[str, str]]:
+    if task.kind != "none":
+        yield f'task.kind = "{task.kind}"', 'task.kind = "none"'
+
+
+def _log(log: LogConfig) -> Iterator[tuple[str, str]]:
+    if log.gradient_noise_every_steps:
+        # the gradient noise weights gradients by their tokens
+        every = log.gradient_noise_every_steps
+        yield f"log.gradient_noise_every_steps = {every}", "gradient_noise_every_steps = 0"

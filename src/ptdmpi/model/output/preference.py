@@ -1,0 +1,52 @@
+"""The loss of pairs of answers: direct preference optimization (DPO; Rafailov et al. 2023, arXiv
+2305.18290, equation 7).
+
+The reward of an answer is beta times the sum, over its tokens, of log pi - log ref: pi is the
+trained model, ref the reference model, whose log-probabilities are stored with the data. The loss
+of a pair is -log sigmoid(reward of the preferred answer - reward of the other one).
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from ptdmpi.config.sections import PreferenceConfig
+from ptdmpi.model.batch import Microbatch
+from ptdmpi.model.output.cross_entropy import token_losses
+from ptdmpi.model.output.losses import MARGIN, PREFERRED, TASK
+from ptdmpi.model.output.own import sum_over
+from ptdmpi.model.sequence.context import ContextAxis
+from ptdmpi.model.tensor_parallel import TensorAxis
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """The loss that [preference] describes, and the axes over which it is computed."""
+
+    config: PreferenceConfig
+    tensor: TensorAxis
+    context: ContextAxis
+
+    def __call__(self, logits: Tensor, batch: Microbatch) -> dict[str, Tensor]:
+        """Return the losses of the pairs of a microbatch from the logits [s, b, ceil(V/t)], their
+        reward margins, and how many preferred answers have the greater reward; each is summed. It
+        overwrites the logits.
+
+        All ranks of the context axis compute the same pairs, and the first one counts them.
+        """
+        pairs = batch.pairs
+        assert pairs is not None, "a loss of pairs needs to know them"
+        ratios = -token_losses(logits, batch.labels, self.tensor) - pairs.references
+        # [pairs, 2]: of all positions of each answer
+        sums = sum_over(pairs.summed(ratios), self.context.comm)
+        rewards = self.config.beta * sums
+        margins = rewards[:, 0] - rewards[:, 1]
+        smoothing = self.config.label_smoothing
+        losses = -(1 - smoothing) * logsigmoid(margins) - smoothing * logsigmoid(-margins)
+        counts = float(pairs.counted > 0)
+        return {
+            TASK: losses.sum() * counts,
+            MARGIN: margins.sum() * counts,
+            PREFERRED: (margins > 0).to(margins.dtype).sum() * counts,
+        }

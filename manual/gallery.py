@@ -157,6 +157,11 @@ CHAPTERS = (
                 " small LLaMA on this machine, measured.",
                 "python -m benchmarks.planning.long_sequences",
             ),
+            Picture(
+                "ring-error.png",
+                "The rounding of ring attention in float32 by the number of context ranks.",
+                "python -m benchmarks.planning.ring_error",
+            ),
             Picture("bench.png", "This trainer and others, tokens per second.", "make bench"),
             Picture(
                 "less-quadratic.png",

@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import statistics
@@ -213,6 +214,11 @@ def write(path: Path, results: Sequence[Result], order: Sequence[tuple[str, str,
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
+def _percent(share: float) -> str:
+    """Return a cell with a share of a step, or "-" if no time was left to measure it."""
+    return f"{share:6.0%}" if math.isfinite(share) else f"{'-':>6}"
+
+
 def table(results: Sequence[Result]) -> str:
     """Return the results as text."""
     units = f"instructions of this processor for bf16: {machine()['bf16']}"
@@ -233,7 +239,7 @@ def table(results: Sequence[Result]) -> str:
             f"{at_most + format(r.peer_tokens_per_s, '.1f'):>9} "
             f"{ratios} "
             f"{r.peak_memory_bytes / 2**20:6.0f} {peer_memory:>6} "
-            f"{r.gemm_share:6.0%} {r.limit_share:6.0%} "
+            f"{_percent(r.gemm_share)} {_percent(r.limit_share)} "
             f"{r.counted:6d} {r.counted - r.counted_disturbed:5d} {len(r.rounds):6d}  {r.peer}"
         )
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -263,6 +264,9 @@ def test_the_table_has_a_line_for_each_row():
     # who runs scalar code is no rival that one could be twice as fast as
     (line,) = table([replace(result, scalar=True)]).splitlines()[2:]
     assert " scalar " in line and " 2.000 " not in line
+    # a row whose time ended before the bare products were measured
+    (line,) = table([replace(result, gemm_share=math.inf, limit_share=math.inf)]).splitlines()[2:]
+    assert "inf" not in line and "-      -" in line
 
 
 def test_scaling_is_told_in_shares_of_ideal():

@@ -10,6 +10,7 @@ from ptdmpi.plan.cost.layer import LayerTimes
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.machine.kernels import Group, Machine
+from ptdmpi.plan.machine.measured import machine_of
 from ptdmpi.plan.shape.parameters import ModelPart
 
 SELENE = load_cluster("selene")
@@ -65,6 +66,23 @@ def test_messages_of_a_context_axis_are_priced_by_their_method(machine):
     assert found("ulysses") == pytest.approx(sum(exchanges))
     visits = 3 * machine.send_s(2 * part_bytes, crosses_nodes=False)
     assert found("ring") == pytest.approx(visits)
+
+
+@pytest.mark.parametrize("length", [2048, 65536])
+def test_the_products_of_a_ring_hide_its_messages_where_neighbours_overlap(length):
+    """Keys and values travel during Q K^T and P V of the two pairs of chunks of each visit."""
+    machine = machine_of(load_cluster("dgx-h100"), "bf16", 2)
+    model = load_model(f"l=2,h=4096,a=32,s={length}")
+    times = LayerTimes(machine, model, Layout(1, 1, 1, context=4, context_method="ring"))
+    chunk = length // 8
+    send_s = machine.send_s(4 * chunk * 4096 * 2, crosses_nodes=False)
+    hidden_s = 2 * (machine.gemm_s(chunk, chunk, 128, 32) + machine.gemm_s(chunk, 128, chunk, 32))
+    assert times.forward.context == pytest.approx(3 * max(0.0, send_s - hidden_s))
+    assert (times.forward.context == 0.0) == (length == 65536)
+    # the gradients' return to their own rank is never hidden
+    home_s = machine.send_s(4 * chunk * 4096 * 4, crosses_nodes=False)
+    assert times.backward.context >= home_s
+    assert (times.backward.context == pytest.approx(home_s)) == (length == 65536)
 
 
 def test_tensors_are_all_parameters_of_a_layer(machine):

@@ -108,19 +108,24 @@ class TensorRank:
                 return machine.flash_s(rows, columns, head_size, products) * seen
 
     def message_s(self, message: Message) -> float:
-        """Return the seconds that kernels wait for a message. If the program overlaps it with a
-        product, only the time after the product counts."""
+        """Return the seconds that kernels wait for a message. If the program overlaps it with some
+        kernels, only the time after them counts."""
         group = self.groups[message.axis]
         size = message.whole_bytes / message.pieces
         if message.to_next:
-            return self.machine.send_s(size, crosses_nodes=group.nodes > 1)
+            seconds = self.machine.send_s(size, crosses_nodes=group.nodes > 1)
+            return self._exposed_s(seconds, message, self.sizes.software.overlap_pipeline)
         if message.collective == "all_to_all":  # counted without a rank's part for itself
             size *= group.ranks / (group.ranks - 1)
         priced = getattr(self.machine, f"{message.collective}_s")
         seconds = message.pieces * priced(size, group)
-        if message.behind is None or not self.sizes.software.overlap_tensor:
+        return self._exposed_s(seconds, message, self.sizes.software.overlap_tensor)
+
+    def _exposed_s(self, seconds: float, message: Message, overlaps: bool) -> float:
+        """Return the part of a message's time that no kernel hides."""
+        if not overlaps:
             return seconds
-        return max(0.0, seconds - self.kernel_s(message.behind))
+        return max(0.0, seconds - sum(self.kernel_s(kernel) for kernel in message.behind))
 
     def seconds(self, kernels: Iterable[Kernel], sent: Iterable[Message]) -> Seconds:
         """Return the time of some kernels and messages, with the host's time to launch them."""

@@ -102,7 +102,7 @@ class Message:
     """A collective of an activation or its gradient over an axis of the grid.
 
     `whole_bytes` is the size of the whole tensor, as `base.traffic` counts a collective. `behind`
-    is the product that runs at the same time, on clusters that overlap the two. `pieces` is the
+    has the kernels that run at the same time, on clusters that overlap them. `pieces` is the
     number of messages that published programs send instead of one; their latency is priced that
     often. `to_next`: it is an all-to-all in which each rank sends all of it to the next one.
     """
@@ -110,7 +110,7 @@ class Message:
     collective: Collective
     whole_bytes: int
     axis: str = "tensor"
-    behind: MatrixProduct | None = None
+    behind: tuple[Kernel, ...] = ()
     pieces: int = 1
     to_next: bool = False
 

@@ -169,7 +169,7 @@ class Attend(Operator):
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
         if _in_ring(sizes):
-            yield from RingCore(sizes).messages(phase, input_trains)
+            yield from RingCore(sizes).messages(phase, seen_share(sizes), input_trains)
 
     def _merged(self, sizes: Sizes) -> Kernel:
         """Return the kernel that joins the heads, or, in the backward, splits them."""

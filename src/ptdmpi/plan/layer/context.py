@@ -199,35 +199,57 @@ class RingCore:
     def kernels(self, seen: float, backward: bool) -> Iterator[Kernel]:
         """Yield the kernels of a forward or of a backward; `seen` is the share of scores that lie
         in a window."""
-        sizes, d = self.sizes, self.sizes.model.head_size
-        batch = sizes.layout.micro_size * sizes.priced_heads[0]
+        sizes = self.sizes
         for queries, all_keys in self._pairs():
             keys = max(1, round(all_keys * seen))
-            yield MatrixProduct(queries, keys, d, batch)
-            if backward:  # the scores again, dO V^T, P^T dO, dS K and dS^T Q
-                yield MatrixProduct(queries, keys, d, batch)
-                yield MatrixProduct(keys, d, queries, batch)
-                yield MatrixProduct(keys, d, queries, batch)
-            yield MatrixProduct(queries, d, keys, batch)
+            yield from self._score_products(queries, keys, backward)
+            yield from self._value_products(queries, keys, backward)
             passes, blocks = SOFTMAX_PASSES[backward], -(-queries // QUERY_BLOCK)
-            moved_bytes = batch * queries * keys * passes * sizes.wide_bytes
+            moved_bytes = self._batch * queries * keys * passes * sizes.wide_bytes
             yield MemoryPass(moved_bytes, launches=passes * blocks)
         merged_bytes = MERGE_PASSES * self.query_elements * sizes.wide_bytes
         yield MemoryPass(merged_bytes * sizes.layout.context)
 
-    def messages(self, phase: Phase, input_trains: bool) -> Iterator[Message]:
+    @property
+    def _batch(self) -> int:
+        return self.sizes.layout.micro_size * self.sizes.priced_heads[0]
+
+    def _score_products(self, queries: int, keys: int, backward: bool) -> Iterator[Kernel]:
+        """Yield the products of a pair that make scores: Q K^T, and in a backward dO V^T."""
+        yield from [MatrixProduct(queries, keys, self.sizes.model.head_size, self._batch)] * (
+            1 + backward
+        )
+
+    def _value_products(self, queries: int, keys: int, backward: bool) -> Iterator[Kernel]:
+        """Yield the products of a pair that read scores: P V, or P^T dO, dS^T Q and dS K."""
+        d = self.sizes.model.head_size
+        if backward:
+            yield from [MatrixProduct(keys, d, queries, self._batch)] * 2
+        yield MatrixProduct(queries, d, keys, self._batch)
+
+    def messages(self, phase: Phase, seen: float, input_trains: bool) -> Iterator[Message]:
         """Yield the messages of a phase: each block of keys and values visits c - 1 other ranks. In
-        a backward its gradients follow it, and return to its own rank."""
+        a backward its gradients follow it, and return to its own rank.
+
+        The products of a visit hide the messages of the next one. In a backward those that make
+        scores hide keys and values, and the others hide gradients, except at their return.
+        """
         if phase == "weights" or (phase != "forward" and not input_trains):
             return
         sizes, visits = self.sizes, self.sizes.layout.context
+        backward = phase != "forward"
+        pairs = 2 if sizes.model.attention == "causal" else 4
+        shape = (self.chunk, max(1, round(self.chunk * seen)), backward)
+        scores, values = tuple(self._score_products(*shape)), tuple(self._value_products(*shape))
+        hides = scores * pairs if backward else (*scores, *values) * pairs
         size = self.key_elements * sizes.compute_bytes
         for _ in range(visits - 1):
-            yield Message("all_to_all", size, "context", to_next=True)
-        if phase != "forward":
-            for _ in range(visits):
-                wide = self.key_elements * sizes.wide_bytes
-                yield Message("all_to_all", wide, "context", to_next=True)
+            yield Message("all_to_all", size, "context", to_next=True, behind=hides)
+        if backward:
+            wide = self.key_elements * sizes.wide_bytes
+            for _ in range(visits - 1):
+                yield Message("all_to_all", wide, "context", to_next=True, behind=values * pairs)
+            yield Message("all_to_all", wide, "context", to_next=True)
 
     def kept(self) -> Iterator[Item]:
         """Yield what is kept for the backward in addition to the output."""

@@ -142,9 +142,9 @@ class Multiply(Operator):
             yield Message("all_gather", size)
         # the input is gathered again for the weights' gradients, during the input's gradient
         if phase == "backward" and gathers and self.keeps_input:
-            yield Message("all_gather", size, behind=MatrixProduct(rows, inputs, outputs))
+            yield Message("all_gather", size, behind=(MatrixProduct(rows, inputs, outputs),))
         if phase == "backward" and input_trains:
-            yield summed(sizes, size, behind=MatrixProduct(inputs, outputs, rows))
+            yield summed(sizes, size, behind=(MatrixProduct(inputs, outputs, rows),))
         if phase == "inputs" and input_trains:
             yield summed(sizes, size)
         if phase == "weights" and gathers and self.keeps_input:
@@ -264,7 +264,7 @@ class Multiply(Operator):
         return math.prod(self.linear.local(sizes.layout.tensor)) if self.quantized else 0
 
 
-def summed(sizes: Sizes, size: int, behind: MatrixProduct | None = None) -> Message:
+def summed(sizes: Sizes, size: int, behind: tuple[MatrixProduct, ...] = ()) -> Message:
     """Return the sum of an activation over the tensor axis: the whole sum, or this rank's
     positions."""
     if sizes.divides_sequence:

@@ -94,7 +94,8 @@ class Software(FrozenTable):
     `attention`: "unfused" writes the scores to memory, "flash" keeps them on chip. `dropout`: the
     program applies dropout whatever the model says, as all did in 2021. `gradient_bytes` is the
     size of a gradient in the sum over the data axis. `overlap_pipeline` and `overlap_tensor`: these
-    messages proceed while their rank computes. `balanced_stages` counts the output head as layers.
+    messages proceed while their rank computes; those of a ring of context ranks do if those of a
+    pipeline do. `balanced_stages` counts the output head as layers.
     `zero_unit` is the unit that ZeRO 3 gathers at once. `groups_per_adapter` is the number of
     groups, each with some of a node's ranks, that choose the same adapter while others are idle.
     `keeps_outputs`: a stage keeps the outputs that it sent until its backward pass.

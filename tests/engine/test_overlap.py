@@ -11,6 +11,14 @@ from tests.comm.test_nccl import STAND_IN, curve, engine_on
 from tests.parallel import parallel
 
 FOUR = {"model.layers": 4}
+EXPERTS = {
+    **FOUR,
+    "model.kind": "llama",
+    "model.expert_hidden": 16,
+    "model.experts": 4,
+    "model.experts_per_token": 2,
+    "parallel.expert": 2,
+}
 LAYOUTS = {
     "alone": {**layout(), **FOUR, "batch.micro_size": 1},
     "recomputed": {**layout(), **FOUR, "recompute.mode": "full"},
@@ -18,6 +26,9 @@ LAYOUTS = {
     "interleaved": {**layout(p=2, v=2), **FOUR, "parallel.schedule": "interleaved"},
     "put off": {**layout(p=2), **FOUR, "parallel.schedule": "zb-h1"},
     "zero": {**layout(p=2), **FOUR, "parallel.zero": 1, "precision.compute": "bf16"},
+    "experts": {**layout(), **EXPERTS},
+    "experts put off": {**layout(p=2), **EXPERTS, "parallel.schedule": "zb-h1"},
+    "experts zero": {**layout(), **EXPERTS, "parallel.zero": 1},
     "zero in groups": {**layout(), **FOUR, "parallel.zero": 1, "parallel.shard_group": 2},
 }
 SHORT = ("put off", "zero", "tensor")

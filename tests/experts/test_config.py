@@ -5,6 +5,8 @@ import re
 import pytest
 
 from ptdmpi.config import InputError
+from ptdmpi.config.configuration import Sections
+from ptdmpi.config.rules.experts import may_deal
 from tests._configs import small
 
 MIXED = {"model.kind": "llama", "model.experts": 8, "model.experts_per_token": 2}
@@ -76,6 +78,11 @@ def test_experts_that_cannot_be_dealt(changes, line):
     with pytest.raises(InputError) as caught:
         small(MIXED | changes, 4)
     assert [text for text in str(caught.value).splitlines() if re.search(line, text)]
+
+
+def test_the_search_deals_experts_only_where_a_run_may():
+    assert may_deal(Sections.of_config(small(MIXED)))
+    assert not may_deal(Sections.of_config(small(MIXED | {"run.reproducible": True})))
 
 
 def test_a_model_without_experts_has_none_to_deal():

@@ -26,7 +26,8 @@ def test_the_loss_falls_and_records_have_the_loads(comm, tmp_path):
     if comm.rank == 0:
         texts(tmp_path)
     from_root(comm, None)
-    for steps, where in ((STEPS // 2, layout(t=2)), (STEPS, {**layout(d=2), "parallel.zero": 2})):
+    dealt = {**layout(d=2), "parallel.expert": 2, "run.verify_every": 2}
+    for steps, where in ((STEPS // 2, layout(t=2)), (STEPS, dealt)):
         more = {"run.steps": steps, "data.valid": str(tmp_path / "valid"), **where}
         with loop(comm, tmp_path, EXPERTS | more) as made:
             made.run()

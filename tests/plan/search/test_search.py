@@ -152,6 +152,16 @@ def test_the_search_chooses_among_the_methods_that_can_serve_a_model():
     assert {layout.exchange for layout in groups(asked, pricer)} == {"none", "ring"}
 
 
+def test_experts_are_dealt_if_their_state_does_not_fit_otherwise():
+    """Eight data ranks that shard nothing would need 18 bytes for each of 47 billion parameters."""
+    pricer = small("mixtral-8x7b", 320e9, 8, load_cluster("dgx-h100"))
+    space = Space(8, zero=(0,), recompute="full", offload="none", data=(8,))
+    best = search(pricer, space)[0].layout
+    assert best.expert in (4, 8) and f"e={best.expert}" in str(best)
+    with pytest.raises(InputError):
+        search(pricer, replace(space, deals_experts=False))
+
+
 def test_only_long_sequences_are_cut():
     def sizes(s, **changes):
         return contexts(Space(64, **changes), load_model(f"l=2,h=256,a=2,s={s}").config)

@@ -38,6 +38,7 @@ EXCEPTIONS: dict[str, str] = {
 }
 # Folders that may have more files, and why.
 FULL_FOLDERS = {
+    "src/ptdmpi/commands": "one file for each command, which the command line finds by its name",
     "tests": (
         "a dozen helpers (`_*.py`, the harness of parallel tests) that several rooms import, "
         "beside the tests of what is in no room: docs, house, jobs, presets; a folder of helpers "

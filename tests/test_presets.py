@@ -17,7 +17,7 @@ def test_a_preset_brings_the_sizes_and_what_is_said_beside_it_wins():
     assert (grouped.norm, grouped.kv_heads, grouped.ffn_hidden) == ("rmsnorm", 8, 14336)
     with pytest.raises(InputError) as caught:
         small({**none, "model.preset": "gpt3-125"})
-    assert str(caught.value) == ("model.preset = 'gpt3-125' is unknown; did you mean gpt3-125m?")
+    assert "model.preset = 'gpt3-125' is unknown; did you mean gpt3-125m or " in str(caught.value)
 
 
 NO_SIZES = {f"model.{key}": None for key in ("layers", "hidden", "heads", "seq_length")}

@@ -26,6 +26,7 @@ COMMANDS = {
     "train": CommandLine("Train a model; start it by mpirun or srun.", all_ranks=True),
     "plan": CommandLine("Predict layouts of a model on a cluster: time, memory, cost."),
     "ask": CommandLine("Answer questions of cost, time and network."),
+    "cluster": CommandLine("Write a cluster file to edit."),
     "probe": CommandLine("Measure the machine; start it by mpirun or srun.", all_ranks=True),
     "schedule": CommandLine("Draw a pipeline schedule, and print its bubble and memory."),
     "watch": CommandLine("Show the progress of runs, drawn in place."),

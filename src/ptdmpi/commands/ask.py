@@ -17,7 +17,7 @@ from ptdmpi.plan.ask import inverse, methods, network, partition, restarts, swee
 from ptdmpi.plan.ask.answer import Reply
 from ptdmpi.plan.ask.defaults import pricer_of_names
 from ptdmpi.plan.ask.ranks import answer as cheapest
-from ptdmpi.plan.machine.cluster import cluster_names
+from ptdmpi.plan.machine.names import legal_clusters
 from ptdmpi.plan.search.search import search
 from ptdmpi.plan.search.space import Space
 from ptdmpi.plan.show.draw import check_picture
@@ -25,9 +25,7 @@ from ptdmpi.terminal.options import AS_JSON, PATH, Number, NumberList
 from ptdmpi.terminal.program import CommandGroup
 
 MODEL = click.option("--model", required=True, help="A preset[,s=8192], or l=96,h=12288,a=96.")
-CLUSTER = click.option(
-    "--cluster", required=True, help=f"{', '.join(cluster_names())}, or a .toml file."
-)
+CLUSTER = click.option("--cluster", required=True, help=f"{legal_clusters()}, or a .toml file.")
 RANKS = click.option("--ranks", required=True, type=Number(1, MOST_RANKS), help="How many.")
 BATCH = click.option(
     "--batch", type=Number(1, MOST_BATCH), help="Sequences per step; default: as published."

@@ -12,14 +12,15 @@ from ptdmpi.base.say import note
 from ptdmpi.config import InputError, load
 from ptdmpi.config.choices import CONTEXT_METHODS, OFFLOADS, RECOMPUTE_MODES, SCHEDULES
 from ptdmpi.config.section import MOST_BATCH, MOST_RANKS
-from ptdmpi.plan.ask import layouts
+from ptdmpi.plan.ask import layouts, write_layout
 from ptdmpi.plan.layer.low_bit import CODES
-from ptdmpi.plan.machine.cluster import cluster_names
+from ptdmpi.plan.machine.names import legal_clusters
 from ptdmpi.plan.show import table
 from ptdmpi.plan.show.draw import check_picture
-from ptdmpi.terminal.options import AS_JSON, Number, ShardGroup
+from ptdmpi.terminal.options import AS_JSON, PATH, Number, ShardGroup
 from ptdmpi.terminal.program import Command
 
+MOST_HEADROOM = 90  # percent
 LEGAL_WITH_CONFIG = ("config", "ranks", "cluster", "as_json")
 LAYOUT_OPTIONS = (
     click.option(
@@ -86,10 +87,25 @@ def _layout_options(function: Callable[..., None]) -> Callable[..., None]:
 @click.command("plan", cls=Command)
 @click.argument("config", required=False, type=click.Path(path_type=Path))
 @click.option("--model", help="A preset[,s=8192], or l=96,h=12288,a=96[,s=2048,V=51200].")
-@click.option("--cluster", help=f"{', '.join(cluster_names())}, or a .toml file.")
+@click.option("--cluster", help=f"{legal_clusters()}, or a .toml file.")
 @click.option("--ranks", type=Number(1, MOST_RANKS), help="How many; d in --layout may say it.")
 @click.option(
-    "--batch", type=Number(1, MOST_BATCH), help="Sequences per step; default: as published."
+    "--batch", type=Number(1, MOST_BATCH), help="Sequences per step; default: the preset's."
+)
+@click.option(
+    "--headroom",
+    type=Number(0, MOST_HEADROOM),
+    default=layouts.HEADROOM,
+    show_default=True,
+    metavar="PERCENT",
+    help="Memory of a device that the search keeps free.",
+)
+@click.option(
+    "--order",
+    type=click.Choice(layouts.ORDERS),
+    default=layouts.ORDERS[0],
+    show_default=True,
+    help=f"First: the simplest of those within {layouts.TIE:.0%} of the fastest, or the fastest.",
 )
 @click.option("--layout", help="Price t=8,p=8,d=1,v=3,b=1 instead of searching.")
 @click.option("--why", metavar="LAYOUT", help="Compare a layout with the best one.")
@@ -105,6 +121,7 @@ def _layout_options(function: Callable[..., None]) -> Callable[..., None]:
 @click.option("--png", metavar="FILE", help="Draw the step of the first layout (.png or .svg).")
 @click.option("--memory-png", metavar="FILE", help="Draw its memory over time (.png or .svg).")
 @click.option("--trace", metavar="FILE", help="Write its trace for Perfetto or chrome://tracing.")
+@click.option("--write", metavar="FILE", type=PATH, help="Write a configuration of that layout.")
 @AS_JSON
 def command(
     config: Path | None,
@@ -114,6 +131,7 @@ def command(
     png: str | None,
     memory_png: str | None,
     trace: str | None,
+    write: Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -131,8 +149,13 @@ def command(
     for picture in (png, memory_png):
         if picture is not None:
             check_picture(picture)
-    plan = layouts.answer(layouts.LayoutRequest(model, cluster, **options))
+    request = layouts.LayoutRequest(model, cluster, **options)
+    if write is not None:
+        write_layout.check(write, request)
+    plan = layouts.answer(request)
     plan.draw(png, memory_png, trace)
+    if write is not None:
+        write_layout.write(write, request, plan)
     click.echo(json.dumps(plan.numbers) if as_json else table.report(plan.numbers))
 
 

@@ -16,7 +16,7 @@ from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.configuration import Config, Sections
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.legality import shards_of_a_node
-from ptdmpi.config.presets import model_presets, with_preset
+from ptdmpi.config.presets import model_presets, nearest_presets, with_preset
 from ptdmpi.config.rules import rules
 from ptdmpi.config.section import Section
 from ptdmpi.config.sections import RateGroup, TrainDataConfig
@@ -207,7 +207,8 @@ def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, An
     known = model_presets()
     name = model["preset"]
     if not isinstance(name, str) or name not in known:
-        mistakes.append(f"model.preset = {name!r} is unknown{_did_you_mean(str(name), known)}")
+        near = " or ".join(nearest_presets(str(name)))
+        mistakes.append(f"model.preset = {name!r} is unknown; did you mean {near}?")
         name = next(iter(known))
     return with_preset(tree, name)
 

@@ -1,5 +1,8 @@
 """Models by name, as tables of keys of [model] and `vocab_size`, and how they were trained."""
 
+import difflib
+import math
+import re
 import tomllib
 from collections.abc import Mapping
 from functools import cache
@@ -12,6 +15,11 @@ RECIPE = ("batch", "optimizer")  # sections whose keys a preset may set
 # A published warm-up is for a run of full length. In a shorter run it takes at most this share.
 ADAM = ("beta1", "beta2", "eps")
 WARMUP_SHARE = 10
+# The size in a name: 1.3b, 125m, 1t, 8x7b.
+SIZE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)([mbt])(?![a-z])")
+UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
+# How much another family counts, compared with a size that is wrong by a factor of e.
+FAMILY_WEIGHT = 3.0
 
 
 @cache
@@ -27,6 +35,35 @@ def model_presets() -> dict[str, dict[str, Any]]:
         name: {**DEFAULTS, **{key: value for key, value in table.items() if key not in RECIPE}}
         for name, table in _tables().items()
     }
+
+
+def nearest_presets(name: str, count: int = 2) -> list[str]:
+    """Return the presets that are nearest to a name in family and size, the nearest first.
+
+    The name may be one of a model hub: "meta-llama/Llama-2-7b-hf" is near "llama-7b".
+    """
+    family, size = _family_and_size(name)
+
+    def distance(preset: str) -> float:
+        other, parameters = _family_and_size(preset)
+        if not size:
+            return 1 - difflib.SequenceMatcher(None, name.lower(), preset).ratio()
+        likeness = difflib.SequenceMatcher(None, family, other).ratio()
+        return FAMILY_WEIGHT * (1 - likeness) + abs(math.log(size / parameters))
+
+    return sorted(model_presets(), key=distance)[:count]
+
+
+def _family_and_size(name: str) -> tuple[str, float]:
+    """Return (the letters and version before the size, the number of parameters) in the name of a
+    model. The number is 0 if the name has no size."""
+    name = name.lower().rpartition("/")[-1]
+    found = SIZE.search(name)
+    if found is None:
+        return re.sub(r"[^a-z0-9.]", "", name), 0.0
+    experts, number, unit = found.groups()
+    family = re.sub(r"[^a-z0-9.]", "", name[: found.start()])
+    return family, int(experts or 1) * float(number) * UNITS[unit]
 
 
 def recipe(name: str) -> dict[str, dict[str, Any]]:

@@ -12,11 +12,10 @@ import tomlkit
 from ptdmpi.base.near import divisors
 from ptdmpi.base.words import counted
 from ptdmpi.config import Config, InputError, resolve
-from ptdmpi.config.model import ModelConfig
-from ptdmpi.config.presets import DEFAULTS, model_presets, recipe
+from ptdmpi.config.presets import model_presets, recipe
 from ptdmpi.data.shards import Dataset
 from ptdmpi.plan.cost import relief
-from ptdmpi.plan.machine.cluster import load_cluster, load_model, preset_and_keys
+from ptdmpi.plan.machine.cluster import load_cluster, load_model, model_section
 from ptdmpi.plan.search import choose
 
 SMALL = "l=4,h=128,a=4,s=128"  # a model that trains in minutes on a laptop
@@ -105,7 +104,7 @@ def draft(wish: Wish) -> str:
         data["valid"] = valid
     base: dict[str, Any] = {
         "run": {"name": wish.name or wish.file.stem, "steps": wish.steps or 1},
-        "model": {"preset": wish.model} if preset else _sizes(wish.model),
+        "model": {"preset": wish.model} if preset else model_section(wish.model),
         "batch": {"global_size": batch},
         "precision": {"compute": _precision(wish)},
         "data": data,
@@ -139,20 +138,6 @@ def _folders(wish: Wish) -> tuple[str, str | None]:
             valid = train / "valid"
         train = train / "train"
     return str(train), None if valid is None else str(valid)
-
-
-def _sizes(text: str) -> dict[str, Any]:
-    """Return the keys of [model] for sizes such as "l=4,h=128,a=4" or "llama3-8b,s=512".
-
-    The result has all given keys, and the keys that a configuration needs. The size of the
-    vocabulary is left out, because the data determines it.
-    """
-    preset, keys = preset_and_keys(text)
-    keys.pop("vocab_size", None)
-    if preset is not None:
-        return {"preset": preset, **keys}
-    keys = {"seq_length": DEFAULTS["seq_length"], **keys}
-    return {key: keys[key] for key in ModelConfig.model_fields if key in keys}
 
 
 def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:
@@ -214,7 +199,7 @@ def _written(wish: Wish, config: Config, data: dict[str, Any], *, steps: int, sa
     preset = wish.model in model_presets()
     lines = [f"preset = {_toml(wish.model)}"]
     if not preset:
-        lines = [f"{key} = {_toml(value)}" for key, value in _sizes(wish.model).items()]
+        lines = [f"{key} = {_toml(value)}" for key, value in model_section(wish.model).items()]
     warmup = f"warmup_steps = {max(1, steps // 20)}"
     optimizer = f"learning_rate = 3e-4      # the peak\n{warmup}"
     if preset and recipe(wish.model)["optimizer"]:

@@ -11,7 +11,8 @@ from ptdmpi.plan.cost import pipeline
 from ptdmpi.plan.cost.methods import MethodTimes
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layout.run_method import RunMethod
-from ptdmpi.plan.machine.cluster import Model, cluster_names, load_cluster
+from ptdmpi.plan.machine.cluster import Model, load_cluster
+from ptdmpi.plan.machine.names import preset_file
 from ptdmpi.plan.schedule.simulate import Span, Timeline
 from ptdmpi.plan.show.table import lines
 from ptdmpi.report import trained
@@ -119,7 +120,7 @@ def cluster_of(path: Path, config: dict[str, Any]) -> str | None:
     name = config["run"].get("cluster", "")
     if not name:
         return None
-    if name in cluster_names():
+    if preset_file(name) is not None:
         return name
     for place in (Path(name), path / Path(name).name):
         if place.is_file():

@@ -5,8 +5,9 @@ import math
 import pytest
 
 from ptdmpi.config import InputError
-from ptdmpi.config.presets import model_presets
-from ptdmpi.plan.machine.cluster import cluster_names, load_cluster, load_model, model_of
+from ptdmpi.config.presets import model_presets, nearest_presets
+from ptdmpi.plan.machine.cluster import load_cluster, load_model, model_of
+from ptdmpi.plan.machine.names import ALIASES, cluster_names, nearest_cluster
 from ptdmpi.plan.shape.parameters import active_count, parameter_count
 from tests.parallel import ROOT
 
@@ -119,7 +120,7 @@ def test_every_preset_loads():
     for name in cluster_names():
         assert load_cluster(name).name == name
     data_sheets = set(cluster_names()) - {"cpu-avx2"}
-    nvidia = {"alps", "dgx-b200", "dgx-h100", "h200", "selene", "v100-dgx2"}
+    nvidia = {"alps", "dgx-a100", "dgx-b200", "dgx-h100", "h200", "selene", "v100-dgx2"}
     assert data_sheets == nvidia | {"frontier", "lumi", "mi300x"}
     for name in data_sheets:  # slips of a digit
         cluster = load_cluster(name)
@@ -129,6 +130,52 @@ def test_every_preset_loads():
         assert 0.3 < node.power_w / node.devices / 1000 < 2
         assert 1 < node.link_bytes_per_s / node.adapter_bytes_per_s < 30
         assert 50 < device.peak("fp16") / device.memory_bytes_per_s < 400
+
+
+def test_clusters_have_the_names_of_their_devices_too():
+    for alias, name in ALIASES.items():
+        assert load_cluster(alias.upper()).name == name
+    ours, published = load_cluster("a100"), load_cluster("selene")
+    assert ours.device == published.device and ours.host == published.host
+    assert ours.software == load_cluster("h100").software != published.software
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("H100-PCIe", "dgx-h100"),
+        ("a100-40gb", "dgx-a100"),
+        ("my-gh200s", "alps"),
+        ("H200-SXM", "h200"),
+        ("selen", "selene"),
+        ("xyz", None),
+    ],
+)
+def test_unknown_clusters_are_near_one_with_their_device(name, near):
+    assert nearest_cluster(name) == near
+    hint = "legal are alps" if near is None else f'did you mean "{near}"'
+    with pytest.raises(InputError, match=f'cluster "{name}" is unknown.*{hint}'):
+        load_cluster(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("gpt3-125", "gpt3-125m"),
+        ("gpt3-1b", "gpt3-1.3b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3.1-8b"),
+        ("Llama-2-7b-hf", "llama-7b"),
+        ("llama3-7b", "llama3-8b"),
+        ("Qwen/Qwen2.5-6B", "qwen2.5-7b"),
+        ("mixtral-8x20b", "mixtral-8x22b"),
+        ("gpt-180b", "gpt3-175b"),
+        ("megatron-2t", "megatron-1t"),
+    ],
+)
+def test_unknown_models_are_near_one_of_their_family_and_size(name, near):
+    assert nearest_presets(name)[0] == near
+    with pytest.raises(InputError, match=f'model "{name}" is unknown; did you mean "{near}"'):
+        load_model(name)
 
 
 def test_a_preset_with_sizes_of_ones_own():

@@ -31,7 +31,8 @@ def run(*arguments):
 
 
 def test_search_prints_json_best_first():
-    result = json.loads(run("--ranks", "8", "--tokens", "1e9", "--json").stdout)
+    plain = ("--order", "best", "--tokens", "1e9", "--json")
+    result = json.loads(run("--ranks", "8", *plain).stdout)
     times = [entry["step_time_s"] for entry in result["layouts"]]
     assert times == sorted(times) and len(times) == 5
     for entry in result["layouts"]:
@@ -125,12 +126,6 @@ def test_a_preset_with_other_sizes_trains_so():
     told = json.loads(run(*options).stdout)
     assert told["seq_length"] == 1024
     assert told["train"]["model"] == {"preset": "gpt3-125m", "seq_length": 1024}
-    with pytest.raises(InputError, match="give --batch"):  # that of 2048 tokens each is published
-        CliRunner().invoke(
-            command,
-            ["--model", "gpt3-125m,s=1024", "--cluster", "selene", "--ranks", "8"],
-            catch_exceptions=False,
-        )
 
 
 def test_why_explains():
@@ -312,7 +307,18 @@ def test_the_batch_of_a_preset_is_the_published_one():
     runner = CliRunner()
     found = runner.invoke(command, ["--model", "bert-336m", *where], catch_exceptions=False)
     assert json.loads(found.stdout)["batch"] == 1024
-    with pytest.raises(InputError, match=r"give --batch.*llama3-8b"):
-        runner.invoke(
-            command, ["--model", "llama3-8b", *where], catch_exceptions=False, standalone_mode=False
-        )
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    [
+        ("gpt3-125m,s=1024", 512),  # the published 256 are of 2048 tokens each
+        ("llama3-8b", 512),  # none is published: 4 Mi tokens, 8192 each
+        ("llama3-8b,s=131072", 32),
+    ],
+)
+def test_a_preset_without_a_published_batch_has_a_usual_one(model, batch):
+    where = ("--cluster", "h100", "--layout", "t=8,p=1,d=1,v=1,b=1", "--json")
+    result = CliRunner().invoke(command, ["--model", model, *where], catch_exceptions=False)
+    assert json.loads(result.stdout)["batch"] == batch
+    assert f"{batch} sequences" in result.stderr and "--batch" in result.stderr

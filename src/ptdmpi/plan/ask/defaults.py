@@ -1,26 +1,40 @@
 """The batch and the precision of a prediction whose request names none."""
 
 from ptdmpi.base.errors import InputError
+from ptdmpi.base.say import note
+from ptdmpi.base.words import counted
 from ptdmpi.config.presets import recipe
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.machine.cluster import Cluster, load_cluster, load_model, preset_and_keys
 
 PREFERRED = ("bf16", "fp16")
+# Tokens in a step of a preset whose source states no batch: 4 million, as Touvron et al. 2023
+# (arXiv 2302.13971, section 2.2) take for every size.
+USUAL_TOKENS = 2**22
 
 
-def published_batch(model: str) -> int:
-    """Return the global batch, in sequences, that the source of the preset `model` states.
+def default_batch(model: str) -> int:
+    """Return the global batch of the preset `model`, in sequences: the published batch.
 
-    A preset with a changed sequence length has no published batch, because the same number of
-    longer or shorter sequences is a different number of tokens. Raises InputError if no batch is
-    published.
+    If the sequence length is changed, the batch has as many tokens as the published batch. If no
+    batch is published, it has about `USUAL_TOKENS` tokens, and a note says so. Raises InputError
+    for a model that is no preset.
     """
     preset, keys = preset_and_keys(model)
-    batch = None
-    if preset is not None and "seq_length" not in keys:
-        batch = recipe(preset)["batch"].get("global_size")
-    if batch is None:
+    if preset is None:
         raise InputError(f"give --batch, sequences per step: none is published of model {model}")
+    published = recipe(preset)["batch"].get("global_size")
+    if published is not None and "seq_length" not in keys:
+        return published
+    seq_length = load_model(model).config.seq_length
+    tokens = USUAL_TOKENS
+    if published is not None:
+        tokens = published * load_model(preset).config.seq_length
+    batch = max(1, tokens // seq_length)
+    note(
+        f"ptdmpi: no batch of {model} is published; {counted(batch, 'sequence')}, "
+        f"{batch * seq_length:,} tokens, are assumed: --batch gives another number"
+    )
     return batch
 
 
@@ -37,9 +51,9 @@ def usual_precision(cluster: Cluster) -> str:
 def pricer_of_names(model: str, cluster: str, batch: int | None) -> Pricer:
     """Return a pricer of a model on a cluster, both by name, in the cluster's usual precision.
 
-    If `batch` is None, the published batch is used. Raises InputError for unknown names and for a
-    model without a published batch.
+    If `batch` is None, it is `default_batch`. Raises InputError for unknown names, and for a model
+    that is no preset and has no batch.
     """
     machine = load_cluster(cluster)
-    size = batch or published_batch(model)
+    size = batch or default_batch(model)
     return Pricer.of(machine, load_model(model), size, usual_precision(machine))

@@ -12,7 +12,7 @@ from ptdmpi.config.choices import CodesName
 from ptdmpi.config.layout import Layout, complete, parse
 from ptdmpi.config.legality import is_legal, layout_mistakes
 from ptdmpi.config.model import QuantizeConfig
-from ptdmpi.plan.ask.defaults import published_batch, usual_precision
+from ptdmpi.plan.ask.defaults import default_batch, usual_precision
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.machine.cluster import Model, load_cluster, load_model, preset_and_keys
 from ptdmpi.plan.search.advice import difference, heuristic, improvements, microbatch_model
@@ -22,6 +22,11 @@ from ptdmpi.plan.shape.parameters import active_count, parameter_count
 from ptdmpi.plan.show import draw, draw_memory, table
 from ptdmpi.plan.show.trace import chrome_trace
 
+HEADROOM = 8  # percent of a device's memory that a search keeps free
+ORDERS = ("simplest", "best")
+# With the order "simplest", layouts whose steps differ by less than this share are equally good:
+# the planner's own error is larger.
+TIE = 0.02
 MOST_DRAWN = 10_000  # microbatches of a step
 BASE_BLOCK = 64  # elements of a frozen matrix that share a scale
 
@@ -33,9 +38,12 @@ class LayoutRequest:
     If `layout` is given, it is priced and nothing is searched. `why` is a layout to compare with
     the best one. `tokens` is the number of tokens of the whole training, from which its days and
     rank-hours follow. `lora` is the rank of adapters over a frozen model. The frozen matrices have
-    codes of the kind `base_bits`, in blocks of `base_block` elements. Settings of a layout that are
-    None are left to the search. For a given layout they have the defaults of `Layout`, except
-    `sequence_parallel` and `scatter_gather`, for which the faster choice is taken.
+    codes of the kind `base_bits`, in blocks of `base_block` elements. A search keeps
+    `headroom` percent of a device's memory free. With `order` "simplest", the first layout is the
+    simplest of those that are almost as fast as the fastest one; with "best", it is the fastest.
+    Settings of a layout that are None are left to the search. For a given layout they have the
+    defaults of `Layout`, except `sequence_parallel` and `scatter_gather`, for which the faster
+    choice is taken.
     """
 
     model: str
@@ -62,6 +70,8 @@ class LayoutRequest:
     offload: str | None = None
     partition_activations: bool = False
     dp_overlap: bool = False
+    headroom: int = HEADROOM
+    order: str = ORDERS[0]
 
     def space(self, ranks: int) -> Space:
         """Return the layouts of `ranks` ranks that this request lets the search choose from."""
@@ -156,6 +166,7 @@ def answer(request: LayoutRequest) -> LayoutPlan:
     no layout fits.
     """
     pricer = _pricer(request)
+    searched = pricer.keeping_free(request.headroom / 100)
     asked = request.layout or request.why
     given = _given_layout(pricer, asked, request) if asked else None
     request.check()
@@ -171,7 +182,8 @@ def answer(request: LayoutRequest) -> LayoutPlan:
         if mistakes := contradiction(space):
             raise InputError(mistakes)
         note(f"ptdmpi plan: searching layouts of {where}, batch {pricer.batch}")
-        prices = search(pricer, space)
+        tie = TIE if request.order == "simplest" else 0.0
+        prices = search(searched, space, tie=tie)
     best = prices[0]
     numbers: dict[str, Any] = {
         "model": pricer.model.name,
@@ -185,9 +197,9 @@ def answer(request: LayoutRequest) -> LayoutPlan:
         "layouts": [table.numbers(price, pricer, request.tokens) for price in prices],
     }
     if request.why and given is not None:
-        numbers["why"] = _comparison(pricer, given, best)
+        numbers["why"] = _comparison(searched, given, best)
     elif not request.layout:
-        numbers |= _rules_of_thumb(pricer, space, best)
+        numbers |= _rules_of_thumb(searched, space, best)
     numbers["train"] = _training_sections(pricer, best.layout)
     return LayoutPlan(pricer, best.layout, numbers)
 
@@ -204,7 +216,7 @@ def plan(model: str, cluster: str, **options: Any) -> dict[str, Any]:
 def _pricer(request: LayoutRequest) -> Pricer:
     cluster = load_cluster(request.cluster)
     model = request.adapted(load_model(request.model))
-    batch = request.batch or published_batch(request.model)
+    batch = request.batch or default_batch(request.model)
     return Pricer.of(cluster, model, batch, request.precision or usual_precision(cluster))
 
 

@@ -5,6 +5,7 @@ as in Megatron-LM and in this trainer. Messages that sharding sends in each micr
 its ops.
 """
 
+import copy
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -81,7 +82,8 @@ class Price:
 
 class Pricer:
     """The prices of layouts of one model and batch on one cluster; shapes that layouts share are
-    priced once. `times`: the seconds of the parts of their steps."""
+    priced once. `times`: the seconds of the parts of their steps. `usable_bytes`: the memory of a
+    device that a layout may fill."""
 
     def __init__(self, times: StepTimes, batch: int) -> None:
         self.times = times
@@ -91,6 +93,7 @@ class Pricer:
         self.machine = times.machine
         self.memory = times.memory
         self.capacity_bytes = self.cluster.device.memory_bytes
+        self.usable_bytes = self.capacity_bytes
         host_bytes = self.cluster.host.memory_bytes
         self.host_capacity_bytes = (host_bytes or math.inf) / self.cluster.node.devices
         self._roughly: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -108,6 +111,13 @@ class Pricer:
         """Return the prices of a training; `method` as in `StepTimes`. Raises InputError if the
         device has no peak for `precision`."""
         return cls(StepTimes(cluster, model, precision, method), batch)
+
+    def keeping_free(self, share: float) -> "Pricer":
+        """Return this pricer for a search that keeps a share of each device's memory free: fewer
+        layouts fit. The prices are the same, and report the whole memory of the device."""
+        other = copy.copy(self)
+        other.usable_bytes = self.capacity_bytes * (1 - share)
+        return other
 
     def bound_s(self, layout: Layout) -> float:
         """Return a lower bound of the step time for every order of work. The search uses it to
@@ -197,12 +207,12 @@ class Pricer:
         frozen = layers * (layer_elements(config, t) - each) if config.adapt.adapts else 0
         standing = train * self.memory.parameter_bytes(layout)
         standing += self.memory.least_frozen_bytes(layout, frozen, layers, t)
-        return standing <= self.capacity_bytes - self.memory.runtime_bytes
+        return standing <= self.usable_bytes - self.memory.runtime_bytes
 
     def fits(self, layout: Layout) -> bool:
         """Return True if every pipeline rank has enough memory on its device, and on its host."""
         microbatches = layout.microbatches(self.batch)
-        if not self.memory.fits(layout, microbatches, self.capacity_bytes):
+        if not self.memory.fits(layout, microbatches, self.usable_bytes):
             return False
         if not self.memory.uses_host(layout):
             return True

@@ -9,7 +9,6 @@ import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,9 +17,10 @@ from pydantic import Field, ValidationError, model_validator
 
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.config.precision import PrecisionName
-from ptdmpi.config.presets import DEFAULTS, model_presets
+from ptdmpi.config.presets import DEFAULTS, model_presets, nearest_presets
 from ptdmpi.config.section import FrozenTable, Positive
 from ptdmpi.plan.machine.amounts import Amount, Delay, NotNegative, PositiveNumber, Triple
+from ptdmpi.plan.machine.names import legal_clusters, nearest_cluster, preset_file
 from ptdmpi.plan.machine.probed import KernelWays, Measured
 
 SHORT_KEYS = {"l": "layers", "h": "hidden", "a": "heads", "s": "seq_length", "V": "vocab_size"}
@@ -214,36 +214,33 @@ def _read(path: Any) -> dict[str, Any]:
         raise InputError(f"{path} is not valid TOML: {error}") from None
 
 
-def _presets(*parts: str) -> Any:
-    return files("ptdmpi").joinpath("presets", *parts)
-
-
-@cache
-def cluster_names() -> tuple[str, ...]:
-    """Return the names of the clusters in the package."""
-    entries = (entry.name for entry in _presets("clusters").iterdir())
-    return tuple(sorted(name.removesuffix(".toml") for name in entries if name.endswith(".toml")))
-
-
 def load_cluster(name: str) -> Cluster:
-    """Return the preset cluster `name`, or the cluster in the file with that path.
+    """Return the preset cluster with this name or alias, or the cluster in the file with that path.
 
     Raises InputError if there is neither, or if the file is not valid.
     """
-    if name in cluster_names():
-        path = _presets("clusters", f"{name}.toml")
-    elif name.endswith(".toml"):
+    path: Any = preset_file(name)
+    if path is None:
+        if not name.endswith(".toml"):
+            raise InputError(unknown_cluster(name))
         path = Path(name)
-    else:
-        hint = _nearest(name, cluster_names())
-        raise InputError(f'cluster "{name}" is unknown{hint}, or the path of a .toml file')
     tree = _read(path)
     if isinstance(tree.get("efficiency"), str):
-        tables = _read(_presets("efficiency.toml"))
+        tables = _read(files("ptdmpi").joinpath("presets", "efficiency.toml"))
         if tree["efficiency"] not in tables:
             raise InputError(f'cluster {name}: efficiency = "{tree["efficiency"]}" is unknown')
         tree = {**tree, "efficiency": tables[tree["efficiency"]]}
     return _validated(Cluster, tree, f"cluster {name}")
+
+
+def unknown_cluster(name: str) -> str:
+    """Return the message for a name that no cluster has."""
+    near = nearest_cluster(name)
+    hint = "" if near is None else f' did you mean "{near}"?'
+    return (
+        f'cluster "{name}" is unknown;{hint} legal are {legal_clusters()}, or the path of a .toml '
+        "file: `ptdmpi cluster new` writes one to edit, `ptdmpi probe` measures one"
+    )
 
 
 def load_model(text: str) -> Model:
@@ -266,8 +263,11 @@ def preset_and_keys(text: str) -> tuple[str | None, dict[str, Any]]:
     parts = [part.strip() for part in text.split(",")]
     name = None if "=" in parts[0] else parts.pop(0)
     if name is not None and name not in model_presets():
-        known = _nearest(name, model_presets())
-        raise InputError(f'model "{name}" is unknown{known}, or l=...')
+        near = " or ".join(f'"{preset}"' for preset in nearest_presets(name))
+        raise InputError(
+            f'model "{name}" is unknown; did you mean {near}? legal are the names in '
+            "docs/reference/models.md, or sizes: l=32,h=4096,a=32"
+        )
     keys: dict[str, Any] = {}
     for part in parts:
         key, equals, value = part.partition("=")
@@ -275,6 +275,21 @@ def preset_and_keys(text: str) -> tuple[str | None, dict[str, Any]]:
             raise InputError(f'model {text}: "{part}" is no size; write l=96,h=12288,a=96')
         keys[SHORT_KEYS.get(key, key)] = _value(value)
     return name, keys
+
+
+def model_section(text: str) -> dict[str, Any]:
+    """Return the section [model] of a configuration for sizes such as "l=4,h=128,a=4" or
+    "llama3-8b,s=512".
+
+    The result has all given keys, and the keys that a configuration needs. The size of the
+    vocabulary is left out, because the data determines it.
+    """
+    preset, keys = preset_and_keys(text)
+    keys.pop("vocab_size", None)
+    if preset is not None:
+        return {"preset": preset, **keys}
+    keys = {"seq_length": DEFAULTS["seq_length"], **keys}
+    return {key: keys[key] for key in ModelConfig.model_fields if key in keys}
 
 
 def _value(text: str) -> Any:

@@ -126,26 +126,22 @@ def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
     single = list(neighbours(price.layout, pricer))
     if price.fits:
         prices = (pricer.price(layout) for layout in single)
-        faster = [other for other in prices if other.fits and other.step_time_s < price.step_time_s]
+        faster = [
+            other
+            for other in prices
+            if other.step_time_s < price.step_time_s
+            and other.fits
+            and other.memory.total <= pricer.usable_bytes
+        ]
         return 1, sorted(faster, key=lambda other: other.step_time_s)[:MOST_ADVICE]
     double = {twice for layout in single for twice in neighbours(layout, pricer)} - {price.layout}
     fitting = [layout for layout in {*single, *double} if pricer.fits(layout)]
-    best = _fastest(pricer, fitting)
-    if best:
-        return 1 + any(other.layout not in single for other in best), best
+    best = Best(MOST_ADVICE, same=lambda layout: layout)
+    best.offer_all(pricer, fitting)
+    if best.prices:
+        return 1 + any(other.layout not in single for other in best.prices), best.prices
     prices = (pricer.price(layout) for layout in single)
     return 1, sorted(prices, key=lambda other: other.memory.total)[:MOST_ADVICE]
-
-
-def _fastest(pricer: Pricer, layouts: list[Layout]) -> list[Price]:
-    """Return the fastest layouts. They are simulated in ascending order of their bounds."""
-    best = Best(MOST_ADVICE, same=lambda layout: layout)
-    bounds = ((pricer.bound_s(layout), layout) for layout in layouts)
-    for bound_s, layout in sorted(bounds, key=lambda pair: pair[0]):
-        if bound_s >= best.limit_s:
-            break
-        best.offer(pricer.price(layout))
-    return best.prices
 
 
 def microbatch_model(pricer: Pricer, layout: Layout) -> dict[int, float]:
@@ -180,11 +176,11 @@ def heuristic(pricer: Pricer, space: Space) -> Price | None:
     most = max((group.tensor for group in legal), default=1)
     legal = [group for group in legal if group.tensor == most or group.pipeline == 1]
     for group in sorted(legal, key=lambda g: (g.tensor * g.pipeline, g.micro_size)):
-        if pricer.footprint(group).total > pricer.capacity_bytes:
+        if pricer.footprint(group).total > pricer.usable_bytes:
             continue
         times = microbatch_model(pricer, group)
         for micro_size in sorted(times, key=lambda size: times[size]):
             layout = replace(group, micro_size=micro_size)
-            if pricer.footprint(layout).total <= pricer.capacity_bytes:
+            if pricer.footprint(layout).total <= pricer.usable_bytes:
                 return pricer.price(layout)
     return None

@@ -10,6 +10,10 @@ simulated by ascending second bound. The search ends when neither the next first
 second bound is below the slowest layout that is kept, because then no later layout can be among the
 best. The result is therefore the same as that of simulating every layout. A learned or approximate
 search could not improve it.
+
+A second pass finds the simplest layout among those that are almost as fast. By then the time of the
+fastest layout is known, so only layouts that are simpler than the fastest ones and whose bounds are
+below that time, and a little more, are simulated.
 """
 
 import bisect
@@ -48,23 +52,29 @@ MOST_LAYOUTS = 1_000_000  # a visit to so many takes a minute and half a gigabyt
 class Best:
     """The `count` fastest prices so far, fastest first.
 
-    `same` maps a layout to a key; among layouts with equal keys only the fastest is kept.
+    `same` maps a layout to a key; among layouts with equal keys only the fastest is kept. A layout
+    whose step takes `ceiling_s` seconds or more is never kept.
     """
 
-    def __init__(self, count: int, same: Callable[[Layout], Hashable]) -> None:
+    def __init__(
+        self, count: int, same: Callable[[Layout], Hashable], ceiling_s: float = math.inf
+    ) -> None:
         self.count = count
         self.same = same
+        self.ceiling_s = ceiling_s
         self.prices: list[Price] = []
 
     @property
     def limit_s(self) -> float:
         """Return the step time in seconds that a layout must beat to be kept."""
         if len(self.prices) < self.count:
-            return math.inf
+            return self.ceiling_s
         return self.prices[-1].step_time_s
 
     def offer(self, price: Price) -> None:
         """Keep a price if it is among the fastest."""
+        if price.step_time_s >= self.ceiling_s:
+            return
         like = self.same(price.layout)
         for kept in self.prices:
             if self.same(kept.layout) == like:
@@ -74,6 +84,14 @@ class Best:
                 break
         bisect.insort(self.prices, price, key=lambda kept: kept.step_time_s)
         del self.prices[self.count :]
+
+    def offer_all(self, pricer: Pricer, layouts: Iterable[Layout]) -> None:
+        """Simulate the layouts in ascending order of their bounds, and keep the fastest."""
+        bounds = ((pricer.bound_s(layout), layout) for layout in layouts)
+        for bound_s, layout in sorted(bounds, key=lambda pair: pair[0]):
+            if bound_s >= self.limit_s:
+                break
+            self.offer(pricer.price(layout))
 
 
 class _TimedSharding(NamedTuple):
@@ -103,9 +121,11 @@ class _Collected:
     rough: list[tuple[float, int]] = field(default_factory=list)
 
 
-def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
+def search(pricer: Pricer, space: Space, count: int = 5, *, tie: float = 0.0) -> list[Price]:
     """Return the `count` fastest layouts that fit, fastest first, each at its best settings.
 
+    Layouts whose step is longer than the fastest one by less than the share `tie` count as equally
+    fast. The simplest of them comes first, even if it is not among the `count` fastest layouts.
     Raises InputError if no layout is legal, or none fits.
     """
     collected = _collect(pricer, space)
@@ -129,7 +149,56 @@ def search(pricer: Pricer, space: Space, count: int = 5) -> list[Price]:
                     heapq.heappush(waiting, (pricer.bound_s(layout), next(numbers), layout))
     if not best.prices:
         raise InputError(_nothing_fits(pricer, space, collected))
-    return best.prices
+    if not tie:
+        return best.prices
+    limit_s = best.prices[0].step_time_s * (1 + tie)
+    fast = [price for price in best.prices if price.step_time_s < limit_s]
+    least = min(_complexity(price.layout) for price in fast)
+    simpler = _simpler(pricer, space, collected, limit_s, than=least)
+    if simpler is not None:
+        fast = [*fast[: count - 1], simpler]
+    fast.sort(key=lambda price: (_complexity(price.layout), price.step_time_s))
+    return [*fast, *(price for price in best.prices if price.step_time_s >= limit_s)]
+
+
+def _complexity(layout: Layout) -> tuple[int, int]:
+    """Return (number of axes with several ranks, number of chunks per pipeline rank). A layout for
+    which this is less than for another one is simpler."""
+    sizes = (layout.tensor, layout.context, layout.pipeline, layout.data)
+    return sum(size > 1 for size in sizes), layout.virtual
+
+
+def _simpler(
+    pricer: Pricer,
+    space: Space,
+    collected: _Collected,
+    limit_s: float,
+    *,
+    than: tuple[int, int],
+) -> Price | None:
+    """Return the simplest layout that fits with a step of less than `limit_s` seconds, and of
+    several such layouts the fastest; None if no such layout is simpler than `than`."""
+    classes: dict[tuple[int, int], list[_Candidate]] = {}
+    for rough_s, number in collected.rough:
+        candidate = collected.candidates[number]
+        complexity = _complexity(candidate.layout)
+        if rough_s < limit_s and complexity < than:
+            classes.setdefault(complexity, []).append(candidate)
+    for complexity in sorted(classes):
+        best = Best(1, same=str, ceiling_s=limit_s)
+        best.offer_all(
+            pricer,
+            (
+                layout
+                for candidate in classes[complexity]
+                for data_s, sharding in candidate.shardings
+                if candidate.work_s + data_s < limit_s
+                for layout in _all_fitting(pricer, space, sharding.of(candidate.layout))
+            ),
+        )
+        if best.prices:
+            return best.prices[0]
+    return None
 
 
 def _all_fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
@@ -219,7 +288,13 @@ def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
     least = min(legal, key=lambda layout: pricer.footprint(layout).total)
     needed = pricer.footprint(least)
     parts = ", ".join(f"{name} {size(n)}" for name, n in needed.parts.items() if n)
-    helps = [*itertools.islice(_more_ranks(pricer, space), 1)]
+    helps = []
+    memory = size(pricer.capacity_bytes)
+    if pricer.usable_bytes < pricer.capacity_bytes:
+        memory += f", {1 - pricer.usable_bytes / pricer.capacity_bytes:.0%} of which stay free"
+        if any(map(pricer.keeping_free(0).fits, legal)):
+            helps.append("--headroom 0")
+    helps += itertools.islice(_more_ranks(pricer, space), 1)
     freer = replace(space, zero=STAGES, shard_group=None, offload=None)
     all_ways = _all_ways(pricer, freer, collected.groups)
     fitting = (layout for layout in all_ways if pricer.fits(layout))
@@ -230,7 +305,7 @@ def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
     return (
         f"no layout of {pricer.model.name} fits on {where}: the least that one needs is "
         f"{size(needed.total)} per rank ({', '.join(_named(least))}: {parts}) of "
-        f"{size(pricer.capacity_bytes)}; {advice}"
+        f"{memory}; {advice}"
     )
 
 

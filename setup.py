@@ -28,6 +28,8 @@ TEST = [
     "transformers>=4.45",
 ]
 
+JOBS = ["*.sbatch", "*-gpu.sh", "kubernetes.yaml", "mpi-env.sh", "run.sh", "site.toml"]
+
 setup(
     name="ptdmpi",
     version=VERSION,
@@ -37,10 +39,11 @@ setup(
     # With several roots setuptools makes an editable install by a finder, which Python asks after
     # all folders of sys.path: beside a clone, Python would take the clone's folder for a package
     # `ptdmpi` without files. So `make setup` also puts src on sys.path.
-    # `ptdmpi run` needs the script that sets the environment of MPI
+    # `ptdmpi run` needs the script that sets the environment of MPI, and `ptdmpi submit` all
+    # templates of jobs
     package_dir={"": "src", "data_prep": "data_prep", "ptdmpi.jobs": "jobs"},
     packages=[*find_packages("src"), "ptdmpi.jobs", "data_prep", "data_prep.chat"],
-    package_data={"ptdmpi": ["presets/**/*.toml"], "ptdmpi.jobs": ["mpi-env.sh"]},
+    package_data={"ptdmpi": ["presets/**/*.toml"], "ptdmpi.jobs": JOBS},
     install_requires=[
         "click>=8.1,<9",
         "h5py>=3.10,<4",

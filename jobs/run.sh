@@ -6,14 +6,16 @@
 #   . jobs/run.sh CONFIG.toml [--set SECTION.KEY=VALUE ...]
 #
 # Read from the environment or the template:
-#   BATCH         slurm or pbs: how to request another attempt; unset: there is none
+#   BATCH         slurm, pbs, lsf or flux: how to request another attempt; unset: there is none
 #   LAUNCH        launcher and flags, split at blanks; with RANKS, without those of ranks and hosts
 #   RANKS         number of ranks: `ptdmpi run` starts them, and starts lost ranks again within the
 #                 job; unset: the launcher starts them once (Slurm: as many as the allocation has)
 #   HOSTS         with RANKS: a,b or a:4,b:4; unset: those of the allocation, or this machine
+#   CONTAINER     words that start a program in a container (apptainer exec --nv IMAGE.sif); the
+#                 image has ptdmpi. Not with RANKS
 #   SETUP         commands that give the job its software (module load ...)
 #   MAX_ATTEMPTS  attempts in a row that may end without a new checkpoint (5)
-#   SCRIPT        PBS only: the job script to submit again
+#   SCRIPT        PBS, LSF and Flux: the job script to submit again
 # In the arguments, %a is the number of this task of a job array.
 #
 # The launcher's exit code alone is not trusted: mpirun can return 0 after it lost a node. A run is
@@ -39,7 +41,8 @@ if [ -z "${LAUNCH:-}" ]; then
     echo "jobs/run.sh: LAUNCH is not set: source it from a template" >&2
     exit 2
 fi
-if [ -n "${SLURM_JOB_ID:-}${PBS_JOBID:-}" ]; then  # every rank of an allocation has its own cores
+allocation=${SLURM_JOB_ID:-${PBS_JOBID:-${LSB_JOBID:-${FLUX_JOB_ID:-}}}}
+if [ -n "$allocation" ]; then  # every rank of an allocation has its own cores
     export PTDMPI_SHARED_CORES=${PTDMPI_SHARED_CORES:-0}
 fi
 . "$home/jobs/mpi-env.sh"
@@ -73,7 +76,7 @@ fi
 
 # -- attempts: counted in the run directory, because the death of the batch node ends this shell
 # without notice. A new checkpoint resets the count; so does another job.
-job=${PTDMPI_CHAIN:-${SLURM_JOB_ID:-${PBS_JOBID:-$$}}}
+job=${PTDMPI_CHAIN:-${allocation:-$$}}
 if [ -n "${SLURM_ARRAY_JOB_ID:-}" ]; then
     # The plain job id of an array's last task is that of the whole array.
     job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
@@ -101,7 +104,8 @@ trap 'asked=yes; ending=yes; forward' TERM INT HUP
 if [ -n "${RANKS:-}" ]; then
     start=("$ptdmpi" run --launcher "$LAUNCH" -n "$RANKS" ${HOSTS:+--hosts "$HOSTS"})
 else
-    read -ra start <<< "$LAUNCH"
+    read -ra start <<< "$LAUNCH ${CONTAINER:-}"
+    [ -z "${CONTAINER:-}" ] || ptdmpi=ptdmpi
     start+=("$ptdmpi" train)
 fi
 say "attempt $attempt of $limit from $before on ${SLURM_JOB_NODELIST:-$(hostname)}: $LAUNCH"
@@ -139,11 +143,18 @@ elif [ "$attempt" -ge "$limit" ] && [ "$(newest)" = "$before" ]; then
     exit "$code"
 fi
 
-if [ "$BATCH" = slurm ]; then
-    scontrol requeue "$job" && say "requeued"
-else
-    # Only operators may use qrerun: the job submits its successor, which waits for this job's end.
-    export PTDMPI_CHAIN=$job
-    next=$(qsub -W "depend=afterany:$PBS_JOBID" -v ARGS,PTDMPI_CHAIN "$SCRIPT") && say "next: $next"
-fi || say "this job cannot ask for another attempt: submit it again"
+# Only operators may use qrerun: the job submits its successor, which waits for this job's end.
+export PTDMPI_CHAIN=$job ARGS=${ARGS:-}
+case "$BATCH" in
+    slurm) scontrol requeue "$job" && say "requeued" ;;
+    pbs)
+        next=$(qsub -W "depend=afterany:$PBS_JOBID" -v ARGS,PTDMPI_CHAIN "$SCRIPT") \
+            && say "next: $next"
+        ;;
+    lsf) next=$(bsub -w "ended($LSB_JOBID)" < "$SCRIPT") && say "next: $next" ;;
+    flux)  # the job's own instance ends with it, so its parent gets the successor
+        next=$(flux --parent batch --dependency="afterany:$FLUX_JOB_ID" "$SCRIPT") \
+            && say "next: $next"
+        ;;
+esac || say "this job cannot ask for another attempt: submit it again"
 exit "$code"

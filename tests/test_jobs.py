@@ -17,7 +17,7 @@ from tests.parallel import ROOT
 
 SCRIPTS = sorted([*ROOT.glob("jobs/*.sh"), *ROOT.glob("jobs/*.sbatch"), ROOT / ".ci" / "run"])
 SLURM = sorted(path.name for path in ROOT.glob("jobs/*.sbatch"))
-TEMPLATES = [*SLURM, "pbs-gpu.sh", "cpu-mpirun.sh"]
+TEMPLATES = [*SLURM, "pbs-gpu.sh", "lsf-gpu.sh", "flux-gpu.sh", "cpu-mpirun.sh"]
 # Writes the checkpoint of step $saves, if any, as training does, and waits where a test signals it.
 LAUNCHER = """#!/bin/bash
 echo "$(basename "$0") $*: $SRUN_CPUS_PER_TASK/$OMP_NUM_THREADS/$OMPI_MCA_mpi_yield_when_idle"
@@ -48,6 +48,11 @@ else
 fi
 """
 PRINTS = '#!/bin/bash\necho "$(basename "$0") $*$state"; exit "${refused:-0}"\n'
+# `flux run` starts ranks, and `flux --parent batch` submits a job.
+FLUX = """#!/bin/bash
+[ "$1" = run ] || { echo "flux $*"; exit; }
+exec srun "$@"
+"""
 CONFIG = '[run]\nname = "r"\nsteps = 9\n'
 
 
@@ -60,7 +65,8 @@ def environment(home: Path, script: str, **env: str) -> dict[str, str]:
     bin_.mkdir(parents=True, exist_ok=True)
     stand_ins = {"ptdmpi": LAUNCHER, "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n'}
     stand_ins |= dict.fromkeys(("mpirun", "srun", "mpiexec"), LAUNCHER)
-    stand_ins |= dict.fromkeys(("scontrol", "qsub"), PRINTS)
+    stand_ins |= dict.fromkeys(("scontrol", "qsub", "bsub"), PRINTS)
+    stand_ins["flux"] = FLUX
     for name, text in stand_ins.items():
         (bin_ / name).write_text(text)
         (bin_ / name).chmod(0o755)
@@ -69,6 +75,11 @@ def environment(home: Path, script: str, **env: str) -> dict[str, str]:
     system = {"SLURM_JOB_ID": "9", "SLURM_CPUS_PER_TASK": "8", "SLURM_SUBMIT_DIR": str(home)}
     if script.startswith("pbs"):
         system = {"PBS_JOBID": "9.pbs", "PBS_O_WORKDIR": str(home), "PBS_NODEFILE": "nodes"}
+    elif script.startswith("lsf"):
+        system = {"LSB_JOBID": "9", "LSB_MCPU_HOSTS": "a 4 b 4", "SCRIPT": "copy"}
+        system["PTDMPI_HOME"] = str(home)
+    elif script.startswith("flux"):
+        system = {"FLUX_JOB_ID": "9", "PTDMPI_HOME": str(home)}
     elif not script.endswith(".sbatch"):
         system = {"PTDMPI_HOME": str(home)}
     path = f"{bin_}:{os.environ['PATH']}"
@@ -195,6 +206,38 @@ def test_pbs_job_submits_its_successor(tmp_path):
     assert finished.returncode == 0 and "qsub" not in finished.stdout
     last = start(tmp_path, "pbs-gpu.sh", **settings)  # of a chain: nothing to do
     assert last.returncode == 0 and lines(last) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "started", "successor"),
+    [
+        (
+            "lsf-gpu.sh",
+            "ptdmpi run --launcher mpirun -n 8 --hosts a:4,b:4 c.toml --set run.seed=1:",
+            "bsub -w ended(9)",
+        ),
+        (
+            "flux-gpu.sh",
+            "srun run --setopt=cpu-affinity=per-task --nodes=2 --tasks-per-node=4 --exclusive "
+            "--setopt=gpu-affinity=off {}/.venv/bin/ptdmpi train c.toml --set run.seed=1:",
+            "flux --parent batch --dependency=afterany:9 jobs/flux-gpu.sh",
+        ),
+    ],
+)
+def test_jobs_of_lsf_and_flux_submit_their_successors(tmp_path, script, started, successor):
+    settings = {"ARGS": "c.toml --set run.seed=1", "saves": "5", "code": "75"}
+    done = start(tmp_path, script, **settings)
+    assert done.returncode == 75, done.stderr
+    assert lines(done)[0].startswith(started.format(tmp_path)), done.stdout
+    assert f"next: {successor}" in done.stdout
+    finished = start(tmp_path, script, **settings | {"finishes": "9", "code": "0"})
+    assert finished.returncode == 0 and "next:" not in finished.stdout
+
+
+def test_ranks_start_in_a_container(tmp_path):
+    words = "apptainer exec --nv a.sif"
+    done = start(tmp_path, "slurm-gpu.sbatch", "c.toml", CONTAINER=words, code="2")
+    assert lines(done)[0].startswith(f"srun --mpi=pmix {words} ptdmpi train c.toml:")
 
 
 def test_mpirun_shares_cores_only_where_ranks_outnumber_them(tmp_path):

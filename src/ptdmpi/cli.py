@@ -23,6 +23,7 @@ class CommandLine(NamedTuple):
 COMMANDS = {
     "init": CommandLine("Write a commented configuration that trains."),
     "run": CommandLine("Start a training with its launcher, and keep it going."),
+    "submit": CommandLine("Print or submit the job script of a training."),
     "train": CommandLine("Train a model; start it by mpirun or srun.", all_ranks=True),
     "plan": CommandLine("Predict layouts of a model on a cluster: time, memory, cost."),
     "ask": CommandLine("Answer questions of cost, time and network."),

@@ -38,6 +38,16 @@ every_steps = 40
 TEMPLATE = "slurm-cpu.sbatch"
 # What the machine of this test is, in place of the template's settings.
 MACHINE = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--time=10")
+# The same machine, for `ptdmpi submit`.
+SITE = """
+scheduler = "slurm"
+account = ""
+time = "00:10:00"
+launch = "srun --mpi=pmix"
+[node]
+ranks = 1
+cores = 1
+"""
 START_LIMIT_S = 90.0  # ranks that share two cores with other work import torch slowly
 
 
@@ -74,7 +84,24 @@ class Run:
 
     def submit(self, cluster: Cluster, *options: str, template: str = TEMPLATE, **env: str) -> None:
         """Hand the run to Slurm by the template, as a user does."""
-        virtual = {
+        command = ["sbatch", "--parsable", f"--output={self.path.name}-%j.log", *MACHINE, *options]
+        script = str(ROOT / "jobs" / template)
+        virtual = {**self._environment(), **env}
+        done = cluster.run(*command, script, *self.arguments(), cwd=self.folder, env=virtual)
+        self.job, self.cluster = done.stdout.strip(), cluster
+
+    def submit_by_command(self, cluster: Cluster) -> None:
+        """Hand the run to Slurm by `ptdmpi submit`."""
+        (self.folder / "virtual.toml").write_text(SITE)
+        command = [sys.executable, "-m", "ptdmpi", "submit", *self.arguments(), "--nodes", "2"]
+        virtual = {**self._environment(), "XDG_CONFIG_HOME": str(self.folder)}
+        site = ("--site", "virtual.toml", "--now")
+        done = cluster.run(*command, *site, cwd=self.folder, env=virtual)
+        self.job, self.cluster = done.stdout.split()[-1], cluster
+
+    @staticmethod
+    def _environment() -> dict[str, str]:
+        return {
             "PTDMPI_HOME": str(ROOT),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "VIRTUAL_ENV": sys.prefix,
@@ -82,18 +109,7 @@ class Run:
             # the virtual nodes share this machine's cores, but a rank has its slot on each
             "OMPI_MCA_mpi_yield_when_idle": "1",
             "PRTE_MCA_rmaps_default_mapping_policy": "slot",
-            **env,
         }
-        command = ["sbatch", "--parsable", f"--output={self.path.name}-%j.log", *MACHINE, *options]
-        script = str(ROOT / "jobs" / template)
-        done = cluster.run(
-            *command,
-            script,
-            *self.arguments(),
-            cwd=self.folder,
-            env=virtual,
-        )
-        self.job, self.cluster = done.stdout.strip(), cluster
 
     @property
     def log(self) -> str:

@@ -107,6 +107,15 @@ def test_templates_are_accepted(cluster, template, folder):
 
 
 @slow
+def test_submitted_by_command(whole, folder, straight):
+    """`ptdmpi submit --now` with a site file: the job trains with the bits of its twin."""
+    run = Run(folder, "ptdmpi-config")  # the name of the job, which is that of its log
+    run.submit_by_command(whole)
+    run.wait_for_log("is complete", COMPLETE_LIMIT_S)
+    assert_same_bits(run, straight)
+
+
+@slow
 def test_time_limit(whole, folder):
     """Slurm's own warning before the time limit, as often as it takes."""
     twin = Run(folder, "long-straight", "run.steps=300")

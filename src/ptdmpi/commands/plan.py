@@ -15,6 +15,7 @@ from ptdmpi.config.section import MOST_BATCH, MOST_RANKS
 from ptdmpi.plan.ask import layouts, write_layout
 from ptdmpi.plan.layer.low_bit import CODES
 from ptdmpi.plan.machine.names import legal_clusters
+from ptdmpi.plan.search.search import HEADROOM, TIE
 from ptdmpi.plan.show import table
 from ptdmpi.plan.show.draw import check_picture
 from ptdmpi.terminal.options import AS_JSON, PATH, Number, ShardGroup
@@ -95,7 +96,7 @@ def _layout_options(function: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--headroom",
     type=Number(0, MOST_HEADROOM),
-    default=layouts.HEADROOM,
+    default=HEADROOM,
     show_default=True,
     metavar="PERCENT",
     help="Memory of a device that the search keeps free.",
@@ -105,7 +106,7 @@ def _layout_options(function: Callable[..., None]) -> Callable[..., None]:
     type=click.Choice(layouts.ORDERS),
     default=layouts.ORDERS[0],
     show_default=True,
-    help=f"First: the simplest of those within {layouts.TIE:.0%} of the fastest, or the fastest.",
+    help=f"First: the simplest of those within {TIE:.0%} of the fastest, or the fastest.",
 )
 @click.option("--layout", help="Price t=8,p=8,d=1,v=3,b=1 instead of searching.")
 @click.option("--why", metavar="LAYOUT", help="Compare a layout with the best one.")

@@ -18,15 +18,15 @@ PASSED_ON = ("OMP_NUM_THREADS", "MPI4PY_LIBMPI", "PYTHONPATH", COPIES)
 MEMORY = Path("/dev/shm")
 
 
-def script() -> Path:
-    """Return the path of `mpi-env.sh`, which is in `jobs/` of a clone or in the installed package.
+def jobs_folder() -> Path:
+    """Return the folder of the job scripts: `jobs/` of a clone or of the installed package.
 
-    Raise InputError if it is in neither.
+    Raise InputError if there is neither.
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "jobs", package.parents[1] / "jobs"):
         if (folder / SCRIPT).is_file():
-            return folder / SCRIPT
+            return folder
     raise InputError(f"{SCRIPT} is not installed: install the package again")
 
 
@@ -36,7 +36,12 @@ def mpi_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     if sys.prefix != sys.base_prefix:
         environment.setdefault("VIRTUAL_ENV", sys.prefix)
     dump = "import json, os; print(json.dumps(dict(os.environ)))"
-    command = ["bash", "-c", f'. "$0" && exec "{sys.executable}" -Sc "{dump}"', str(script())]
+    command = [
+        "bash",
+        "-c",
+        f'. "$0" && exec "{sys.executable}" -Sc "{dump}"',
+        str(jobs_folder() / SCRIPT),
+    ]
     printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     variables: dict[str, str] = json.loads(printed.stdout)
     return variables

@@ -16,17 +16,13 @@ from ptdmpi.plan.ask.defaults import default_batch, usual_precision
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.machine.cluster import Model, load_cluster, load_model, preset_and_keys
 from ptdmpi.plan.search.advice import difference, heuristic, improvements, microbatch_model
-from ptdmpi.plan.search.search import search
+from ptdmpi.plan.search.search import HEADROOM, TIE, search
 from ptdmpi.plan.search.space import Space, contradiction, of_a_node
 from ptdmpi.plan.shape.parameters import active_count, parameter_count
 from ptdmpi.plan.show import draw, draw_memory, table
 from ptdmpi.plan.show.trace import chrome_trace
 
-HEADROOM = 8  # percent of a device's memory that a search keeps free
 ORDERS = ("simplest", "best")
-# With the order "simplest", layouts whose steps differ by less than this share are equally good:
-# the planner's own error is larger.
-TIE = 0.02
 MOST_DRAWN = 10_000  # microbatches of a step
 BASE_BLOCK = 64  # elements of a frozen matrix that share a scale
 

@@ -21,7 +21,7 @@ from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.layout.topology import file_ranks
 from ptdmpi.plan.machine.cluster import Cluster, Model, load_cluster
-from ptdmpi.plan.search.search import search
+from ptdmpi.plan.search.search import HEADROOM, TIE, search
 from ptdmpi.plan.search.space import Space
 from ptdmpi.plan.show import table
 
@@ -111,10 +111,11 @@ def replicas(config: Config, ranks: int) -> tuple[int, ...] | None:
 
 
 def choose(
-    config: Config, vocab_size: int, cluster: Cluster, ranks: int
+    config: Config, vocab_size: int, cluster: Cluster, ranks: int, *, as_planned: bool = False
 ) -> tuple[list[Price], Pricer]:
     """Return the best layouts of the run on `ranks` of the cluster, the best one first, and their
-    pricer. Raises InputError if none fits."""
+    pricer. With `as_planned` they are chosen as `ptdmpi plan` does: some memory stays free, and of
+    equally fast layouts the simplest is the best. Raises InputError if none fits."""
     model = Model(config.run.name, config.model, vocab_size)
     batch, precision = config.batch.global_size, config.precision.compute
     method = RunMethod.of(config, math.ceil(ranks / cluster.node.devices))
@@ -129,18 +130,24 @@ def choose(
         cuts_sequences=may_cut(Sections.of_config(config)),
         deals_experts=may_deal(Sections.of_config(config)),
     )
+    if as_planned:
+        return search(pricer.keeping_free(HEADROOM / 100), space, tie=TIE), pricer
     return search(pricer, space), pricer
 
 
 def settled(
-    tree: Mapping[str, Any], ranks: int, vocabulary: Callable[[Config], int]
+    tree: Mapping[str, Any],
+    ranks: int,
+    vocabulary: Callable[[Config], int],
+    *,
+    as_planned: bool = False,
 ) -> tuple[dict[str, Any], str] | None:
     """Return (the tree with the layout of its run, or else with the best layout; a description of
     the choice).
 
     Return None if `run.cluster` names no machine; the caller must then measure this machine first.
-    `vocabulary` opens the data of a configuration and returns the size of its vocabulary. Raises
-    InputError if no layout fits.
+    `vocabulary` opens the data of a configuration and returns the size of its vocabulary.
+    `as_planned` as in `choose`. Raises InputError if no layout fits.
     """
     working, config = working_ranks(tree, ranks), bare(tree)
     before = begun(config, ranks)
@@ -150,7 +157,8 @@ def settled(
     vocab_size = vocabulary(config.model_copy(update={"data_parallel": DataParallelConfig()}))
     if not config.run.cluster:
         return None
-    prices, pricer = choose(config, vocab_size, load_cluster(config.run.cluster), working)
+    cluster = load_cluster(config.run.cluster)
+    prices, pricer = choose(config, vocab_size, cluster, working, as_planned=as_planned)
     return applied(tree, prices[0].layout.sections()), words(prices, pricer)
 
 

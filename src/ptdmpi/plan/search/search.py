@@ -46,6 +46,10 @@ from ptdmpi.plan.search.space import (
     variants,
 )
 
+HEADROOM = 8  # percent of a device's memory that a plan keeps free
+# In a plan, layouts whose steps differ by less than this share are equally good: the error of the
+# prediction is larger.
+TIE = 0.02
 MOST_LAYOUTS = 1_000_000  # a visit to so many takes a minute and half a gigabyte
 
 

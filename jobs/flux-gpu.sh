@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Train on GPU nodes under Flux, one rank per GPU. This template has never run under Flux.
+#
+#   flux batch jobs/flux-gpu.sh CONFIG.toml [--set SECTION.KEY=VALUE ...]
+#
+# A signal before the time limit would reach the brokers of Flux, not the ranks: set `[run]
+# max_minutes` (or --set run.max_minutes=...) some minutes below the limit. The ranks then save and
+# stop with exit code 75, and the job submits its successor.
+#
+# ---- settings: adapt these here; flux batch's options do not reach the successor -----------------
+# (Flux has no commented directives: --bank=PROJECT and --queue=QUEUE are lines like these.)
+# flux: --job-name=ptdmpi
+# flux: --nodes=2
+# flux: --exclusive
+# flux: --time-limit=720m
+# flux: --output=ptdmpi-{{id}}.log
+NODES=${NODES:-2}
+RANKS_PER_NODE=${RANKS_PER_NODE:-4}
+# All ranks of a node see all its GPUs, and each takes the GPU with its number in the node.
+PLACED="--nodes=$NODES --tasks-per-node=$RANKS_PER_NODE --exclusive --setopt=gpu-affinity=off"
+LAUNCH=${LAUNCH:-flux run --setopt=cpu-affinity=per-task}
+LAUNCH="$LAUNCH $PLACED"
+# Commands that give the job its software, for example `module load openmpi`.
+SETUP=${SETUP:-}
+# This file, as seen from the folder where flux batch was called.
+SCRIPT=${SCRIPT:-jobs/flux-gpu.sh}
+# --------------------------------------------------------------------------------------------------
+BATCH=flux
+if [ $# -eq 0 ]; then  # the successor has the arguments in ARGS
+    read -ra arguments <<< "${ARGS:-}"
+    set -- "${arguments[@]}"
+fi
+ARGS=$*
+. "${PTDMPI_HOME:-.}/jobs/run.sh"

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Train on GPU nodes under LSF, one rank per GPU. This template has never run under LSF.
+#
+#   ARGS="CONFIG.toml --set SECTION.KEY=VALUE" bsub < jobs/lsf-gpu.sh
+#
+# LSF's warning before the time limit goes to every process, which would end the daemons of mpirun:
+# set `[run] max_minutes` (or --set run.max_minutes=...) some minutes below -W. The ranks then save
+# and stop with exit code 75, and the job submits its successor.
+#
+# ---- settings: adapt these here; bsub's command line does not reach the successor ----------------
+#BSUB -J ptdmpi
+##BSUB -P PROJECT
+##BSUB -q QUEUE
+# Ranks in all, and ranks per node.
+#BSUB -n 8
+#BSUB -R span[ptile=4]
+#BSUB -gpu num=4/host
+#BSUB -W 12:00
+#BSUB -o ptdmpi-%J.log
+# LSF itself restarts the job when its first node is lost.
+#BSUB -r
+# LSB_MCPU_HOSTS has the name of each node, and the number of its ranks.
+NODES=$(xargs -n 2 <<< "$LSB_MCPU_HOSTS")
+HOSTS=$(tr ' ' ':' <<< "$NODES" | paste -sd,)
+# `ptdmpi run` starts the ranks, and starts lost ranks again within the job. With fewer RANKS the
+# last nodes are spare.
+RANKS=${RANKS:-$(awk '{ranks += $2} END {print ranks}' <<< "$NODES")}
+# `ptdmpi run` adds the ranks and hosts.
+LAUNCH=${LAUNCH:-mpirun}
+# Commands that give the job its software, for example `module load openmpi`.
+SETUP=${SETUP:-}
+# This file, as seen from the folder where bsub was called.
+SCRIPT=${SCRIPT:-jobs/lsf-gpu.sh}
+# --------------------------------------------------------------------------------------------------
+BATCH=lsf
+read -ra arguments <<< "${ARGS:-}"
+set -- "${arguments[@]}"
+. "${PTDMPI_HOME:-.}/jobs/run.sh"

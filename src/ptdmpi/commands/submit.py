@@ -1,0 +1,90 @@
+"""`ptdmpi submit`: the job script of a training, printed or handed to the scheduler."""
+
+import subprocess
+import sys
+from pathlib import Path
+from shutil import which
+
+import click
+
+from ptdmpi.base.disk import write_whole
+from ptdmpi.base.say import note
+from ptdmpi.config import InputError
+from ptdmpi.terminal.options import PATH
+from ptdmpi.terminal.program import Command
+
+# Scheduler -> the command that takes a script; "<": on its standard input.
+SUBMIT = {
+    "slurm": ("sbatch",),
+    "pbs": ("qsub",),
+    "lsf": ("bsub", "<"),
+    "flux": ("flux", "batch"),
+    "kubernetes": ("kubectl", "create", "-f"),
+}
+
+
+@click.command(cls=Command)
+@click.argument("config", type=PATH)
+@click.option("--site", required=True, metavar="NAME", help="A remembered site, or a site file.")
+@click.option("--nodes", type=click.IntRange(1), help="[default: those that the layout needs]")
+@click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Set any key.")
+@click.option("--plan", "planned", is_flag=True, help="Search the layout on the site's cluster.")
+@click.option("--now", is_flag=True, help="Write the script next to CONFIG, and submit it.")
+def command(
+    config: Path,
+    site: str,
+    nodes: int | None,
+    settings: tuple[str, ...],
+    planned: bool,
+    now: bool,
+) -> None:
+    """Print the job script that trains the model of the TOML file CONFIG, for example
+
+    ptdmpi submit first.toml --site mycluster --nodes 2
+
+    A site file has the scheduler, account, queue, software and nodes of a cluster; ptdmpi
+    remembers it. The script is a template of jobs/ for Slurm, PBS, LSF, Flux or Kubernetes.
+    """
+    from ptdmpi.sites.job import job_of
+    from ptdmpi.sites.script import script_of
+    from ptdmpi.sites.site import site_of
+
+    place = site_of(site)
+    job = job_of(config, settings, place, nodes, planned=planned)
+    suffix = "yaml" if place.scheduler == "kubernetes" else "sh"
+    file = config.with_name(f"{config.stem}.{place.scheduler}.{suffix}")
+    script = script_of(job, file)
+    if not now:
+        note(f"ptdmpi submit: save this script as {file}; --now does that, and submits it")
+        click.echo(script, nl=False)
+        return
+    _submit(place.scheduler, file, script)
+
+
+def _submit(scheduler: str, file: Path, script: str) -> None:
+    """Write the script and hand it to the scheduler, whose output is printed.
+
+    Raise InputError if the scheduler is not installed, or refuses the job.
+    """
+    program, *options = SUBMIT[scheduler]
+    if which(program) is None:
+        raise InputError(
+            f"no {program} on PATH: submit where the scheduler is, or leave out --now, which "
+            "prints the script"
+        )
+    try:
+        write_whole(file, script)
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}") from None
+    by_input = "<" in options
+    words = [program, *options, str(file)]
+    if by_input:
+        words = [program]
+    done = subprocess.run(
+        words, input=script if by_input else None, text=True, capture_output=True, check=False
+    )
+    if done.returncode:
+        reason = " ".join((done.stderr or done.stdout).split())
+        raise InputError(f"{program} refused {file}: {reason}")
+    note(f"ptdmpi submit: {file} is submitted")
+    sys.stdout.write(done.stdout)

@@ -1,0 +1,1 @@
+"""Jobs of a batch system: the site, the script, and the command that submits it."""

@@ -1,0 +1,120 @@
+"""A training as a job: its site, its nodes, and the settings that the job adds."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ptdmpi.base.errors import InputError
+from ptdmpi.base.say import note
+from ptdmpi.base.words import counted
+from ptdmpi.config import load, resolve
+from ptdmpi.config.layout import Layout
+from ptdmpi.plan.search.choose import require_free, settled
+from ptdmpi.preview.ranks import needed_ranks
+from ptdmpi.sites.site import Site
+from ptdmpi.train.checks import checked_data, with_form
+
+# Schedulers that send no usable warning before the time limit: the run itself stops before it.
+UNWARNED = ("pbs", "lsf", "flux")
+# The default of a key in a configuration, where it is not that of `Layout`.
+UNSET = {"parallel": {"data": "auto"}}
+MARGIN_MINUTES = 10  # for the last step and its checkpoint
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """A configuration, the settings that are added to it, and the nodes on which it runs."""
+
+    config: Path
+    settings: tuple[str, ...]
+    site: Site
+    nodes: int
+    ranks_per_node: int
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks of the job."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def name(self) -> str:
+        """Return the name of the job: letters, digits and hyphens, which every scheduler takes."""
+        words = re.sub(r"[^a-z0-9]+", "-", self.config.stem.lower()).strip("-")
+        return f"ptdmpi-{words}" if words else "ptdmpi"
+
+    @property
+    def arguments(self) -> list[str]:
+        """Return the arguments of `ptdmpi train` or `ptdmpi run`."""
+        return [str(self.config), *(w for setting in self.settings for w in ("--set", setting))]
+
+
+def job_of(
+    config: Path, settings: tuple[str, ...], site: Site, nodes: int | None, *, planned: bool
+) -> TrainingJob:
+    """Return the job of a configuration on `nodes` nodes of a site, or on as many nodes as the
+    layout needs. With `planned` the layout is searched, on the cluster that the site names.
+
+    Raise InputError if the configuration, or its layout on these nodes, is not legal.
+    """
+    tree = load(config, settings)
+    per_node = site.node.ranks
+    if nodes is None:
+        if planned:
+            raise InputError("--plan needs --nodes: the search is for a number of ranks")
+        nodes, per_node = _needed_nodes(tree, site)
+    ranks = nodes * per_node
+    added = list(settings)
+    if planned:
+        require_free(settings)
+        added += _planned(tree, ranks, site)
+    else:
+        resolve(with_form(tree), ranks, per_node)
+    run = tree.get("run", {})
+    if site.scheduler in UNWARNED and "max_minutes" not in run:
+        margin = min(MARGIN_MINUTES, site.minutes // 2)
+        added.append(f"run.max_minutes={max(1, site.minutes - margin)}")
+    return TrainingJob(config, tuple(added), site, nodes, per_node)
+
+
+def _needed_nodes(tree: Mapping[str, Any], site: Site) -> tuple[int, int]:
+    """Return (nodes, ranks per node) of a layout that accepts a single number of ranks."""
+    ranks, fixed = needed_ranks(tree)
+    if not fixed:
+        raise InputError(
+            'how many nodes? legal: --nodes NODES; with parallel.data = "auto" the data axis takes '
+            "all ranks"
+        )
+    per_node = min(ranks, site.node.ranks)
+    if ranks % per_node:
+        raise InputError(
+            f"the layout needs {counted(ranks, 'rank')}, and a node of site {site.name} has "
+            f"{per_node}: legal are multiples of {per_node}, or less than one node"
+        )
+    return ranks // per_node, per_node
+
+
+def _planned(tree: dict[str, Any], ranks: int, site: Site) -> list[str]:
+    """Return the settings of the layout that the planner chooses on the site's cluster."""
+    run = tree.get("run", {})
+    if not run.get("cluster") and not site.cluster:
+        raise InputError(
+            f"--plan needs the machine: cluster in the file of site {site.name}, or run.cluster; "
+            'legal: a name such as "a100", or a cluster file'
+        )
+    where = {"cluster": site.cluster, **run}
+    note(f"ptdmpi submit: searching the layout on {counted(ranks, 'rank')}")
+    laid_out = settled(with_form({**tree, "run": where}), ranks, checked_data, as_planned=True)
+    assert laid_out is not None, "run.cluster is set"
+    chosen, words = laid_out
+    note(words)
+    settings = []
+    for section, defaults in Layout(1, 1, 1).sections().items():
+        own = {**defaults, **UNSET.get(section, {}), **tree.get(section, {})}
+        for key in defaults:
+            value = chosen[section][key]
+            if value != own[key]:
+                settings.append(f"{section}.{key}={json.dumps(value)}")
+    return settings

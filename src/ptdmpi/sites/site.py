@@ -1,0 +1,123 @@
+"""Site files: what a batch system must know about a job, apart from the training itself."""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from ptdmpi.base.disk import write_whole
+from ptdmpi.base.errors import InputError
+from ptdmpi.base.say import note
+from ptdmpi.config.section import FrozenTable, NonNegative, Positive
+from ptdmpi.supervise.environment import jobs_folder
+
+SchedulerName = Literal["slurm", "pbs", "lsf", "flux", "kubernetes"]
+TimeLimit = Annotated[str, Field(pattern=r"^\d{1,3}:[0-5]\d:[0-5]\d$")]
+EXAMPLE = "site.toml"
+
+
+class NodeShape(FrozenTable):
+    """The ranks, GPUs and cores of a node."""
+
+    ranks: Positive
+    gpus: NonNegative = 0
+    cores: Positive
+
+
+class Site(FrozenTable):
+    """A site file (`jobs/site.toml` explains the keys); an empty text leaves a choice to the
+    template or to the scheduler. `name` is the name of the file."""
+
+    name: str
+    scheduler: SchedulerName
+    account: str
+    queue: str = ""
+    time: TimeLimit = "12:00:00"
+    setup: str = ""
+    launch: str = ""
+    container: str = ""
+    cluster: str = ""
+    template: str = ""
+    node: NodeShape
+
+    @property
+    def minutes(self) -> int:
+        """Return the time limit in whole minutes."""
+        hours, minutes, _ = map(int, self.time.split(":"))
+        return 60 * hours + minutes
+
+    @property
+    def template_name(self) -> str:
+        """Return the name of the template in jobs/."""
+        if self.template:
+            return self.template
+        if self.scheduler == "kubernetes":
+            return "kubernetes.yaml"
+        if self.scheduler == "slurm":
+            return "slurm-gpu.sbatch" if self.node.gpus else "slurm-cpu.sbatch"
+        return f"{self.scheduler}-gpu.sh"
+
+
+def sites_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of the remembered site files, in the user's configuration folder."""
+    base = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".config"
+    return Path(base) / "ptdmpi" / "sites"
+
+
+def site_of(text: str) -> Site:
+    """Return the site with a remembered name, or the site in a file whose path ends in `.toml`,
+    which is then remembered under its name.
+
+    Raise InputError for an unknown name, and for a file that is not valid.
+    """
+    folder = sites_folder()
+    if not text.endswith(".toml"):
+        if not re.fullmatch(r"[\w.-]+", text) or not (folder / f"{text}.toml").is_file():
+            known = ", ".join(sorted(path.stem for path in folder.glob("*.toml"))) or "none yet"
+            raise InputError(
+                f'site "{text}" is unknown; known: {known}. Adapt a copy of '
+                f"{jobs_folder() / EXAMPLE}, and give its path once: --site {text}.toml"
+            )
+        return _read(folder / f"{text}.toml")[0]
+    site, content = _read(Path(text))
+    remembered = folder / f"{site.name}.toml"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(remembered, content)
+    except OSError as error:
+        raise InputError(f"{remembered}: {error.strerror}") from None
+    note(f"ptdmpi submit: remembered in {remembered}; --site {site.name} is enough from now on")
+    return site
+
+
+def _read(path: Path) -> tuple[Site, str]:
+    """Return the site in a file, and the text of the file."""
+    try:
+        content = path.read_text(encoding="utf-8")
+        tree = tomllib.loads(content)
+    except OSError as error:
+        raise InputError(f"site {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"site {path} is not valid TOML: {error}") from None
+    try:
+        site = Site.model_validate({**tree, "name": path.stem})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        hint = ""
+        if key == "account":
+            hint = '; account = "" if the scheduler does not ask for one'
+        elif key == "time":
+            hint = "; write HH:MM:SS"
+        raise InputError(f"site {path}: {key}: {first['msg']}{hint}") from None
+    if site.container and site.scheduler in ("pbs", "lsf"):
+        raise InputError(f"site {path}: container: legal with slurm, flux and kubernetes")
+    if site.scheduler == "kubernetes" and not site.container:
+        raise InputError(f"site {path}: container is missing: the image that the pods run")
+    if not (jobs_folder() / site.template_name).is_file():
+        raise InputError(f"site {path}: template: no {site.template_name} in {jobs_folder()}")
+    return site, content

@@ -256,6 +256,14 @@ def test_an_empty_tree_names_what_is_missing():
         assert f"{key} is missing" in missing
 
 
+def test_set_without_a_value_removes_the_key(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text('[run]\nname = "a"\nsteps = 5\n[data]\nvalid = "b"\n')
+    tree = load(file, ["data.valid=", "run.steps= ", "run.seed=", "new.key="])
+    assert tree == {"run": {"name": "a"}, "data": {}}
+    assert load(file, ['run.name=""'])["run"]["name"] == ""
+
+
 def test_set_overrides_the_file(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text(tomlkit.dumps(tree()))

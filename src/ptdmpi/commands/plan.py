@@ -129,9 +129,6 @@ def command(
     *,
     model: str | None,
     cluster: str | None,
-    png: str | None,
-    memory_png: str | None,
-    trace: str | None,
     write: Path | None,
     as_json: bool,
     **options: Any,
@@ -147,14 +144,15 @@ def command(
         return
     if model is None or cluster is None:
         raise InputError("give --model and --cluster, or a configuration to preview")
-    for picture in (png, memory_png):
+    files = {name: options.pop(name) for name in ("png", "memory_png", "trace")}
+    for picture in (files["png"], files["memory_png"]):
         if picture is not None:
             check_picture(picture)
     request = layouts.LayoutRequest(model, cluster, **options)
     if write is not None:
         write_layout.check(write, request)
     plan = layouts.answer(request)
-    plan.draw(png, memory_png, trace)
+    plan.draw(files["png"], files["memory_png"], files["trace"])
     if write is not None:
         write_layout.write(write, request, plan)
     click.echo(json.dumps(plan.numbers) if as_json else table.report(plan.numbers))

@@ -24,7 +24,13 @@ from ptdmpi.terminal.program import Command
 @click.option("-n", "ranks", type=click.IntRange(1), help="Ranks [default: the scheduler's].")
 @click.option("--hosts", default="", metavar="A:4,B:4", help="Hosts, and ranks on each of them.")
 @click.option("--launcher", default="", help="Launcher and its options [default: the one found].")
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set any key.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Set a key; no VALUE unsets it.",
+)
 @click.option("--layout", type=click.Choice(["auto"]), help="Search the best layout that fits.")
 @click.option(
     "--restarts",

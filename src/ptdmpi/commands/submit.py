@@ -27,11 +27,18 @@ SUBMIT = {
 @click.argument("config", type=PATH)
 @click.option("--site", required=True, metavar="NAME", help="A remembered site, or a site file.")
 @click.option("--nodes", type=click.IntRange(1), help="[default: those that the layout needs]")
-@click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Set any key.")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Set a key; no VALUE unsets it.",
+)
 @click.option("--plan", "planned", is_flag=True, help="Search the layout on the site's cluster.")
 @click.option("--now", is_flag=True, help="Write the script next to CONFIG, and submit it.")
 def command(
     config: Path,
+    *,
     site: str,
     nodes: int | None,
     settings: tuple[str, ...],
@@ -45,9 +52,9 @@ def command(
     A site file has the scheduler, account, queue, software and nodes of a cluster; ptdmpi
     remembers it. The script is a template of jobs/ for Slurm, PBS, LSF, Flux or Kubernetes.
     """
-    from ptdmpi.sites.job import job_of
-    from ptdmpi.sites.script import script_of
-    from ptdmpi.sites.site import site_of
+    from ptdmpi.preview.sites.job import job_of
+    from ptdmpi.preview.sites.script import script_of
+    from ptdmpi.preview.sites.site import site_of
 
     place = site_of(site)
     job = job_of(config, settings, place, nodes, planned=planned)
@@ -76,13 +83,11 @@ def _submit(scheduler: str, file: Path, script: str) -> None:
         write_whole(file, script)
     except OSError as error:
         raise InputError(f"{file}: {error.strerror}") from None
-    by_input = "<" in options
     words = [program, *options, str(file)]
-    if by_input:
+    if "<" in options:
         words = [program]
-    done = subprocess.run(
-        words, input=script if by_input else None, text=True, capture_output=True, check=False
-    )
+    # those that read the file ignore their standard input
+    done = subprocess.run(words, input=script, text=True, capture_output=True, check=False)
     if done.returncode:
         reason = " ".join((done.stderr or done.stdout).split())
         raise InputError(f"{program} refused {file}: {reason}")

@@ -18,7 +18,13 @@ from ptdmpi.watch.requests import StopRequest
     "command goes on), else a failure.",
 )
 @click.argument("config", type=click.Path(path_type=Path))
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Set any key.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Set a key; no VALUE unsets it.",
+)
 @click.option("--layout", type=click.Choice(["auto"]), help="Search the best layout that fits.")
 @click.option("--dry-run", is_flag=True, help="Check and show everything, and write nothing.")
 @click.option("--ranks", type=click.IntRange(1), help="With --dry-run, without mpirun: how many.")

@@ -16,7 +16,7 @@ from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.configuration import Config, Sections
 from ptdmpi.config.layout import Layout
 from ptdmpi.config.legality import shards_of_a_node
-from ptdmpi.config.presets import model_presets, nearest_presets, with_preset
+from ptdmpi.config.presets import model_presets, nearest_presets, own_sizes, with_preset
 from ptdmpi.config.rules import rules
 from ptdmpi.config.section import Section
 from ptdmpi.config.sections import RateGroup, TrainDataConfig
@@ -30,7 +30,8 @@ MOST_DEPTH = 8  # of tables and lists in it; the deepest legal key, data.train.p
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the TOML file as a tree of values, with `section.key=value` overrides applied.
+    """Return the TOML file as a tree of values, with `section.key=value` overrides applied;
+    `section.key=` removes the key.
 
     Raises InputError if the file is missing or is not TOML, or an override has no key.
     """
@@ -66,6 +67,11 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     section, dot, name = key.strip().partition(".")
     if not (equals and dot and section and name):
         raise InputError(f"--set {override}: write section.key=value, for example run.steps=100")
+    if not text.strip():
+        target = tree.get(section)
+        if isinstance(target, dict):
+            target.pop(name, None)
+        return
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -108,7 +114,7 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
         if not any(re.search(rf"\b{key}\b", line) for key in wrong):
             mistakes.append(line)
     if mistakes:
-        raise InputError("\n".join(mistakes))
+        raise InputError("\n".join(_with_owners(line, tree) for line in mistakes))
     config = _begun(sections.whole()).with_head().adapted()
     parallel, working = config.parallel, ranks - config.run.spare_ranks
     data = working // parallel.model_ranks
@@ -211,6 +217,22 @@ def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, An
         mistakes.append(f"model.preset = {name!r} is unknown; did you mean {near}?")
         name = next(iter(known))
     return with_preset(tree, name)
+
+
+def _with_owners(line: str, tree: Mapping[str, Any]) -> str:
+    """Return the line of a mistake. If it names sizes of a preset and sizes that replace some of
+    the preset's, the line also says which are which."""
+    own = own_sizes(tree)
+    named = dict.fromkeys(re.findall(r"\bmodel\.(\w+) = ", line))
+    replaced = [f"model.{key}" for key in named if key in own]
+    kept = [f"model.{key}" for key in named if key not in own]
+    if not replaced or "preset" in named:
+        return line
+    whose = f"{' and '.join(replaced)} of the configuration"
+    preset = f"preset {tree['model']['preset']}"
+    if kept:
+        return f"{line} ({whose}, {' and '.join(kept)} of {preset})"
+    return f"{line} ({whose}, in place of {preset}'s)"
 
 
 def _explain(section: str, model: type[Section], error: ValidationError) -> Iterator[str]:

@@ -86,6 +86,16 @@ def with_preset(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
     return changed
 
 
+def own_sizes(tree: Mapping[str, Any]) -> list[str]:
+    """Return the keys of [model] whose own values replace those of the preset that the tree names;
+    none if it names no known preset."""
+    model = tree.get("model")
+    if not isinstance(model, Mapping):
+        return []
+    preset = model_presets().get(str(model.get("preset")), {})
+    return [key for key, value in preset.items() if model.get(key, value) != value]
+
+
 def _fitted(
     keys: dict[str, Any], own: Mapping[str, Any], tree: Mapping[str, Any]
 ) -> dict[str, Any]:

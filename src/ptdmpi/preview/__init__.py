@@ -1,1 +1,1 @@
-"""The preview of a run: its checks, sizes and times before it starts. Nothing is written."""
+"""Before a run starts: its checks, sizes and times, first configurations, and job scripts."""

@@ -17,6 +17,7 @@ from ptdmpi.config import Config, InputError
 from ptdmpi.config.legality import dear
 from ptdmpi.config.methods import stored_numbers
 from ptdmpi.config.precision import PRECISIONS
+from ptdmpi.config.presets import own_sizes
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.trained_on import begun
 from ptdmpi.plan.cost import relief
@@ -62,7 +63,7 @@ def preview(
         "ranks": ranks.count,
         "ranks_from": ranks.source,
         "layout": _layout(config),
-        "warnings": list(dear(config.layout, config.batch.global_size)),
+        "warnings": [*_own_sizes(tree), *dear(config.layout, config.batch.global_size)],
         "precision": config.precision.compute,
         "parameters": parameter_count(config.model, vocab_size),
         "vocab_size": vocab_size,
@@ -92,6 +93,16 @@ def preview(
             f"{file_size(checkpoint['free_bytes'])} free"
         )
     return forecast
+
+
+def _own_sizes(tree: Mapping[str, Any]) -> list[str]:
+    """Return a line that names the sizes which are not those of the preset, if there are such."""
+    own = own_sizes(tree)
+    if not own:
+        return []
+    values = ", ".join(f"{key} = {tree['model'][key]}" for key in own)
+    preset = tree["model"]["preset"]
+    return [f"model: {values} of the configuration replace those of preset {preset}"]
 
 
 def _layout(config: Config) -> str:

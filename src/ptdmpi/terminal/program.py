@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -134,6 +135,18 @@ def run(
         _end(f"{name}: error: {text}", exit_code)
     if code:
         sys.exit(code)
+
+
+def require_own_package() -> None:
+    """Raise InputError if another folder `ptdmpi`, such as one in the present directory, shadows
+    the package: its files would be searched in vain."""
+    folder = Path(__file__).parents[1]
+    package = sys.modules["ptdmpi"].__file__
+    if package is not None and Path(package).parent != folder:
+        raise InputError(
+            f"the folder {Path(package).parent} shadows the package ptdmpi in {folder}: rename "
+            "that folder, or start in another directory"
+        )
 
 
 def _flat(text: str) -> str:

@@ -108,6 +108,20 @@ def test_pruning_keeps_the_best(model, memory_bytes, cluster):
     found = search(pricer, Space(8))
     assert [price.step_time_s for price in found] == pytest.approx(sorted(best.values())[:5])
     assert [price.step_time_s for price in found] == [best[str(price.layout)] for price in found]
+    for tie in (0.02, 0.3, 2.0):
+        limit_s = found[0].step_time_s * (1 + tie)
+        near = [price for price in fitting if price.step_time_s < limit_s]
+        first, *_ = simple = search(pricer, Space(8), tie=tie)
+        assert (*complexity(first), first.step_time_s) == pytest.approx(
+            min((*complexity(price), price.step_time_s) for price in near)
+        )
+        assert len(simple) == 5 and len({str(price.layout) for price in simple}) == 5
+
+
+def complexity(price):
+    layout = price.layout
+    sizes = (layout.tensor, layout.context, layout.pipeline, layout.data)
+    return sum(size > 1 for size in sizes), layout.virtual
 
 
 @pytest.mark.parametrize("memory_bytes", [0.12e9, pytest.param(0.3e9, marks=pytest.mark.long)])

@@ -26,7 +26,7 @@ def axes(entry):
 
 def test_the_simplest_of_almost_equal_layouts_is_first():
     """On this model p = 2 with several chunks is fastest, and one chunk is hardly slower."""
-    asked = ("--model", "llama3-8b", "--cluster", "h100", "--ranks", "8", "--batch", "64")
+    asked = ("--model", "llama3-8b", "--cluster", "h100", "--ranks", "8", "--batch", "512")
     fastest, simplest = (planned(*asked, "--order", order) for order in ("best", "simplest"))
     least_s = fastest["layouts"][0]["step_time_s"]
     times = [entry["step_time_s"] for entry in simplest["layouts"]]
@@ -38,7 +38,7 @@ def test_the_simplest_of_almost_equal_layouts_is_first():
 
 
 def test_a_search_keeps_memory_free_and_a_given_layout_fits_all_the_same():
-    """The fastest layout of this model fills 97 % of an A100."""
+    """One of the best layouts of this model fills 98 % of an A100."""
     asked = ("--model", "gpt3-1.3b", "--cluster", "selene", "--ranks", "4", "--batch", "64")
     full, default, half = (
         planned(*asked, "--order", "best", *more)["layouts"]
@@ -51,6 +51,7 @@ def test_a_search_keeps_memory_free_and_a_given_layout_fits_all_the_same():
     over = [entry for entry in full if entry["peak_memory_bytes"] > 0.92 * 84.9e9]
     assert over and full[0]["step_time_s"] < half[0]["step_time_s"]
     options = ("--recompute", over[0]["recompute"], "--zero", str(over[0]["zero"]))
+    options += ("--recompute-layers", str(over[0]["recompute_layers"]))
     (given,) = planned(*asked[:4], "--batch", "64", "--layout", over[0]["layout"], *options)[
         "layouts"
     ]

@@ -144,7 +144,7 @@ def test_why_explains():
 
 def test_why_takes_two_changes_where_one_is_too_few():
     """187 GiB on two ranks: neither recomputation nor the optimizer on the host alone suffices."""
-    model = ("--model", "l=8,h=12288,a=96", "--why", "t=2,p=1,d=1,b=4")
+    model = ("--model", "l=8,h=12288,a=96", "--why", "t=2,p=1,d=1,b=4", "--headroom", "0")
     result = run(*model)
     assert "what makes it fit at the least cost of time, one or two changes" in result.stdout
     assert "recompute selective, --offload optimizer" in result.stdout
@@ -318,7 +318,7 @@ def test_the_batch_of_a_preset_is_the_published_one():
     ],
 )
 def test_a_preset_without_a_published_batch_has_a_usual_one(model, batch):
-    where = ("--cluster", "h100", "--layout", "t=8,p=1,d=1,v=1,b=1", "--json")
+    where = ("--cluster", "h100", "--layout", "t=2,p=1,d=1,v=1,b=1", "--json")
     result = CliRunner().invoke(command, ["--model", model, *where], catch_exceptions=False)
     assert json.loads(result.stdout)["batch"] == batch
     assert f"{batch} sequences" in result.stderr and "--batch" in result.stderr

@@ -168,7 +168,7 @@ def search(pricer: Pricer, space: Space, count: int = 5, *, tie: float = 0.0) ->
 def _complexity(layout: Layout) -> tuple[int, int]:
     """Return (number of axes with several ranks, number of chunks per pipeline rank). A layout for
     which this is less than for another one is simpler."""
-    sizes = (layout.tensor, layout.context, layout.pipeline, layout.data)
+    sizes = (layout.tensor, layout.context, layout.expert, layout.pipeline, layout.data)
     return sum(size > 1 for size in sizes), layout.virtual
 
 

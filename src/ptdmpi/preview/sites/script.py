@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 from ptdmpi.base.errors import InputError
-from ptdmpi.sites.job import TrainingJob
+from ptdmpi.preview.sites.job import TrainingJob
 from ptdmpi.supervise.environment import jobs_folder
 
 # Scheduler -> what begins the line of an option. With one # more the line is switched off.

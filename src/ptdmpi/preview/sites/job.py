@@ -14,7 +14,7 @@ from ptdmpi.config import load, resolve
 from ptdmpi.config.layout import Layout
 from ptdmpi.plan.search.choose import require_free, settled
 from ptdmpi.preview.ranks import needed_ranks
-from ptdmpi.sites.site import Site
+from ptdmpi.preview.sites.site import Site
 from ptdmpi.train.checks import checked_data, with_form
 
 # Schedulers that send no usable warning before the time limit: the run itself stops before it.
@@ -99,12 +99,13 @@ def _needed_nodes(tree: Mapping[str, Any], site: Site) -> tuple[int, int]:
 def _planned(tree: dict[str, Any], ranks: int, site: Site) -> list[str]:
     """Return the settings of the layout that the planner chooses on the site's cluster."""
     run = tree.get("run", {})
-    if not run.get("cluster") and not site.cluster:
+    cluster = site.cluster or run.get("cluster")
+    if not cluster:
         raise InputError(
             f"--plan needs the machine: cluster in the file of site {site.name}, or run.cluster; "
             'legal: a name such as "a100", or a cluster file'
         )
-    where = {"cluster": site.cluster, **run}
+    where = {**run, "cluster": cluster}
     note(f"ptdmpi submit: searching the layout on {counted(ranks, 'rank')}")
     laid_out = settled(with_form({**tree, "run": where}), ranks, checked_data, as_planned=True)
     assert laid_out is not None, "run.cluster is set"

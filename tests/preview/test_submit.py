@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tomllib
@@ -12,9 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 from ptdmpi.commands.submit import SUBMIT, command
-from ptdmpi.config import InputError
+from ptdmpi.config import InputError, load, resolve
 from ptdmpi.data.shard_writer import ShardWriter
-from ptdmpi.sites.site import Site
+from ptdmpi.preview.sites.site import Site
 from tests.parallel import ROOT
 
 SITE = """
@@ -197,15 +198,15 @@ def test_a_site_has_a_template_and_a_container_of_its_own(folder):
 
 
 def test_a_layout_is_planned_for_the_nodes(folder):
+    (folder / "train").mkdir()
     with ShardWriter(folder / "train" / "a.h5", "t", "0" * 64, vocab_size=64, eod_id=63) as writer:
         writer.write(np.arange(20000) % 63, np.array([20000]))
     result = submit("--site", site("slurm"), "--nodes", "1", "--plan", "--set", "run.seed=3")
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("set -- "))
-    words = line.split("--set ")[1:]
-    assert words[0].strip() == "run.seed=3"
-    chosen = dict(word.strip().split("=") for word in words[1:])
-    assert int(chosen["parallel.data"]) * int(chosen.get("parallel.tensor", 2)) <= 4
-    assert "layout auto on dgx-a100" in result.stderr
+    settings = [word for word in shlex.split(line)[3:] if word != "--set"]
+    assert settings[0] == "run.seed=3"
+    layout = resolve(load("first.toml", settings), 4).layout
+    assert f"layout auto on dgx-a100: {layout}, " in result.stderr
     with pytest.raises(InputError, match=r"--layout auto chooses parallel\.tensor"):
         submit("--site", "slurm", "--nodes", "1", "--plan", "--set", "parallel.tensor=4")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ptdmpi.config import InputError, resolve, to_toml
-from ptdmpi.config.methods import COMPRESSED_BY, USED_BY, told
+from ptdmpi.config.methods import COMPRESSED_BY, USED_BY, said_at_start
 from tests._configs import small, tree
 
 LOCAL = {"data_parallel.method": "local", "parallel.data": 4}
@@ -100,7 +100,7 @@ def test_every_key_has_an_owner_or_is_the_method():
 
 
 def test_the_start_says_which_update_it_is():
-    assert told(small().data_parallel) == ""
-    assert 'method = "local", local_steps = 8' in told(
+    assert said_at_start(small().data_parallel) == ""
+    assert 'method = "local", local_steps = 8' in said_at_start(
         small({**LOCAL, "data_parallel.local_steps": 8}, 4).data_parallel
     )

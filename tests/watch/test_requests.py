@@ -9,6 +9,7 @@ import time
 import pytest
 
 from ptdmpi.config import SharedInputError
+from ptdmpi.model.output.losses import TASK, SummedLoss
 from ptdmpi.watch import requests as module
 from ptdmpi.watch.requests import Requests, Save, StopRequest, process_age_s
 from tests._runs import after, log, loop, records
@@ -146,6 +147,45 @@ def test_a_signal_during_validation_breaks_it_off(comm, tmp_path):
             record["step"] for record in records(tmp_path / "run") if "validation_loss" in record
         ]
         assert validated == [2, 4, 6, 8]
+
+
+@parallel(ranks=[2])
+def test_a_validation_that_is_made_up_counts_as_the_best(comm, tmp_path):
+    """The loss of a validation is its step, so that the first one, made up, is the best."""
+
+    def stopped_in_validation(made):
+        act = usr1 if comm.rank else nothing
+        made.engine.evaluate = after(made.engine.evaluate, 1, act)
+
+    def rising(made):
+        after_step = made.validation.after_step
+
+        def at(step):
+            made.engine.evaluate = lambda batches: {TASK: SummedLoss(float(step), 1.0)}
+            return after_step(step)
+
+        made.validation.after_step = at
+
+    valid = {"data.valid": str(tmp_path / "valid"), "log.validate_every_steps": 2}
+    judged = {**PIPELINE, **valid, "run.steps": 8, "run.stop_after_worse": 2}
+    judged["checkpoint.keep_best"] = 1
+    with loop(comm, tmp_path, judged, stopped_in_validation) as made:
+        stops(made)
+    comm.Barrier()
+    with loop(comm, tmp_path, judged, rising) as made:
+        made.run()
+    comm.Barrier()
+    if comm.rank == 0:
+        run = tmp_path / "run"
+        losses = [
+            (record["step"], record["validation_loss"])
+            for record in records(run)
+            if "validation_loss" in record
+        ]
+        # two worse ones after the one that was made up end the run
+        assert losses == [(2, 2.0), (4, 4.0), (6, 6.0)]
+        assert (run / "checkpoints/best").read_text().strip() == "step-00000002"
+        assert max(record["step"] for record in records(run)) == 6
 
 
 @parallel(ranks=[2])

@@ -25,12 +25,13 @@ class RecordedRun:
     """The contents of a run directory, as they were read.
 
     `config` is the configuration that trained the last step. `measured` is the newest timeline, and
-    `measured_config` the configuration of its step. `steps`, `validations` and `tasks` are records
-    of `metrics.jsonl`, oldest first.
+    `measured_config` the configuration of its step. `records` are the records of `metrics.jsonl`,
+    oldest first; `steps`, `validations` and `tasks` are those of one kind.
     """
 
     path: Path
     config: dict[str, Any]
+    records: list[dict[str, Any]]
     steps: list[dict[str, Any]]
     validations: list[dict[str, Any]]
     tasks: list[dict[str, Any]]
@@ -50,7 +51,12 @@ def read(path: Path) -> RecordedRun:
         ) from None
     except ValueError as error:
         raise InputError(f"{path}: config.toml is damaged: {error}") from None
-    records = list(_records(text.splitlines()))
+    # a damaged record of a step is left out
+    records = [
+        record
+        for record in _records(text.splitlines())
+        if "loss" not in record or record.keys() >= STEP
+    ]
     steps = [record for record in records if record.keys() >= STEP]
     attempts = trained.trained_steps(path, steps)
     measured = None
@@ -63,6 +69,7 @@ def read(path: Path) -> RecordedRun:
     return RecordedRun(
         path=path,
         config=trained.config_at(attempts, None, config),
+        records=records,
         steps=steps,
         validations=[record for record in records if VALIDATION[0] in record],
         tasks=[record for record in records if "tasks" in record],

@@ -1,26 +1,70 @@
 """The numbers of a run that its table and --json show."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ptdmpi.base.words import file_size
 from ptdmpi.config import InputError
 from ptdmpi.config.zero import covers_state
 from ptdmpi.report import noise, traffic, trained
-from ptdmpi.report.run import VALIDATION, RecordedRun
+from ptdmpi.report.run import RecordedRun
 from ptdmpi.report.steps import PARTS, compute_window, planned, shares
-from ptdmpi.sinks.record import median, task_score
+from ptdmpi.sinks.record import task_score
+from ptdmpi.train.records.keys import RECORD_KEYS, ReportRow, Unit
 
 Rows = list[tuple[str, str]]
 
-# keys of a validation that the table shows in addition to its loss
-_VALIDATION_KEYS = (*VALIDATION[1:], "validation_sentence_order_loss", "validation_losses")
+# layout and number of ranks of a record that is not of a step
+NO_LAYOUT = (None, None)
 
 
 def summary(run: RecordedRun) -> dict[str, Any]:
-    """Return the numbers for the table, in its order. Raise InputError if no step is recorded."""
+    """Return the numbers for the table, in its order. Raise InputError if no step is recorded.
+
+    `RECORD_KEYS` says what is shown of each key of the records.
+    """
     if not run.steps:
         raise InputError(f"{run.path}: metrics.jsonl holds no step yet")
-    numbers = {**_progress(run), **_quality(run), **_speed(run)}
+    numbers: dict[str, Any] = {}
+    for key, declared in RECORD_KEYS.items():
+        for row in declared.rows:
+            if values := _values(run, key, row):
+                numbers[row.name] = row.choose(values)
+        if declared.within and declared.within not in numbers:
+            value = _WITHIN[declared.within](run)
+            if value:
+                numbers[declared.within] = value
+    undeclared: dict[str, Any] = {}
+    for record in run.records:
+        undeclared |= {key: record[key] for key in record.keys() - RECORD_KEYS.keys()}
+    if undeclared:
+        numbers["undeclared"] = dict(sorted(undeclared.items()))
+    return numbers | _of_files(run)
+
+
+def _values(run: RecordedRun, key: str, row: ReportRow) -> list[Any]:
+    """Return the recorded values of a key that count for a row, oldest first."""
+    records = run.records
+    if row.of_layout:
+        newest = _layout(run.steps[-1])
+        records = [record for record in records if _layout(record) in (newest, NO_LAYOUT)]
+    return [record[key] for record in records if key in record]
+
+
+def _layout(record: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return layout and number of ranks of a step's record; NO_LAYOUT for other records."""
+    return record.get("layout"), record.get("rank_count")
+
+
+def _of_files(run: RecordedRun) -> dict[str, Any]:
+    """Return the numbers of the run's other files: configuration, timeline, profiles, history."""
+    numbers: dict[str, Any] = {}
+    if covers_state(run.config["parallel"].get("zero", 0)):
+        numbers["sharding"] = trained.resolved(run.config).layout.sharding or "alone: none"
+    if run.measured:
+        numbers["bubble_fraction_planned"] = planned(run, run.measured).bubble_fraction()
+        numbers["bubble_fraction_measured"] = compute_window(run.measured).bubble_fraction()
+        numbers["step_shares"] = shares(run.measured)
     profiles = sorted((run.path / "profile").glob("*-rank-*"))
     if profiles:
         numbers["profiles"] = [str(path) for path in profiles]
@@ -29,109 +73,79 @@ def summary(run: RecordedRun) -> dict[str, Any]:
     return numbers
 
 
-def _progress(run: RecordedRun) -> dict[str, Any]:
-    """Return the progress of the run, its layout, and its data."""
+def _drawn(run: RecordedRun) -> list[dict[str, Any]]:
+    """Return, for each dataset, the number of samples that the run has used."""
     last = run.steps[-1]
-    numbers: dict[str, Any] = {
-        "layout": last["layout"],
-        "ranks": last["rank_count"],
-        "steps": last["step"],
-        "tokens": last["tokens"],
-        "first_loss": run.steps[0]["loss"],
-        "last_loss": last["loss"],
-    }
-    if covers_state(run.config["parallel"].get("zero", 0)):
-        numbers["sharding"] = trained.resolved(run.config).layout.sharding or "alone: none"
-    if "sentence_order_loss" in last:
-        numbers["last_sentence_order_loss"] = last["sentence_order_loss"]
-    if "samples_drawn" in last:
-        numbers["drawn"] = _drawn(trained.paths(run.attempts, run.config), last)
-    return numbers
-
-
-def _drawn(paths: list[str], record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return, for each dataset, the number of samples that the run had used at the step of a
-    record."""
-    counts = record["samples_drawn"]
+    if "samples_drawn" not in last:  # an older version recorded none
+        return []
+    counts = last["samples_drawn"]
     total = sum(counts)
+    paths = trained.paths(run.attempts, run.config)
     return [
         {"path": path, "samples": count, "share": count / total, "epochs": epochs}
-        for path, count, epochs in zip(paths, counts, record["epochs"], strict=True)
+        for path, count, epochs in zip(paths, counts, last["epochs"], strict=True)
     ]
 
 
-def _quality(run: RecordedRun) -> dict[str, Any]:
-    """Return losses and scores from validations and tasks, and the noise of gradients."""
-    numbers: dict[str, Any] = {}
+def _validation_losses(run: RecordedRun) -> dict[str, float]:
+    """Return the losses of the newest validation by the path of the dataset, if it has several."""
+    losses: dict[str, float] = {}
     if run.validations:
-        newest = run.validations[-1]
-        numbers["validation_loss"] = newest["validation_loss"]
-        numbers |= {key: newest[key] for key in _VALIDATION_KEYS if key in newest}
-    for record in run.validations:
-        if "bigram_validation_loss" in record:
-            numbers["bigram_validation_loss"] = record["bigram_validation_loss"]
-    if judged := noise.judged(run.steps):
-        numbers["gradient_noise"] = judged
-    if run.tasks:
-        numbers["tasks"] = {"step": run.tasks[-1]["step"], "scores": run.tasks[-1]["tasks"]}
-    return numbers
+        losses = run.validations[-1].get("validation_losses", losses)
+    return losses
 
 
-def _speed(run: RecordedRun) -> dict[str, Any]:
-    """Return the medians of times and rates in the last layout, the memory, the traffic, and the
-    parts of a step."""
-    last = run.steps[-1]
-    same_layout = [
-        record
-        for record in run.steps
-        if record["layout"] == last["layout"] and record["rank_count"] == last["rank_count"]
-    ]
-    numbers: dict[str, Any] = {}
-    for key in ("step_time_s", "tokens_per_s", "model_tflops_per_rank", "mfu"):
-        numbers[f"median_{key}"] = median(record[key] for record in same_layout)
-    numbers["peak_memory_bytes"] = max(record["peak_memory_bytes"] for record in run.steps)
-    if wire := traffic.sent(last, run.config):
-        numbers["wire"] = wire
-    if run.measured:
-        numbers["bubble_fraction_planned"] = planned(run, run.measured).bubble_fraction()
-        numbers["bubble_fraction_measured"] = compute_window(run.measured).bubble_fraction()
-        numbers["step_shares"] = shares(run.measured)
-    return numbers
+def _tasks(run: RecordedRun) -> dict[str, Any]:
+    """Return the step and the scores of the newest evaluation of tasks."""
+    if not run.tasks:
+        return {}
+    return {"step": run.tasks[-1]["step"], "scores": run.tasks[-1]["tasks"]}
+
+
+# what is computed from several keys of the records: name in the summary -> its value, empty if
+# there is none
+_WITHIN: dict[str, Callable[[RecordedRun], Any]] = {
+    "steps": lambda run: run.steps[-1]["step"],
+    "drawn": _drawn,
+    "validation_losses": _validation_losses,
+    "gradient_noise": lambda run: noise.judged(run.steps),
+    "tasks": _tasks,
+    "wire": lambda run: traffic.sent(run.steps[-1], run.config),
+}
 
 
 def rows_of(numbers: dict[str, Any]) -> Rows:
     """Return the summary as pairs of (name, text)."""
     rows: Rows = []
-    for key, value in numbers.items():
-        if key in _ROWS:
-            rows += _ROWS[key](value)
-        elif key not in ("step_shares", "comparison", "attempts"):
-            name = key.removesuffix("_bytes").removesuffix("_time_s").replace("_", " ")
-            rows.append((name, _text(key, value)))
-    for key, share in numbers.get("step_shares", {}).items():
-        rows.append((f"step: {PARTS.get(key, key)}", f"{share:.1%}"))
-    if "attempts" in numbers:
-        rows += trained.rows(numbers["attempts"])
+    for name, value in numbers.items():
+        if name in _RECORDED:
+            row = _RECORDED[name]
+            rows.append((row.label or name.replace("_", " "), as_text(value, row.unit)))
+        elif name in _ROWS:
+            rows += _ROWS[name](value)
     return rows
 
 
-def _text(key: str, value: Any) -> str:
-    """Return one number as text, with its unit."""
-    if key.endswith("_bytes"):
-        return f"{value / 2**20:,.0f} MiB per rank"
-    if key.startswith("bubble_fraction"):
-        return f"{value:.1%} of ideal time"
+def as_text(value: Any, unit: Unit) -> str:
+    """Return one value as text, with its unit."""
     if value is None:
         return "unknown"
-    if key == "median_mfu":
-        return f"{value:.1%} of dense peak"
-    if key.endswith("_time_s"):
-        return f"{value:.3f} s"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if value >= 1000 else f"{value:.4f}"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return str(value)
+    match unit:
+        case "seconds":
+            return f"{value:.3f} s"
+        case "bytes":
+            return file_size(value)
+        case "bytes per rank":
+            return f"{value / 2**20:,.0f} MiB per rank"
+        case "fraction":
+            return f"{value:.1%}"
+        case "of dense peak":
+            return f"{value:.1%} of dense peak"
+        case "text":
+            return str(value)
+    if isinstance(value, float) and value < 1000:
+        return f"{value:.4f}"
+    return f"{value:,.0f}"
 
 
 def _rows_of_drawn(datasets: list[dict[str, Any]]) -> Rows:
@@ -156,8 +170,16 @@ def _rows_of_tasks(tasks: dict[str, Any]) -> Rows:
     return rows
 
 
-# key of the summary -> a function that makes its rows
+def _rows_of_bubble(which: str) -> Callable[[float], Rows]:
+    return lambda share: [(f"bubble fraction {which}", f"{share:.1%} of ideal time")]
+
+
+# name in the summary -> the row of a record key that has this name
+_RECORDED = {row.name: row for declared in RECORD_KEYS.values() for row in declared.rows}
+# name in the summary -> a function that makes its rows
 _ROWS: dict[str, Callable[[Any], Rows]] = {
+    "steps": lambda steps: [("steps", f"{steps:,}")],
+    "sharding": lambda sharding: [("sharding", sharding)],
     "drawn": _rows_of_drawn,
     "profiles": lambda paths: [("profile", path) for path in paths],
     "gradient_noise": noise.rows,
@@ -166,6 +188,13 @@ _ROWS: dict[str, Callable[[Any], Rows]] = {
     "validation_losses": lambda losses: [
         (f"validation loss of {path}", f"{loss:.4f}") for path, loss in losses.items()
     ],
+    "undeclared": lambda values: [(f"newest {key}", str(value)) for key, value in values.items()],
+    "bubble_fraction_planned": _rows_of_bubble("planned"),
+    "bubble_fraction_measured": _rows_of_bubble("measured"),
+    "step_shares": lambda parts: [
+        (f"step: {PARTS.get(part, part)}", f"{share:.1%}") for part, share in parts.items()
+    ],
+    "attempts": trained.rows,
 }
 
 

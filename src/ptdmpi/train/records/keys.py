@@ -1,0 +1,140 @@
+"""The keys of the records in `metrics.jsonl`, and what the report on a run shows of each.
+
+A new key is an entry of `RECORD_KEYS`. The report shows a key without an entry by its own name,
+with its newest value, because another version may have written it. This module imports no torch, so
+that reports are fast on login nodes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ptdmpi.sinks.record import median
+
+# how the report prints a value
+Unit = Literal["number", "seconds", "bytes", "bytes per rank", "fraction", "of dense peak", "text"]
+# returns the value that a row shows, given all recorded values of the key, oldest first.
+Choice = Callable[[Sequence[Any]], Any]
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """A row of the report: its `name` in --json, and the value that it shows.
+
+    `label` is the row's name in the table, by default `name` with spaces. `of_layout`: step records
+    of earlier layouts are left out.
+    """
+
+    name: str
+    choose: Choice
+    unit: Unit = "number"
+    label: str = ""
+    of_layout: bool = False
+
+
+@dataclass(frozen=True)
+class RecordKey:
+    """What the report shows of one key: its own `rows`; or nothing of its own, because the entry
+    `within` of the report is computed from this key and others; or nothing, with the reason
+    (`hidden`)."""
+
+    rows: tuple[ReportRow, ...] = ()
+    within: str = ""
+    hidden: str = ""
+
+    def __post_init__(self) -> None:
+        """Raise TypeError unless exactly one of the three is given."""
+        given = sum(map(bool, (self.rows, self.within, self.hidden)))
+        if given != 1:
+            raise TypeError(f"a record key declares {given} ways to show it, not one: {self}")
+
+
+def _first(values: Sequence[Any]) -> Any:
+    return values[0]
+
+
+def _last(values: Sequence[Any]) -> Any:
+    return values[-1]
+
+
+def _largest_of_last(values: Sequence[Any]) -> Any:
+    """Return the largest item of the newest value, which has one item for each layer."""
+    return max(values[-1], default=None)
+
+
+def _sum_of_last(values: Sequence[Any]) -> Any:
+    """Return the sum of the newest value, which has one item for each layer."""
+    return sum(values[-1])
+
+
+def _count(values: Sequence[Any]) -> int:
+    """Return the number of records in which the value is true, or not empty."""
+    return sum(map(bool, values))
+
+
+def _newest(name: str, unit: Unit = "number", label: str = "") -> RecordKey:
+    return RecordKey((ReportRow(name, _last, unit, label),))
+
+
+def _median(name: str, unit: Unit = "number", label: str = "") -> RecordKey:
+    """Return a key whose median in the newest layout is shown."""
+    return RecordKey((ReportRow(name, median, unit, label, of_layout=True),))
+
+
+# The report has its rows in this order.
+RECORD_KEYS: Mapping[str, RecordKey] = {
+    # steps: progress
+    "layout": _newest("layout", "text"),
+    "rank_count": _newest("ranks"),
+    "step": RecordKey(within="steps"),
+    "tokens": _newest("tokens"),
+    "loss": RecordKey((ReportRow("first_loss", _first), ReportRow("last_loss", _last))),
+    "sentence_order_loss": _newest("last_sentence_order_loss"),
+    "balance_loss": _newest("last_balance_loss"),
+    "router_z_loss": _newest("last_router_z_loss"),
+    "reward_margin": _newest("last_reward_margin"),
+    "reward_accuracy": _newest("last_reward_accuracy"),
+    "grad_norm": _newest("last_grad_norm"),
+    "skipped": RecordKey((ReportRow("skipped_steps", _count),)),
+    "samples_drawn": RecordKey(within="drawn"),
+    "epochs": RecordKey(within="drawn"),
+    "vocab_size": RecordKey(hidden="follows from the data; the sizes of messages need it"),
+    "learning_rate": RecordKey(hidden="follows from the configuration; report.html has its curve"),
+    "loss_scale": RecordKey(hidden="a means of fp16, no result; skipped steps are shown"),
+    # steps: methods that communicate less, and experts
+    "consensus_distance": _newest("consensus_distance", label="distance between replicas"),
+    "bits_per_element": _newest("bits_per_element"),
+    "fullest_expert": RecordKey((ReportRow("fullest_expert", _largest_of_last, "fraction"),)),
+    "dead_experts": RecordKey((ReportRow("dead_experts", _sum_of_last),)),
+    # validations and tasks
+    "validation_loss": _newest("validation_loss"),
+    "validation_perplexity": _newest("validation_perplexity"),
+    "validation_accuracy": _newest("validation_accuracy"),
+    "validation_sentence_order_loss": _newest("validation_sentence_order_loss"),
+    "validation_balance_loss": _newest("validation_balance_loss"),
+    "validation_router_z_loss": _newest("validation_router_z_loss"),
+    "validation_reward_margin": _newest("validation_reward_margin"),
+    "validation_reward_accuracy": _newest("validation_reward_accuracy"),
+    "validation_losses": RecordKey(within="validation_losses"),
+    "bigram_validation_loss": _newest("bigram_validation_loss"),
+    "gradient_noise": RecordKey(within="gradient_noise"),
+    "tasks": RecordKey(within="tasks"),
+    "tasks_time_s": _median("median_tasks_time_s", "seconds", "median tasks"),
+    # steps: speed, memory, messages
+    "step_time_s": _median("median_step_time_s", "seconds", "median step"),
+    "tokens_per_s": _median("median_tokens_per_s"),
+    "model_tflops_per_rank": _median("median_model_tflops_per_rank"),
+    "hardware_tflops_per_rank": _median("median_hardware_tflops_per_rank"),
+    "mfu": _median("median_mfu", "of dense peak"),
+    "peak_memory_bytes": RecordKey(
+        (ReportRow("peak_memory_bytes", max, "bytes per rank", "peak memory"),)
+    ),
+    "slow_ranks": RecordKey((ReportRow("reports_of_slow_ranks", _count),)),
+    "wire_bytes": RecordKey(within="wire"),
+    "wire_messages": RecordKey(within="wire"),
+    # checkpoints, and the beginning of an attempt
+    "checkpoint_bytes": _newest("checkpoint_bytes", "bytes", "checkpoint"),
+    "checkpoint_stall_s": _median("median_checkpoint_stall_s", "seconds", "median save, stalled"),
+    "checkpoint_write_s": _median("median_checkpoint_write_s", "seconds", "median save, written"),
+    "changed": RecordKey(hidden="the rows of the attempts have it"),
+}

@@ -4,7 +4,8 @@ The dummy is a gated causal convolution (Dauphin et al. 2017, arXiv 1612.08083) 
 of each channel, between two linears.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -18,16 +19,18 @@ from ptdmpi.base.plugins import plugin
 from ptdmpi.comm.world import World
 from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.config.adapt import AdaptConfig
+from ptdmpi.config.model import SUBLAYERS
 from ptdmpi.model import operators as modules
 from ptdmpi.model.parameters import Split, declare
-from ptdmpi.plan.cost.layer import LayerTimes
+from ptdmpi.plan.cost.layer import LayerTimes, Seconds
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.account import Item, Kernel, MemoryPass
-from ptdmpi.plan.layer.operator import OwnOperator
+from ptdmpi.plan.layer.operator import Operator, OwnOperator
 from ptdmpi.plan.layer.parts import Linear, Part, Table
 from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.machine.cluster import Model, load_cluster, load_model
+from ptdmpi.plan.machine.kernels import Group
 from ptdmpi.plan.machine.measured import machine_of
 from ptdmpi.plan.shape.flops import model_flops
 from ptdmpi.plan.shape.parameters import layer_elements
@@ -43,13 +46,10 @@ WIDTH = 16
 
 # 1. The row: what it is called, its parts, and its account.
 @dataclass(frozen=True)
-class Convolve(OwnOperator):
+class Convolve(Operator):
     """[s, b, 2 w/t] -> [s, b, w/t]: a causal filter of one half, gated by the other."""
 
     taps: Table
-
-    def module(self, build: modules.Build) -> nn.Module:
-        return Convolution(self, build.axis.size)
 
     def parts(self) -> dict[str, Part]:
         return {self.name: self.taps}
@@ -67,10 +67,12 @@ class Convolve(OwnOperator):
         yield MemoryPass(5 * self._elements(sizes) * sizes.compute_bytes)
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Its input, which is padded, its gate and what it gates."""
+        """Its input, which has the gate, what it gates, and what each tap is multiplied with."""
         size, c = self._elements(sizes), sizes.compute_bytes
         yield Item(f"{self.name}.input", 2 * size, c)
         yield Item(f"{self.name}.filtered", size, c)
+        if self.taps.trains:
+            yield Item(f"{self.name}.shifted", TAPS * size, c)
 
     def replaced_bytes(self, sizes: Sizes) -> int:
         return 2 * self._elements(sizes) * sizes.compute_bytes
@@ -96,8 +98,25 @@ class Convolution(nn.Module):
         return gate * total
 
 
+def make_convolution(
+    owner: nn.Module, row: Operator, build: modules.Build
+) -> Callable[..., Tensor]:
+    assert isinstance(row, Convolve)
+    module = Convolution(row, build.axis.size)
+    modules.add(owner, row.name, module)
+    return module
+
+
+@dataclass(frozen=True)
+class OwnConvolve(Convolve, OwnOperator):
+    """The same row of a user, outside of the package: it makes its module itself."""
+
+    def module(self, build: modules.Build) -> nn.Module:
+        return Convolution(self, build.axis.size)
+
+
 # 3. The sublayer, whose name the model has among its sublayers.
-def convolution(build: describe.LayerBuild) -> describe.Sublayer:
+def convolution(build: describe.LayerBuild, kind: type[Convolve] = Convolve) -> describe.Sublayer:
     model = build.model
     up = Linear(model.hidden, (WIDTH, WIDTH), False, model.init_std, "columns")
     down = Linear(WIDTH, (model.hidden,), False, build.residual_std, "rows")
@@ -106,35 +125,72 @@ def convolution(build: describe.LayerBuild) -> describe.Sublayer:
         "convolution",
         4,
         build.product("convolution.up", up, "y", "y"),
-        Convolve("convolution.filter", ("y",), ("y",), taps),
+        kind("convolution.filter", ("y",), ("y",), taps),
         build.product("convolution.down", down, "y", "y"),
     )
 
 
-SUBLAYERS = ("attention", f"{__name__}:convolution", "mlp")
+def own_convolution(build: describe.LayerBuild) -> describe.Sublayer:
+    return convolution(build, OwnConvolve)
+
+
+# The ways to add it: in the package, by lines in two tables, or in a file of the user's own.
+WAYS = {
+    "contributed": ("attention", "convolution", "mlp"),
+    "own": ("attention", f"{__name__}:own_convolution", "mlp"),
+}
+
+
+@contextmanager
+def contributed() -> Iterator[None]:
+    """The lines that a contributor adds."""
+    with (
+        mock.patch.dict(modules.MAKERS, {Convolve: make_convolution}),
+        mock.patch.dict(SUBLAYERS, {"convolution": f"{__name__}:convolution"}),
+    ):
+        yield
 
 
 def convolved(model: ModelConfig) -> ModelConfig:
     """The model with the convolution between attention and MLP."""
-    return model.model_copy(update={"sublayers": SUBLAYERS})
+    return model.model_copy(update={"sublayers": WAYS["own"]})
 
 
 def test_the_planner_counts_prices_and_holds_it():
-    model = load_model("l=4,h=512,a=8,s=128")
+    """On two tensor ranks, by hand: it adds what its rows say, and nothing else."""
+    tensor, hidden, tokens = 2, 512, 128
+    model = load_model(f"l=4,h={hidden},a=8,s={tokens}")
     machine = machine_of(load_cluster("dgx-h100"), "bf16", 2)
 
-    def account(model: Model) -> tuple[int, float, int]:
-        times = LayerTimes(machine, model, Layout(2, 1, 1))
-        kept = MemoryModel(model.config, model.vocab_size, "bf16").stages.kept_bytes(
-            Layout(2, 1, 1), 0
-        )
-        return layer_elements(model.config), times.forward.compute, kept
+    def account(model: Model) -> tuple[int, Seconds, int]:
+        times = LayerTimes(machine, model, Layout(tensor, 1, 1))
+        memory = MemoryModel(model.config, model.vocab_size, "bf16").stages
+        kept = memory.kept_bytes(Layout(tensor, 1, 1), 0)
+        return layer_elements(model.config), times.forward, kept
 
-    without = account(model)
-    with_it = account(replace(model, config=convolved(model.config)))
-    norm, linears, taps = 2 * 512, 3 * WIDTH * 512, WIDTH * TAPS
-    assert with_it[0] - without[0] == norm + linears + taps
-    assert with_it[1] > without[1] and with_it[2] > without[2]
+    elements, seconds, kept = account(model)
+    more_elements, more_seconds, more_kept = account(replace(model, config=convolved(model.config)))
+    assert more_elements - elements == 2 * hidden + 3 * WIDTH * hidden + WIDTH * TAPS
+
+    sizes = LayerTimes(machine, model, Layout(tensor, 1, 1)).sizes
+    x, width = tokens * hidden, WIDTH // tensor
+    mask = int(sizes.software.dropout)  # bytes of an element
+    compute = (
+        machine.elementwise_s("layernorm", x, x * 2 * 2)
+        + machine.gemm_s(tokens, 2 * width, hidden)
+        + machine.stream_s(tokens * width * 3 * 2)
+        + machine.gemm_s(tokens, hidden, width)
+        + machine.stream_s(x * (3 * 2 + mask))
+    )
+    assert more_seconds.compute - seconds.compute == pytest.approx(compute, rel=1e-9)
+    message = machine.all_reduce_s(x * 2, Group(tensor, tensor))
+    assert more_seconds.messages - seconds.messages == pytest.approx(message, rel=1e-9)
+
+    norm = 2 * x + 2 * 2 * tokens  # its input, and mean and deviation of each row
+    linears = 2 * (x + tokens * width)
+    filtered = 2 * tokens * width * (2 + 1 + TAPS)
+    each = norm + linears + filtered
+    assert more_kept - kept == model.config.layers * each
 
 
 def test_its_flops_count_twice_backward_only_if_it_trains():
@@ -167,24 +223,26 @@ def test_a_mask_number_that_is_taken_is_refused(taken):
 
 @parallel(ranks=[1, 2])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_its_rows_do_what_they_say(comm, sequence_parallel):
-    """All rows but the dummy's own, whose filter is three kernels of PyTorch, are exact."""
-    with mock.patch.dict(SHAPES, convolved={"model.sublayers": SUBLAYERS}):
-        mistakes = wrong("convolved", tensor_axis(comm, sequence_parallel))
-    assert [text for text in mistakes if not text.startswith("convolution.filter")] == []
+@pytest.mark.parametrize("way", WAYS)
+def test_its_rows_do_what_they_say(comm, way, sequence_parallel):
+    with contributed(), mock.patch.dict(SHAPES, convolved={"model.sublayers": WAYS[way]}):
+        assert wrong("convolved", tensor_axis(comm, sequence_parallel)) == []
 
 
 @parallel(ranks=[1, 2, 4])
 def test_it_trains_alike_in_every_layout(comm):
+    """Over the tensor, the data and the pipeline axis, in both ways to add it."""
     from mpi4py import MPI
 
-    layouts = {1: {}, 2: layout(t=2), 4: layout(t=2, p=2)}
+    layouts = {1: [{}], 2: [layout(t=2), layout(d=2)], 4: [layout(t=2, p=2)]}
     changes = {"model.layers": 2, "precision.compute": "fp64", "batch.global_size": 4}
-    changes |= {"model.sublayers": SUBLAYERS}
-    losses = losses_of(comm, changes | layouts[comm.size])
-    alone = losses_of(MPI.COMM_SELF, changes)
-    assert losses == pytest.approx(alone, rel=1e-12)
+    alone = losses_of(MPI.COMM_SELF, changes | {"model.sublayers": WAYS["own"]})
     assert alone[0] > alone[-1]
+    for number, cut in enumerate(layouts[comm.size]):
+        way = list(WAYS)[number]
+        with contributed():
+            losses = losses_of(comm, changes | {"model.sublayers": WAYS[way]} | cut)
+        assert losses == pytest.approx(alone, rel=1e-12), (way, cut)
 
 
 def losses_of(comm, changes) -> list[float]:

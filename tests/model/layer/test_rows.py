@@ -44,6 +44,7 @@ from ptdmpi.plan.layer.folds import items, operators
 from ptdmpi.plan.layer.products import Multiply
 from ptdmpi.plan.layer.sizes import Sizes
 from ptdmpi.plan.machine.cluster import TRAINER
+from ptdmpi.plan.shape.parameters import layer
 from tests._configs import small
 from tests._layers import CPU, DTYPES, Placed, positions, random_tensor, tensor_axis
 from tests.parallel import parallel
@@ -68,8 +69,10 @@ SHAPES = {
         "model.shared_experts": 1,
     },
 }
-
-
+ADAPTED = {  # frozen layers next to what trains
+    "lora": {"model.kind": "llama", "adapt.method": "lora", "adapt.rank": 2},
+    "ia3": {"model.kind": "llama", "adapt.method": "ia3"},
+}
 METHODS = get_args(ContextMethod)
 WIDENED = HostChoice(half="widened")
 HALF = ("bf16", "fp16")
@@ -88,8 +91,11 @@ def layer_of(
     products of half types are in float32, on request. `context`: an axis that cuts its sequence,
     whose messages are counted instead of the tensor axis'."""
     sizes = {"model.hidden": H, "model.heads": 8, "model.seq_length": S, "model.layers": 2}
-    model = small({**sizes, **SHAPES[name]}).model
+    model = small({**sizes, **(SHAPES | ADAPTED)[name]}).model
     block = Block(model, axis, 0, RecomputeConfig(mode=recompute), context=context)
+    for part in (name for name, part in layer(model, 0).items() if not part.trains):
+        for weight in block.get_submodule(part).parameters(recurse=False):
+            weight.declaration = replace(weight.declaration, trains=False)
     placed = Placed(block, axis, precision)
     here = ALL if context is None else context.positions
     placed.counted = axis.comm if context is None else context.comm
@@ -107,7 +113,9 @@ def layer_of(
     if context is not None:
         layout = replace(layout, context_method=context.method)
     stream = RandomStream.of(1, 2, torch.arange(B), here) if "dropout" in name else None
-    software = TRAINER.model_copy(update={"wide_products": widens})
+    gradient_bytes = PRECISIONS[precision].master.bytes
+    program = {"wide_products": widens, "gradient_bytes": gradient_bytes}
+    software = TRAINER.model_copy(update=program)
     return placed, Sizes(model, layout, precision, software), Context(stream, positions=here)
 
 
@@ -292,7 +300,7 @@ def row_is_capped(sizes: Sizes) -> bool:
 
 def shared_bytes(row, sizes: Sizes) -> int:
     """Bytes of an input that another row's account has; and less what this one's has of others."""
-    if isinstance(row, Multiply) and row.shares_input:
+    if isinstance(row, Multiply) and row.shares_input and (row.keeps_input or row.adapters):
         return row.replaced_bytes(sizes)
     if isinstance(row, MixExperts) and len(row.inputs) > 1:
         return sizes.boundary_bytes  # the first linear of the shared experts keeps it
@@ -340,6 +348,28 @@ def test_every_row_does_so_in_every_precision(comm, name):
         for widens in {False, precision in HALF}
     }
     assert not any(mistakes.values()), mistakes
+
+
+@parallel(ranks=[1, 2])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", ADAPTED)
+def test_every_row_with_adapters_does_what_it_says(comm, name, sequence_parallel):
+    axis = tensor_axis(comm, sequence_parallel)
+    mistakes = {precision: wrong(name, axis, precision) for precision in ("fp64", "bf16")}
+    assert not any(mistakes.values()), mistakes
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_an_adapter_that_says_it_keeps_nothing_is_found(name):
+    from mpi4py import MPI
+
+    whole = Multiply.kept
+
+    def broken(self, sizes, mode):
+        return (item for item in whole(self, sizes, mode) if ".adapter" not in item.name)
+
+    with mock.patch.object(Multiply, "kept", broken):
+        assert wrong(name, tensor_axis(MPI.COMM_SELF, False)) != []
 
 
 def kept_by_layer(
@@ -430,7 +460,6 @@ def test_a_row_frees_no_input_that_is_not_kept(method, targets):
 PLANTED = {
     "a norm keeps no input": (Normalize, "kept", lambda self, sizes, mode: iter(())),
     "a product keeps no input": (Multiply, "kept", lambda self, sizes, mode: iter(())),
-    "a product sends nothing": (Multiply, "messages", lambda self, *rest: iter(())),
     "a product multiplies less": (Multiply, "weights", lambda self, sizes: iter(())),
     "an activation keeps nothing": (Activate, "kept", lambda self, sizes, mode: iter(())),
     "experts keep nothing": (MixExperts, "kept", lambda self, sizes, mode: iter(())),
@@ -445,17 +474,16 @@ def test_a_planted_error_is_found(error):
     from mpi4py import MPI
 
     kind, method, broken = PLANTED[error]
-    axis = tensor_axis(MPI.COMM_SELF, False)
-    if method == "messages":
-        row = next(r for r in operators(describe.layer(small({}).model, 0)) if isinstance(r, kind))
-        two = Sizes(small({}).model, Layout(2, 1, 1), "fp64")
-        assert foreseen_messages(row, two, "backward")
-        with mock.patch.object(kind, method, broken):
-            assert not foreseen_messages(row, two, "backward")
-        return
     name = "experts" if kind is MixExperts else "dropout"
     with mock.patch.object(kind, method, broken):
-        assert wrong(name, axis) != []
+        assert wrong(name, tensor_axis(MPI.COMM_SELF, False)) != []
+
+
+@parallel(ranks=[2])
+def test_a_product_that_says_it_sends_nothing_is_found(comm):
+    with mock.patch.object(Multiply, "messages", lambda self, *rest: iter(())):
+        mistakes = wrong("gpt", tensor_axis(comm, False))
+    assert len(mistakes) == 4 and all(": sends " in text for text in mistakes), mistakes
 
 
 def test_another_number_of_rows_is_another_account():

@@ -73,9 +73,9 @@ def only_the_head_trains() -> Iterator[None]:
     """By the one table that model and planner read: the last norm and, untied, the head."""
 
     def frozen(make: Callable[..., dict[str, Part]], trained: str = "") -> Callable[..., Any]:
-        def made(model: ModelConfig, *given: int) -> dict[str, Part]:
+        def made(model: ModelConfig, *given: int, **named: int) -> dict[str, Part]:
             kept = () if model.tie_embeddings else (trained,)
-            parts = make(model, *given)
+            parts = make(model, *given, **named)
             return {name: replace(part, trains=name in kept) for name, part in parts.items()} | {
                 name: part for name, part in parts.items() if name == "final_norm"
             }

@@ -270,10 +270,9 @@ def check(comm, name: str, steps: int) -> None:
 
 
 # Of each method, and of each thing that goes with it, one.
-FEW = ("c2", "c2 documents", "c2 dropout", "c2 bert", "c2 experts", "c3", "t2 c2 sequence")
-FEW += ("c2 p2 zero bubble", "c2 d2 zero 3", "ulysses c2 documents, window", "ulysses c2 lora full")
-FEW += ("ulysses t2 c2 sequence", "ulysses c2 d2 zero 3", "ring c2 documents, window", "ring c3")
-FEW += ("ring c2 bert", "ring t2 c2 sequence", "ring c2 d2 zero 3")
+FEW = ("c2 documents", "c2 dropout", "c2 bert", "c3", "t2 c2 sequence", "c2 p2 zero bubble")
+FEW += ("c2 d2 zero 3", "ulysses c2 documents, window", "ulysses c2 d2 zero 3")
+FEW += ("ring c2 documents, window", "ring t2 c2 sequence", "ring c2 d2 zero 3")
 
 
 @parallel(ranks=[4])
@@ -391,7 +390,7 @@ def test_the_probe_finds_a_planted_fault(comm, name):
         assert probe.faults(engine, batch, (1, 3, 5, 9))  # 3 and 9 begin slices
 
 
-@parallel(ranks=[1, 4])
+@parallel(ranks=[1, pytest.param(4, marks=pytest.mark.long)])
 def test_probes_of_doctor_are_green(comm):
     wanted = probe.cases(comm.size)
     rows = probe.run(World(comm), wanted, wire=wire_named())

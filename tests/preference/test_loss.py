@@ -143,7 +143,7 @@ def test_loss_and_gradient_are_those_of_the_formula(comm, kind):
     assert result.losses[PREFERRED].sum == (margins > 0).sum()
 
 
-@parallel(ranks=[1, 2, 4])
+@parallel(ranks=[1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_pairs_are_compared_in_every_layout(comm):
     """The numbers of pairs differ from microbatch to microbatch."""
     alone = trained(MPI.COMM_SELF, {"model.layers": 4})

@@ -1,6 +1,7 @@
 """`ptdmpi checkpoint`: what a person sees, what a program reads, and the exit codes."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,21 @@ def test_verify(run):
     assert len(problems[1]) == 1 and "weights/bias#1 is damaged" in problems[1][0]
     assert len(problems[2]) == 1 and "header is damaged" in problems[2][0]
     assert "step-00000002: damaged" in _run("verify", run)[1]
+
+
+def test_verify_does_not_wait_for_a_pipe(run):
+    file = run / "checkpoints/step-00000002/rank-00000.safetensors"
+    file.unlink()
+    os.mkfifo(file)
+    done = subprocess.run(
+        [sys.executable, "-m", "ptdmpi", "checkpoint", "verify", str(run)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "rank-00000.safetensors: is a pipe or a device, not a file" in done.stdout
 
 
 def _table(checkpoint):

@@ -292,12 +292,14 @@ class Reader:
         if self._open is None or self._open[0] != file:
             self.__exit__(None, None, None)
             try:
-                self._open = file, os.open(self.directory / file, os.O_RDONLY)
+                # a pipe in place of the file has no offsets: an error, not an endless wait
+                flags = os.O_RDONLY | os.O_NONBLOCK
+                self._open = file, os.open(self.directory / file, flags)
+                # let the kernel read farther ahead: it reads the next chunk while this chunk's
+                # checksum is computed
+                os.posix_fadvise(self._open[1], 0, 0, os.POSIX_FADV_SEQUENTIAL)
             except OSError as error:
                 raise Damaged(f"{self.directory / file}: {error.strerror}") from None
-            # let the kernel read farther ahead: it reads the next chunk while this chunk's checksum
-            # is computed
-            os.posix_fadvise(self._open[1], 0, 0, os.POSIX_FADV_SEQUENTIAL)
         descriptor = self._open[1]
         done = 0
         while done < len(target):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ptdmpi.base.box import Box, rows_of
+from ptdmpi.base.disk import open_file
 from ptdmpi.base.progress import progress
 from ptdmpi.checkpoint import directory as files
 from ptdmpi.checkpoint.boxes import Array, Damaged, Reader, header
@@ -132,7 +133,7 @@ def _misfits(directory: Path, name: str, manifest: Manifest) -> Iterator[str]:
     if said != offset:
         yield f"the manifest says {said} bytes, its pieces take {offset}"
     try:
-        with open(directory / name, "rb") as stream:
+        with open_file(directory / name, "rb") as stream:
             if stream.read(len(head)) != head:
                 yield "its header is damaged"
             size = stream.seek(0, 2)

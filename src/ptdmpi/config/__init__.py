@@ -1,8 +1,9 @@
-"""Configuration of a run: one TOML file, typed, frozen, validated once.
+"""The configuration of a run: one TOML file, which is read into typed, frozen objects and validated
+once.
 
-The classes of the sections have the rules about single keys, `legality` the rules about a layout,
-and `rules` all others that tie keys together. So a mistake is found before any rank allocates
-memory, and all mistakes of a file are reported together.
+The classes of the sections check single keys, `legality` checks a layout, and `rules` checks
+combinations of keys. All mistakes in a file are reported together, before any rank allocates
+memory.
 """
 
 from ptdmpi.base.errors import InputError, SharedInputError

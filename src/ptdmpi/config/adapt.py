@@ -1,4 +1,4 @@
-"""[adapt]: the parts of an existing model that are trained."""
+"""The section [adapt] of a configuration: which parameters of an existing model are trained."""
 
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
@@ -15,7 +15,8 @@ from ptdmpi.config.section import (
     Section,
 )
 
-# Target in a layer -> the linear that has it, and the number of its output there.
+# Name of a target -> the linear that computes it, and the number of the target among the linear's
+# outputs.
 TARGETS = {
     "attention.q": ("attention.qkv", 0),
     "attention.k": ("attention.qkv", 1),
@@ -39,14 +40,15 @@ USED: dict[str, tuple[str, ...]] = {
 
 
 class AdaptConfig(Section):
-    """The adapters that train while the model is frozen, except for the head of a [task]: low-rank
-    products added to linears (LoRA, Hu et al. 2021, arXiv 2106.09685), or scales of keys, values
-    and the MLP's inside ((IA)^3, Liu et al. 2022). `targets`: names of `TARGETS`, with globs;
-    "all": every linear, of ia3 the paper's three. `first_layer`: layers before it have neither
-    these nor a backward. `base`: the model whose weights are frozen.
+    """The adapters of a frozen model; only the adapters, and the head of a [task], are trained. An
+    adapter is a low-rank product that is added to a linear (LoRA, Hu et al. 2021, arXiv
+    2106.09685), or a scale of keys, values or the MLP's hidden activations ((IA)^3, Liu et al.
+    2022). `targets` has names of `TARGETS`, which may be globs. "all" means every linear; for ia3
+    it means the three targets of the paper. Layers before `first_layer` have neither adapters nor a
+    backward pass. `base` is the model whose weights are frozen.
 
-    "full": nothing is frozen, and all of `base` trains. `resolve` replaces it by
-    `checkpoint.initial`, so no other code sees it.
+    With the method "full" nothing is frozen: all weights of `base` are trained. `resolve` replaces
+    this method by the key `checkpoint.initial`, so no other code sees the method "full".
     """
 
     method: Bound[AdaptMethod] = "none"
@@ -74,7 +76,9 @@ class AdaptConfig(Section):
 
 
 def targets_of(adapt: AdaptConfig, gates: int) -> dict[str, tuple[str, int]]:
-    """Return the rows of `TARGETS` that are adapted of a model whose MLP has so many `gates`."""
+    """Return the rows of `TARGETS` that get adapters. `gates` is the number of parts in the MLP's
+    first linear (`ModelConfig.gates`).
+    """
     known = dict(TARGETS)
     if gates == 1:
         del known["mlp.gate"]

@@ -1,5 +1,4 @@
-"""The names that keys of a configuration choose from, and the facts that a name alone
-determines."""
+"""The legal names for some keys of a configuration, and properties that depend only on the name."""
 
 from typing import Literal, get_args
 
@@ -12,13 +11,14 @@ SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 RECOMPUTE_MODES: tuple[str, ...] = get_args(RecomputeMode)
 OFFLOADS: tuple[str, ...] = get_args(OffloadName)
 CONTEXT_METHODS: tuple[str, ...] = get_args(ContextMethod)
-# Schedules that need a fixed number of chunks per rank -> this number.
+# Schedule -> the number of model chunks per rank that the schedule requires.
 CHUNKS = {"1f1b": 1, "zb-h1": 1, "zb-v": 2}
 # Schedules that compute the gradients of weights later, in an op of their own.
 SPLITTING = ("zb-h1", "zb-v")
 
 
 def default_schedule(virtual: int) -> str:
-    """Return the schedule used when none is named: 1f1b for one chunk per rank, else
-    interleaved."""
+    """Return the default pipeline schedule: "1f1b" for one model chunk per rank, otherwise
+    "interleaved".
+    """
     return "1f1b" if virtual == 1 else "interleaved"

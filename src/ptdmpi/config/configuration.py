@@ -1,4 +1,6 @@
-"""A whole configuration, and a configuration in which some sections may be wrong."""
+"""The complete configuration of a run (`Config`), and one with possibly invalid sections
+(`Sections`).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +28,9 @@ from ptdmpi.config.sections import (
 
 
 class Config(FrozenTable):
-    """A whole run. `resolve` makes one for a given number of ranks."""
+    """The complete configuration of a run. `resolve` makes a `Config` for a given
+    number of ranks.
+    """
 
     run: RunConfig
     model: ModelConfig
@@ -57,19 +61,21 @@ class Config(FrozenTable):
 
     @property
     def data_size(self) -> int:
-        """Return d; only after `resolve`."""
+        """Return the size d of the data axis. The size is known only after `resolve`."""
         if self.parallel.data == "auto":
             raise ValueError("the data axis is not resolved yet")
         return self.parallel.data
 
     @property
     def layout(self) -> Layout:
-        """Return the layout of the run over its ranks; only after `resolve`."""
+        """Return the layout of the run over its ranks. The layout is known only after `resolve`."""
         return Layout.of(self.parallel, self.batch, self.recompute, self.data_size)
 
     @property
     def microbatches(self) -> int:
-        """Return m = B / (d b), the microbatches per pipeline per step."""
+        """Return the number of microbatches per pipeline and step: the global batch B divided by
+        the data-parallel size d and the microbatch size b.
+        """
         return self.layout.microbatches(self.batch.global_size)
 
     def adapted(self) -> Self:
@@ -80,27 +86,33 @@ class Config(FrozenTable):
 
     @property
     def samples(self) -> int:
-        """Return the samples of a step: B, or fewer if a sample has several sequences."""
+        """Return the number of samples in a step. The number is the global batch size B (in
+        sequences), or less if a sample has several sequences.
+        """
         return self.batch.global_size // self.task.sequences
 
     def with_head(self) -> Self:
-        """Return the configuration with the head for its task. Such a model has no output to the
-        vocabulary, and so no tied embedding."""
+        """Return the configuration whose model has the head for the task. A model with such a head
+        has no output layer over the vocabulary, and therefore no tied embedding.
+        """
         if self.task.kind == "none":
             return self
         gone = {"tie_embeddings": False, "sentence_order": False}
         return self.replace("model", output_head="classes", classes=self.task.classes, **gone)
 
     def replace(self, section: str, **values: Any) -> Self:
-        """Return the configuration with other values in a section; they are not validated."""
+        """Return a copy of the configuration with other values in one section. The new values are
+        not validated.
+        """
         changed = getattr(self, section).model_copy(update=values)
         return self.model_copy(update={section: changed})
 
 
 @dataclass(frozen=True)
 class Sections:
-    """The sections of a file, each read on its own. None stands for a section that could not be
-    read, so that no rule about it can be checked."""
+    """The sections of a configuration file. Each section is read separately. A section that could
+    not be read is None, and rules that need it are not checked.
+    """
 
     run: RunConfig | None = None
     model: ModelConfig | None = None
@@ -121,17 +133,19 @@ class Sections:
 
     @classmethod
     def of(cls, sections: Mapping[str, Section]) -> Self:
-        """Return the sections by their names; each must be of the class that `Config` has for
-        it."""
+        """Return a `Sections` object for these sections, given by name. Each section must have the
+        class that `Config` declares for it.
+        """
         return cls(**dict[str, Any](sections))
 
     def whole(self) -> Config:
-        """Return the configuration of these sections, all of which must be known. They are not
-        validated again, because the class has validated each."""
+        """Return the configuration made of these sections; none of the sections may be None. The
+        sections are not validated again, because their classes have validated them.
+        """
         known = {name: getattr(self, name) for name in Config.model_fields}
         return Config.model_construct(set(known), **known)
 
     @classmethod
     def of_config(cls, config: Config) -> Self:
-        """Return all sections of a configuration."""
+        """Return the sections of the configuration as a `Sections` object."""
         return cls.of({name: getattr(config, name) for name in Config.model_fields})

@@ -21,7 +21,7 @@ from ptdmpi.config.rules import rules
 from ptdmpi.config.section import Section
 from ptdmpi.config.sections import RateGroup, TrainDataConfig
 
-# Section -> the class of the tables in it that may be repeated.
+# Name of a section -> the class of the tables in the section that may be repeated.
 TABLES: Mapping[str, type[Section]] = {"data": TrainDataConfig, "optimizer": RateGroup}
 
 
@@ -43,7 +43,8 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
         tree = tomllib.loads(content.decode("utf-8-sig").replace("\r\n", "\n"))
     except OSError as error:
         raise InputError(f"configuration {path}: {error.strerror}; give a TOML file") from None
-    except (ValueError, RecursionError) as error:  # also for numbers of too many digits
+    # the parser also raises this error for a number with too many digits
+    except (ValueError, RecursionError) as error:
         raise InputError(f"configuration {path} is not valid TOML: {error}") from None
     for override in overrides:
         _apply_override(tree, override)
@@ -53,7 +54,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """Return True if tables and lists are nested deeper than so many levels."""
+    """Return True if tables and lists are nested deeper than the given number of levels."""
     if not isinstance(value, dict | list):
         return False
     items: Iterable[Any] = value
@@ -83,7 +84,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree with values replaced by their names, such as "run.steps"; None unsets a key.
+    """Return the tree of a configuration with some values replaced. The new values are given by the
+    full names of their keys, such as "run.steps"; the value None removes a key.
 
     Raises InputError for a name that is no SECTION.KEY.
     """
@@ -104,10 +106,10 @@ def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
 
 
 def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) -> Config:
-    """Return the complete configuration of `tree` on `ranks` ranks, spare ones included. A node has
-    `node_ranks` ranks; None: not known, and one node is taken to have all ranks.
+    """Return the complete configuration of `tree` on `ranks` ranks; `ranks` includes spare ranks. A
+    node has `node_ranks` ranks. If `node_ranks` is None, all ranks are assumed to be on one node.
 
-    Raises InputError with one line for each mistake, all of them together.
+    Raises one InputError, which has one line for each mistake.
     """
     sections, mistakes, wrong = parsed(tree)
     for line in rules(sections, ranks):
@@ -141,8 +143,9 @@ def _begun(config: Config) -> Config:
 
 
 class Parsed(NamedTuple):
-    """The content of a file: its sections, the mistakes in them (one line each), and the keys that
-    are wrong. No rule about a wrong key can be checked."""
+    """The content of a configuration file: its sections, the mistakes in the sections (one line
+    each), and the keys that are wrong. Rules that involve a wrong key are not checked.
+    """
 
     sections: Sections
     mistakes: list[str]
@@ -150,8 +153,9 @@ class Parsed(NamedTuple):
 
 
 def parsed(tree: Mapping[str, Any]) -> Parsed:
-    """Read each section of `tree` on its own. If a section has wrong keys, it is read without them,
-    if that is possible."""
+    """Read each section of `tree` separately. If a section has wrong keys, read the section without
+    the wrong keys if possible.
+    """
     mistakes: list[str] = []
     wrong: set[str] = set()
     sections: dict[str, Section] = {}
@@ -179,8 +183,8 @@ def synthetic_config(
     ranks: int | None = None,
     **sections: Mapping[str, Any],
 ) -> Config:
-    """Return a checked configuration for work that reads no shards: parity, probes, benchmarks,
-    inference.
+    """Return a checked configuration for a program that reads no training data, such as parity
+    checks, probes, benchmarks and inference.
 
     `model` is the table [model]; `sections` set any other keys. By default there is one step with
     one microbatch per data rank, on as many ranks as the layout has. Raises InputError as `resolve`
@@ -196,7 +200,9 @@ def synthetic_config(
 
 
 def _meant(section: type[Section], error: ValidationError) -> set[str]:
-    """Return the wrong keys, and for each unknown key the one that was likely meant."""
+    """Return the wrong keys. For each unknown key, also return the known key that the user probably
+    meant.
+    """
     keys = {str(mistake["loc"][0]) for mistake in error.errors() if mistake["loc"]}
     known = list(section.model_fields)
     near = (difflib.get_close_matches(key, known, n=1, cutoff=0.5) for key in keys - {*known})
@@ -204,9 +210,10 @@ def _meant(section: type[Section], error: ValidationError) -> set[str]:
 
 
 def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, Any]:
-    """Return the tree with the keys of model.preset in place of its name. An unknown preset is a
-    mistake. Some other preset then replaces it, so that the keys that it would have are not
-    reported as missing."""
+    """Return the tree with the keys of the preset that model.preset names, in place of the name. An
+    unknown preset is reported as a mistake. Another preset is then used in its place, so that the
+    keys of a preset are not reported as missing.
+    """
     model = tree.get("model")
     if not isinstance(model, Mapping) or "preset" not in model:
         return tree
@@ -220,8 +227,9 @@ def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, An
 
 
 def _with_owners(line: str, tree: Mapping[str, Any]) -> str:
-    """Return the line of a mistake. If it names sizes of a preset and sizes that replace some of
-    the preset's, the line also says which are which."""
+    """Return the line for a mistake. If the mistake involves sizes from the preset and sizes that
+    the user has set, the line also says which sizes are the preset's and which are the user's.
+    """
     own = own_sizes(tree)
     named = dict.fromkeys(re.findall(r"\bmodel\.(\w+) = ", line))
     replaced = [f"model.{key}" for key in named if key in own]
@@ -264,7 +272,7 @@ def _explain(section: str, model: type[Section], error: ValidationError) -> Iter
 
 
 def _cut(text: str, length: int = 200) -> str:
-    """Return a value as text of at most `length` letters, enough to recognise it."""
+    """Return a value as text, shortened to at most `length` characters."""
     return text if len(text) <= length else f"{text[: length - 4]} ..."
 
 

@@ -1,8 +1,8 @@
 """A layout: the distribution of a model and its batch over ranks.
 
-It is defined here and not in `plan`, because a configuration is checked before anything is planned,
-and `config` may not import `plan`. Code that plans, trains or compares layouts asks
-`legality.layout_mistakes` whether they are legal.
+`Layout` is defined in `config` and not in `plan`, because a configuration is checked before
+planning, and `config` may not import `plan`. Code that plans, trains or compares layouts calls
+`legality.layout_mistakes` to check whether a layout is legal.
 """
 
 import math
@@ -28,23 +28,27 @@ LETTERS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes, chunks per rank, microbatch, and how the step is run.
+    """The distribution of a model over ranks: sizes of the parallel axes, model chunks per rank,
+    microbatch size, and options of a training step.
 
-    `recompute_layers` is the number of first layers that full recomputation takes; None means all.
+    Full recomputation applies to the first `recompute_layers` layers; None means all layers.
     `partition_activations`: each tensor rank keeps only 1/t of the inputs of recomputed layers (the
     P_a of Rajbhandari et al. 2020, section 6.1).
 
-    `expert` is the number of neighbours, among the c d ranks with the same layers, over which the
-    experts of each layer are dealt. The other c d / e ranks have copies of the same experts.
+    `expert` (e) is the number of ranks over which the experts of each layer are distributed. These
+    e ranks are neighbours among the c d ranks that have the same layers (c: context-parallel size,
+    d: data-parallel size). There are c d / e copies of each expert.
 
-    `zero` is the state that the c d / e ranks with the same part of the model shard: 1 the
-    optimizer's state, 2 also the gradients, 3 also the weights (Rajbhandari et al. 2020, arXiv
-    1910.02054, section 5). `shard_group` is the number of neighbours among them in a group that
-    shards; None means all. Each group has a copy of the state (Zhao et al. 2023, arXiv 2304.11277,
-    section 3.2.2). `offload` is the place of the optimizer's state: the device ("none"), the host's
-    memory ("optimizer"; Ren et al. 2021, arXiv 2101.06840), or a file ("disk"). `first_layers` is
-    the number of layers in the first stage; None means the best number. `context_method` is how
-    attention on a context axis sees all positions.
+    `zero` is the stage of ZeRO: which state is sharded over the c d / e ranks that have the same
+    part of the model. Stage 1 shards the optimizer's state, stage 2 also the gradients, and stage 3
+    also the weights (Rajbhandari et al. 2020, arXiv 1910.02054, section 5). `shard_group` is the
+    number of neighbouring ranks in a group that shards the state; None means all of the c d / e
+    ranks. Each group has a complete copy of the state (Zhao et al. 2023, arXiv 2304.11277, section
+    3.2.2). `offload` says where the optimizer's state is stored: on the device ("none"), in the
+    host's memory ("optimizer"; Ren et al. 2021, arXiv 2101.06840), or in a file ("disk").
+    `first_layers` is the number of layers in the first stage; None means the best number.
+    `context_method` is the method by which attention reads the positions of other ranks on the
+    context axis.
     """
 
     tensor: int
@@ -75,9 +79,10 @@ class Layout:
         recompute: RecomputeConfig,
         data: int,
     ) -> Self:
-        """Return the layout that sections of a configuration describe. `data` is the size of the
-        data axis if it is "auto". If the ranks of a node are not counted yet, a `shard_group` of a
-        node is taken as "all"."""
+        """Return the layout that the sections of a configuration describe. `data` is the size of
+        the data axis if the configuration says "auto". If the number of ranks on a node is not
+        known yet, `shard_group = "node"` is treated as "all".
+        """
         group = parallel.shard_group
         return cls(
             tensor=parallel.tensor,
@@ -109,24 +114,29 @@ class Layout:
 
     @property
     def token_ranks(self) -> int:
-        """Return c d, the number of ranks with the same layers, which see different tokens."""
+        """Return the number of ranks that have the same layers but process different tokens:
+        context-parallel size c times data-parallel size d.
+        """
         return self.context * self.data
 
     @property
     def copies(self) -> int:
-        """Return c d / e, the number of ranks with the same part of the model, which see different
-        tokens."""
+        """Return the number of ranks that have the same part of the model but process different
+        tokens: c d / e, for context-parallel size c, data-parallel size d and expert-parallel size
+        e.
+        """
         return max(1, self.token_ranks // self.expert)
 
     @property
     def expert_context(self) -> int:
-        """Return the number of context ranks over which experts are dealt: as many of the e ranks
-        as possible are neighbours on the context axis."""
+        """Return the number of context ranks over which experts are distributed. As many as
+        possible of the e ranks that share the experts are neighbours on the context axis.
+        """
         return math.gcd(self.expert, self.context)
 
     @property
     def expert_data(self) -> int:
-        """Return the number of data ranks over which experts are dealt."""
+        """Return the number of data ranks over which experts are distributed."""
         return self.expert // self.expert_context
 
     @property
@@ -136,7 +146,9 @@ class Layout:
 
     @property
     def shards_state(self) -> bool:
-        """Return True if ranks shard the optimizer's state: each updates a part."""
+        """Return True if ranks shard the optimizer's state, so that each rank updates only its
+        shard.
+        """
         return covers_state(self.zero) and self.shards > 1
 
     @property
@@ -162,12 +174,16 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Return n = t c p d."""
+        """Return the number of ranks: the product of the tensor, context, pipeline and
+        data axes.
+        """
         return self.model_ranks * self.data
 
     @property
     def model_ranks(self) -> int:
-        """Return t c p, the ranks that compute one sample together."""
+        """Return the number of ranks that compute one sample together: the product of the tensor,
+        context and pipeline axes.
+        """
         return self.tensor * self.context * self.pipeline
 
     @property
@@ -178,12 +194,15 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        """Return the number of model chunks on all pipeline ranks, p v."""
+        """Return the number of pipeline stages: pipeline-parallel size p times the model chunks per
+        rank v.
+        """
         return self.pipeline * self.virtual
 
     def changed(self, **fields: Any) -> Self:
-        """Return a copy with other values of some fields. It takes a tenth of the time of
-        `dataclasses.replace`, which matters in a search over 10^5 layouts."""
+        """Return a copy of the layout with other values of some fields. This method takes a tenth
+        of the time of `dataclasses.replace`, which matters in a search over 10^5 layouts.
+        """
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, **fields)
         return copy
@@ -196,12 +215,15 @@ class Layout:
         return ",".join(f"{letter}={size}" for letter, size in sizes.items())
 
     def microbatches(self, batch: int) -> int:
-        """Return m = B / (d b)."""
+        """Return the number of microbatches per pipeline and step: the global batch B divided by
+        the data-parallel size d and the microbatch size b.
+        """
         return batch // (self.data * self.micro_size)
 
     def recomputed(self, layer: int) -> str:
-        """Return the recomputation mode of a layer; layers after the first `recompute_layers` are
-        not recomputed."""
+        """Return the recomputation mode of a layer. Only the first `recompute_layers` layers are
+        recomputed.
+        """
         beyond = self.recompute_layers is not None and layer >= self.recompute_layers
         if self.recompute == "full" and beyond:
             return "none"
@@ -210,7 +232,7 @@ class Layout:
     def sections(self) -> dict[str, dict[str, Any]]:
         """Return the keys of a configuration that select this layout: section -> key -> value.
 
-        `dp_overlap` has a price but no key.
+        The field `dp_overlap` changes the predicted time, but no key of a configuration sets it.
         """
         names = ("tensor", "context", "context_method", "expert", "pipeline", "virtual", "data")
         switches = ("schedule", "zero", "offload", "sequence_parallel", "scatter_gather")
@@ -247,9 +269,11 @@ def parse(text: str) -> dict[str, int]:
 
 
 def complete(sizes: Mapping[str, int], ranks: int | None, **settings: Any) -> Layout:
-    """Return the layout of `sizes`. If d is not given, it follows from the number of ranks. The
-    schedule is the default one for v. `settings` that are None are left out. Raises InputError if
-    sizes and ranks do not agree."""
+    """Return the layout with these `sizes`. If the data-parallel size d is not given, it is
+    computed from the number of ranks. The schedule is the default one for the number of model
+    chunks per rank v. `settings` that are None are ignored. Raises InputError if the sizes do not
+    fit the number of ranks.
+    """
     tensor, pipeline = sizes.get("tensor", 1), sizes.get("pipeline", 1)
     context, expert = sizes.get("context", 1), sizes.get("expert", 1)
     model_ranks = tensor * context * pipeline

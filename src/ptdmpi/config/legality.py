@@ -1,4 +1,6 @@
-"""The rules of legal layouts: each once, with the text that reports it broken."""
+"""The rules that a layout must satisfy, each with the error message for a layout that breaks the
+rule.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +14,16 @@ from ptdmpi.config.layout import Layout
 from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.zero import STAGES, covers_gradients, covers_state
 
-# The most forwards of a step over all stages; there are as many backwards. The order of a step is
-# listed before it runs, and for this many ops that takes a second or two.
+# The maximum number of forward ops of a step, over all stages; the number of backward ops is the
+# same. The ops of a step are listed in order before the step runs, and listing this many ops takes
+# a second or two.
 MOST_FORWARDS = 250_000
 
 
 def shard_groups(data: int, context: int) -> list[int]:
-    """Return the legal sizes of a shard group, ascending: some context ranks, or all context ranks
-    of some data ranks."""
+    """Return the legal sizes of a shard group in ascending order. A group has some context ranks of
+    one data rank, or all context ranks of some data ranks.
+    """
     return sorted({*divisors(context), *(context * size for size in divisors(data))})
 
 
@@ -30,9 +34,11 @@ def groups_to_shard(layout: Layout) -> list[int]:
 
 
 def shards_of_a_node(data: int, near: int, *, context: int = 1) -> int:
-    """Return the largest legal shard group among `context` times `data` ranks, of which a node has
-    `near`. A group whose size divides `near` stays inside a node and is preferred. If there is none
-    (3 ranks on a node, d = 8), the group is no larger than a node."""
+    """Return the largest legal size of a shard group that fits on a node, for `context` times
+    `data` ranks, `near` of which are on one node. A size that divides `near` is preferred, because
+    the group is then inside one node. If no legal size divides `near` (for example 3 ranks on a
+    node and 8 data ranks), the group has at most `near` ranks.
+    """
     if context * data <= near:
         return context * data
     sizes = [size for size in shard_groups(data, context) if size <= max(1, near)]
@@ -40,8 +46,9 @@ def shards_of_a_node(data: int, near: int, *, context: int = 1) -> int:
 
 
 class Rule(NamedTuple):
-    """One rule of legality: its short name, whether it is broken, and the text that reports
-    this."""
+    """A rule about layouts, checked for one layout: the rule's short name, whether the layout
+    breaks it, and the error message.
+    """
 
     name: str
     broken: bool
@@ -49,9 +56,10 @@ class Rule(NamedTuple):
 
 
 def chunk_rule(schedule: str, virtual: int) -> Rule:
-    """Return the rule for v: 1F1B and ZB-H1 run one chunk per rank, ZB-V two, and interleaved any
-    number (Narayanan et al. 2021, section 2; Qi et al. 2023, arXiv 2401.10241, sections 2.3 and
-    6)."""
+    """Return the rule for the number of model chunks per rank: one for the schedules 1F1B and
+    ZB-H1, two for ZB-V, and any number for the interleaved schedule (Narayanan et al. 2021, section
+    2; Qi et al. 2023, arXiv 2401.10241, sections 2.3 and 6).
+    """
     chunks = CHUNKS.get(schedule, virtual)
     return Rule(
         "chunks",
@@ -65,13 +73,16 @@ def chunk_rule(schedule: str, virtual: int) -> Rule:
 
 def layout_mistakes(layout: Layout, model: ModelConfig | None, batch: int | None) -> Iterator[str]:
     """Yield the reasons why a layout is not legal for this model and global batch, each with legal
-    values; nothing if the layout is legal. If `model` or `batch` is None, the rules about it are
-    left out."""
+    values. Yield nothing if the layout is legal. Rules about the model or the batch are skipped if
+    `model` or `batch` is None.
+    """
     return (rule.text() for rule in rules_of(layout, model, batch) if rule.broken)
 
 
 def is_legal(layout: Layout, model: ModelConfig | None, batch: int | None) -> bool:
-    """Return True if `layout_mistakes` would yield nothing; no text is made."""
+    """Return True if the layout is legal: if `layout_mistakes` would yield nothing. This function
+    is faster, because it makes no error messages.
+    """
     return not any(rule.broken for rule in rules_of(layout, model, batch))
 
 
@@ -81,8 +92,9 @@ def breaks(layout: Layout, *names: str) -> bool:
 
 
 def rules_of(layout: Layout, model: ModelConfig | None, batch: int | None) -> Iterator[Rule]:
-    """Return every rule about a layout, kept or broken. If `model` or `batch` is None, the rules
-    about it are left out."""
+    """Return every rule about a layout, whether the layout breaks the rule or not. Rules about the
+    model or the batch are skipped if `model` or `batch` is None.
+    """
     chunks = chunk_rule(layout.schedule, layout.virtual)
     yield chunks._replace(text=lambda: f"parallel.{chunks.text()}")
     if model is not None:
@@ -133,8 +145,9 @@ def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
 
 
 def _chunks(layout: Layout, model: ModelConfig) -> Rule:
-    """Return the rule that each context rank has two equal chunks of a sequence. Under sequence
-    parallelism each tensor rank must have an equal part of both chunks."""
+    """Return the rule that each context rank gets two chunks of a sequence, all of equal length.
+    With sequence parallelism both chunks must also be divisible by the number of tensor ranks.
+    """
     unit = 2 * layout.context
     words = "2 * parallel.context"
     if layout.sequence_parallel and layout.tensor > 1:
@@ -154,7 +167,9 @@ def _chunks(layout: Layout, model: ModelConfig) -> Rule:
 
 
 def _expert_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
-    """Yield the rules that there are experts to deal, and that each rank gets equally many."""
+    """Yield the rules that the model has experts, and that every rank gets the same number of
+    experts.
+    """
     expert, experts = layout.expert, model.experts
     yield Rule(
         "no_experts",
@@ -175,8 +190,9 @@ def _expert_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
 
 
 def _dealt_heads(layout: Layout, model: ModelConfig) -> Rule:
-    """Return the rule that "ulysses" deals an equal number of a tensor rank's heads to each context
-    rank."""
+    """Return the rule for the method "ulysses": every context rank gets the same number of the
+    heads of a tensor rank.
+    """
     heads = model.heads // layout.tensor
 
     def text() -> str:
@@ -192,8 +208,9 @@ def _dealt_heads(layout: Layout, model: ModelConfig) -> Rule:
 
 
 def _key_heads(layout: Layout, model: ModelConfig) -> Rule:
-    """Return the rule that t divides the key heads. If there are more ranks than key heads, the
-    same number of ranks must share each head."""
+    """Return the rule that the tensor-parallel size t divides the number of key heads. If there are
+    more tensor ranks than key heads, every head must be shared by the same number of ranks.
+    """
     tensor = layout.tensor
     heads = model.kv_heads
 
@@ -246,7 +263,7 @@ def _divides(layout: Layout, key: str, size: int) -> Rule:
 
 
 def _setting_rules(layout: Layout) -> Iterator[Rule]:
-    """Yield the rules that need neither model nor batch."""
+    """Yield the rules about a layout that need neither a model nor a batch size."""
     known = (("schedule", SCHEDULES), ("recompute", RECOMPUTE_MODES), ("offload", OFFLOADS))
     for key, legal in known:
         value = getattr(layout, key)
@@ -263,8 +280,9 @@ def _setting_rules(layout: Layout) -> Iterator[Rule]:
 
 
 def _expert_ranks(layout: Layout) -> Rule:
-    """Return the rule that the experts are dealt over some context ranks, or over all context ranks
-    of some data ranks."""
+    """Return the rule that the experts are distributed over some context ranks of one data rank, or
+    over all context ranks of some data ranks.
+    """
     expert, legal = layout.expert, shard_groups(layout.data, layout.context)
 
     def text() -> str:
@@ -280,7 +298,7 @@ def _expert_ranks(layout: Layout) -> Rule:
 
 
 def dear(layout: Layout, batch: int) -> Iterator[str]:
-    """Yield a warning for each setting of a legal layout that costs more than one would expect."""
+    """Yield a warning for each setting of a legal layout that makes training unexpectedly slow."""
     microbatches = layout.microbatches(batch)
     if layout.shards_gradients and microbatches > 1:
         gathered = ", and gathers weights up to twice as often" if layout.shards_weights else ""

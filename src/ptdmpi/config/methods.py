@@ -1,5 +1,6 @@
-"""[data_parallel]: the messages of each method between replicas, its keys, and the state it
-keeps."""
+"""The section [data_parallel] of a configuration: for each data-parallel method, its keys, the
+messages between replicas, and the state that it keeps.
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -15,12 +16,13 @@ MethodName = Literal[
 CompressorName = Literal["none", "top_k", "random_k", "sign", "qsgd", "int8", "int4", "power_sgd"]
 FeedbackName = Literal["none", "mem_sgd", "double_squeeze", "ef21", "neolithic"]
 
-# Methods whose replicas may have different weights after a step.
+# Data-parallel methods after whose steps the weights of replicas may differ.
 DIFFERING = ("decentralized", "local")
-# Methods whose messages may be codes. The codes are of gradients, of the change in a round of local
-# steps, or of the difference between a replica and its neighbours' copy of it.
+# Data-parallel methods that can send compressed messages (codes). They compress gradients, the
+# change of the weights in a round of local steps, or the difference between a replica and the copy
+# of it that its neighbours have.
 COMPRESSING = ("compressed", *DIFFERING)
-# A key of [data_parallel] -> the methods that use it.
+# Key of [data_parallel] -> the methods that use the key.
 USED_BY: Mapping[str, tuple[str, ...]] = {
     "topology": ("decentralized",),
     "consensus_rate": ("decentralized",),
@@ -40,7 +42,7 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
     "checkpoint": (*DIFFERING, "compressed"),
     "consensus_every": DIFFERING,
 }
-# A key of a compressor -> the compressors that use it.
+# Key of a compressor -> the compressors that use the key.
 COMPRESSED_BY: Mapping[str, tuple[str, ...]] = {
     "ratio": ("top_k", "random_k"),
     "levels": ("qsgd",),
@@ -48,7 +50,7 @@ COMPRESSED_BY: Mapping[str, tuple[str, ...]] = {
     "rank": ("power_sgd",),
 }
 
-# The kinds of state of error feedback, on each replica.
+# The kinds of state that error feedback keeps on each replica.
 REMEMBERED: Mapping[str, tuple[str, ...]] = {
     "none": (),
     "mem_sgd": ("error",),
@@ -57,19 +59,22 @@ REMEMBERED: Mapping[str, tuple[str, ...]] = {
     "neolithic": ("error", "server_error"),
 }
 
-# Kinds of state, of error feedback and of other methods, that are the same on all replicas. All
-# other kinds may differ.
+# Kinds of a method's state (error feedback included) that are the same on all replicas. All other
+# kinds may differ between replicas.
 COMMON = ("anchor", "outer_momentum", "estimate_mean", "low_rank")
-# Kinds of state that begin as the weights; all others begin as zeros.
+# Kinds of state whose initial values are the weights; all other kinds are initially zero.
 BEGIN_AS_WEIGHTS = ("anchor", "public")
-# Neighbours can send codes only on graphs that are symmetric and the same in every step.
+# Neighbours can send compressed messages only on graphs that are symmetric and do not change
+# between steps.
 STEADY = ("ring", "grid", "torus", "hypercube", "complete")
 NOT_STEADY = ("exponential", "one_peer_exponential", "random")
 
 
 class DataParallelConfig(Section):
-    """The messages between replicas, and when they are sent. The tables of this module say which
-    keys a method uses, and `rules.methods` which settings it excludes."""
+    """The section [data_parallel]: which messages replicas exchange, and when. The tables of this
+    module list the keys that each method uses; `rules.methods` checks the settings that a method
+    excludes.
+    """
 
     method: Reported[MethodName] = "all_reduce"
     topology: Reported[Annotated[str, Field(min_length=1)]] = "ring"
@@ -92,25 +97,28 @@ class DataParallelConfig(Section):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return the kinds of state that the method keeps in addition to weights and moments. Each
-        kind is one number of the masters' type per element of a parameter."""
+        """Return the kinds of state that the method keeps in addition to the weights and the
+        optimizer's moments. Each kind has one number for each element of a parameter, in the type
+        of the master weights.
+        """
         return kept_by(self)
 
 
 def steps_outside(section: DataParallelConfig) -> bool:
-    """Return True if a round of local steps ends with an outer step from the round's start.
-    Otherwise it ends with the mean."""
+    """Return True if a round of local steps ends with an outer optimizer step from the weights at
+    the start of the round. Otherwise the round ends with the mean of the replicas' weights.
+    """
     steps = section.outer_momentum > 0 or section.outer_learning_rate != 1.0
     return section.method == "local" and (steps or encodes(section))
 
 
 def encodes(section: DataParallelConfig) -> bool:
-    """Return True if messages are codes."""
+    """Return True if the messages between replicas are compressed."""
     return section.method in COMPRESSING and section.compressor != "none"
 
 
 def rounds_of(section: DataParallelConfig) -> int:
-    """Return how many codes of a gradient travel as one message."""
+    """Return the number of compressed gradients that are sent as one message."""
     if section.error_feedback == "neolithic":
         return section.rounds
     return 1
@@ -138,9 +146,10 @@ def replicas_differ(section: DataParallelConfig) -> bool:
 
 
 def stored_numbers(section: DataParallelConfig, moments: int, replicas: int) -> int:
-    """Return how many numbers a checkpoint stores per parameter: the weight, `moments` of the
-    optimizer, and the method's state. If replicas differ, they are stored separately and each of
-    them counts."""
+    """Return how many numbers a checkpoint stores per parameter: the weight, the optimizer's
+    `moments`, and the method's state. If replicas differ, the checkpoint stores every replica, and
+    all replicas count.
+    """
     kinds = kept_by(section)
     apart = sum(kind not in COMMON for kind in kinds)
     if section.method in DIFFERING:
@@ -159,8 +168,9 @@ def may_share(section: DataParallelConfig, reproducible: bool) -> tuple[int, ...
 
 
 def said_at_start(section: DataParallelConfig) -> str:
-    """Return a line for the start of the run if the method changes the update; else an empty
-    text."""
+    """Return a log line for the start of the run if the method changes the update of the weights.
+    Otherwise return an empty text.
+    """
     if not replicas_differ(section):
         return ""
     fields = type(section).model_fields.items()

@@ -1,4 +1,6 @@
-"""[model]: the shape of the transformer as data, and the defaults of each kind of model."""
+"""The section [model] of a configuration: the shape of the transformer, and the default values for
+each kind of model.
+"""
 
 import math
 from collections.abc import Mapping
@@ -19,13 +21,15 @@ from ptdmpi.config.section import (
     Section,
 )
 
-# The sublayers that `model.sublayers` may name without a module -> the functions that make their
-# rows. The names are here so that a configuration is checked without these modules.
+# Sublayer that `model.sublayers` may name without a module -> the function that describes the
+# sublayer, as "module:function". The names are listed here so that a configuration can be checked
+# without importing the modules.
 SUBLAYERS: Mapping[str, str] = {
     "attention": "ptdmpi.plan.layer.describe:attention",
     "mlp": "ptdmpi.plan.layer.describe:mlp",
 }
-# The keys that each kind of model sets. A key that is given explicitly overrides them.
+# Kind of model -> the default values that it sets. Values that the user gives override these
+# defaults.
 _DECODER = {
     "attention": "causal",
     "block_norm": "pre",
@@ -91,28 +95,32 @@ MODEL_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-# The most layers. Each is a module of its own. The deepest trained Transformers have 1,000 layers
-# (Wang et al. 2022, arXiv 2203.00555), the deepest networks 10,000 (Xiao et al. 2018, arXiv
-# 1806.05393).
+# The maximum number of layers, because every layer is a separate torch module. The deepest trained
+# Transformers have 1,000 layers (Wang et al. 2022, arXiv 2203.00555), and the deepest networks have
+# 10,000 (Xiao et al. 2018, arXiv 1806.05393).
 MOST_LAYERS = 10_000
 MASK_FRACTION = 0.15  # Devlin et al. 2019, section 3.1
-GATED = ("swiglu", "geglu")  # activations of two parts, one of which gates the other
+# activation functions of gated MLPs: one half of the first linear's output gates the other half
+GATED = ("swiglu", "geglu")
 
 Number = Annotated[float, Field(gt=0)]
 Cap = Annotated[float, Field(ge=0)]
 
 
 class QuantizeConfig(Section):
-    """The format of quantized weights: codes, and a scale for each block of a row. It applies to
-    the linears of the layers. Trained weights are rounded in each product; frozen ones are stored
-    in this format."""
+    """The section [quantize]: the format of quantized weights, which consists of codes and a scale
+    for each block of a row. The weights of the linears in the layers are quantized. Trained weights
+    are rounded to this format in every matrix product; frozen weights are stored in it.
+    """
 
     weights: Reported[CodesName | Literal["none"]] = "none"
     block: Reported[Annotated[int, Field(ge=2, le=2**20, multiple_of=2)]] = 64
 
 
 class ModelConfig(Section):
-    """The shape of the transformer: l layers of width h with a heads, on sequences of s tokens."""
+    """The section [model]: a transformer with l layers, hidden size h and a attention heads, for
+    sequences of s tokens.
+    """
 
     kind: Bound[Literal["gpt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "bert"]] = "gpt"
     layers: Bound[Annotated[int, Field(ge=1, le=MOST_LAYERS)]]
@@ -172,9 +180,9 @@ class ModelConfig(Section):
     dropout: Reported[Fraction] = 0.0
     attention_dropout: Reported[Fraction] = 0.0
     init_std: Reported[Number] = 0.02
-    # the keys of [adapt]: code that counts or builds the model reads its adapters here
+    # the keys of [adapt], so that code that counts or builds the model knows its adapters
     _adapt: AdaptConfig = PrivateAttr(default_factory=AdaptConfig)
-    # the keys of [quantize]: the format of the model's quantized matrices, also of frozen ones
+    # the keys of [quantize]: the format of the model's quantized matrices, trained or frozen
     _quantize: QuantizeConfig = PrivateAttr(default_factory=QuantizeConfig)
 
     @model_validator(mode="before")
@@ -184,15 +192,16 @@ class ModelConfig(Section):
             return values
         kind = values.get("kind", "gpt")
         known = isinstance(kind, str) and kind in MODEL_KINDS
-        # A wrong value is reported by itself. Keys that depend on it get any value and are not
-        # reported.
+        # A wrong value is reported only once. Keys whose defaults depend on the wrong value get an
+        # arbitrary value, and are not reported.
         filled = {**MODEL_KINDS[kind if known else "gpt"], **values}
         heads: Any = filled.get("heads")
         hidden: Any = filled.get("hidden")
         filled.setdefault("kv_heads", heads if _sound(heads) else 1)
         # those of Llama 3 and of YaRN
         filled.setdefault("rope_high_factor", 32.0 if values.get("rope_scaling") == "yarn" else 4.0)
-        if "head_size" not in filled:  # 0 if heads do not divide h, which a rule reports
+        # 0 if the number of heads does not divide the hidden size h; a rule reports this mistake
+        if "head_size" not in filled:
             whole = _sound(hidden) and _sound(heads) and hidden % heads == 0
             filled["head_size"] = hidden // heads if whole else 0
         if "ffn_hidden" not in filled:
@@ -203,24 +212,29 @@ class ModelConfig(Section):
 
     @property
     def adapt(self) -> AdaptConfig:
-        """Return the adapters that train, if only adapters train."""
+        """Return the adapters that are trained while the model is frozen."""
         return self._adapt
 
     def idle(self, layers: range | None = None) -> int:
-        """Return how many of the first of these layers have no backward: those before the first
-        layer with adapters. The result is 0 if all layers train. `layers` None: all layers."""
+        """Return how many layers of the range `layers` have no backward pass, because they come
+        before the first layer with adapters. The result is 0 if all layers are trained. `layers`
+        None means all layers of the model.
+        """
         if layers is None:
             layers = range(self.layers)
         return max(0, min(self.adapt.first_layer, layers.stop) - layers.start)
 
     @property
     def quantize(self) -> QuantizeConfig:
-        """Return the format of its layers' quantized matrices."""
+        """Return the format of the quantized matrices in the layers; None if they are not
+        quantized.
+        """
         return self._quantize
 
     def adapted(self, adapt: AdaptConfig, quantize: QuantizeConfig | None = None) -> Self:
         """Return the same model with these adapters, and with its matrices in the format
-        `quantize`; None: they are not quantized."""
+        `quantize`. The matrices are not quantized if `quantize` is None.
+        """
         copy = self.model_copy()
         copy._adapt, copy._quantize = adapt, quantize or QuantizeConfig()
         return copy
@@ -233,7 +247,9 @@ class ModelConfig(Section):
 
     @property
     def gates(self) -> int:
-        """Return the number of parts in the MLP's first linear: 2 if one part gates the other."""
+        """Return the number of equal parts in the output of the MLP's first linear: 2 if one part
+        gates the other, otherwise 1.
+        """
         return 2 if self.activation in GATED else 1
 
     @property
@@ -258,26 +274,30 @@ class ModelConfig(Section):
 
     @property
     def attention_scale(self) -> float:
-        """Return the factor of the products of queries and keys."""
+        """Return the factor that multiplies the products of queries and keys."""
         return 1.0 / math.sqrt(self.query_scalar or self.head_size)
 
     def window_of(self, layer: int) -> int:
-        """Return the maximal number of keys that a query of this layer sees, its own included; 0:
-        all keys before it."""
+        """Return the size of this layer's attention window: the maximum number of keys that a query
+        attends to, including the key at its own position. 0 means that a query attends to all
+        earlier keys.
+        """
         slides = self.sliding_layers == "all"
         if self.sliding_layers == "even":
             slides = layer % 2 == 0
         elif not slides:
             slides = layer in self.sliding_layers
-        # a window that no sample exceeds has no effect, and without it the faster kernels can run
+        # a window that is as long as a sample has no effect, and kernels without a window are
+        # faster
         if slides and self.sliding_window < self.seq_length:
             return self.sliding_window
         return 0
 
     @property
     def mean_keys(self) -> float:
-        """Return the number of keys that a query may see, as a mean over the layers: s, or the
-        window."""
+        """Return the mean over the layers of the number of keys that a query can attend to. In each
+        layer it is the sequence length s, or the window.
+        """
         if self.sliding_window == 0 or self.sliding_window >= self.seq_length:
             return self.seq_length
         if self.sliding_layers == "all":
@@ -289,27 +309,32 @@ class ModelConfig(Section):
 
     @property
     def masked(self) -> bool:
-        """Return True if it is trained on masked tokens. Such a model sees both sides of a token
-        and cannot predict the next one."""
+        """Return True if the model is trained on masked tokens. A masked model attends to the
+        tokens on both sides, and therefore cannot predict the next token.
+        """
         return self.attention == "bidirectional"
 
     @property
     def router_losses(self) -> tuple[str, ...]:
-        """Return the names of the losses that its routers add, each a sum over the layers."""
+        """Return the names of the auxiliary losses of the model's routers. Each loss is summed over
+        the layers.
+        """
         by_balance = {"sequence": ("sequence_balance",), "batch": ("batch_balance",)}
         names = by_balance.get(self.balance, ()) if self.experts else ()
         return (*names, "router_z") if self.z_loss_coefficient > 0 else names
 
     @property
     def classifies(self) -> bool:
-        """Return True if its head gives one score per class, or per candidate, of a whole
-        sequence."""
+        """Return True if the model's head computes scores for a whole sequence: one for each class,
+        or one for a candidate answer.
+        """
         return self.output_head == "classes"
 
     @property
     def text_length(self) -> int:
-        """Return the tokens of text in a sample. In a masked model special tokens take places at
-        the start, between segments and at the end."""
+        """Return the number of text tokens in a sample. A sample of a masked model also has special
+        tokens at the start, between segments and at the end.
+        """
         if not self.masked:
             return self.seq_length
         if self.sentence_order:
@@ -317,7 +342,7 @@ class ModelConfig(Section):
         return self.seq_length - 2
 
     def predictions(self, mask_fraction: float = MASK_FRACTION) -> int:
-        """Return the maximal number of a sample's positions that the head predicts."""
+        """Return the maximum number of positions in a sample that the head predicts."""
         if self.classifies:
             return 1
         if not self.masked:
@@ -326,13 +351,16 @@ class ModelConfig(Section):
 
 
 def _sound(size: Any) -> bool:
-    """Return True if other sizes can be derived from `size`; else `size` itself is a mistake."""
+    """Return True if `size` is valid, so that the defaults of other sizes can be
+    computed from it.
+    """
     return type(size) is int and 0 < size <= MOST
 
 
 def default_ffn_hidden(model: Mapping[str, Any]) -> int:
-    """Return 4 h, or for a gated MLP 8/3 h rounded up to a multiple of 256 (LLaMA, arXiv
-    2302.13971, sec. 2.2)."""
+    """Return the default width of the MLP for hidden size h: 4 h, or for a gated MLP 8/3 h rounded
+    up to a multiple of 256 (LLaMA, arXiv 2302.13971, sec. 2.2).
+    """
     hidden = model["hidden"]
     if model.get("activation") in GATED:
         return -(-8 * hidden // 3 // 256) * 256

@@ -1,4 +1,5 @@
-"""The precisions of a run: one row each, read by the model, the planner and the checks.
+"""The table of numeric precisions, with one row for each. The model, the planner and the checks
+read this table.
 
 `precision.compute` names a row. Nothing else lists precisions: other code reads the types and their
 bytes from this table. A new precision needs a row here and its name in `PrecisionName`. If its
@@ -29,10 +30,10 @@ FLOAT64 = NumberType("float64", 8)
 class Recipe:
     """The types in which a layer's matrix products are computed.
 
-    `operands` is the type of both matrices; a processor without products of that type uses the type
-    of the `sums`. `sums` is the type in which the products of two numbers are added. `scales` is
-    the part of an operand that shares one factor, which scales it into the range of the type;
-    "none" if the type needs no factor.
+    `operands` is the type of both matrices. A processor that cannot multiply numbers of that type
+    uses the type `sums` for the matrices, too. `sums` is the type in which the products of two
+    numbers are added. `scales` says which elements of a matrix (such as a row) share one factor,
+    which scales the elements into the range of the type. It is "none" if the type needs no factor.
     """
 
     operands: NumberType
@@ -45,9 +46,9 @@ class Precision:
     """The types of one run.
 
     `compute` is the type of weights and activations. `master` is the type of master weights,
-    gradients, and the optimizer's state. `product` says how the layers multiply. `iteration` is the
-    type of the products by which Muon makes a matrix orthogonal. `scales_loss`: small gradients
-    would vanish in the type, so the loss is scaled.
+    gradients, and the optimizer's state. `product` has the types of the layers' matrix products.
+    `iteration` is the type of the matrix products with which Muon makes an update orthogonal. If
+    `scales_loss` is True, the loss is scaled, because small gradients would underflow in the type.
     """
 
     compute: NumberType
@@ -58,7 +59,7 @@ class Precision:
 
     @property
     def has_masters(self) -> bool:
-        """Return True if there are master weights of another type than the weights."""
+        """Return True if the master weights have another type than the weights."""
         return self.compute != self.master
 
 

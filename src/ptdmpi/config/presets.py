@@ -1,4 +1,6 @@
-"""Models by name, as tables of keys of [model] and `vocab_size`, and how they were trained."""
+"""Presets: named models, with the values of [model] and `vocab_size`, and the published training
+settings.
+"""
 
 import difflib
 import math
@@ -12,13 +14,15 @@ from typing import Any
 # Values of the keys that the presets of Narayanan et al. 2021 leave out.
 DEFAULTS = {"seq_length": 2048, "vocab_size": 51200}
 RECIPE = ("batch", "optimizer")  # sections whose keys a preset may set
-# A published warm-up is for a run of full length. In a shorter run it takes at most this share.
+# A published warm-up is meant for a run of full length. In a shorter run the warm-up takes at most
+# this share of the steps.
 ADAM = ("beta1", "beta2", "eps")
 WARMUP_SHARE = 10
-# The size in a name: 1.3b, 125m, 1t, 8x7b.
+# Matches the number of parameters in the name of a model, such as 1.3b, 125m, 1t, 8x7b.
 SIZE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)([mbt])(?![a-z])")
 UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
-# How much another family counts, compared with a size that is wrong by a factor of e.
+# The distance of another model family, in units of the distance of a size that differs by a factor
+# of e = 2.718.
 FAMILY_WEIGHT = 3.0
 
 
@@ -30,7 +34,7 @@ def _tables() -> dict[str, dict[str, Any]]:
 
 @cache
 def model_presets() -> dict[str, dict[str, Any]]:
-    """Return name -> complete table of keys of [model], and vocab_size."""
+    """Return all presets: name -> the values of all keys of [model], and `vocab_size`."""
     return {
         name: {**DEFAULTS, **{key: value for key, value in table.items() if key not in RECIPE}}
         for name, table in _tables().items()
@@ -38,9 +42,11 @@ def model_presets() -> dict[str, dict[str, Any]]:
 
 
 def nearest_presets(name: str, count: int = 2) -> list[str]:
-    """Return the presets that are nearest to a name in family and size, the nearest first.
+    """Return the presets whose model family and size are most similar to a name, the most similar
+    first.
 
-    The name may be one of a model hub: "meta-llama/Llama-2-7b-hf" is near "llama-7b".
+    The name may come from a model hub. For example, "llama-7b" is similar to
+    "meta-llama/Llama-2-7b-hf".
     """
     family, size = _family_and_size(name)
 
@@ -72,9 +78,10 @@ def recipe(name: str) -> dict[str, dict[str, Any]]:
 
 
 def with_preset(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the tree of a configuration with the keys of a preset written out; keys given in the
-    tree override them. The vocabulary comes from the data. Raises KeyError for an unknown
-    preset."""
+    """Return the tree of a configuration with the keys of a preset added. Keys that the tree
+    already has keep their values. The size of the vocabulary is not taken from the preset, but from
+    the data. Raises KeyError for an unknown preset.
+    """
     model, preset = dict(tree["model"]), model_presets()[name]
     model.pop("preset", None)
     sizes = {key: value for key, value in preset.items() if key != "vocab_size"}
@@ -87,8 +94,9 @@ def with_preset(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def own_sizes(tree: Mapping[str, Any]) -> list[str]:
-    """Return the keys of [model] whose own values replace those of the preset that the tree names;
-    none if it names no known preset."""
+    """Return the keys of [model] for which the tree has other values than the preset that it names.
+    Return none if the tree names no known preset.
+    """
     model = tree.get("model")
     if not isinstance(model, Mapping):
         return []
@@ -99,8 +107,10 @@ def own_sizes(tree: Mapping[str, Any]) -> list[str]:
 def _fitted(
     keys: dict[str, Any], own: Mapping[str, Any], tree: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the keys of a recipe that do not contradict other keys of the run. The end of the
-    decay belongs to its peak, and the warm-up to the length of the run."""
+    """Return the keys of a recipe that do not contradict other keys of the run. The final learning
+    rate is used only together with the recipe's peak learning rate, and the warm-up is adapted to
+    the length of the run.
+    """
     run = tree.get("run")
     steps = run.get("steps") if isinstance(run, Mapping) else None
     if "learning_rate" in own:

@@ -5,10 +5,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-MOST = 10**12  # the most of any count: a larger one is a slip of the pen
-# The most sequences of a step, and ranks. The largest published batches have some 10^5 sequences.
-# 10^9 sequences of 2,048 tokens are as many as Llama 2 saw in its whole training (arXiv 2307.09288,
-# Table 1).
+MOST = 10**12  # the maximum of any count: a larger number is surely a typing mistake
+# The maximum number of sequences in a step, and of ranks. The largest published batches have about
+# 10^5 sequences. 10^9 sequences of 2,048 tokens are as many tokens as the whole training of Llama 2
+# used (arXiv 2307.09288, Table 1).
 MOST_BATCH = MOST_RANKS = 10**9
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
@@ -23,11 +23,11 @@ def _without_nul(path: str) -> str:
 
 PathText = Annotated[str, AfterValidator(_without_nul)]
 FileName = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
-DirectoryName = FileName  # an empty name would mean the present directory
+DirectoryName = FileName  # an empty path would mean the current directory
 
 
 def _is_below(name: str) -> str:
-    """Return a run's name, which is also the path of its directory below runs/."""
+    """Return the name of a run if it is a valid path below runs/; otherwise raise ValueError."""
     if not name.isprintable() or any(part.strip() in ("", ".", "..") for part in name.split("/")):
         raise ValueError("legal: a name such as first or tries/first, without . and .. as parts")
     return name
@@ -37,7 +37,7 @@ RunName = Annotated[str, AfterValidator(_is_below)]
 
 
 class OnResume(Enum):
-    """The meaning of a changed key for a run that resumes from a checkpoint."""
+    """The possible effects when a key has changed and the run resumes from a checkpoint."""
 
     BOUND = "refused"
     BOUND_ORDER = 'refused, unless data.change = "from here" allows it'
@@ -46,7 +46,8 @@ class OnResume(Enum):
 
 
 Value = TypeVar("Value")
-# The annotation of a key gives the meaning of its change on resume: `steps: Reported[Positive]`.
+# The annotation of a key says what happens if the key has changed when a run resumes, such as
+# `steps: Reported[Positive]`.
 Bound = Annotated[Value, OnResume.BOUND]
 BoundOrder = Annotated[Value, OnResume.BOUND_ORDER]
 Reported = Annotated[Value, OnResume.REPORTED]
@@ -54,14 +55,18 @@ Free = Annotated[Value, OnResume.FREE]
 
 
 class FrozenTable(BaseModel):
-    """A frozen table of a configuration: unknown keys and implicit conversions are errors."""
+    """The base class of tables in a configuration: it is frozen, and unknown keys and implicit type
+    conversions are errors.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Section(FrozenTable):
-    """A table whose keys declare what a change on resume means. A class with a key that declares
-    nothing, or two things, raises TypeError where it is defined."""
+    """The base class of sections. The annotation of each key must say what happens if the key has
+    changed when a run resumes. The definition of a class raises TypeError if a key has no such
+    annotation, or more than one.
+    """
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
@@ -71,7 +76,7 @@ class Section(FrozenTable):
 
     @classmethod
     def on_resume(cls, key: str) -> OnResume:
-        """Return what a change of `key` means for a run that resumes."""
+        """Return what happens if `key` has changed when a run resumes."""
         metadata = cls.model_fields[key].metadata
         declared = [item for item in metadata if isinstance(item, OnResume)]
         if len(declared) != 1:

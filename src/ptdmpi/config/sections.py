@@ -1,4 +1,4 @@
-"""The sections of a configuration: typed and frozen, each key with its default."""
+"""The classes of a configuration's sections, with the type and the default of each key."""
 
 from collections.abc import Mapping
 from decimal import Decimal
@@ -33,7 +33,8 @@ from ptdmpi.config.section import (
 )
 from ptdmpi.config.wires import AUTO
 
-# The kind of state of the master weights; in a model that does not train, of the weights.
+# The name, as a kind of state, of the master weights; in a model that is not trained, of the
+# weights.
 WEIGHTS = "weights"
 AVERAGE = "ema"  # the kind of state that is the weights' moving average
 # Kinds of state that optimizers keep, by torch's names.
@@ -43,7 +44,9 @@ MUON_MOMENTUM = 0.95
 
 
 class RunConfig(Section):
-    """Which run this is, how long it goes, and the seed of all its randomness."""
+    """The section [run]: the name of the run, its number of steps, the random seed, and further
+    options.
+    """
 
     name: Free[RunName] = "run"
     dir: Free[PathText] = ""
@@ -70,7 +73,7 @@ class RunConfig(Section):
 
     @property
     def profiled(self) -> range:
-        """Return the steps (from 1) that are profiled, perhaps none."""
+        """Return the steps that are profiled; the first step is 1. The result may be empty."""
         first, _, last = self.profile_steps.partition(":")
         if not first:
             return range(0)
@@ -85,9 +88,10 @@ class RunConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Sizes of the tensor, context, pipeline and data axes, how many ranks have different experts,
-    how the pipeline is run, and which state is sharded in groups of `shard_group` ranks (`zero`) or
-    kept off the device (`offload`)."""
+    """The section [parallel]: the sizes of the tensor, context, pipeline and data axes, the number
+    of ranks that share the experts, and the pipeline schedule. `zero` says which state is sharded
+    in groups of `shard_group` ranks, and `offload` which state is stored outside the device.
+    """
 
     tensor: Reported[Positive] = 1
     context: Reported[Positive] = 1
@@ -106,7 +110,9 @@ class ParallelConfig(Section):
 
     @property
     def model_ranks(self) -> int:
-        """Return t c p, the ranks that compute one sample together."""
+        """Return the number of ranks that compute one sample together: the product of the tensor,
+        context and pipeline axes.
+        """
         return self.tensor * self.context * self.pipeline
 
     @model_validator(mode="before")
@@ -119,14 +125,18 @@ class ParallelConfig(Section):
 
 
 class BatchConfig(Section):
-    """Sequences per optimizer step over all ranks, and per microbatch."""
+    """The section [batch]: the number of sequences per optimizer step over all ranks, and per
+    microbatch.
+    """
 
     global_size: BoundOrder[Annotated[int, Field(ge=1, le=MOST_BATCH)]]
     micro_size: Reported[Positive] = 1
 
 
 class PrecisionConfig(Section):
-    """Type of weights and activations; masters and gradients are float32 (fp64: float64)."""
+    """The section [precision]: the type of weights and activations. Master weights and gradients
+    are float32, or float64 for fp64.
+    """
 
     compute: Reported[PrecisionName] = "fp32"
     initial_loss_scale: Reported[Annotated[float, Field(ge=1)]] = 65536.0
@@ -134,13 +144,17 @@ class PrecisionConfig(Section):
 
     @property
     def scales_loss(self) -> bool:
-        """Return True if small gradients would vanish in the type, so that the loss is scaled."""
+        """Return True if the loss is scaled, because small gradients would underflow in
+        the type.
+        """
         return PRECISIONS[self.compute].scales_loss
 
 
 class RecomputeConfig(Section):
-    """Which activations are dropped after the forward pass and computed again for the backward, and
-    whether those that full recomputation keeps are divided over the tensor axis."""
+    """The section [recompute]: which activations are freed after the forward pass and computed
+    again for the backward pass. Full recomputation keeps the inputs of layers, and these inputs can
+    be divided over the tensor axis.
+    """
 
     mode: Reported[RecomputeMode] = "none"
     layers: Reported[Positive | Literal["all"]] = "all"
@@ -148,8 +162,10 @@ class RecomputeConfig(Section):
 
 
 class RateGroup(Section):
-    """Parameters whose learning rate and weight decay are other ones: `names` are globs of logical
-    names (`layers.*.mlp.*`, `*.bias`), and both factors multiply what the optimizer says."""
+    """A group of parameters with their own learning rate and weight decay. `names` are globs of
+    logical names (`layers.*.mlp.*`, `*.bias`). The two factors multiply the optimizer's learning
+    rate and weight decay.
+    """
 
     names: Reported[Annotated[tuple[FileName, ...], Field(min_length=1, strict=False)]]
     learning_rate_factor: Reported[Annotated[float, Field(ge=0)]] = 1.0
@@ -159,9 +175,11 @@ class RateGroup(Section):
 class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter 2019), Lion (Chen et al. 2023), SGD with momentum, or Muon on
     the layers' matrices with AdamW on the rest (Jordan et al. 2024); warm-up, decay and clipping.
-    `decay_steps`: how many steps `decay = "wsd"` ends with, or which share of all. `muon_scale`:
-    how long an orthogonal update is, by torch.optim.Muon's names. `ema_decay` above 0: the state
-    has the weights' moving average, too. `kind = "own"`: the optimizer that `own` names."""
+    `decay_steps` is the number of decaying steps at the end of a run with `decay = "wsd"`, or their
+    share of all steps. `muon_scale` is the scaling of an orthogonal update, by the names of
+    torch.optim.Muon. If `ema_decay` is above 0, a moving average of the weights is kept, too. `kind
+    = "own"` selects the optimizer that `own` names.
+    """
 
     kind: Reported[Literal["adamw", "sgd", "lion", "muon", "own"]] = "adamw"
     own: Reported[str] = ""
@@ -183,9 +201,10 @@ class OptimizerConfig(Section):
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Return the state of parameters in addition to their weights, by torch's names. The
-        weights' moving average, if there is one, is last. For the layers' matrices Muon keeps only
-        the first kind; for all other parameters it keeps the same as AdamW."""
+        """Return the kinds of state that the optimizer keeps for a parameter, by torch's names. The
+        moving average of the weights, if there is one, is last. Muon keeps only the first kind for
+        the layers' matrices; for all other parameters Muon keeps the same kinds as AdamW.
+        """
         kept = self._moments_of_kind()
         if self.ema_decay:
             return (*kept, AVERAGE)
@@ -207,18 +226,22 @@ class OptimizerConfig(Section):
 
     @property
     def has_matrices(self) -> bool:
-        """Return True if each of the layers' matrices is updated as a whole."""
+        """Return True if the optimizer needs a complete matrix of a layer to update it, as Muon
+        does.
+        """
         return self.kind == "muon"
 
     @property
     def numbers(self) -> int:
-        """Return the numbers of state per element of a parameter, without its weight. Under Muon an
-        element of the layers' matrices has one less."""
+        """Return how many numbers of optimizer state an element of a parameter has. With Muon an
+        element of the layers' matrices has one number less.
+        """
         return len(self.moments) - self.has_matrices
 
     def last_steps(self, steps: int) -> int:
-        """Return the number of last steps, out of `steps`, in which `decay = "wsd"` decays; at
-        least one."""
+        """Return the number of steps at the end of a run of `steps` steps in which `decay = "wsd"`
+        reduces the learning rate; at least one.
+        """
         if isinstance(self.decay_steps, int):
             return self.decay_steps
         return max(1, round(self.decay_steps * steps))
@@ -236,7 +259,9 @@ class OptimizerConfig(Section):
 
 
 class TrainDataConfig(Section):
-    """One dataset of the mixture: a directory of shards, its share, how often it may be seen."""
+    """One training dataset of the mixture: the directory of its shards, its weight, and the maximum
+    number of epochs.
+    """
 
     path: Free[DirectoryName]
     weight: BoundOrder[Decimal] = Field(default=Decimal(1), gt=0, le=10**9, strict=False)
@@ -252,7 +277,9 @@ class TrainDataConfig(Section):
 
 
 class DataConfig(Section):
-    """The `[data]` section: the token shards, or the data of the user's own, and their order."""
+    """The section [data]: the token shards, or the user's own datasets, and the order of their
+    samples.
+    """
 
     train: BoundOrder[Annotated[tuple[TrainDataConfig, ...], Field(min_length=1, strict=False)]]
     valid: Reported[
@@ -272,7 +299,7 @@ class DataConfig(Section):
 
     @property
     def valid_paths(self) -> tuple[str, ...]:
-        """Return the validation datasets, perhaps none."""
+        """Return the paths of the validation datasets; the result may be empty."""
         if self.valid is None:
             return ()
         if isinstance(self.valid, str):
@@ -281,9 +308,11 @@ class DataConfig(Section):
 
 
 class TaskConfig(Section):
-    """The data that a head for a task is trained on: `data.train` and `data.valid` are then JSON
-    lines, of texts with one of `labels`, or of questions with `choices` candidates each, which are
-    as many sequences. The model's head follows from it (`Config.with_head`)."""
+    """The section [task]: the data for training a head for a task. With a task, `data.train` and
+    `data.valid` are files of JSON lines. Each line is a text with one of the `labels`, or a
+    question with `choices` candidate answers, each of which becomes one sequence. The section also
+    determines the model's head (`Config.with_head`).
+    """
 
     kind: Bound[Literal["none", "classification", "choice"]] = "none"
     labels: Bound[Annotated[tuple[FileName, ...], Field(strict=False)]] = ()
@@ -292,12 +321,12 @@ class TaskConfig(Section):
 
     @property
     def sequences(self) -> int:
-        """Return the sequences of one sample."""
+        """Return the number of sequences in one sample."""
         return self.choices if self.kind == "choice" else 1
 
     @property
     def classes(self) -> int:
-        """Return the number of scores of one sequence."""
+        """Return the number of scores that the head computes for one sequence."""
         return 1 if self.kind == "choice" else len(self.labels)
 
 
@@ -312,14 +341,16 @@ class PreferenceConfig(Section):
 
     @property
     def compares(self) -> bool:
-        """Return True if the loss is of pairs."""
+        """Return True if the loss compares pairs of answers."""
         return self.method != "none"
 
 
 class CheckpointConfig(Section):
-    """Besides at the end, a run saves every `every_steps` steps and `every_minutes` minutes, 0:
-    never; `keep = 0` keeps every checkpoint, and `keep_every` those at its multiples besides the
-    newest ones; `keep_best` (true: 1) those of so many lowest validation losses."""
+    """The section [checkpoint]. A run saves at its end, every `every_steps` steps and every
+    `every_minutes` minutes; 0 means never. The newest `keep` checkpoints are kept; `keep = 0` keeps
+    all. Checkpoints at multiples of `keep_every` steps are kept, too, and so are the `keep_best`
+    checkpoints with the lowest validation losses (true means 1).
+    """
 
     every_steps: Free[NonNegative] = 0
     every_minutes: Free[Annotated[float, Field(ge=0)]] = 15.0
@@ -333,9 +364,11 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """`validate_every_steps = 0` validates at the end only, where validation data is given, and so
-    do `tasks_every_steps = 0` and `tasks`, files of questions as `ptdmpi evaluate --tasks` has.
-    `tensorboard` and `wandb` (true: offline) need the extras of these names."""
+    """The section [log]. With `validate_every_steps = 0` the run validates only at its end, if it
+    has validation data. `tasks` are files of questions, as for `ptdmpi evaluate --tasks`; with
+    `tasks_every_steps = 0` they are evaluated only at the end. `tensorboard` and `wandb` (true
+    means offline) need the extras of the same names.
+    """
 
     every_steps: Free[Positive] = 1
     validate_every_steps: Free[NonNegative] = 0
@@ -350,11 +383,15 @@ class LogConfig(Section):
 
     @property
     def most_validated(self) -> int | None:
-        """Return the maximal number of samples of a validation dataset; None: all."""
+        """Return the maximum number of samples of a validation dataset that are used; None means
+        all.
+        """
         return None if self.validate_samples == "all" else self.validate_samples
 
 
 class CommConfig(Section):
-    """`wire` is checked by `ptdmpi.config.wires`, which knows the reasons too."""
+    """The section [comm]: the transport between ranks. `ptdmpi.config.wires` checks the value of
+    `wire`.
+    """
 
     wire: Reported[str] = AUTO

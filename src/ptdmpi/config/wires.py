@@ -1,7 +1,7 @@
-"""Wires by name: the legal values of `comm.wire`, and the place of each wire's class.
+"""The legal names of transports (`comm.wire`), and the class of each transport.
 
-A wire is one class, a `Communicator` that keeps the contract, and one entry in `WIRES`. The class
-is imported only when a world is split, so a plan needs neither torch nor MPI.
+A transport needs a subclass of `Communicator` and an entry in `WIRES`. The class is imported only
+when communicators are made, so planning needs neither torch nor MPI.
 """
 
 from collections.abc import Iterator

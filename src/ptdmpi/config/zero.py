@@ -1,7 +1,8 @@
 """The state that each stage of ZeRO shards (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-A stage is the value of `parallel.zero`. Code that depends on the stage asks this module, or asks
-`Layout` and `Portion`, which answer for a number of ranks. No other code compares the number.
+A stage is the value of `parallel.zero`. No code outside this module compares the number of the
+stage. Other code calls the functions of this module, or the methods of `Layout` and `Portion`,
+which also consider the number of ranks.
 """
 
 from typing import NamedTuple
@@ -52,21 +53,23 @@ class Sharing(NamedTuple):
 
     @property
     def state_shards(self) -> int:
-        """Return the number of shards of the optimizer's state; 1 if it is whole."""
+        """Return the number of shards of the optimizer's state; 1 if the state is not sharded."""
         return self.ranks if self.shards_state else 1
 
     @property
     def gradient_shards(self) -> int:
-        """Return the number of shards of the gradients; 1 if they are whole."""
+        """Return the number of shards of the gradients; 1 if the gradients are not sharded."""
         return self.ranks if self.shards_gradients else 1
 
     @property
     def weight_shards(self) -> int:
-        """Return the number of parts into which weights are cut; 1 where they are whole."""
+        """Return the number of shards of the weights; 1 if the weights are not sharded."""
         return self.ranks if self.shards_weights else 1
 
 
 def stages_of_zero(reproducible: bool) -> tuple[int, ...]:
-    """Return the legal stages of ZeRO. If a run sums gradients along one tree, each rank has whole
-    gradients until all microbatches are summed."""
+    """Return the legal stages of ZeRO. If a run sums gradients along one tree, gradients and
+    weights cannot be sharded, because each rank needs complete gradients until all microbatches are
+    summed.
+    """
     return tuple(zero for zero in STAGES if not (reproducible and covers_gradients(zero)))

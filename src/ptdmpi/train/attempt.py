@@ -46,12 +46,13 @@ def _measured(cluster: str) -> dict[str, list[dict[str, Any]]]:
 class Attempt:
     """One start of a run, made by all ranks together. Rank 0 keeps the history.
 
-    `first` is the number of steps done before. `idle` is True if nothing is left to train; then
-    nothing is written. `over` is the reason why the run has ended before its last step, once it
-    has. `how` describes the state from which the run begins. `why` describes why it ended, and is
-    empty until then. `live`: the state came from other ranks, so perhaps no checkpoint has it.
-    `skipped` has the checkpoints that could not be read, with reasons. `choice` has the kernels
-    that the run computes with; None: not chosen yet.
+    `first` is the number of steps that were done before this start. If `idle` is True, nothing is
+    left to train, and nothing is written. `over` is the reason why the run has ended before its
+    last step, if it has. `how` describes the state from which the run begins. `why` describes why
+    the run ended, and is empty until then. `live` is True if the state came from other ranks, so
+    perhaps no checkpoint contains it. `skipped` has the checkpoints that could not be read, with
+    reasons. `choice` has the kernels that the run computes with; None means that they are not
+    chosen yet.
     """
 
     def __init__(
@@ -78,10 +79,12 @@ class Attempt:
         self.how = "begins"
         self.why = ""
         self.over = ""
-        self.pending = start.unfinished is not None  # its last step is not recorded or saved yet
+        # the last step of the live state is not recorded or saved yet
+        self.pending = start.unfinished is not None
         self.history: History | None = None
         self.choice: Choice | None = None
-        # until all is loaded: if a rank is lost meanwhile, half a state must not replace it
+        # `steps_done` stays None until the state is loaded completely: if a rank is lost meanwhile,
+        # no survivor may continue from an incomplete state
         engine.steps_done = None
         fresh: list[str] = []
         if config.adapt.adapts:
@@ -98,7 +101,8 @@ class Attempt:
         engine.steps_done = self.first
 
     def choose(self, engine: Engine, memory: Memory, say: Callable[[str], None]) -> None:
-        """Choose the kernels that the engine computes with, on all ranks, if the run trains at all.
+        """Choose the kernels that the engine computes with, the same on all ranks. Do nothing if no
+        step is left to train.
 
         `memory` limits the choice to kernels whose working memory fits.
         """
@@ -253,7 +257,7 @@ class Attempt:
         return f"to stop and keep all: {', or '.join(ways)}{loss}"
 
     def _size_line(self, vocab_size: int) -> str:
-        """Return the line on ranks, layout, parameters and batches."""
+        """Return the log line about ranks, layout, parameters and batches."""
         config = self.config
         world = self.world
         layout = config.layout
@@ -272,7 +276,9 @@ class Attempt:
         )
 
     def _nothing_left(self) -> str:
-        """Return the line for a run that has no steps left, with the keys that can be changed."""
+        """Return the log line for a run that has no steps left. It names the keys that can be
+        changed to train further.
+        """
         reason = f"run.steps = {self.config.run.steps}"
         legal = f"run.steps above {self.first}"
         if self.over:
@@ -284,7 +290,7 @@ class Attempt:
         )
 
     def _beginning(self) -> Iterator[str]:
-        """Yield the lines about the state from which the run begins."""
+        """Yield the log lines about the state from which the run begins."""
         if self.how != "begins":
             yield self.how + self._changed()
             if self.config.checkpoint.initial and self.how.startswith("resumed"):
@@ -300,6 +306,8 @@ class Attempt:
             )
 
     def _changed(self) -> str:
-        """Return the changes since the run last trained, as the end of a line."""
+        """Return the end of a log line: the settings that have changed since the run
+        last trained.
+        """
         changes = "; ".join(self.course.answer.changed)
         return f"; changed since: {changes}" if changes else ""

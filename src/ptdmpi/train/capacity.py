@@ -27,13 +27,14 @@ if TYPE_CHECKING:  # its import starts MPI
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
-# The share of the model's needs that a rank is assumed to have had, if an allocation fails although
-# the memory should suffice.
+# If an allocation fails although the memory should suffice, the rank is assumed to have had this
+# share of the memory that the model needs.
 FAILED_SHARE = 0.9
 
 
 class Memory:
-    """The memory of one rank of a run: its capacity, and the needs of the model.
+    """The memory of one rank of a run: the bytes that the rank may use, and the bytes that the
+    model needs.
 
     `capacity_bytes` is the memory that this rank may use on its device. `step` is the predicted
     memory of a step.
@@ -47,7 +48,8 @@ class Memory:
         Raises InputError on every rank if a node cannot hold what its ranks need.
         """
         self._config = config
-        if not is_supervised():  # nobody would use copies in memory, so none are made
+        # without a supervisor no copies in memory are made, because no later start would load them
+        if not is_supervised():
             self._config = config.replace("checkpoint", memory_every_steps=0)
         self._vocab_size = vocab_size
         self._world = world
@@ -66,9 +68,9 @@ class Memory:
     def settle(self, choice: Choice, say: Callable[[str], None]) -> Choice:
         """Return the chosen kernels, limited to those whose memory fits; all ranks call it.
 
-        If there is no memory to keep attention's probabilities, they are computed again with the
-        same bits, and `say` reports it. Raises InputError on every rank if the kernels widen half
-        types and there is no memory for the copies.
+        If the memory is too small to keep the attention probabilities, the backward pass computes
+        the same probabilities again, and `say` reports this. Raises InputError on every rank if the
+        kernels widen half types and there is no memory for the copies.
         """
         if isinstance(choice, DeviceChoice):  # kernels of a device need no further memory
             return choice
@@ -89,8 +91,8 @@ class Memory:
     def _step(self, wide: bool, kept_block: int = 0) -> relief.Step:
         """Return the predicted memory of a step.
 
-        `wide`: half types are widened. `kept_block` is the block size of the attention
-        probabilities that are kept for the backward pass; 0: none are kept.
+        `wide` is True if kernels convert 16-bit types to float32. `kept_block` is the block size of
+        the attention probabilities that are kept for the backward pass; 0 means that none are kept.
         """
         step = relief.Step.of(
             self._config,
@@ -134,24 +136,28 @@ class Memory:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Add a note to an out-of-memory error. It shows how the memory is used, and which changes
-        would make the model fit."""
+        """Add a note to an out-of-memory error. The note shows how the memory is used, and which
+        changes would make the model fit.
+        """
         try:
             yield
         except (MemoryError, RuntimeError) as error:
-            # a note instead of another exception, because the traceback shows which tensor it was
+            # add a note and raise no other exception, because the traceback shows which tensor was
+            # allocated
             if _lacks_memory(error):
                 # another program has the rest of this rank's memory
                 needed = self.step.largest()[1].total
                 had = min(self.capacity_bytes, FAILED_SHARE * needed)
-                # hosts were checked before; all ranks would be needed to check them again
+                # the hosts' memory was checked at the start; another check would need all ranks
                 step = replace(self.step, host_capacity_bytes=math.inf)
                 error.add_note(relief.explain(step, had))
             raise
 
 
 class _Use(NamedTuple):
-    """The bytes that a rank needs of one memory, and the bytes of its share."""
+    """For one memory (of a device or a host): the bytes that a rank needs, and the bytes that it
+    may use.
+    """
 
     needed_bytes: float
     capacity_bytes: float
@@ -202,7 +208,8 @@ def expected_gpus(device: torch.device, environ: Mapping[str, str] = os.environ)
 
 
 def expected_sharing(device: torch.device, local_ranks: int) -> int:
-    """Return the result that `ranks_sharing` will have if `local_ranks` ranks start on this node.
+    """Return the maximum number of ranks that will share a GPU if `local_ranks` ranks start on this
+    node; on a node without GPUs, the number that will share the host.
 
     Ranks take the GPUs in turn, so the largest number of ranks on a GPU is the quotient rounded up.
     """

@@ -1,5 +1,6 @@
-"""Checks of a run before memory is allocated. One rank makes them, and one report has all
-mistakes."""
+"""Checks of a run before memory is allocated. One rank makes all checks, and one error reports all
+mistakes.
+"""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,8 +38,9 @@ from ptdmpi.train.tasks.files import task_files
 def checked(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) -> Config:
     """Return the configuration of a run on `ranks` ranks, `node_ranks` of them on a node.
 
-    `tree` holds the sections as parsed from TOML. Data, cluster file, tasks and run directory are
-    checked too; nothing is written. Raises InputError with all mistakes, one line each.
+    `tree` has the sections as parsed from TOML. The data, the cluster file, the tasks and the run
+    directory are checked, too. Nothing is written. Raises InputError with all mistakes, one line
+    each.
     """
     tree = with_form(tree)
     try:
@@ -95,7 +97,8 @@ def checked_data(config: Config) -> int:
         paths = [*(part.path for part in config.data.train), *config.data.valid_paths]
         paths = [path for path in paths if not is_own(path)]
         mistakes += _mistakes([partial(_verify, path) for path in dict.fromkeys(paths)])
-    if config.data.change != FROM_HERE:  # else samples are counted from the step of the checkpoint
+    # if the run resumes, the number of samples is counted from the step of the checkpoint
+    if config.data.change != FROM_HERE:
         mistakes += _mistakes([course.check])
     mistakes += _mistakes([partial(task_files, config, course, source.vocab_size)])
     if mistakes:
@@ -115,7 +118,9 @@ def _mistakes(checks: Iterable[Callable[[], object]]) -> list[str]:
 
 
 def _section_checks(sections: Sections) -> Iterator[Callable[[], object]]:
-    """Yield the checks of single sections. They are possible even if other sections are wrong."""
+    """Yield the checks that need only one section each, so that they are possible even if other
+    sections are wrong.
+    """
     run = sections.run
     if run is not None:
         yield partial(require_writable, Path(run.dir))

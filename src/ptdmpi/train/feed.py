@@ -1,4 +1,4 @@
-"""From datasets on disk to microbatches on the device."""
+"""Reading of a run's datasets from disk, and their transfer to the device as microbatches."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -57,7 +57,9 @@ class SampleSource(Protocol):
     vocab_size: int
 
     def steps(self, order: SampleOrder, data: Communicator) -> Steps:
-        """Return the training microbatches of a rank of the data axis `data`, in this order."""
+        """Return the training microbatches of one data rank, in the order of training. `data` is
+        the communicator of the data axis.
+        """
 
     def validation(self, number: int, data: Communicator) -> Iterator[MicrobatchRows]:
         """Yield this data rank's microbatches of validation dataset `number`.
@@ -66,10 +68,10 @@ class SampleSource(Protocol):
         """
 
     def ids(self, number: int, sample: int) -> list[int]:
-        """Return the tokens of one sample of training dataset `number`, for people to read."""
+        """Return the tokens of one sample of training dataset `number`, to be shown to the user."""
 
     def remarks(self) -> Iterator[str]:
-        """Yield the lines on these samples that a run logs at its start."""
+        """Yield the lines about the samples that a run logs at its start."""
 
 
 class ShardSource:
@@ -114,9 +116,9 @@ class ShardSource:
     def _form(
         self, datasets: list[Dataset], locate: Locate
     ) -> Callable[[MicrobatchRows], MicrobatchRows]:
-        """Return the function that makes samples out of windows of tokens.
+        """Return the function that makes training samples out of windows of tokens.
 
-        `locate` maps the numbers of samples to datasets and places in these.
+        `locate` maps the number of a sample to its dataset and its position in the dataset.
         """
         windows = Windows(datasets, locate, self.length)
         if self.masked is not None:
@@ -132,7 +134,7 @@ class ShardSource:
             forms.append(partial(with_references, labels))
 
         def apply_all(microbatch: MicrobatchRows) -> MicrobatchRows:
-            """Apply the forms one after the other."""
+            """Apply all conversions of windows to samples, one after the other."""
             for form in forms:
                 microbatch = form(microbatch)
             return microbatch
@@ -164,8 +166,8 @@ class ShardSource:
             yield f"{dataset.directory}: log-probabilities of {references.model}"
 
     def bigram_loss(self) -> float:
-        """Return the loss of a bigram model of the training shards on the validation samples, in
-        nats per token.
+        """Return the validation loss, in nats per token, of a bigram model that was made from the
+        training shards.
 
         In nats per token.
         """
@@ -175,7 +177,9 @@ class ShardSource:
         return sum(bigram.loss(inputs, labels) for inputs, labels in pairs) / tokens
 
     def _validated_pairs(self, dataset: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield inputs and labels [1, s] of each sample that every layout validates on."""
+        """Yield inputs and labels, of shape [1, sequence length], of each sample in the part of the
+        validation data that every layout uses.
+        """
         batches = ValidationBatches(
             dataset,
             self.length,
@@ -209,7 +213,9 @@ class TaskSource:
 
     @property
     def _micro(self) -> int:
-        """Return the number of samples in a microbatch, whose size counts sequences."""
+        """Return the number of samples in a microbatch. The configured microbatch size is a number
+        of sequences.
+        """
         return self.config.batch.micro_size // self.config.task.sequences
 
     def steps(self, order: SampleOrder, data: Communicator) -> Steps:
@@ -280,15 +286,18 @@ class Feed:
         self._placing = Placing(device)
 
     def steps(self, first: int) -> Prefetcher:
-        """Return the microbatches of step `first` (from 0) and of later steps; a thread reads
-        them."""
+        """Return the microbatches of step `first` (the first step is 0) and of later steps. A
+        thread reads them in advance.
+        """
         batches = self.source.steps(self.course.order, self.axes["data"])
         return Prefetcher(batches, first, self.config.run.steps)
 
     def place(self, microbatches: list[MicrobatchRows]) -> list[Microbatch]:
-        """Return microbatches as tensors [s, b] on the device, valid until the next call.
+        """Return microbatches as tensors on the device, of shape [sequence length, microbatch
+        size]. The tensors are valid until the next call.
 
-        Every rank of the context axis reads whole samples, and selects its positions here.
+        Every rank of the context axis reads complete samples; this method selects the rank's
+        positions.
         """
         here = ContextAxis(self.axes[CONTEXT]).positions
         return self._placing.place([as_tensors(rows).at(here) for rows in microbatches])
@@ -310,9 +319,10 @@ class Feed:
                 yield number, group
 
     def bigram_loss(self) -> float:
-        """Return the loss of a bigram model (see `ShardSource.bigram_loss`) on rank 0, else 0.0.
+        """Return the loss of a bigram model (see `ShardSource.bigram_loss`) on rank 0, and 0.0 on
+        all other ranks.
 
-        Its validation samples are those that every layout validates on.
+        The loss is computed on the validation samples that every layout uses.
         """
         if self.axes.world.rank or not isinstance(self.source, ShardSource):
             return 0.0
@@ -342,7 +352,8 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
                 f"{dataset.tokenizer_sha256[:12]}), but {owner} says {wanted[:12]}; "
                 "all datasets of a run need the same tokenizer"
             )
-        for name in ("vocab_size", "eod_id"):  # two tokenizers may have been given the same hash
+        # two different tokenizers may have the same recorded hash
+        for name in ("vocab_size", "eod_id"):
             if getattr(dataset, name) != getattr(train[0], name):
                 raise InputError(
                     f"{path} has {name} {getattr(dataset, name)}, but {paths[0]} has "
@@ -356,8 +367,9 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
 
 
 def _require_rows(config: Config, path: str, dataset: Dataset) -> None:
-    """Raise InputError if a run would cut, mix, count or compare conversations in another way than
-    they were packed."""
+    """Raise InputError if the settings of the run do not fit the way in which conversations were
+    packed into the shards: how they are cut, mixed, counted or compared.
+    """
     rows = dataset.row_length
     compares = config.preference.compares
     if compares and not dataset.pairs:
@@ -392,13 +404,12 @@ def _require_rows(config: Config, path: str, dataset: Dataset) -> None:
 
 
 def masked_samples(config: Config, dataset: Dataset) -> MaskedSamples:
-    """Return the samples that a masked model trains on; they are made of the windows of
-    `dataset`."""
+    """Return the samples that a masked model is trained on, made of the windows of `dataset`."""
     return MaskedSamples(config.model, config.data, dataset, config.run.seed)
 
 
 def vocabulary(config: Config, dataset: Dataset, masked: MaskedSamples | None = None) -> int:
-    """Return the number of rows of the vocabulary's tables.
+    """Return the size of the vocabulary: the number of rows of the embedding.
 
     Raises InputError if `model.vocab_size` is too small for the ids of the shards, or for the
     special tokens of a masked model (`masked`).
@@ -414,5 +425,7 @@ def vocabulary(config: Config, dataset: Dataset, masked: MaskedSamples | None = 
 
 
 def _first_samples(count: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (dataset 0, place) for the first `count` samples. Later ids repeat the last sample."""
+    """Return (dataset 0, position) for each sample number. Numbers from `count` on get the position
+    of the last sample.
+    """
     return np.zeros_like(ids), np.minimum(ids, count - 1)

@@ -10,40 +10,47 @@ from ptdmpi.train.live import Completed
 class Hook:
     """An object whose methods a run calls; a subclass overrides those that it needs.
 
-    Every rank has its own hook, and all hooks are called at the same places, so a hook may
-    communicate. The result of `state` is stored in each checkpoint, and `restore` gets it when the
-    run resumes.
+    Every rank has its own hook object, and all ranks call their hooks at the same points of the
+    run, so a hook may communicate. The result of `state` is stored in each checkpoint. When the run
+    resumes, the stored state is passed to `restore`.
     """
 
-    name = ""  # of its state in checkpoints; "": the name of the class
+    # the name under which checkpoints store the hook's state; "" means the name of the class
+    name = ""
 
     def step_ended(self, step: Completed) -> None:
-        """React to the end of a step, before it is validated and saved."""
+        """React to the end of a step. The run calls this before the validation and the save after
+        the step.
+        """
 
     def validated(self, step: int, values: Mapping[str, Any]) -> None:
-        """React to a validation; `values` are those of its record."""
+        """React to a validation; `values` are the values of the validation's record."""
 
     def saved(self, step: int, path: Path) -> None:
         """React to a checkpoint that is complete on the disk."""
 
     def stopped(self, step: int, why: str) -> None:
-        """React to the last step of this start; `why` is "done", or another reason."""
+        """React to the end of training in this start; `why` is "done", or the reason why the run
+        stopped early.
+        """
 
     def state(self) -> Any:
-        """Return the state that checkpoints store, as JSON; None: nothing. Rank 0's state is
-        stored."""
+        """Return the state of the hook as JSON, for checkpoints, or None to store nothing.
+        Checkpoints store the state that rank 0 returns.
+        """
         return None
 
     def restore(self, state: Any) -> None:
-        """Take over the stored state, on all ranks."""
+        """Continue from a stored state; all ranks get the same state."""
 
 
 class Hooks:
     """The hooks of a run, called in the order in which they were given."""
 
     def __init__(self, hooks: Sequence[Hook] = ()) -> None:
-        """Store the hooks. Raises ValueError if two have the same name, and so would share a
-        state."""
+        """Store the hooks. Raises ValueError if two hooks have the same name, because a checkpoint
+        stores one state for each name.
+        """
         self._hooks = {hook.name or type(hook).__name__: hook for hook in hooks}
         if len(self._hooks) < len(hooks):
             raise ValueError(f"hooks of the same name: give each a name of its own, {hooks}")

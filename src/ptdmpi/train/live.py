@@ -1,5 +1,6 @@
-"""The state that ranks still hold after others are lost, and its transfer to the ranks that go
-on."""
+"""The training state in the memory of the surviving ranks after other ranks are lost, and its
+transfer to the ranks that continue.
+"""
 
 import itertools
 import signal
@@ -34,12 +35,14 @@ class Completed:
 
 @dataclass(frozen=True)
 class Handover:
-    """The start of a loop: live state of survivors, or the checkpoint that `resume` names.
+    """The state from which a training loop starts: the live state of the surviving ranks, or the
+    checkpoint that `resume` names.
 
-    `load` puts the live state into the engine and returns the number of steps it was trained for.
-    If it is None, a checkpoint is read. `unfinished` is the last of these steps, if a rank was lost
-    before the step was recorded, validated and saved. `answer` is the data that the state was
-    trained on, and the data of the next steps. `lost`: ranks were lost.
+    `load` copies the live state into the engine and returns the number of steps that the state was
+    trained for. If `load` is None, a checkpoint is read. `unfinished` is the last step of the live
+    state, if a rank was lost before that step was recorded, validated and saved. `answer` is the
+    data that the state was trained on, and the data of the next steps. `lost` is True if ranks were
+    lost.
     """
 
     resume: str
@@ -53,10 +56,10 @@ class Handover:
 class Account:
     """The report of a rank to the other survivors.
 
-    `place` has its coordinates in the last grid. `step` is the number of steps that its state was
-    trained for; None: it holds no state. `saved` has the step and the path of its newest
-    checkpoint. `asked` is the signal that asked the run to stop. `answer` is the data that the
-    state was trained on.
+    `place` has the rank's coordinates in the last process grid. `step` is the number of steps that
+    the rank's state was trained for; None means that the rank has no state. `saved` has the step
+    and the path of the newest checkpoint. `asked` is the signal that asked the run to stop.
+    `answer` is the data that the state was trained on.
     """
 
     place: Coordinates | None = None
@@ -71,7 +74,7 @@ class Account:
 
 @dataclass(frozen=True)
 class Holding:
-    """A rank's account, and the tensors of the state that it holds."""
+    """The report (`Account`) of a rank, and the tensors of its training state."""
 
     account: Account
     tensors: Sequence[Tensor] = ()
@@ -89,17 +92,21 @@ Replica = tuple[int, ...]  # coordinates on all other axes
 
 
 def hold(engine: Engine, account: Account) -> Holding:
-    """Return the state of `engine`; the rest of the engine is no longer needed."""
+    """Return the training state of `engine`. The state does not refer to other parts of the engine,
+    so they can be freed.
+    """
     return Holding(account, engine.state.flats)
 
 
 def live_step(accounts: Sequence[Account], grid: Grid, apart: bool = False) -> int | None:
-    """Return the step from whose state the survivors go on; None if no step has a whole state.
+    """Return the step from whose state the survivors continue; None if the survivors have no
+    complete state of any step.
 
-    A state is whole if, for each part of the model, some rank holds the part. The result is the
-    newest step with a whole state. If replicas differ (`apart`), it is the step after which most
-    replicas are whole; among several such steps it is the newest. Ranks update within one step of
-    each other, but not at once. States of different steps are never mixed.
+    The state after a step is complete if every part of the model is on some surviving rank. The
+    result is the newest step with a complete state. If replicas differ (`apart`), the result is the
+    step after which the most replicas are complete, or the newest of several such steps. Ranks do
+    not update at the same moment, so their steps may differ by one. States of different steps are
+    never mixed.
     """
     steps = sorted({account.step for account in accounts if account.step is not None}, reverse=True)
     if apart:
@@ -113,8 +120,9 @@ def live_step(accounts: Sequence[Account], grid: Grid, apart: bool = False) -> i
 
 
 def _whole(accounts: Sequence[Account], grid: Grid, step: int) -> dict[Replica, dict[Part, int]]:
-    """Return the replicas that are whole after `step`: replica -> part -> the rank that holds
-    it."""
+    """Return the complete replicas after `step`: replica -> part of the model -> the rank that has
+    the part.
+    """
     replicas: dict[Replica, dict[Part, int]] = {}
     for rank, place in _after(accounts, step).items():
         replicas.setdefault(grid.replica(place), {})[grid.part(place)] = rank
@@ -124,17 +132,19 @@ def _whole(accounts: Sequence[Account], grid: Grid, step: int) -> dict[Replica, 
 
 
 def _after(accounts: Sequence[Account], step: int) -> dict[int, Coordinates]:
-    """Return the former places of the ranks that hold the state after `step`, by rank."""
+    """Return the grid coordinates, before the loss, of the ranks that have the state after `step`,
+    by rank.
+    """
     places = {rank: account.place for rank, account in enumerate(accounts) if account.step == step}
     return {rank: place for rank, place in places.items() if place is not None}
 
 
 def routes(accounts: Sequence[Account], grid: Grid, order: Sequence[int], step: int) -> list[Route]:
-    """Return the route of the state after `step` to each rank of the grid. A rank that has its
-    state is its own source.
+    """Return the route of the state after `step` to each rank of the grid. A rank that already has
+    the state it needs is its own source.
 
-    Rank `order[i]` takes place i of the grid. If several ranks hold the same part, they share the
-    sending.
+    Rank `order[i]` gets position i of the grid. If several ranks have the same part of the state,
+    they share the sending.
     """
     ways = []
     holders = _after(accounts, step)
@@ -151,9 +161,9 @@ def routes_apart(
 ) -> list[Route]:
     """Return the routes as `routes` does, for replicas that differ.
 
-    Each new replica takes the whole state of one old replica, because parts of two replicas would
-    be no model. Every old replica that is whole is used once before any is used twice. A new
-    replica prefers the old replica of which its ranks already hold the most parts.
+    Each new replica gets the complete state of one old replica, because parts of different replicas
+    do not fit together. Every complete old replica is used once before any old replica is used
+    twice. A new replica prefers the old replica of which its ranks already have the most parts.
     """
     whole = _whole(accounts, grid, step)
     places = [grid.coordinates(number) for number in range(len(order))]
@@ -174,8 +184,9 @@ def routes_apart(
 def _matched(
     new: Sequence[Replica], whole: Sequence[Replica], held: Counter[tuple[Replica, Replica]]
 ) -> dict[Replica, Replica]:
-    """Return the old replica whose state each new replica takes. Pairs with the most parts in place
-    choose first."""
+    """Return the old replica whose state each new replica gets. The pair (new, old) for which the
+    most parts need not be sent is matched first.
+    """
     chosen: dict[Replica, Replica] = {}
     pairs = sorted(itertools.product(new, whole), key=lambda pair: (-held[pair], pair))
     for replica, old in pairs:
@@ -190,8 +201,8 @@ def give(world: World, holding: Holding, ways: Sequence[Route]) -> list[Handle]:
     """Begin to send this rank's state to the ranks that need it; return the handles of the
     messages.
 
-    MPI carries the messages, whatever wire the run trains with: the new world is not split yet, and
-    the communicators of the last one were revoked.
+    MPI carries the messages, whatever transport the run trains with. The old communicators were
+    revoked, and the new world does not have its communicators yet.
     """
     wire = MpiCommunicator(world.control)
     return [
@@ -204,9 +215,9 @@ def give(world: World, holding: Holding, ways: Sequence[Route]) -> list[Handle]:
 
 
 def take(world: World, engine: Engine, holding: Holding, source: int) -> None:
-    """Fill the engine's tensors from rank `source`, which may be this rank itself."""
+    """Receive the engine's state from rank `source`, or copy it if `source` is this rank."""
     targets = engine.state.flats
-    # on all ranks in the same order: weights, then each moment
+    # all ranks send and receive in the same order: the weights, then each moment
     if source == world.rank and holding.tensors:
         for target, tensor in zip(targets, holding.tensors, strict=False):
             target.copy_(tensor)

@@ -1,4 +1,6 @@
-"""The training loop: the steps, and the records, validations, checkpoints and stops after them."""
+"""The training loop: it runs the steps, and after each step the record, validation, checkpoint and
+stop.
+"""
 
 import contextlib
 import time
@@ -21,9 +23,10 @@ from ptdmpi.watch.requests import Asked, Save, StopRequest
 class Loop:
     """One rank of a training run, from its configuration to its last checkpoint.
 
-    It holds the order of events: the work in a step, and the order of its record, validation,
-    checkpoint and stop. `parts` makes the parts of the run, and each part makes its own decisions:
-    `Saving` decides when to save, `Validation` when to validate, and `Journal` what a record has.
+    The loop determines only the order of events: a step, its record, validation, checkpoint and
+    stop. `parts` makes the other objects of the run, and each of those objects makes its own
+    decisions. `Saving` decides when to save, `Validation` when to validate, and `Journal` what a
+    record contains.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class Loop:
         self.journal = parts.journal
         self.stopping = Stopping(config, parts.lookout, parts.attempt, parts.journal)
         self._vote = parts.vote
-        # the last step that was trained, and the last step whose record, validation and saves are
+        # the last step that was trained; and the last step whose record, validation and saves are
         # done
         self.completed = parts.start.unfinished
         self.concluded = parts.concluded
@@ -92,7 +95,7 @@ class Loop:
             self.attempt.finish(self.concluded)
 
     def _backends(self) -> tuple[str, ...]:
-        """Return the backends of attention that the run's device tries; none on a host."""
+        """Return the attention backends of torch that the run's device may use; none on a host."""
         choice = self.attempt.choice
         return choice.attention if isinstance(choice, DeviceChoice) else ()
 
@@ -125,7 +128,7 @@ class Loop:
         self.lookout.heartbeat.close()
         self.saving.checkpoints.close()
         self.journal.close()
-        self.lookout.close()  # last: it unlocks the directory, to which nothing is written any more
+        self.lookout.close()  # close the lookout last, because it unlocks the run directory
 
     def _step(self, step: int, feed: Prefetcher) -> tuple[Completed, list[Microbatch]]:
         """Train on the batches of step `step` (from 0); return the completed step and the
@@ -147,9 +150,10 @@ class Loop:
 
     def _conclude(self, done: Completed, batches: Sequence[Microbatch] | None = None) -> Asked:
         """Record a step; then validate and save it, if these are due or asked for. Return the
-        requests of the ranks afterwards."""
+        requests of the ranks (stop or save) after this work.
+        """
         step = done.step
-        # the vote comes first, because it also collects the memory of all ranks for the record
+        # vote before the record is written, because the vote also collects the memory of all ranks
         asked = self._vote()
         self._record(done, asked)
         if batches is not None:
@@ -160,20 +164,23 @@ class Loop:
             self.saving.checkpoints.validated = self.validation.standing.last
         asked = self._save(step, asked)
         if self.config.run.on_failure == "shrink":
-            self.axes.world.barrier()  # after it, every rank knows that rank 0 has the record
+            # after the vote every rank knows that rank 0 has written the record
+            self.axes.world.barrier()
         self.concluded = step
         return asked
 
     def _stop_if_asked(self, asked: Asked) -> None:
-        """Stop after the last concluded step, if the ranks ask for it and steps are left."""
+        """Stop after the last concluded step if the ranks have requested a stop and
+        steps are left.
+        """
         if self.concluded < self.config.run.steps and not self.validation.standing.over:
             self.stopping.stop_if_asked(asked, self.concluded)
 
     def _make_up(self, step: int) -> None:
         """Do the validation and the tasks after `step` that a stop of an earlier start interrupted.
 
-        If `step` is then among the best steps, it is saved again, because its checkpoint lacks the
-        loss.
+        If the validation makes `step` one of the best steps, the step is saved again, because its
+        checkpoint does not contain the validation loss.
         """
         asked = self.validation.after_step(step)
         self.saving.checkpoints.validated = self.validation.standing.last
@@ -183,7 +190,7 @@ class Loop:
             self.stopping.stop_if_asked(asked, step)
 
     def _record(self, done: Completed, asked: Asked) -> None:
-        """Write the record of a step, and its line in the log."""
+        """Write the record of a step, and the step's line in the log."""
         course = self.feed.course
         values = {
             "tokens": course.tokens(done.step),
@@ -197,7 +204,9 @@ class Loop:
         self.journal.step(done, self.lookout.usual_s(done.elapsed_s), **values)
 
     def _save(self, step: int, asked: Asked) -> Asked:
-        """Save if a save is due or asked for; return the requests of the ranks afterwards."""
+        """Save a checkpoint if a save is due or requested. Return the requests of the ranks after
+        the save.
+        """
         self.stopping.before_save(asked, step)
         self.lookout.place.enter("saving")
         saved = self.saving.after_step(step, Save.NOW if asked.stop else asked.save)

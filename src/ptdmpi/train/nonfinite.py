@@ -1,9 +1,10 @@
-"""Losses and gradients that are not finite: where they began, and how many of them a run tolerates.
+"""Losses and gradients that are not finite: the search for their origin, and the limit on skipped
+steps.
 
-Every step tests only the loss and the global norm, which are computed anyway. If one of them is not
-finite, nothing is updated. By then sums over ranks have spread the value to all ranks, so the step
-is computed once more, and every output is tested. Dropout masks depend on the samples alone, so the
-second computation equals the first.
+Every step tests only the loss and the global norm, which are computed anyway. If the loss or the
+norm is not finite, nothing is updated. Sums over ranks have then spread the value to all ranks. To
+find its origin, the step is computed a second time, and every output is tested. Dropout masks
+depend on the samples alone, so the second computation equals the first.
 """
 
 import contextlib
@@ -40,9 +41,9 @@ class ValueKind(IntEnum):
 class Finding:
     """A value that is not finite. Findings are ordered from cause to effect.
 
-    `microbatch` is its number within the global batch; -1 for weights. `depth` is the place in the
-    order of computation: the stage, then the place in the stage. `samples` are the samples of the
-    microbatch.
+    `microbatch` is the number of the microbatch within the global batch; -1 for weights. `depth` is
+    the position in the order of computation: the stage, then the position in the stage. `samples`
+    are the samples of the microbatch.
     """
 
     kind: ValueKind
@@ -56,7 +57,7 @@ class Finding:
 class Skips:
     """A counter of steps in a row that were skipped because a value was not finite.
 
-    Overflows of fp16 do not count while its loss scale can still fall.
+    Overflows in fp16 do not count while the loss scale can still be reduced.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class Skips:
         max_skips: int,
         say: Callable[[str], None],
     ) -> None:
-        """Start at 0. `names(rank)` returns a rank's name for people, and `say` prints a line."""
+        """Start the count at 0. `names(rank)` returns the name of a rank for messages, and `say`
+        prints a line.
+        """
         self.engine = engine
         self.names = names
         self.max_skips = max_skips
@@ -77,8 +80,8 @@ class Skips:
         """Judge the result of step `step` (from 0), trained on `batches`; every rank calls it.
 
         Raises SystemExit (1) on every rank after more than `max_skips` skipped steps in a row. If a
-        weight is not finite, it does so at once, because no later step repairs the weight, and it
-        must not get into a checkpoint.
+        weight is not finite, SystemExit is raised at once, because no later step can repair the
+        weight, and the weight must not be saved in a checkpoint.
         """
         if not result.skipped:
             self.in_a_row = 0
@@ -122,8 +125,9 @@ class Skips:
 def examine(engine: Engine, step: int, batches: Sequence[Microbatch]) -> Finding | None:
     """Compute step `step` again, and return its first value that is not finite.
 
-    Every rank calls it and gets the same result. It is None if all values are finite the second
-    time. The gradients are zero afterwards; weights and optimizer stay unchanged.
+    Every rank calls this function and gets the same result. The result is None if all values are
+    finite in the second computation. Afterwards the gradients are zero; the weights and the
+    optimizer's state are unchanged.
     """
     findings = list(_weights(engine))
     watcher = _Watcher(engine, batches)
@@ -161,21 +165,23 @@ def _weights(engine: Engine) -> Iterator[Finding]:
             kept = (buffer.masters, buffer.weight_parts)
             own = held is None or all(_finite(held.view(parts)) for parts in kept)
             if not (own and (not holds_whole or _finite(weight))):
-                # a value that came from another rank's part is an effect, so it comes later in the
-                # order
+                # a value that came from another rank's shard is an effect and not the cause, so it
+                # is later in the order
                 depth = (number, place, int(own))
                 yield Finding(ValueKind.WEIGHT, -1, depth, rank, f"weight {name}", ())
     for held in buffer.own_frozen():
         if not _finite(held.view(buffer.idle_parts)):
-            # it was not finite when it was loaded, because training does not change it
+            # a frozen weight was already not finite when it was loaded, because training does not
+            # change it
             name = f"frozen weight {held.entry.name}"
             yield Finding(ValueKind.FROZEN_WEIGHT, -1, (), rank, name, ())
     engine.state.let_go()
 
 
 class _Watcher(OpHook):
-    """A test of this rank's computation: its first output, loss and gradient that are not finite,
-    each with its op."""
+    """An observer of this rank's computation. It stores the first output, loss and gradient that
+    are not finite, each with its op.
+    """
 
     def __init__(self, engine: Engine, batches: Sequence[Microbatch]) -> None:
         self.engine = engine
@@ -186,7 +192,7 @@ class _Watcher(OpHook):
         self._broken: set[int] = set()  # ids of weights whose gradient in this op is not finite
 
     def begin(self, op: Op) -> None:
-        """Start an op. An output is named by its op and its place in the op's order."""
+        """Start an op. An output is identified by its op and its number within the op."""
         self._op = op
         self._calls = -1
         self._broken.clear()
@@ -202,7 +208,8 @@ class _Watcher(OpHook):
         def look(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
             """Test an output, unless a recomputation has made it."""
             op = self._op
-            if op is None or op.row.keeps != ACTIVATIONS:  # it is recomputed for the backward pass
+            # the output is recomputed for the backward pass
+            if op is None or op.row.keeps != ACTIVATIONS:
                 return
             self._calls += 1
             if (
@@ -230,8 +237,8 @@ class _Watcher(OpHook):
                 self._add(ValueKind.LOSS, microbatch.number, (number, 0), "loss")
         if self._has(ValueKind.GRADIENT):
             return
-        # if gradients are reduced as they arise (ZeRO 2 and 3), they are freed by now, and `see`
-        # has tested them
+        # with ZeRO stages 2 and 3 gradients are reduced as soon as they are computed; they are
+        # freed by now, and `see` has tested them
         still_here = not self.engine.buffer.portion.shards_gradients
         # from the last layer to the first, because the last layer's gradient causes the others
         for place, (name, weight) in enumerate(reversed(stage.trained_parameters())):

@@ -1,4 +1,4 @@
-"""The samples of a run whose datasets are the user's own."""
+"""The samples of a run that uses the user's own dataset classes."""
 
 from collections.abc import Iterator, Sequence
 
@@ -65,7 +65,7 @@ class OwnSource:
 
 
 def _require(config: Config, paths: Sequence[str]) -> None:
-    """Raise InputError for what classes of the user's own do not go together with."""
+    """Raise InputError for settings that cannot be combined with the user's own dataset classes."""
     shards = [path for path in paths if not is_own(path)]
     if shards:
         raise InputError(

@@ -36,7 +36,7 @@ from ptdmpi.watch.requests import Asked, StopRequest
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of one rank's training run. This class changes when a run gets another part.
+    """The objects that one rank's training run consists of.
 
     `start` is the state from which the run begins. `concluded` is the last step whose record,
     validation and saves are done. `vote` returns the requests of all ranks, the same on each rank;
@@ -69,10 +69,11 @@ def assemble(
     handover: Handover | None,
     hooks: Hooks,
 ) -> Parts:
-    """Make the parts of a run, load its state, and open its run directory; every rank calls it.
+    """Make the objects of a run, load its state, and open its run directory. Every rank calls this
+    function.
 
-    `handover` has the state of the survivors after ranks were lost. Without it the state is the one
-    that `checkpoint.resume` names. Raises InputError if the run cannot begin.
+    After the loss of ranks `handover` has the state of the survivors. Without a `handover` the
+    state is loaded as `checkpoint.resume` says. Raises InputError if the run cannot begin.
     """
     torch.set_num_threads(config.run.threads)
     keep_freed(os.environ)
@@ -85,7 +86,8 @@ def assemble(
     try:
         parts = _with_state(world, lookout, journal, device=device, handover=handover, hooks=hooks)
     except Exception:
-        lookout.close()  # nothing else refers to the lookout, and its threads would go on
+        # close the lookout, because nothing else refers to it and its threads would not end
+        lookout.close()
         raise
     give_back()
     return parts
@@ -100,7 +102,7 @@ def _with_state(
     handover: Handover | None,
     hooks: Hooks,
 ) -> Parts:
-    """Make the parts that hold data, weights or checkpoints, and load the state of the run."""
+    """Make the objects for data, model and checkpoints, and load the state of the run."""
     config = journal.config
     axes = lookout.axes
     say = journal.say
@@ -159,7 +161,9 @@ def _vote(lookout: Lookout, engine: Engine) -> Asked:
 
 
 def _checkpoints(engine: Engine, feed: Feed, hooks: Hooks) -> Checkpoints:
-    """Return the checkpoints of the run directory, which keep the states of the hooks too."""
+    """Return the object that saves and loads the run's checkpoints, which also contain the states
+    of the hooks.
+    """
     folder = Path(engine.config.run.dir) / "checkpoints"
     checkpoints = Checkpoints(folder, engine.state, engine.axes, feed.course)
     checkpoints.extras = hooks.states
@@ -187,7 +191,9 @@ def _saving(
     hooks: Hooks,
     copies: MemoryCopies | None,
 ) -> Saving:
-    """Return the object that saves the run; it verifies the state before a save."""
+    """Return the object that decides when the run is saved. It verifies the state before every
+    save.
+    """
     return Saving(
         checkpoints,
         engine.config.run.steps,
@@ -200,7 +206,9 @@ def _saving(
 
 
 def _begin_log(parts: Parts, device: torch.device, resumed_live: bool) -> None:
-    """Write the first lines of the log, and set the rates of steps."""
+    """Write the first lines of the log, and give the journal the object that computes tokens and
+    FLOPs per second.
+    """
     journal = parts.journal
     vocab_size = parts.feed.vocab_size
     if not resumed_live:

@@ -1,7 +1,8 @@
-"""Every rule that ties keys of a configuration together.
+"""All rules about combinations of keys in a configuration.
 
-A rule is a function of typed sections that yields mistakes, a line each. A rule about several
-sections is skipped if one of them could not be read (`where_known`).
+A rule is a function whose arguments are sections of a configuration. The rule yields one line for
+each mistake. A rule about several sections is skipped if one of the sections could not be read
+(`where_known`).
 """
 
 from collections.abc import Iterator
@@ -37,8 +38,9 @@ from ptdmpi.config.wires import wire_mistakes
 
 
 def rules(sections: Sections, ranks: int) -> Iterator[str]:
-    """Yield the mistakes that `sections` have together on `ranks` ranks, one line each.
-    `run.spare_ranks` of these ranks wait."""
+    """Yield the mistakes in combinations of keys for a run on `ranks` ranks, one line each. `ranks`
+    includes the `run.spare_ranks` spare ranks.
+    """
     spare = 0
     if sections.run is not None:
         spare = sections.run.spare_ranks

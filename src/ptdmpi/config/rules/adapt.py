@@ -1,4 +1,4 @@
-"""Rules about [adapt], and about it and other sections."""
+"""Rules about the section [adapt], and about its combinations with other sections."""
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -13,7 +13,7 @@ from ptdmpi.config.sections import CheckpointConfig, TaskConfig
 
 
 def adapt_rules(sections: Sections) -> Iterator[str]:
-    """Yield the mistakes in [adapt], alone and next to other sections."""
+    """Yield the mistakes in [adapt], and in its combinations with other sections."""
     yield from where_known(_base_rules, sections.adapt)
     yield from where_known(_beginning_rules, sections.adapt, sections.checkpoint)
     yield from where_known(_unused_keys, sections.adapt)
@@ -49,8 +49,9 @@ def _unused_keys(adapt: AdaptConfig) -> Iterator[str]:
 
 
 def _layer_rules(adapt: AdaptConfig, model: ModelConfig, task: TaskConfig) -> Iterator[str]:
-    """Yield the mistakes in the choice of layers, and of linears in a layer, to adapt. If a task's
-    head trains, no layer needs adapters."""
+    """Yield the mistakes in the choice of the layers and linears that get adapters. If the head of
+    a task is trained, it is legal that no layer has adapters.
+    """
     if not adapt.adapts:
         return
     has_task = task.kind != "none"

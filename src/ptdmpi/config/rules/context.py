@@ -1,4 +1,6 @@
-"""Rules about [parallel] context: the settings that an axis that cuts sequences excludes."""
+"""Rules about context parallelism: the settings that cannot be combined with `parallel.context`
+above 1.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -7,8 +9,9 @@ from ptdmpi.config.configuration import Sections
 
 
 class _Excluded(NamedTuple):
-    """A setting that is excluded if sequences are cut: whether it is set, its text, the reason, and
-    the legal values."""
+    """A setting that cannot be combined with context parallelism: whether the setting is used, its
+    text, the reason, and the legal values.
+    """
 
     is_set: bool
     key: str
@@ -30,7 +33,7 @@ def context_rules(sections: Sections) -> Iterator[str]:
 
 
 def may_cut(sections: Sections) -> bool:
-    """Return True if no setting of `sections` excludes an axis that cuts sequences."""
+    """Return True if no setting of `sections` excludes context parallelism."""
     return not any(excluded.is_set for excluded in _excluded(sections))
 
 

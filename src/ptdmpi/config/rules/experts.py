@@ -1,4 +1,6 @@
-"""Rules about the experts of [model]: sizes that fit, and the settings that experts exclude."""
+"""Rules about models with experts: the legal sizes, and the settings that cannot be combined with
+experts.
+"""
 
 from collections.abc import Iterator
 
@@ -25,7 +27,9 @@ KEYS = (
 
 
 def expert_rules(sections: Sections) -> Iterator[str]:
-    """Yield the mistakes in the keys of experts, alone and next to other sections."""
+    """Yield the mistakes in the keys about experts, and in their combinations with
+    other sections.
+    """
     model = sections.model
     if model is None:
         return
@@ -64,7 +68,9 @@ def _unused_keys(model: ModelConfig) -> Iterator[str]:
 
 
 def _size_rules(model: ModelConfig) -> Iterator[str]:
-    """Yield the numbers of experts and of groups that do not fit together."""
+    """Yield a mistake for each pair of numbers of experts and of groups that do not fit
+    together.
+    """
     if not 1 <= model.experts_per_token <= model.experts:
         yield (
             f"model.experts_per_token = {model.experts_per_token} of model.experts = "
@@ -94,7 +100,7 @@ def _size_rules(model: ModelConfig) -> Iterator[str]:
 
 
 def _form_rules(model: ModelConfig) -> Iterator[str]:
-    """Yield the properties of a layer that experts do not have."""
+    """Yield a mistake for each property of a layer that is not supported with experts."""
     if model.mlp_bias:
         yield (
             f"model.bias = {toml_text(model.bias)}: experts have no biases; legal: "
@@ -107,7 +113,9 @@ def _form_rules(model: ModelConfig) -> Iterator[str]:
 
 
 def _excluded(sections: Sections) -> Iterator[tuple[str, str]]:
-    """Yield the settings that do not know experts, each with what is legal instead."""
+    """Yield a mistake for each setting that does not support experts, with the legal
+    alternative.
+    """
     adapt, method = sections.adapt, sections.data_parallel
     if adapt is not None and adapt.adapts:
         yield f'adapt.method = "{adapt.method}"', 'adapt.method = "none" or "full"'
@@ -127,15 +135,19 @@ def may_deal(sections: Sections) -> bool:
 
 
 def _dealing(sections: Sections) -> Iterator[tuple[str, str]]:
-    """Yield the settings that need all experts on every rank, each with what is legal instead."""
+    """Yield a mistake for each setting that needs all experts on every rank, with the legal
+    alternative.
+    """
     if sections.run is not None and sections.run.reproducible:
-        # the tree has a leaf for the gradient of one microbatch, which is then on several ranks
+        # the reduction tree has a leaf for the gradient of each microbatch, but with distributed
+        # experts the gradient of one microbatch is on several ranks
         yield "run.reproducible = true", "reproducible = false"
     log = sections.log
     if log is None:
         return
     if log.gradient_noise_every_steps:
-        # the gradient of an expert has the tokens of several data ranks before it is summed
+        # the gradient of an expert is computed from the tokens of several data ranks, even before
+        # the gradients are summed
         yield f"log.gradient_noise_every_steps = {log.gradient_noise_every_steps}", "0"
     if log.tasks_every_steps:
         # data ranks have different questions, so they would not exchange tokens equally often

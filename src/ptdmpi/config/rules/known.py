@@ -1,4 +1,6 @@
-"""Rules about several sections, checked only where all of them could be read."""
+"""A helper for rules about several sections, which are checked only if all these sections could be
+read.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload

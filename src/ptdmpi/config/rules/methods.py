@@ -1,4 +1,4 @@
-"""Rules about [data_parallel], alone and next to other sections."""
+"""Rules about the section [data_parallel], and about its combinations with other sections."""
 
 import math
 from collections.abc import Iterator
@@ -25,7 +25,9 @@ from ptdmpi.config.zero import covers_state
 
 
 def method_rules(sections: Sections) -> Iterator[str]:
-    """Yield the mistakes in [data_parallel], and in sections that its method excludes."""
+    """Yield the mistakes in [data_parallel], and the settings of other sections that its method
+    excludes.
+    """
     section = sections.data_parallel
     yield from where_known(_unused, section)
     yield from where_known(_together, section)
@@ -153,8 +155,9 @@ def _together(section: DataParallelConfig) -> Iterator[str]:
 
 
 def _rank_rules(section: DataParallelConfig, model: ModelConfig) -> Iterator[str]:
-    """Yield a mistake if the factors have as many numbers as every tile that they replace, or
-    more."""
+    """Yield a mistake if the low-rank factors are not smaller than any of the tiles that they
+    replace.
+    """
     if section.method == "all_reduce":
         return
     if section.compressor != "power_sgd" or not encodes(section):
@@ -178,8 +181,9 @@ def _default(section: DataParallelConfig, key: str) -> str:
 
 
 def _beside_sharding(section: DataParallelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Yield the settings that shard or offload state which the method changes or sends as a
-    whole."""
+    """Yield a mistake for each setting that shards or offloads state that the data-parallel method
+    needs as a whole, to change it or to send it.
+    """
     if section.method == "all_reduce":
         return
     method = _named(section)

@@ -1,4 +1,4 @@
-"""Rules about [model], and about it and other sections."""
+"""Rules about the section [model], and about its combinations with other sections."""
 
 from collections.abc import Iterator
 
@@ -45,7 +45,9 @@ def shape_rules(model: ModelConfig) -> Iterator[str]:
 
 
 def _sublayer_rules(model: ModelConfig) -> Iterator[str]:
-    """Yield the names of sublayers that are repeated, missing or cannot be imported."""
+    """Yield a mistake for each name of a sublayer that is repeated, is missing or cannot be
+    imported.
+    """
     names = model.sublayers
     for name in SUBLAYERS:
         if names.count(name) > 1:
@@ -98,8 +100,9 @@ def masked_log_rules(model: ModelConfig, log: LogConfig) -> Iterator[str]:
 
 
 def quantize_rules(quantize: QuantizeConfig) -> Iterator[str]:
-    """Yield the keys of [quantize] that have no effect. The rules of a layout check that it cuts no
-    block."""
+    """Yield a mistake for each key of [quantize] that has no effect. The rules about layouts check
+    that no layout cuts a block.
+    """
     default = QuantizeConfig.model_fields["block"].default
     if quantize.weights == "none" and quantize.block != default:
         yield (

@@ -1,4 +1,4 @@
-"""Rules about [optimizer], alone and next to other sections."""
+"""Rules about the section [optimizer], and about its combinations with other sections."""
 
 from collections.abc import Iterator, Mapping
 
@@ -17,7 +17,7 @@ from ptdmpi.config.sections import (
     RunConfig,
 )
 
-# A key of [optimizer] -> the kinds that use it.
+# Key of [optimizer] -> the kinds of optimizer that use the key.
 OPTIMIZED_BY: Mapping[str, tuple[str, ...]] = {
     "own": ("own",),
     "beta1": ("adamw", "lion", "muon", "own"),
@@ -33,7 +33,7 @@ MUON = 'optimizer.kind = "muon"'
 
 
 def optimizer_rules(sections: Sections) -> Iterator[str]:
-    """Yield the mistakes in [optimizer], and in sections that exclude it."""
+    """Yield the mistakes in [optimizer], and in its combinations with other sections."""
     optimizer = sections.optimizer
     if optimizer is None:
         return
@@ -82,7 +82,7 @@ def _matrices_and_moments(section: DataParallelConfig) -> Iterator[str]:
 def _offload_rules(
     optimizer: OptimizerConfig, parallel: ParallelConfig, precision: PrecisionConfig
 ) -> Iterator[str]:
-    """Yield a mistake if offload would have nothing to move: no moments, and no masters."""
+    """Yield a mistake if there is no state to offload: neither moments nor master weights."""
     has_masters = PRECISIONS[precision.compute].has_masters
     if parallel.offload != "none" and not optimizer.moments and not has_masters:
         yield (
@@ -120,7 +120,7 @@ def _average_rules(optimizer: OptimizerConfig, section: DataParallelConfig) -> I
 
 
 def _own_mistake(name: str) -> str:
-    """Return what is wrong with the name of the user's own optimizer; "" if nothing is."""
+    """Return the mistake in the name of the user's own optimizer; "" if there is no mistake."""
     if not name:
         return 'optimizer.kind = "own" needs optimizer.own = "module:class"'
     try:
@@ -149,7 +149,9 @@ def _names_a_moment(name: object) -> bool:
 
 
 def _optimizer_keys(optimizer: OptimizerConfig) -> Iterator[str]:
-    """Yield the keys that only another kind of optimizer, or of decay, uses."""
+    """Yield a mistake for each key that is set although only another kind of optimizer, or of
+    decay, uses it.
+    """
     kind, fields = optimizer.kind, OptimizerConfig.model_fields
     for key, kinds in OPTIMIZED_BY.items():
         if getattr(optimizer, key) != fields[key].default and kind not in kinds:

@@ -1,4 +1,6 @@
-"""Rules about [preference]: the needs of a loss of pairs, and the settings that it excludes."""
+"""Rules about the section [preference]: the requirements of a loss of pairs, and the settings that
+cannot be combined with it.
+"""
 
 from collections.abc import Iterator
 
@@ -9,7 +11,9 @@ from ptdmpi.config.sections import DataConfig, LogConfig, RunConfig, TaskConfig
 
 
 def preference_rules(sections: Sections) -> Iterator[str]:
-    """Yield the settings that do not go together with a loss of pairs, and what is legal."""
+    """Yield a mistake for each setting that cannot be combined with a loss of pairs, with the legal
+    values.
+    """
     if sections.preference is None or not sections.preference.compares:
         return
     refusals = [
@@ -45,6 +49,6 @@ def _task(task: TaskConfig) -> Iterator[tuple[str, str]]:
 
 def _log(log: LogConfig) -> Iterator[tuple[str, str]]:
     if log.gradient_noise_every_steps:
-        # the gradient noise weights gradients by their tokens
+        # the measurement of gradient noise weights gradients by their numbers of tokens
         every = log.gradient_noise_every_steps
         yield f"log.gradient_noise_every_steps = {every}", "gradient_noise_every_steps = 0"

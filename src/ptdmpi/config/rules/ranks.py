@@ -1,4 +1,6 @@
-"""Rules about how a run is spread over its ranks: axes, layout, shares of data, gradient noise."""
+"""Rules about the distribution of a run over ranks: axes, layout, the division of the data,
+gradient noise.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -23,7 +25,7 @@ from ptdmpi.config.zero import covers_state, stages_of_zero
 
 
 def spare_rules(ranks: int, spare: int) -> Iterator[str]:
-    """Yield a mistake if `spare` of `ranks` ranks are so many that none is left to train."""
+    """Yield a mistake if the `spare` spare ranks of `ranks` ranks leave no rank to train."""
     if spare < ranks:
         return
     legal = f"0 to {ranks - 1}" if ranks > 1 else "only 0"
@@ -34,7 +36,9 @@ def spare_rules(ranks: int, spare: int) -> Iterator[str]:
 
 
 def axis_rules(parallel: ParallelConfig, ranks: int, spare: int) -> Iterator[str]:
-    """Yield a mistake if the axes do not fill `ranks` ranks; `spare` further ranks wait."""
+    """Yield a mistake if the product of the axes is not `ranks`. The `spare` spare ranks are not
+    among the `ranks` ranks.
+    """
     model_ranks = parallel.model_ranks
     words = "tensor * pipeline"
     sizes = f"{parallel.tensor} * {parallel.pipeline}"
@@ -60,8 +64,9 @@ def axis_rules(parallel: ParallelConfig, ranks: int, spare: int) -> Iterator[str
 
 
 def layout_rules(sections: Sections, ranks: int) -> Iterator[str]:
-    """Yield the reasons why the layout on `ranks` ranks is not legal, as far as its sections are
-    known."""
+    """Yield the reasons why the layout on `ranks` ranks is not legal. Rules about sections that
+    could not be read are skipped.
+    """
     parallel = sections.parallel
     if parallel is None:
         return
@@ -81,7 +86,7 @@ def layout_rules(sections: Sections, ranks: int) -> Iterator[str]:
 
 
 def zero_rules(parallel: ParallelConfig, run: RunConfig) -> Iterator[str]:
-    """Yield a mistake if gradients are summed along one tree and in shards."""
+    """Yield a mistake if gradients are to be summed both along one tree and in shards."""
     if parallel.zero not in stages_of_zero(run.reproducible):
         yield (
             "run.reproducible = true adds up the microbatches' gradients along one tree, and "
@@ -90,8 +95,9 @@ def zero_rules(parallel: ParallelConfig, run: RunConfig) -> Iterator[str]:
 
 
 def noise_rules(sections: Sections, ranks: int) -> Iterator[str]:
-    """Yield the reasons why gradient noise cannot be measured. It needs data ranks that have whole
-    gradients of their own, and that sum them."""
+    """Yield the reasons why gradient noise cannot be measured. The measurement needs data ranks
+    that each compute a complete gradient and then sum the gradients.
+    """
     log = sections.log
     if log is None or not log.gradient_noise_every_steps:
         return
@@ -132,7 +138,7 @@ def _noise_of_methods(log: LogConfig, method: DataParallelConfig) -> Iterator[st
 
 
 def split_rules(sections: Sections, ranks: int) -> Iterator[str]:
-    """Yield the mistakes with `data.split = "by_rank"` on `ranks` ranks that train."""
+    """Yield the mistakes in the use of `data.split = "by_rank"`, for `ranks` ranks that train."""
     yield from where_known(_split_and_losses, sections.data, sections.run)
     yield from where_known(partial(_split_shares, ranks), sections.data, sections.parallel)
 

@@ -1,4 +1,4 @@
-"""Rules about [run], and about validations, batches and compilation."""
+"""Rules about the section [run], and about validations, batches and compilation."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -26,7 +26,7 @@ def run_rules(run: RunConfig) -> Iterator[str]:
 
 
 def length_rules(run: RunConfig, batch: BatchConfig) -> Iterator[str]:
-    """Yield a mistake if the samples of all steps are more than can be numbered."""
+    """Yield a mistake if the run has so many samples that their numbers overflow."""
     most = MOST_SAMPLES // batch.global_size
     if run.steps > most:
         yield (
@@ -36,7 +36,9 @@ def length_rules(run: RunConfig, batch: BatchConfig) -> Iterator[str]:
 
 
 def validation_rules(sections: Sections) -> Iterator[str]:
-    """Yield the keys that depend on validations or on tasks, if the run has none."""
+    """Yield a mistake for each key that has an effect only with validations, or with tasks, if the
+    run has none.
+    """
     wishes = {}
     if sections.run is not None:
         wishes["run.stop_after_worse"] = sections.run.stop_after_worse
@@ -62,7 +64,9 @@ def _task_file_rules(log: LogConfig) -> Iterator[str]:
 
 
 def own_loss_rules(sections: Sections) -> Iterator[str]:
-    """Yield the settings that a loss of the user's own excludes, and a mistake in its name."""
+    """Yield a mistake for each setting that cannot be combined with the user's own loss, and for a
+    wrong name of that loss.
+    """
     if sections.run is None or not sections.run.loss:
         return
     try:
@@ -84,9 +88,10 @@ def own_loss_rules(sections: Sections) -> Iterator[str]:
 
 
 def compile_rules(sections: Sections) -> Iterator[str]:
-    """Yield the settings that `run.compile` excludes. A layer is compiled as one forward and one
-    backward graph, so it may not communicate, and Python may not choose different operations from
-    step to step."""
+    """Yield a mistake for each setting that cannot be combined with `run.compile`. A layer is
+    compiled as one forward and one backward graph. Therefore the layer must not communicate, and it
+    must run the same operations in every step.
+    """
     if sections.run is None or not sections.run.compile:
         return
     refusals = [
@@ -100,7 +105,7 @@ def compile_rules(sections: Sections) -> Iterator[str]:
 
 
 class _Refusal(NamedTuple):
-    """A setting with which a layer is not compiled, and what is legal instead."""
+    """A setting with which a layer cannot be compiled, and the legal alternative."""
 
     key: str
     legal: str
@@ -129,6 +134,7 @@ def _not_compiled_data(data: DataConfig) -> Iterator[_Refusal]:
 
 
 def _not_compiled_adapters(adapt: AdaptConfig) -> Iterator[_Refusal]:
-    # Python decides in each step what adapters drop; without dropout this has not been tried
+    # dropout of adapters is decided by Python in each step; adapters without dropout have not been
+    # tested with compilation
     if adapt.adapts:
         yield _Refusal(f'adapt.method = "{adapt.method}"', 'method = "none"')

@@ -1,4 +1,6 @@
-"""Rules about [task]: the needs of a head for a task, and the settings that it excludes."""
+"""Rules about the section [task]: the requirements of a head for a task, and the settings that
+cannot be combined with it.
+"""
 
 from collections.abc import Iterator
 
@@ -6,7 +8,7 @@ from ptdmpi.config.configuration import Sections
 from ptdmpi.config.rules.known import where_known
 from ptdmpi.config.sections import BatchConfig, DataConfig, LogConfig, TaskConfig
 
-# A kind of task -> the key that describes its answers.
+# Kind of task -> the key of [task] that describes the answers.
 ANSWERS = {"classification": "labels", "choice": "choices"}
 
 
@@ -39,7 +41,9 @@ def _unused_keys(task: TaskConfig) -> Iterator[str]:
 
 
 def _whole_questions(task: TaskConfig, batch: BatchConfig) -> Iterator[str]:
-    """Yield the batch sizes that are no multiple of the sequences of a question."""
+    """Yield a mistake for each batch size that is not a multiple of the number of sequences of a
+    question.
+    """
     for key, size in (("micro_size", batch.micro_size), ("global_size", batch.global_size)):
         if size % task.sequences:
             below = size // task.sequences * task.sequences

@@ -1,22 +1,23 @@
-"""The judgement of a start that has ended: whether the run is over or its ranks are started
-again."""
+"""The decision after the end of a start: whether the run is over, or its ranks are
+started again.
+"""
 
 from dataclasses import dataclass
 
 from ptdmpi.supervise.start import Ended
 
-STOPPED = 75  # watch/requests.py: stopped on request after saving
+STOPPED = 75  # the exit code after a stop on request and a save (see watch/requests.py)
 BAD_INPUT = 2
 CORRUPT = 3  # run.on_corruption = "stop"
 
 
 @dataclass(frozen=True)
 class Starts:
-    """The memory of the supervisor about earlier starts.
+    """The facts that the supervisor stores about earlier starts.
 
-    `furthest` is the last step that any start has recorded. `idle` is the number of starts in a row
-    that brought no new step. `failed_at` is the step after which the last start failed by an
-    exception or a hang of the program; None if it ended in another way.
+    `furthest` is the last step that any start has recorded. `idle` is the number of consecutive
+    starts without a new step. `failed_at` is the step after which the last start ended because of
+    an exception or a hang of the program; None if the start ended for another reason.
     """
 
     furthest: int = 0
@@ -24,7 +25,7 @@ class Starts:
     failed_at: int | None = None
 
     def after(self, ended: Ended, step: int) -> "Starts":
-        """Return the memory after one more start, which ended after `step`."""
+        """Return the updated facts after one more start, which ended after `step`."""
         idle = self.idle + 1
         if step > self.furthest:
             idle = 1
@@ -33,18 +34,20 @@ class Starts:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The exit code of the run, or None if its ranks are started again. `why` is the reason as
-    text."""
+    """The decision: the exit code of the run, or None if its ranks are started again. `why` is the
+    reason as text.
+    """
 
     code: int | None
     why: str = ""
 
 
 def judged(ended: Ended, before: Starts, step: int, *, asked: bool, restarts: int) -> Judgement:
-    """Judge a start that ended after `step` although the run was not complete: is it the last one?
+    """Decide whether the ranks are started again, after a start that ended after `step` before the
+    run was complete.
 
-    `asked`: a stop was requested. `restarts` is the number of starts in a row without a new step
-    that are allowed.
+    `asked` is True if a stop was requested. `restarts` is the allowed number of consecutive starts
+    without a new step.
     """
     if ended.code in (BAD_INPUT, CORRUPT, STOPPED):
         return Judgement(ended.code)

@@ -1,5 +1,6 @@
-"""The output of a launcher and its ranks. The ranks' lines are printed at once, the launcher's
-later."""
+"""The output of a launcher and its ranks. Lines of the ranks are printed at once; lines of the
+launcher are stored and printed at the end if necessary.
+"""
 
 import re
 import sys
@@ -14,7 +15,7 @@ NOISE = re.compile(
     r"|srun: (error|Job step aborted|launch|Terminating|Force Terminated)|slurmstepd: "
     r"|\[(proxy|mpiexec)[:@]|^=+ *$|=   (BAD|EXIT|CLEANING|YOU)"
 )
-# Lines in which a rank itself reports why the job ends begin so.
+# Beginnings of the lines in which a rank itself reports why the job ends.
 SAID = re.compile(r"ptdmpi: error: |\[rank \d+ on |ptdmpi: interrupted|stall: ")
 TRACEBACK = re.compile(r"\[rank \d+ on [^]]*\] Traceback|stall: ")
 
@@ -22,8 +23,9 @@ TRACEBACK = re.compile(r"\[rank \d+ on [^]]*\] Traceback|stall: ")
 class LauncherOutput:
     """The output of one start of the ranks; threads print it line by line.
 
-    `said`: a rank has reported why it ends. `failed`: the reason was an exception or a hang of the
-    program. `unread` becomes True when nobody reads the output of this process any more.
+    `said` is True if a rank has reported why it ends. `failed` is True if the reported reason was
+    an exception or a hang of the program. `unread` becomes True when no process reads the output of
+    this process any more.
     """
 
     def __init__(self, pipes: list[tuple[IO[str], IO[str]]], on_unread: Callable[[], None]) -> None:

@@ -1,8 +1,8 @@
-"""The nodes on which a job may start ranks, and the launcher's command line for them.
+"""The nodes on which a job may start ranks, and the command line that starts ranks on these nodes.
 
-In an allocation the nodes are those of the scheduler. Slurm starts ranks by steps of `srun`, PBS by
-mpirun with the names in its node file. Elsewhere they are the hosts that the user names, or this
-machine.
+In an allocation the nodes are those of the scheduler. In Slurm the ranks are started by `srun`; in
+PBS by mpirun, with the names in the node file. Without a scheduler the nodes are the hosts that the
+user names, or this machine.
 """
 
 import math
@@ -20,8 +20,8 @@ from ptdmpi.base.launched import COPIES
 from ptdmpi.config import InputError
 from ptdmpi.supervise.environment import PASSED_ON
 
-# A node that does not start `true` within this time is lost. A launcher that has just ended may
-# still clean up on a node, and the next one then fails there, so a node is asked twice.
+# A node counts as lost if it cannot start the program `true` within this time. Each node is tested
+# twice, because the first test may fail while an earlier launcher still cleans up on the node.
 PROBE_S = 20.0
 PROBES = 2
 PAUSE_S = 1.0
@@ -29,7 +29,7 @@ PAUSE_S = 1.0
 
 @dataclass(frozen=True)
 class LaunchHost:
-    """A host, and the number of ranks that it takes; 0: an equal share of all ranks."""
+    """A host, and the number of ranks to start on it; 0 means an equal share of all ranks."""
 
     name: str
     ranks: int = 0
@@ -37,11 +37,13 @@ class LaunchHost:
 
 @dataclass(frozen=True)
 class LaunchPlace:
-    """The nodes of a job in the order in which they are filled; none: this machine.
+    """The nodes of a job, in the order in which they are filled with ranks, and the launcher. If
+    there are no nodes, the ranks start on this machine.
 
     `launcher` is "mpirun" (with Open MPI's options), "mpiexec" (with the options of MPICH and PALS)
-    or "srun"; `program` is its name or path, if that is another one. `options` are added at every
-    start. `ranks` is the number that the scheduler gives, or 0.
+    or "srun". `program` is the name or path of the launcher's program, if it differs from
+    `launcher`. `options` are added to every command line. `ranks` is the number of ranks that the
+    scheduler gives, or 0.
     """
 
     launcher: str
@@ -51,9 +53,9 @@ class LaunchPlace:
     program: str = ""
 
     def filled(self, ranks: int) -> "LaunchPlace":
-        """Return the place with a number of ranks decided for each node, so that `ranks` ranks fit.
+        """Return a copy with a number of ranks set for each node, so that `ranks` ranks fit.
 
-        Raise InputError if the nodes do not take that many.
+        Raise InputError if the nodes have room for fewer ranks.
         """
         if not self.nodes:
             return replace(self, ranks=ranks)
@@ -65,7 +67,7 @@ class LaunchPlace:
         return replace(self, nodes=nodes, ranks=ranks)
 
     def room(self, nodes: Sequence[LaunchHost]) -> int:
-        """Return the number of ranks that fit on `nodes`, which are some of this place's nodes."""
+        """Return the number of ranks that fit on `nodes`, which are some of the job's nodes."""
         if not self.nodes:
             return self.ranks
         return sum(node.ranks for node in nodes)
@@ -100,7 +102,7 @@ class LaunchPlace:
         return [launcher, "-n", "1", "--host", node.name, *program]
 
     def living(self, environment: Mapping[str, str]) -> tuple[LaunchHost, ...]:
-        """Return the nodes on which a program starts now. All nodes are tested at once."""
+        """Return the nodes on which a program can be started now. All nodes are tested at once."""
         alive = self._on_each(environment, "true", times=PROBES)
         return tuple(node for node, here in zip(self.nodes, alive, strict=True) if here)
 
@@ -110,8 +112,9 @@ class LaunchPlace:
         self._on_each(environment, "rm", "-rf", folder)
 
     def _on_each(self, environment: Mapping[str, str], *program: str, times: int = 1) -> list[bool]:
-        """Start a program on all nodes at once, up to `times` times where it fails; return for each
-        node whether the program succeeded."""
+        """Start a program on all nodes at once. On a node where the program fails, try it up to
+        `times` times. Return for each node True if the program succeeded.
+        """
 
         def works(node: LaunchHost) -> bool:
             for number in range(times):
@@ -138,11 +141,12 @@ class LaunchPlace:
 
 
 def place_of(hosts: str, environment: Mapping[str, str], launch: str = "") -> LaunchPlace:
-    """Return the place of a job: `hosts` ("a,b" or "a:4,b:4"), the allocation, or this machine.
+    """Return the nodes and the launcher of a job. The nodes are `hosts` ("a,b" or "a:4,b:4"), or
+    those of the scheduler's allocation, or this machine.
 
-    `launch` is the launcher with options, such as "mpiexec --cpu-bind depth"; empty: the one that
-    is found. Raise InputError if there is no launcher, or a host has no number of ranks after its
-    colon.
+    `launch` is the launcher with options, such as "mpiexec --cpu-bind depth". If `launch` is empty,
+    an installed launcher is chosen. Raise InputError if there is no launcher, or a host has no
+    number of ranks after its colon.
     """
     program, *options = shlex.split(launch) or [_found(hosts, environment)]
     if not shutil.which(program, path=environment.get("PATH")):
@@ -173,8 +177,9 @@ def _found(hosts: str, environment: Mapping[str, str]) -> str:
 
 
 def _passed_on(launcher: str, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the options by which Open MPI passes variables on; other launchers pass all on by
-    default."""
+    """Return the options that make Open MPI pass environment variables to the ranks. Other
+    launchers pass all variables by default.
+    """
     if launcher != "mpirun":
         return ()
     names = [name for name in PASSED_ON if name in environment or name == COPIES]
@@ -198,9 +203,11 @@ def _pbs(launcher: str, node_file: Path) -> LaunchPlace:
 
 
 def _slurm(environment: Mapping[str, str], asked: Sequence[str]) -> LaunchPlace:
-    """Return the nodes of a Slurm allocation. An exit code does not end the step, because the ranks
-    do not stop at the same moment. The other ranks of a step end 60 s after the first one. Options
-    that the user has `asked` for are not set again."""
+    """Return the nodes of a Slurm allocation, with the options of `srun`. The exit code of one rank
+    must not end the job step at once, because ranks do not stop at the same moment; srun ends the
+    other ranks 60 s after the first one. Options in `asked`, which the user has given, are not
+    added again.
+    """
     names = subprocess.run(
         ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")],
         env=dict(environment),

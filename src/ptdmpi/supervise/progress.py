@@ -13,8 +13,9 @@ TAIL_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The last step of a run that has a record, and the number of ranks that trained it; both 0 if
-    no step has a record."""
+    """The last recorded step of a run, and the number of ranks that trained this step; both are 0
+    if no step is recorded.
+    """
 
     step: int = 0
     ranks: int = 0
@@ -22,13 +23,13 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The progress of the run in the directory `path`, which is to reach `steps` steps."""
+    """The progress of the run in the directory `path`. The run is complete after `steps` steps."""
 
     path: Path
     steps: int
 
     def newest(self) -> RecordedStep:
-        """Return the last step that has a record."""
+        """Return the last recorded step."""
         with contextlib.suppress(OSError):
             with open_file(self.path / "metrics.jsonl", "rb") as file:
                 size = file.seek(0, 2)
@@ -42,7 +43,7 @@ class RunProgress:
         return RecordedStep()
 
     def done(self) -> int | None:
-        """Return the number of steps of a run that has ended; None if it has not ended."""
+        """Return the number of steps of a complete run; None if the run is not complete."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return int(json.loads(read_file(self.path / "done"))["steps"])
         return None

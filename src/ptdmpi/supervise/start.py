@@ -19,8 +19,10 @@ GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of one start. `code` is the launcher's exit code, or 128 + N for signal N. `failed`:
-    its ranks have reported an exception or a hang of the program."""
+    """The end of one start of the ranks. `code` is the launcher's exit code, or 128 + N if signal N
+    ended the launcher. `failed` is True if a rank has reported an exception or a hang of the
+    program.
+    """
 
     code: int
     failed: bool

@@ -1,7 +1,8 @@
-"""The supervisor of a job: it starts the ranks, and starts them anew when they are lost.
+"""The supervisor of a job: it starts the ranks, and starts them again after ranks were lost.
 
-It is one process around the launcher, and holds no state of the training. A restart goes on from
-checkpoints, or from copies in the memory of the nodes, which outlive the ranks.
+The supervisor is one process, which runs the launcher and has no training state. After a restart
+the run continues from a checkpoint, or from copies in the memory of the nodes, which remain when
+the ranks end.
 """
 
 import contextlib
@@ -31,12 +32,12 @@ REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 @dataclass(frozen=True)
 class SupervisedJob:
-    """The job to run: the file `config` with `settings`, which together are `tree`, on `ranks`
-    ranks.
+    """The job to run on `ranks` ranks. `tree` is the content of the file `config` with `settings`
+    applied.
 
-    `searched`: the layout is searched first. `restarts` is the number of starts in a row that may
-    bring no new step. `grow_s` is the number of seconds between two tests whether lost nodes have
-    come back.
+    If `searched` is True, the first start searches the layout. `restarts` is the allowed number of
+    consecutive starts without a new step. `grow_s` is the number of seconds between two checks
+    whether lost nodes are available again.
     """
 
     config: str
@@ -50,7 +51,7 @@ class SupervisedJob:
 
 
 class Supervisor:
-    """One job, from its first start to its exit code."""
+    """The supervisor of one job, from the first start of its ranks to the exit code."""
 
     def __init__(
         self, job: SupervisedJob, place: LaunchPlace, environment: Mapping[str, str]
@@ -124,9 +125,10 @@ class Supervisor:
         return start.finish(quiet=self._requests > 0)
 
     def _words(self) -> list[str]:
-        """Return the part of the command line that says what to train. If the first start has
-        searched the layout, and perhaps measured this machine for that, later starts take the
-        layout from the run directory."""
+        """Return the arguments of `ptdmpi train` that name the configuration and its settings. If
+        the first start has searched the layout, later starts read the layout from the run
+        directory, so that the search and its measurements are not repeated.
+        """
         resolved = self.progress.path / "config.toml"
         settings = [word for setting in self.job.settings for word in ("--set", setting)]
         if not self.job.searched:
@@ -137,8 +139,9 @@ class Supervisor:
         return [self.job.config, *settings, "--layout", "auto"]
 
     def _overrides(self) -> list[str]:
-        """Return the settings in which this start differs from the first one. It resumes, perhaps
-        with a layout for fewer ranks, and does not measure kernels again."""
+        """Return the settings in which this start differs from the first one. A later start
+        resumes, may use a layout for fewer ranks, and does not measure kernels again.
+        """
         settings = []
         if self.starts:
             settings.append("run.kernels=kept")
@@ -158,7 +161,7 @@ class Supervisor:
         return done is not None and (ended.code == 0 or done >= self.job.run.steps)
 
     def _judge(self, ended: Ended) -> int | None:
-        """Return the exit code if this was the last start."""
+        """Return the exit code if this was the last start; otherwise return None."""
         step = self.progress.newest().step
         asked = self._requests > 0
         before = self.record
@@ -171,11 +174,11 @@ class Supervisor:
     # -- fewer ranks, and all of them again ------------------------------------------------------
 
     def _fitting(self, room: int) -> int:
-        """Return the most ranks that fit into `room` and that the model can use, up to those of the
-        job.
+        """Return the largest number of ranks that the model can use, up to `room` and up to the
+        number of ranks of the job.
 
-        Only the data axis shrinks, so the update stays the same. If replicas differ, they are a
-        part of the method, and their number stays.
+        Only the data axis shrinks, so the update stays the same. If replicas differ, their number
+        does not change, because the data-parallel method depends on it.
         """
         if room >= self.job.ranks:
             return self.job.ranks
@@ -202,21 +205,22 @@ class Supervisor:
             start.ask_to_stop()
 
     def _training(self) -> int:
-        """Return the number of ranks that train now. It is smaller than that of the start after
-        the others have gone on without a lost rank (`run.on_failure = "shrink"`)."""
+        """Return the number of ranks that train now. The number is smaller than at the start if the
+        run has continued without a lost rank (`run.on_failure = "shrink"`).
+        """
         newest = self.progress.newest()
         if newest.step > self._first_after:
             return newest.ranks
         return self._that_train(self.ranks)
 
     def _that_train(self, ranks: int) -> int:
-        """Return how many of `ranks` ranks train; the others are spare."""
+        """Return how many of `ranks` ranks train; the other ranks are spare."""
         return ranks - self.job.run.spare_ranks
 
     # -- requests and words ----------------------------------------------------------------------
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        """Pass a request to stop on to the ranks; the third request ends them."""
+        """Pass a request to stop to the ranks. The third request ends the ranks at once."""
         now = time.monotonic()
         if self._requests and now - self._asked_s < AGAIN_S:
             return

@@ -1,10 +1,11 @@
 """A training run that survives the loss of ranks.
 
-A run is a sequence of attempts. In each attempt the living ranks take places in the grid; spare
-ranks wait, and the others train. All living ranks end an attempt together, by one agreement: at the
-end of the run, or when a rank is lost. After a loss the world shrinks to the survivors, which try
-again. They go on from the state that they still hold, if it has every part of the model, and
-otherwise from the newest checkpoint. A loss during recovery is handled like any other loss.
+A run is a sequence of attempts. In each attempt the living ranks get positions in the process grid;
+spare ranks wait, and the other ranks train. All living ranks end an attempt together, by one
+agreement, at the end of the run or when a rank is lost. After a loss the world shrinks to the
+surviving ranks, which begin the next attempt. The survivors continue from the state in their memory
+if this state has every part of the model, and otherwise from the newest checkpoint. A loss during
+recovery is handled like any other loss.
 """
 
 import gc
@@ -31,15 +32,16 @@ from ptdmpi.train.loop import Loop
 from ptdmpi.train.records.directory import append_lines
 from ptdmpi.watch.requests import StopRequest
 
-SPARE_POLL_S = 0.02  # how often a spare rank tests whether it is needed
-FINISHED = 1  # the lowest bit that all agree on; the exit code is in the bits above it
+SPARE_POLL_S = 0.02  # seconds between two checks of a spare rank whether it is needed
+FINISHED = 1  # the lowest bit of the agreed number; the exit code is in the higher bits
 
 
 class Survivors:
-    """One rank of a run that survives the loss of others.
+    """One rank of a run that continues after the loss of other ranks.
 
-    `world` has all living ranks, spare ones included. `lost` has the ranks lost so far, and `news`
-    those lost since the last attempt trained. `failed_at` is the time of the last loss.
+    `world` has all living ranks, including spare ranks. `lost` has all ranks that were lost so far,
+    and `news` the ranks that were lost since the last attempt trained. `failed_at` is the time of
+    the last loss.
     """
 
     def __init__(
@@ -59,13 +61,13 @@ class Survivors:
         self.stranded: list[Any] = []
 
     def steps(self) -> Iterator[Completed]:
-        """Make attempts until the run has ended, or too few ranks are left for the model.
+        """Make attempts until the run has ended, or until too few ranks are left for the model.
 
         Yield the steps that this rank takes part in. Raises SystemExit with the exit code if that
         is not 0.
         """
-        # Imported modules are frozen, so that the garbage collector does not search them and
-        # collects old engines quickly.
+        # exclude the objects of imported modules from garbage collection, so that old engines are
+        # collected quickly
         gc.freeze()
         while True:
             with fail_together(self.world):
@@ -73,7 +75,7 @@ class Survivors:
             if outcome & FINISHED:
                 break
             self._put_away()
-            gc.collect()  # engines have cycles of references; the next one needs their memory
+            gc.collect()  # engines contain reference cycles, and the next engine needs their memory
             self.failed_at = self.failed_at or time.perf_counter()
             self.world, lost = ulfm.shrink(self.world)
             self.lost += lost
@@ -89,10 +91,11 @@ class Survivors:
             raise SystemExit(code)
 
     def _attempt(self) -> Generator[Completed, None, int]:
-        """Take a place and train, or wait; return the bits that all living ranks agreed on."""
+        """Train, or wait as a spare rank; return the bits that all living ranks agreed on."""
         try:
             code = yield from self._work()
-        except SharedInputError as error:  # it was not raised on the spare ranks
+        # the training ranks have raised the same error, but the spare ranks have not
+        except SharedInputError as error:
             raise InputError(str(error)) from None
         except InputError:
             raise
@@ -107,11 +110,12 @@ class Survivors:
             return ulfm.agree(self.world, 0)
         if code is None:
             return ulfm.agree(self.world, ulfm.ALL_FLAGS, SPARE_POLL_S)
-        # If a rank left before all are done, the others could not recover without it.
+        # No rank may leave before all are done, because the other ranks could not recover without
+        # it.
         return ulfm.agree(self.world, FINISHED | code << 1)
 
     def _work(self) -> Generator[Completed, None, int | None]:
-        """Train to the end and return the exit code. A spare rank returns None at once."""
+        """Train to the end and return the exit code. On a spare rank return None at once."""
         loop = self._take_place()
         if loop is None:
             return None
@@ -122,7 +126,9 @@ class Survivors:
         return 0
 
     def _take_place(self) -> Loop | None:
-        """Return this rank's loop, ready to go on; None if the rank is spare."""
+        """Give this rank a position in the grid, and return its training loop with the state
+        loaded; None if the rank is spare.
+        """
         world = self.world
         accounts = world.control.allgather(self.holding.account)
         order = seats(
@@ -144,8 +150,8 @@ class Survivors:
             self.world.last_words = crew.last_words
         for handle in handles:
             handle.wait()
-        # A spare rank drops its state too. Later that state would belong to another history of the
-        # run, perhaps of the same step but with other bits.
+        # A spare rank discards its state. A later attempt could not use that state, because the
+        # other ranks may train the same step again with other bits.
         self.holding = Holding(Account())
         if crew is not None:
             if self.news and self.failed_at is not None:
@@ -157,7 +163,7 @@ class Survivors:
         return self.loop
 
     def _resolved(self) -> Config:
-        """Return the configuration with the layout of the present grid."""
+        """Return the configuration with the layout of the current process grid."""
         data = self.grid.data_size
         shards = self.grid.size_of(SHARDS)
         copies = self.grid.size_of(LOSSES) // self.grid.size_of(EXPERTS)
@@ -170,7 +176,7 @@ class Survivors:
     def _handover(self, accounts: list[Account], step: int | None, ways: list[Route]) -> Handover:
         """Return the start of this rank's loop: the live state after `step`, or a checkpoint.
 
-        `ways` has the routes of the state to each rank.
+        `ways` has the routes of the live state to each rank.
         """
         asked = (account.asked for account in accounts)
         self.signals.received = self.signals.received or next(filter(None, asked), None)
@@ -192,7 +198,9 @@ class Survivors:
         return Handover(resume, load, unfinished, accounts[source].answer)
 
     def _put_away(self) -> None:
-        """Drop the loop, except for the state and messages that the next attempt may need."""
+        """Close the training loop, and keep only the state and messages that the next attempt may
+        need.
+        """
         loop = self.loop
         self.loop = None
         if loop is None:
@@ -200,7 +208,8 @@ class Survivors:
         loop.close()
         self.stranded.append(loop.engine.runner.under_way())
         self.stranded.append([group.under_way for group in loop.axes.groups.values()])
-        settled = loop.engine.policy.settled  # False: neighbours' messages are missing in it
+        # False: the state is incomplete, because messages of neighbours are missing
+        settled = loop.engine.policy.settled
         account = Account(
             place=loop.axes.coordinates,
             step=loop.engine.steps_done if settled else None,
@@ -214,21 +223,23 @@ class Survivors:
         self.holding = live.hold(loop.engine, account)
 
     def _fit(self) -> bool:
-        """Choose the widest grid that the living ranks can fill; return False if there is none."""
+        """Choose the grid with the most data ranks that the living ranks can fill. Return False if
+        they are too few for any grid.
+        """
         batch = self.config.batch
         sequences = batch.global_size // batch.micro_size
         grid = widest(self.grid, self.world.size, grid_of(self.config), sequences)
         if grid is None:
             return False
         if grid["shard"] != self.grid["shard"]:
-            # the state is cut in another way now, so no rank could take a part that another one
-            # holds
+            # the new grid divides the state differently, so the parts that ranks have do not fit
+            # the new ranks
             self.holding = Holding(replace(self.holding.account, place=None, step=None))
         self.grid = grid
         return True
 
     def _give_up(self) -> None:
-        """Report that too few ranks are left, and end all of these with exit code 1."""
+        """Report that too few ranks are left, and end all living ranks with exit code 1."""
         sizes = [f"t={self.grid['tensor']}", f"p={self.grid['pipeline']}"]
         if self.grid.size_of(EXPERTS) > 1:
             sizes.insert(1, f"e={self.grid.size_of(EXPERTS)}")
@@ -245,7 +256,8 @@ class Survivors:
         ulfm.leave(self.world, 1)
 
     def _notice(self, loop: Loop, accounts: list[Account], step: int | None, took_s: float) -> str:
-        """Return the line on the lost ranks, and on the layout and state of the next attempt.
+        """Return the log line about the lost ranks, and about the layout and state of the next
+        attempt.
 
         `step` is the step of the live state; None: a checkpoint is used. `took_s` is the time of
         the recovery in seconds.
@@ -270,9 +282,11 @@ class Survivors:
 
 
 def _unfinished(accounts: list[Account], step: int) -> Completed | None:
-    """Return step `step` as a rank completed it; None if some rank has concluded it."""
+    """Return the result of step `step` from a rank that completed the step; None if some rank has
+    already concluded the step (recorded, validated and saved it).
+    """
     if max(account.concluded for account in accounts) >= step:
-        return None  # one rank concluded it, after all had done their part
+        return None  # a rank concludes a step only after all ranks have done their part of the step
     for account in accounts:
         done = account.completed
         if account.step == step and done is not None and done.step == step:
@@ -281,6 +295,6 @@ def _unfinished(accounts: list[Account], step: int) -> Completed | None:
 
 
 def _who(lost: list[Process]) -> str:
-    """Return the lost ranks with their hosts, in words."""
+    """Return a text that names the lost ranks and their hosts."""
     names = ", ".join(f"{process.number} ({process.host})" for process in lost)
     return f"ranks {names}" if len(lost) > 1 else f"rank {names}"

@@ -25,14 +25,15 @@ from ptdmpi.watch.requests import SIGNALS, Save, StopRequest
 
 @dataclass(frozen=True)
 class Launch:
-    """The ranks of a run, and the signals that ask it to stop."""
+    """The ranks of a run, and the object that receives signals to stop."""
 
     world: World
     signals: StopRequest
 
 
 class Run:
-    """A training run of all ranks that a launcher started; every rank makes it and iterates.
+    """A training run on all ranks that a launcher started. Every rank creates a `Run` object and
+    iterates over it.
 
         run = ptdmpi.Run("config.toml", {"run.steps": 100})
         for step in run:
@@ -41,7 +42,7 @@ class Run:
                 run.save()
 
     Each item is a `Completed` step: its number (from 1), its `result` (loss, gradient norm, ...)
-    and its seconds. It is yielded after the step's record, and after the validation and the
+    and its seconds. A step is yielded after its record is written, and after the validation and the
     checkpoint that the configuration asks for. A program may leave the loop early, if all ranks do
     so after the same step; the progress since the last checkpoint is then lost. The run directory
     is that of `ptdmpi train`: each of the two can continue a run of the other.
@@ -60,13 +61,14 @@ class Run:
     ) -> None:
         """Prepare the run, and load its state.
 
-        `config` is a TOML file, or its sections. `settings` replace values by their names, such as
-        "run.steps". `loss`, `data` and `optimizer` are the user's own, defined at the top of a
-        module; they set the keys `run.loss`, `data.train` and `optimizer.own` to their names.
-        `hooks` are called at each step, validation, save and stop. `launch` has the
-        ranks and the signals of a caller who already has them. Otherwise the run takes all ranks,
-        and handles signals while it lasts. Raises InputError, on all ranks, if the run cannot
-        begin. If one rank does not catch an exception, all ranks end.
+        `config` is the path of a TOML file, or a dictionary of its sections. `settings` replace
+        values by their names, such as "run.steps". `loss`, `data` and `optimizer` are objects of
+        the user, defined at the top level of a module. The keys `run.loss`, `data.train` and
+        `optimizer.own` are set to the names of these objects. `hooks` are called at each step,
+        validation, save and stop. A caller that already has the ranks and handles signals passes
+        them as `launch`. Without `launch` the run uses all ranks, and handles signals until its
+        end. Raises InputError, on all ranks, if the run cannot begin. If one rank does not catch an
+        exception, all ranks end.
         """
         self._owns_launch = launch is None
         self._before = [signal.getsignal(number) for number in SIGNALS]
@@ -91,15 +93,18 @@ class Run:
 
     def __iter__(self) -> Iterator[Completed]:
         """Train, and yield each step. Raises SystemExit (75) after a save if the run was asked to
-        stop, for example by a signal. For other ends it raises the same exits as `ptdmpi train`."""
+        stop, for example by a signal. In all other cases the exit codes are those of `ptdmpi
+        train`.
+        """
         source = self._survivors or self._loop
         assert source is not None
         try:
-            yield from source.steps()  # this generator closes `source`, wherever it is left
+            yield from source.steps()  # `source` is closed however the caller leaves this generator
         except (SystemExit, GeneratorExit):
             self._end()
             raise
-        # not after a failure, because a failing rank needs the threads to report on the others
+        # do not close the run after a failure, because its threads report the state of the other
+        # ranks
         self._end()
 
     def _end(self) -> None:
@@ -123,15 +128,15 @@ class Run:
     def close(self) -> None:
         """End the run's threads, release its directory, and handle signals as before.
 
-        A run that was iterated to its end, or left by `break`, is closed already; a second call
-        does nothing. The model stays.
+        A run that was iterated to its end, or left by `break`, is already closed; a second call
+        does nothing. The model stays in memory.
         """
         if self._now is not None:
             self._now.close()
         self._release()
 
     def train(self) -> None:
-        """Train to the end, as a loop with an empty body would."""
+        """Train to the end, as an iteration over the run with an empty loop body does."""
         for _ in self:
             pass
 
@@ -149,7 +154,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The number of steps that the state was trained for."""
+        """The number of steps for which the present state has been trained."""
         return self._active.concluded
 
     @property
@@ -159,28 +164,34 @@ class Run:
 
     @property
     def model(self) -> nn.ModuleDict:
-        """This rank's stages of the model, by number; a parameter is this rank's slice."""
+        """This rank's pipeline stages of the model, by number. A parameter in a stage is this
+        rank's slice of the full parameter.
+        """
         stages = self._active.engine.stages
         return nn.ModuleDict({str(number): stage for number, stage in stages.items()})
 
     @property
     def state(self) -> State:
-        """Masters, moments and counters, by logical name, as this rank holds them."""
+        """This rank's shards of the master weights and the optimizer's moments, by logical name,
+        and the counters of the run.
+        """
         return self._active.engine.state
 
     def validate(self) -> dict[str, Any]:
         """Return the losses on the validation data after the present step; every rank calls it.
 
-        They are recorded, too. Return {} if the run has no validation data, or if a stop interrupts
-        it.
+        The losses are recorded, too. Return {} if the run has no validation data, or if a stop
+        interrupts the validation.
         """
         loop = self._active
         return loop.validation.measured(loop.concluded)
 
     def save(self) -> Path:
-        """Save a checkpoint after the present step, unless it is saved already; return its path.
+        """Save a checkpoint of the present step, unless the step is already saved. Return the path
+        of the checkpoint.
 
-        Every rank calls it. Raises SaveFailed on every rank if it cannot be written.
+        Every rank calls this method. Raises SaveFailed on every rank if the checkpoint cannot be
+        written.
         """
         loop = self._active
         newest = loop.saving.newest
@@ -200,7 +211,9 @@ class Run:
 
 
 def _all_ranks() -> Launch:
-    """Return a job of all ranks. An exception that one rank does not catch ends all ranks."""
+    """Return a `Launch` object with all ranks. From now on, an exception that one rank does not
+    catch ends all ranks.
+    """
     signals = StopRequest()
     signals.__enter__()
     world = World()
@@ -209,8 +222,9 @@ def _all_ranks() -> Launch:
 
 
 def _named(loss: Any, data: Any, optimizer: Any) -> dict[str, Any]:
-    """Return the keys that name the user's own loss, data and optimizer, as far as they are given.
-    Raises InputError for an object that cannot be imported by its name."""
+    """Return the values of the keys that name the user's own loss, data and optimizer, for those
+    that are given. Raises InputError for an object that cannot be imported by its name.
+    """
     named: dict[str, Any] = {}
     if loss is not None:
         named["run.loss"] = name_of(loss)

@@ -17,7 +17,8 @@ class Saving:
     the run tries again after 1, 2, 4, ... steps (at most `every_steps`). The run fails only if it
     ends or is to stop, and still cannot save.
 
-    `newest` has the step and the path of the newest save, `last_write_s` the time that it took.
+    `newest` has the step and the path of the newest save, and `last_write_s` the seconds that this
+    save took.
     """
 
     def __init__(
@@ -33,7 +34,8 @@ class Saving:
     ) -> None:
         """Prepare the saves. `last_step` is the last step of the run. `say` prints a line, `record`
         writes a record of values, and `verify` raises an error if the state must not be saved.
-        `copies` are also made, in memory."""
+        `copies` makes additional copies in the nodes' memory.
+        """
         self.checkpoints = checkpoints
         self.last_step = last_step
         self.every_steps = checkpoints.config.every_steps
@@ -48,7 +50,8 @@ class Saving:
         self.last_write_s = 0.0
 
     def after_step(self, step: int, asked: Save = Save.NO) -> bool:
-        """Save if it is due or `asked` for; return whether it was, the same on all ranks.
+        """Save a checkpoint if a save is due or requested by `asked`. Return True if one was; the
+        result is the same on all ranks.
 
         Under `Save.NOW`, and after the last step, the save is complete on return. Raises SaveFailed
         on every rank if such a save fails.
@@ -58,7 +61,7 @@ class Saving:
         due = must or asked is Save.DUE or step == self.retry_step or regular
         if due:
             self.verify()
-        # the last save is finished first; if it failed, this save is tried nevertheless
+        # finish the previous save first; even if it failed, this save is tried
         self._attempt(self.checkpoints.finish if due else self.checkpoints.poll, step)
         if due:
             self.retry_step = None
@@ -82,7 +85,9 @@ class Saving:
             self.say(f"warning: no copy in memory after step {step}: {why}; the one before stays")
 
     def _attempt(self, work: Callable[[], list[Saved]], step: int, must: bool = False) -> None:
-        """Do `work`, and report its saves. Raises SaveFailed if it fails and `must`."""
+        """Call `work`, and report the saves that it returns. Raises SaveFailed if `work` fails and
+        `must` is True.
+        """
         try:
             for saved in work():
                 self._report(saved)

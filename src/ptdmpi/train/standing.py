@@ -1,4 +1,6 @@
-"""The best validations of a run, and whether it still improves. No MPI: a dry run uses it too."""
+"""The best validations of a run, and the check whether the run still improves. This module does not
+use MPI, because a dry run needs it, too.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -11,7 +13,7 @@ from ptdmpi.sinks.record import kept_records
 
 
 class Validated(NamedTuple):
-    """A validation: after which step, and its loss in nats per token."""
+    """One validation: the step after which it was made, and its loss in nats per token."""
 
     step: int
     loss: float
@@ -24,12 +26,13 @@ class Validated(NamedTuple):
 
 @dataclass
 class Standing:
-    """The validations of a run so far, and the decisions that follow from them.
+    """The validations of a run so far, and the decisions that depend on them.
 
-    A validation is worse if its loss is not below all earlier losses; NaN is always worse. `worse`
-    counts the worse validations in a row up to now. The run ends after `stop_after_worse` of them
-    (0: never). `trained` and `tasks_step` are the newest steps that had a record, and scores of
-    tasks, when the run started. A stop may have interrupted the work after `trained`.
+    A validation counts as worse if its loss is not below all earlier losses; NaN is always worse.
+    `worse` is the number of worse validations since the last improvement. The run ends after
+    `stop_after_worse` of them (0: never). `trained` and `tasks_step` are the newest steps that had
+    a record, and scores of tasks, when the run started. A stop may have interrupted the work after
+    `trained`.
     """
 
     stop_after_worse: int = 0
@@ -46,14 +49,16 @@ class Standing:
 
     @property
     def best(self) -> Validated | None:
-        """Return the first validation with the lowest loss; None if none is finite yet."""
+        """Return the first validation with the lowest loss; None if no validation had a finite loss
+        yet.
+        """
         finite = [validation for validation in self.seen if validation.finite]
         return min(finite, key=lambda validation: validation.loss, default=None)
 
     def take(self, step: int, loss: float) -> bool:
         """Add a validation; return True if it is among the `keep_best` best ones so far."""
         new = Validated(step, loss)
-        # "not below" instead of "above or equal": NaN is below nothing
+        # test "not below" instead of "above or equal", because every comparison with NaN is false
         better = sum(not loss < other.loss for other in self.seen if other.finite)
         self.seen.append(new)
         if new.finite and not better:
@@ -64,7 +69,9 @@ class Standing:
 
     @property
     def remark(self) -> str:
-        """Return the end of the newest validation's line: how it compares to the best one."""
+        """Return the end of the log line of the newest validation, which compares it with the best
+        one.
+        """
         best = self.best
         if not (self.stop_after_worse or self.keep_best) or best is None:
             return ""
@@ -77,7 +84,7 @@ class Standing:
 
     @property
     def over(self) -> str:
-        """Return why the run ends before its last step; "" if it does not."""
+        """Return the reason why the run ends before its last step; "" if the run continues."""
         if not 0 < self.stop_after_worse <= self.worse:
             return ""
         text = (
@@ -90,7 +97,9 @@ class Standing:
 
 
 def standing_of(config: Config, step: int) -> Standing:
-    """Return the standing after `step`, from the validations that the run directory has."""
+    """Return the standing after `step`, computed from the validations recorded in the run
+    directory.
+    """
     standing = Standing(config.run.stop_after_worse, int(config.checkpoint.keep_best))
     for record in kept_records(Path(config.run.dir) / "metrics.jsonl"):
         if record["step"] > step:

@@ -10,17 +10,17 @@ from ptdmpi.train.records.journal import Journal
 from ptdmpi.watch.lookout import Lookout
 from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked
 
-# Exit codes for a corrupt state. 3: a person should look at the named hosts before the run is
-# started again. 4: the run is to be started again at once, from a checkpoint and not from copies in
-# memory.
+# Exit codes for a corrupt state. With 3 a person should check the named hosts before the run is
+# started again. With 4 the run should be started again at once, from a checkpoint and not from
+# copies in memory.
 CORRUPT_EXIT_CODES = {"stop": 3, "restart": 4}
-MOST_FAULTS = 8  # that are printed one by one
+MOST_FAULTS = 8  # maximum number of faults that are printed one by one
 
 
 class Stopping:
     """The end of one run before its last step, on request or by early stopping.
 
-    It changes when a run gets another reason to end early, or reports one differently.
+    This class has all reasons for such an end, and the lines that report them.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Stopping:
         self.lookout.obeyed("STOP")
         self.lookout.stops()
         reason = ""
-        if not self.attempt.why:  # else `before_save` has reported it
+        if not self.attempt.why:  # otherwise `before_save` has already reported the stop
             reason = f"{asked.stop}: "
         self.attempt.why = f"stopped: {asked.stop}"
         then = "the same command goes on"

@@ -32,8 +32,9 @@ class Validation:
         standing: Standing,
         hooks: Hooks,
     ) -> None:
-        """Prepare the validations. `vote` returns the ranks' requests: a stop interrupts a
-        validation."""
+        """Prepare the validations. `vote` returns the requests of the ranks, because a requested
+        stop interrupts a validation.
+        """
         self.config = config
         self.feed = feed
         self.engine = engine
@@ -42,8 +43,9 @@ class Validation:
         self.vote = vote
         self.standing = standing
         self.hooks = hooks
-        self.values: dict[str, Any] = {}  # of the record of the last validation
-        # the loss of a bigram model, which a model must beat to have learned more; reported once
+        self.values: dict[str, Any] = {}  # the values in the record of the last validation
+        # The loss of a bigram model, which is reported once. A model with a lower loss has learned
+        # more than pairs of tokens.
         self.bigram_pending = config.log.bigram_baseline and bool(feed.valid)
 
     def due(self, step: int) -> bool:
@@ -71,8 +73,9 @@ class Validation:
         return self.tasks.due(step) and self.standing.tasks_step < step
 
     def measured(self, step: int) -> dict[str, Any]:
-        """Return the values of the validation after `step`, which is made now if it was not due.
-        Return {} if a stop interrupts it, or without validation data."""
+        """Return the values of the validation after `step`. If no validation was due, it is made
+        now. Return {} if a stop interrupts the validation, or if the run has no validation data.
+        """
         last = self.standing.last
         if self.feed.valid and (last is None or last.step < step or not self.values):
             with self.engine.replicas.averaged():
@@ -81,7 +84,8 @@ class Validation:
         return self.values
 
     def after_step(self, step: int) -> Asked:
-        """Measure, record and report what is due; return the ranks' requests afterwards.
+        """Make, record and report the validation and the evaluation of tasks if they are due.
+        Return the requests of the ranks after this work.
 
         If replicas differ, the model with the mean of their weights is measured.
         """
@@ -128,7 +132,8 @@ class Validation:
         if self.standing.take(step, loss) and not asked.save:
             asked = replace(asked, save=Save.DUE)
         if self.standing.over and step < self.config.run.steps:
-            asked = replace(asked, stop="", save=Save.NOW)  # the run ends by itself
+            # the run ends because it no longer improves, so no other reason is reported
+            asked = replace(asked, stop="", save=Save.NOW)
         self.journal.say(f"step {step}  {text}{self.standing.remark}")
         place.enter("training")
         return asked
@@ -137,7 +142,8 @@ class Validation:
 def validation_record(
     paths: Sequence[str], losses: Sequence[Mapping[str, SummedLoss]]
 ) -> tuple[dict[str, Any], str]:
-    """Return a validation's record and its line, from the losses of each dataset in `paths`.
+    """Return the record and the log line of a validation, made from the losses of each dataset in
+    `paths`.
 
     If samples are classified, an accuracy is reported instead of a perplexity. Losses are means
     over all tokens, in nats. If there are several datasets, each of them has its own loss, too.

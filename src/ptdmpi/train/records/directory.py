@@ -19,7 +19,7 @@ def _show(line: str) -> None:
 
 
 class RunDirectory:
-    """`metrics.jsonl` and `log.txt` of a run; only rank 0 holds one.
+    """The writer of `metrics.jsonl` and `log.txt` in a run directory; only rank 0 has one.
 
     Each record is one write of a whole line. A start that resumes at a step removes a torn last
     line, the records and timelines after that step, and the file `done` of an earlier end. If a
@@ -71,13 +71,13 @@ class RunDirectory:
         self._sinks = Sinks(config, past, self.say)
 
     def record(self, **values: Any) -> None:
-        """Append one record to `metrics.jsonl`, and send it to the sinks."""
+        """Append one record to `metrics.jsonl`, and send the record to the sinks."""
         self._append(self.metrics, json.dumps(values))
         if self._sinks is not None:
             self._sinks.record(values)
 
     def close(self) -> None:
-        """Close the sinks; later records are written to `metrics.jsonl` alone."""
+        """Close the sinks. Later records are written only to `metrics.jsonl`."""
         if self._sinks is not None:
             self._sinks.close()
 
@@ -102,8 +102,8 @@ def mark_done(path: Path, steps: int) -> None:
     """Write the file `done` into the run directory `path`: the run is complete after `steps` steps.
 
     It is the last file that a run writes. A launcher can end with code 0 although it lost a node,
-    so only this file proves that the run is complete. An equal file is left unchanged. Raises
-    InputError if it cannot be written.
+    so only the file `done` proves that the run is complete. If the file already has the same
+    content, it is not written again. Raises InputError if it cannot be written.
     """
     done = path / "done"
     text = json.dumps({"steps": steps}) + "\n"

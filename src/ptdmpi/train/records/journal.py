@@ -25,7 +25,7 @@ class Journal:
     """
 
     def __init__(self, config: Config, axes: Axes, show: Callable[[str], None]) -> None:
-        """Begin without a directory. `show` prints a line."""
+        """Create the journal without a run directory. `show` prints a line."""
         self.config = config
         self.show = show
         self.recent = RecentSteps(axes)
@@ -102,7 +102,7 @@ def _optional(**values: Any) -> dict[str, Any]:
 
 
 def _loads(result: StepResult) -> dict[str, Any]:
-    """Return how full experts are, by layer, if the model has any."""
+    """Return the loads of the experts by layer, if the model has experts."""
     if result.loads is None:
         return {}
     return {"fullest_expert": result.loads.fullest, "dead_experts": result.loads.dead}
@@ -129,7 +129,7 @@ def _step_line(done: Completed, steps: int, rates: dict[str, float | None], left
 
 
 def _method_parts(result: StepResult) -> list[str]:
-    """Return the parts of a step's line that only some methods or models have."""
+    """Return the fields of a step's line that only some data-parallel methods or models have."""
     parts = []
     if result.consensus is not None:
         parts.append(f"apart {result.consensus:.3g}")

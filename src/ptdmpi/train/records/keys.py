@@ -1,8 +1,8 @@
-"""The keys of the records in `metrics.jsonl`, and what the report on a run shows of each.
+"""The keys of the records in `metrics.jsonl`, and the rows of the report on a run that show them.
 
-A new key is an entry of `RECORD_KEYS`. The report shows a key without an entry by its own name,
-with its newest value, because another version may have written it. This module imports no torch, so
-that reports are fast on login nodes.
+Every key has an entry in `RECORD_KEYS`. A key without an entry may come from another version; the
+report shows its name and its newest value. This module imports no torch, so that reports are fast
+on login nodes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,16 +34,17 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class RecordKey:
-    """What the report shows of one key: its own `rows`; or nothing of its own, because the entry
-    `within` of the report is computed from this key and others; or nothing, with the reason
-    (`hidden`)."""
+    """The use of one key in the report. There are three cases. The key has `rows` of its own; or
+    the row `within` of the report is computed from this key and others; or the report does not show
+    the key, for the reason `hidden`.
+    """
 
     rows: tuple[ReportRow, ...] = ()
     within: str = ""
     hidden: str = ""
 
     def __post_init__(self) -> None:
-        """Raise TypeError unless exactly one of the three is given."""
+        """Raise TypeError unless exactly one of `rows`, `within` and `hidden` is given."""
         given = sum(map(bool, (self.rows, self.within, self.hidden)))
         if given != 1:
             raise TypeError(f"a record key declares {given} ways to show it, not one: {self}")
@@ -77,11 +78,13 @@ def _newest(name: str, unit: Unit = "number", label: str = "") -> RecordKey:
 
 
 def _median(name: str, unit: Unit = "number", label: str = "") -> RecordKey:
-    """Return a key whose median in the newest layout is shown."""
+    """Return a `RecordKey` for which the report shows the median over the steps with the newest
+    layout.
+    """
     return RecordKey((ReportRow(name, median, unit, label, of_layout=True),))
 
 
-# The report has its rows in this order.
+# The rows of the report are in the order of these keys.
 RECORD_KEYS: Mapping[str, RecordKey] = {
     # steps: progress
     "layout": _newest("layout", "text"),
@@ -101,7 +104,7 @@ RECORD_KEYS: Mapping[str, RecordKey] = {
     "vocab_size": RecordKey(hidden="follows from the data; the sizes of messages need it"),
     "learning_rate": RecordKey(hidden="follows from the configuration; report.html has its curve"),
     "loss_scale": RecordKey(hidden="a means of fp16, no result; skipped steps are shown"),
-    # steps: methods that communicate less, and experts
+    # steps: communication-efficient methods, and experts
     "consensus_distance": _newest("consensus_distance", label="distance between replicas"),
     "bits_per_element": _newest("bits_per_element"),
     "fullest_expert": RecordKey((ReportRow("fullest_expert", _largest_of_last, "fraction"),)),

@@ -14,9 +14,9 @@ from ptdmpi.config import Config
 from ptdmpi.model.parameters import data_types
 from ptdmpi.plan.shape.flops import hardware_flops, model_flops
 
-# Products of 512 x 512 matrices reach the rate of 1024 x 1024 ones within 1 % (fp32 and bf16, EPYC
-# with AVX-512). They take a quarter of the time, and each product ends within one time slice of a
-# shared core.
+# The size of the matrices in the measurement. The FLOP rate of 512 x 512 products is within 1 % of
+# the rate of 1024 x 1024 products (fp32 and bf16, EPYC with AVX-512). The 512 x 512 products take a
+# quarter of the time, and each product ends within one time slice of a shared core.
 GEMM_SIZE = 512
 GEMM_RUNS = 8
 
@@ -24,8 +24,9 @@ GEMM_RUNS = 8
 def known_peak(name: str, precision: str) -> float | None:
     """Return the dense peak of a GPU in FLOP/s, as its data sheet says.
 
-    `name` is the name that torch reports, `precision` that of `precision.compute`. Returns None if
-    `presets/peaks.toml` lacks either, and for a part of a GPU (MIG).
+    `name` is torch's name of the GPU, and `precision` is the value of `precision.compute`. Returns
+    None if `presets/peaks.toml` has no entry for the GPU or the precision, and for a partition of a
+    GPU (MIG).
     """
     text = files("ptdmpi").joinpath("presets", "peaks.toml").read_text(encoding="utf-8")
     words = f" {name} "
@@ -40,7 +41,8 @@ def known_peak(name: str, precision: str) -> float | None:
 
 @functools.cache
 def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> float | None:
-    """Return the dense peak of one rank in FLOP/s. On a GPU it is the data sheet's, or None.
+    """Return the dense peak of one rank in FLOP/s. On a GPU the peak is the value of the data
+    sheet, or None.
 
     No data sheet says how many cores of a CPU a rank has. On a CPU the peak is therefore the best
     rate of a few products of square matrices of `dtype`.
@@ -58,7 +60,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype, precision: str) -> floa
 
 
 def agreed_peak_flops(config: Config, axes: Axes, device: torch.device) -> float | None:
-    """Return the median of all ranks' dense peaks in FLOP/s; the run's MFU is relative to it.
+    """Return the median over all ranks of the dense peak in FLOP/s. The MFU of the run is computed
+    from this median.
 
     Every rank calls it. Returns None if any rank does not know its peak.
     """
@@ -87,8 +90,9 @@ class Rates:
     def __init__(
         self, config: Config, vocab_size: int, ranks: int, peak_flops: float | None
     ) -> None:
-        """Count the work of a step. `peak_flops` is the dense peak of one rank in FLOP/s; None: not
-        known."""
+        """Count the tokens and FLOPs of a step. `peak_flops` is the dense peak of one rank in
+        FLOP/s, or None if the peak is unknown.
+        """
         model = config.model
         recompute = config.recompute
         self.tokens = config.batch.global_size * model.seq_length

@@ -11,7 +11,7 @@ from ptdmpi.comm.world import Axes
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.watch.stopwatch import Stopwatch
 
-RECENT_STEPS = 20  # the timeline is kept of one of these last steps
+RECENT_STEPS = 20  # the timeline of one of the last `RECENT_STEPS` steps is written
 
 
 class StepSpans(NamedTuple):
@@ -35,17 +35,17 @@ class RecentSteps:
     def add(
         self, elapsed_s: float, watches: Sequence[Stopwatch], inside_s: Mapping[str, float]
     ) -> None:
-        """Remember a step, its stopwatches and its time in collectives (see `StepSpans`).
+        """Store a step, its stopwatches and its time in collectives (see `StepSpans`).
 
-        Stopwatches are read only when a timeline is kept.
+        The stopwatches are read only when a timeline is written.
         """
         self._steps.append(StepSpans(elapsed_s, watches, inside_s))
 
     def keep(self, directory: Path, last_step: int, say: Callable[[str], None]) -> None:
         """Write the step of median time as `directory/step-NNNNNNNN.json`; every rank calls it.
 
-        The file has all ranks of rank 0's pipeline. `last_step` is the number of the newest step.
-        If the disk fails, there is no file, and `say` reports it.
+        The file has the spans of all ranks in rank 0's pipeline. `last_step` is the number of the
+        newest step. If the disk fails, there is no file, and `say` reports it.
         """
         if not self._steps:
             return

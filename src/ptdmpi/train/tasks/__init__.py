@@ -1,1 +1,1 @@
-"""The tasks that a run trains on, or is measured by."""
+"""The tasks on which a run is trained or evaluated."""

@@ -1,4 +1,6 @@
-"""The questions in a run's task files, tokenized like its data. No MPI: dry runs use it too."""
+"""The questions in a run's task files, tokenized like the run's data. This module does not use MPI,
+because dry runs need it, too.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -17,7 +19,8 @@ from ptdmpi.model.state import WEIGHTS, Counters, key
 
 
 def text_of(config: Config, course: Course, vocab_size: int) -> Text:
-    """Return the tokenizer of the run's shards, found as for the model that the run would save.
+    """Return the tokenizer of the run's shards. It is searched in the same way as for a model saved
+    by the run.
 
     Raises InputError if there is none.
     """
@@ -26,7 +29,7 @@ def text_of(config: Config, course: Course, vocab_size: int) -> Text:
 
 
 def task_framing(config: Config) -> Framing:
-    """Return the form in which the texts of the run's task become sequences.
+    """Return the object that converts the texts of the run's task to sequences of tokens.
 
     The tokenizer is the one that `task.tokenizer` names, or that of the model from which the run
     begins. Raises InputError if there is neither.
@@ -43,7 +46,9 @@ def task_framing(config: Config) -> Framing:
 
 
 def _stored(config: Config, more: Mapping[str, Any], vocab_size: int) -> StoredModel:
-    """Return the model that the run would save; `more` are further entries of its manifest."""
+    """Return the model as the run would save it. `more` has further entries for the manifest of the
+    checkpoint.
+    """
     progress = Progress(step=0, samples=0, seed=config.run.seed, **asdict(Counters()))
     entries = {"progress": asdict(progress), "model": config.model.model_dump(), **more}
     table = StoredTensor((vocab_size, config.model.hidden), "float32", ())
@@ -52,7 +57,7 @@ def _stored(config: Config, more: Mapping[str, Any], vocab_size: int) -> StoredM
 
 
 def task_files(config: Config, course: Course, vocab_size: int) -> dict[str, Questions]:
-    """Return the questions of each file of `log.tasks`, by its path.
+    """Return the questions of each file in `log.tasks`, by the path of the file.
 
     Raises InputError with one line for each file whose questions cannot be asked.
     """

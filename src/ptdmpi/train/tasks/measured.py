@@ -1,4 +1,4 @@
-"""Task files that a run evaluates while it trains, with its weights and in its layout."""
+"""Evaluation of task files during training, with the run's present weights and in its layout."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -37,7 +37,8 @@ def live_model(engine: Engine) -> InferenceModel:
         live = engine.stages[number].named_logical_parameters()
         for (_, mine), (_, weight) in zip(stage.named_logical_parameters(), live, strict=True):
             shared = Parameter(weight.detach(), requires_grad=False)
-            # swapped, since `.data` cannot change the type and device of a meta tensor
+            # swap the tensors, since assigning to `.data` cannot change the type and device of a
+            # meta tensor
             torch.utils.swap_tensors(mine, shared)
             mine.declaration = weight.declaration
             mine.entry = weight.entry
@@ -55,7 +56,9 @@ def live_model(engine: Engine) -> InferenceModel:
 
 
 class Tasks:
-    """The task files of one run, on all of its ranks. `files` has the questions by path."""
+    """The task files of one run. Every rank has a `Tasks` object. `files` has the questions by the
+    path of the file.
+    """
 
     def __init__(self, engine: Engine, course: Course, world: World, journal: Journal) -> None:
         """Read the files on rank 0; every rank calls it. Raises InputError."""
@@ -80,7 +83,8 @@ class Tasks:
         return bool(self.files) and (step == last or (every > 0 and step % every == 0))
 
     def after_step(self, step: int, vote: Callable[[], Asked]) -> Asked:
-        """Evaluate, record and report the tasks; return what the ranks ask for afterwards.
+        """Evaluate, record and report the tasks. Return the requests of the ranks (stop or save)
+        after the evaluation.
 
         `vote` is called repeatedly during the evaluation, which is interrupted if the run is to
         stop.
@@ -99,7 +103,7 @@ class Tasks:
                 numbers = range(first, min(first + part, len(questions.items)))
                 try:
                     answers += questions.ask(model, self.text, numbers)
-                except SharedInputError as error:  # the weights give no finite score
+                except SharedInputError as error:  # with these weights some score is not finite
                     self.journal.say(f"warning: step {step}  {path}: {error}")
                     self.engine.place.enter("training")
                     return asked
@@ -116,7 +120,7 @@ class Tasks:
 
 
 def _summary(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return text with the path of each file, and the name and the value of its score."""
+    """Return a text with the path of each file, and the name and the value of its score."""
     parts = []
     for path, values in results.items():
         name, score = task_score(values)

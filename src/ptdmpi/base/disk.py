@@ -1,5 +1,7 @@
-"""Writing files so that a crash leaves the old or the new file, never half of one; advice to the
-kernel while a file is written; and opening files that may be no files."""
+"""Functions that write files so that a crash leaves either the old or the new file, never an
+incomplete one. Other functions advise the kernel while a file is written, and open paths that may
+be no regular files.
+"""
 
 import contextlib
 import errno

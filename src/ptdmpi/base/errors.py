@@ -2,8 +2,12 @@
 
 
 class InputError(Exception):
-    """Bad input: one line that says what, where, and what would be legal. Exit code 2."""
+    """An error in the user's input. The message is one line: the mistake, its location, and the
+    legal values. The exit code of the program is 2.
+    """
 
 
 class SharedInputError(InputError):
-    """Bad input that every rank of a job has found, so that only one rank needs to report it."""
+    """An error in the user's input that every rank of a job raises, so that only one rank needs to
+    report it.
+    """

@@ -8,13 +8,15 @@ from typing import Literal
 from ptdmpi.base.errors import InputError
 
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-# Endings of files. A missing file is an error, which needs no network.
+# Endings of file names. A missing file with such an ending is reported as an error, without a
+# request to the network.
 _FILES = (".json", ".jsonl", ".txt", ".md", ".parquet", ".model", ".gz", ".bz2", ".xz", ".zst")
 
 
 def is_hub_name(name: str) -> bool:
-    """Return True if `name` can be a repository of the hub, such as "org/name", and is no path: the
-    first folder of a path exists, or it ends like a file."""
+    """Return True if `name` can be a repository of the hub, such as "org/name". Return False for a
+    path: its first folder exists, or it ends like the name of a file.
+    """
     folder, _, rest = name.partition("/")
     if not _NAME.fullmatch(name) or rest.endswith(_FILES):
         return False
@@ -22,8 +24,8 @@ def is_hub_name(name: str) -> bool:
 
 
 def downloaded(name: str, kind: Literal["model", "dataset"], patterns: Sequence[str]) -> Path:
-    """Return the folder of a repository on this machine, with those files that match one of the
-    `patterns`; of a model, only files that are in no folder.
+    """Return the local folder of a repository, with the files that match one of the `patterns`. For
+    a model, files in subfolders are left out.
 
     Missing files are downloaded into the hub's own cache (`HF_HOME`). Raise InputError if that
     fails, with the command to run on a machine with network.

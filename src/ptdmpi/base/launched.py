@@ -45,9 +45,10 @@ def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def launcher_kills(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True in a rank that its launcher kills after Ctrl-C or SIGTERM before it could save.
+    """Return True if the launcher of this rank kills the rank after Ctrl-C or SIGTERM, before the
+    rank could save.
 
-    Open MPI's mpirun waits a quarter of a second (PRRTE, `kill_local_procs` in odls/base). `ptdmpi
-    run` keeps these signals from it.
+    Open MPI's mpirun waits only a quarter of a second before it kills its ranks (PRRTE,
+    `kill_local_procs` in odls/base). Under `ptdmpi run` these signals do not reach mpirun.
     """
     return OPEN_MPI in environ and not is_supervised(environ)

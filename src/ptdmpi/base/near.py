@@ -1,4 +1,4 @@
-"""Legal numbers near a wrong one, for error messages."""
+"""The legal numbers that are nearest to a wrong number, for error messages."""
 
 import math
 from collections.abc import Iterable
@@ -11,8 +11,9 @@ MOST_TRIED = 10**6
 def divisors(number: int) -> list[int]:
     """Return all divisors of `number` >= 1, ascending.
 
-    Only prime factors up to MOST_TRIED are tried, and the rest counts as a prime. A size above
-    MOST_TRIED**2 with two larger prime factors is surely a typing mistake.
+    Only prime factors up to MOST_TRIED are tried, and the remaining factor counts as a prime. The
+    result is wrong only for numbers above MOST_TRIED**2 with two larger prime factors, which are
+    surely typing mistakes.
     """
     products = [1]
     rest = number

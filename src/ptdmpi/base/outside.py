@@ -1,4 +1,6 @@
-"""Errors whose cause is outside the program, in one line: a path, a disk, a missing package."""
+"""One-line messages for errors whose cause is outside the program, such as a path, a disk or a
+missing package.
+"""
 
 import errno
 import importlib.metadata
@@ -10,7 +12,8 @@ from contextlib import contextmanager
 from ptdmpi.base.errors import InputError
 
 PACKAGES = ("ptdmpi", "data_prep")
-# Errors of a path that the user can correct count as bad input. A full or broken disk is a failure.
+# Path errors that the user can correct, which count as bad input. A full or broken disk counts as a
+# failure.
 MENDABLE = {
     errno.EACCES,
     errno.EPERM,
@@ -21,7 +24,7 @@ MENDABLE = {
     errno.ENAMETOOLONG,
     errno.ELOOP,
     errno.EROFS,
-    errno.ESPIPE,  # of `disk.open_file`
+    errno.ESPIPE,  # the error that `disk.open_file` raises
 }
 
 
@@ -90,7 +93,9 @@ def missing(package: str) -> str:
 
 @contextmanager
 def mendable_paths() -> Iterator[None]:
-    """Raise InputError for an error of a path that the user can correct (missing, unreadable)."""
+    """Return a context that raises InputError in place of a path error that the user can correct,
+    such as a missing or unreadable file.
+    """
     try:
         yield
     except OSError as error:

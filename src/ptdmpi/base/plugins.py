@@ -36,7 +36,9 @@ def plugin(group: str, name: str) -> Any:
 
 
 def is_plugin(group: str, name: str) -> bool:
-    """Return True if `name` has the form of an object that is imported, or is registered."""
+    """Return True if `name` has the form "module:object", or if an installed package has registered
+    it.
+    """
     return IMPORTED.fullmatch(name) is not None or name in _registered(group)
 
 

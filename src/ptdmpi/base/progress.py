@@ -10,9 +10,9 @@ from ptdmpi.base.launched import launched_rank
 from ptdmpi.base.say import quiet
 from ptdmpi.base.words import counted, file_size
 
-FIRST_S = 30.0  # until the first line of a log: shorter work prints none
-SOON_S = 2.0  # the same for work that a person waits for
-EVERY_S = 30.0  # between two lines, at most
+FIRST_S = 30.0  # seconds until the first line in a log; shorter work prints no line
+SOON_S = 2.0  # the same for work that a user waits for
+EVERY_S = 30.0  # the longest time between two lines, in seconds
 
 
 @contextmanager
@@ -22,9 +22,9 @@ def progress(
     """Show progress on stderr; yield a function to call with the number of units just done.
 
     `what` names the work. `total` is the number of units; None: unknown. `unit` is the name of one
-    unit; "B" counts bytes. A log gets its first line after `first_s`, and each further line after
-    twice as long, up to `EVERY_S`. Nothing is shown under --quiet, and on other ranks than the
-    first.
+    unit; "B" counts bytes. In a log the first line is printed after `first_s` seconds. The time
+    between lines then doubles after each line, up to `EVERY_S`. Nothing is shown with --quiet, or
+    on ranks other than rank 0.
     """
     if quiet() or launched_rank():
         yield lambda more: None
@@ -38,7 +38,9 @@ def progress(
 
 
 class _Lines:
-    """Progress as lines of a log: the part that is done, and the seconds left."""
+    """Progress as lines in a log, each with the completed share of the work and the estimated
+    seconds left.
+    """
 
     def __init__(self, what: str, total: float | None, unit: str, first_s: float) -> None:
         self.what = what
@@ -61,7 +63,7 @@ class _Lines:
     def say(self, elapsed_s: float, stream: TextIO) -> None:
         """Print a line to `stream`."""
         done = self._amount(self.done)
-        if self.total and self.unit != "B":  # "3 of 8 files"
+        if self.total and self.unit != "B":  # for example "3 of 8 files"
             done = f"{self.done:,.0f}"
         text = f"{self.what}: {done}"
         if self.total:

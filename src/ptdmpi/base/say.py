@@ -1,4 +1,6 @@
-"""Lines on the output, and notes on stderr: rank 0 alone prints notes, and only without --quiet."""
+"""Printing of lines on stdout, and of notes on stderr. Only rank 0 prints notes, and only without
+--quiet.
+"""
 
 import os
 import sys
@@ -8,7 +10,7 @@ import click
 
 from ptdmpi.base.launched import launched_rank
 
-QUIET = "ptdmpi.quiet"  # in the `meta` of the command's context
+QUIET = "ptdmpi.quiet"  # the key of this setting in the `meta` dictionary of click's context
 
 
 def quiet() -> bool:
@@ -18,20 +20,22 @@ def quiet() -> bool:
 
 
 def note(line: str) -> None:
-    """Print a line that is no result."""
+    """Print a note (a line that is not a result of the command) on stderr."""
     if not (quiet() or launched_rank()):
         put(line, sys.stderr)
 
 
 def put(line: str, stream: TextIO) -> None:
     """Print a line on stdout or stderr. Drop the line if the stream is a file on a full or broken
-    disk, because a run does not end for this reason. Raises BrokenPipeError."""
+    disk, because a run must not end because of a lost line. Raises BrokenPipeError.
+    """
     try:
         print(line, file=stream, flush=True)
     except BrokenPipeError:
         raise
     except OSError:
-        # the line is still in the stream's buffer; if it stays there, the end of Python fails
+        # the line is still in the stream's buffer; if it stays there, Python reports an error at
+        # its exit
         kept = os.dup(stream.fileno())
         send_nowhere(stream)
         stream.flush()

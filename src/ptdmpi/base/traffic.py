@@ -1,10 +1,10 @@
 """The number of bytes that a rank sends, for each kind of message: counted while it runs, or
 computed by closed forms.
 
-Both ways of counting bytes use one convention, which is independent of the algorithm and of the
-transport. For a collective on x bytes of tensors, it counts the bytes that each of n ranks must
-send on average (Thakur et al. 2005, section 4). Rajbhandari et al. 2020 (arXiv 1910.02054, section
-7) count in the same way for large n: 2 x for an all-reduce.
+The counts and the closed forms use one convention for bytes, which does not depend on the algorithm
+or the transport. For a collective on x bytes of tensors, it counts the bytes that each of n ranks
+must send on average (Thakur et al. 2005, section 4). Rajbhandari et al. 2020 (arXiv 1910.02054,
+section 7) count in the same way for large n: 2 x for an all-reduce.
 
     all_reduce      2 x (n - 1) / n     each rank brings x bytes
     all_gather        x (n - 1) / n     x are gathered on each rank
@@ -53,7 +53,9 @@ class Tally:
 
     @property
     def sent_bytes(self) -> dict[str, int]:
-        """Return the bytes that this rank sends by the convention, by kind, rounded down."""
+        """Return kind of message -> bytes that this rank sends, by the convention of this module,
+        rounded down.
+        """
         n = self.ranks
         return {
             kind: PASSES[kind] * size * (n - 1) // n if kind in PASSES else size

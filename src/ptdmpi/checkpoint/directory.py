@@ -157,12 +157,13 @@ def branch(directory: Path, source: Path | None, named: Path | None = None) -> N
 
 
 def went_on_from(directory: Path, named: Path) -> bool:
-    """Return True if the run has resumed from the checkpoint that `named` means, and has saved
-    since."""
+    """Return True if the run has resumed from the checkpoint that the path `named` means, and has
+    saved since then.
+    """
     marker = directory / BRANCHED_FROM
     if not marker.is_file():
         return False
-    # a damaged marker is treated like a missing one
+    # a damaged file `branched_from` is treated like a missing file
     names = marker.read_text(encoding="utf-8", errors="replace").splitlines()
     if str(named.resolve()) not in names:
         return False

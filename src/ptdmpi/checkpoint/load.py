@@ -250,7 +250,7 @@ def _stored(reader: Reader, piece: Piece, peers: int) -> str:
 
 def _read(reader: Reader, state: State, pieces: Sequence[Piece]) -> None:
     for piece in pieces:
-        host = piece.values.cpu()  # the same memory on a CPU
+        host = piece.values.cpu()  # on a CPU the array shares the tensor's memory
         if host.dtype == torch.bfloat16:  # numpy has no bfloat16
             host = host.float()
         reader.read(_stored(reader, piece, state.peers.size), piece.box, host.numpy())

@@ -37,7 +37,7 @@ TYPE_NAMES = {"float32": "F32", "float64": "F64", "uint8": "U8"}
 # Prefixes of tensor names: a quantized weight has CODES and SCALES instead of WEIGHTS.
 WEIGHTS, CODES, SCALES = (f"{k}/" for k in (KIND_OF_WEIGHTS, KIND_OF_CODES, KIND_OF_SCALES))
 QUANTIZATION = "quantization"
-EXTRAS = "extras"  # entries, by name, of the program that runs the training
+EXTRAS = "extras"  # the manifest's key for the entries of the program that runs the training
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,11 @@ class Written:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint. `said`: the origin of the checkpoint's tensors as JSON, which is
-    the progress, the model (the section [model] of the configuration) and further entries about the
-    run. `files`: the size of each file in bytes. `tensors`: the tensors by the names that they have
-    in the state, such as `weights/NAME`."""
+    """The content of a checkpoint. `said` describes the origin of the checkpoint's tensors as JSON:
+    the progress, the section [model] of the configuration, and further entries about the run.
+    `files` has the size of each file in bytes. `tensors` has the tensors by their names in the
+    training state, such as `weights/NAME`.
+    """
 
     progress: Progress
     said: Mapping[str, Any]

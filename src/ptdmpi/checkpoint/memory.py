@@ -47,8 +47,9 @@ Describe = Callable[[int, Sequence[Written]], str]
 
 @dataclass(frozen=True)
 class HeldCopy:
-    """A copy as one node has it: the text of the manifest, which is empty until the copy is valid,
-    and the size of each file."""
+    """The files of a copy on one node: the text of the manifest, which is empty until the copy is
+    valid, and the size of each file.
+    """
 
     manifest: str
     sizes: Mapping[str, int]
@@ -81,8 +82,8 @@ class MemoryCopies:
         ]
         self.node = next(ranks for ranks in self.nodes if self.world.rank in ranks)
         self.newest: Path | None = None
-        # the result of `find`: the copies of each node, by its leading rank, and the name of the
-        # newest complete copy
+        # the result of `find`: the copies of each node, by the node's leading rank, and the name of
+        # the newest complete copy
         self._holdings: list[dict[str, HeldCopy]] = []
         self._found = ""
         self.seconds = 0.0

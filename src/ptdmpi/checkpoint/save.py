@@ -92,7 +92,7 @@ class Checkpoints:
         self.config = course.config.checkpoint
         self.world = axes.world
         self.validated: tuple[int, float] | None = None
-        # further entries that rank 0's program stores in each manifest: JSON, by name
+        # further entries for each manifest, by name, in JSON; the program on rank 0 sets them
         self.extras: Callable[[], dict[str, Any]] = dict
         self.retention = Retention(directory, self.config)
         self.resumption = Resumption(self.world, state, course, self.retention)

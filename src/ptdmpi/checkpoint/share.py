@@ -17,7 +17,7 @@ def share(state: State, axes: Axes, mean: bool = False) -> Iterator[Piece]:
     replica is written."""
     grid, rank = axes.grid, axes.world.rank
     owned = [piece for piece in state.pieces(mean) if piece.owned]
-    # pieces that the fewest ranks have come first
+    # sort the pieces: those that the fewest ranks have come first
     ways = sorted({piece.cut_by for piece in owned})
     for cut_by in sorted(ways, key=len, reverse=True):
         pieces = [piece for piece in owned if piece.cut_by == cut_by]

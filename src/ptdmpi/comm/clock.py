@@ -39,7 +39,7 @@ class Clock(Protocol):
         anyway. Making a mark never waits."""
 
     def asked_from_here(self) -> None:
-        """Prepare the calling thread for asking whether marks are done."""
+        """Prepare the calling thread for calls of `Mark.done`."""
 
 
 class HostMark(float):
@@ -157,7 +157,7 @@ class Total:
         return self._done_s
 
     def _add_done(self) -> None:
-        # a device works in order: if a mark is not done, no later one is
+        # a device works in order: if one mark is not done, no later mark is done
         while self._open and self._open[0][1].done():
             begin, end = self._open.popleft()
             self._done_s += end.at_s() - begin.at_s()

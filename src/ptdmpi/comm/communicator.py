@@ -23,7 +23,7 @@ from ptdmpi.comm.clock import HOST, Clock, Total
 from ptdmpi.comm.pairs import pair_order
 from ptdmpi.comm.traits import WireTraits
 
-if TYPE_CHECKING:  # this import initialises MPI, which a run on one rank does not need
+if TYPE_CHECKING:  # importing mpi4py.MPI initialises MPI, which a run on one rank does not need
     from mpi4py import MPI
 
 
@@ -292,7 +292,7 @@ class Communicator(WireTraits, ABC):
         return numbers.tolist()
 
     def timed(self, name: str, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Call `work(*arguments)` as the collective `name`. If it fails, `busy` keeps the name."""
+        """Call `work(*arguments)` as the collective `name`, which `busy` keeps if it fails."""
         self.busy = name
         waits = self._waits
         begin = self.clock.mark() if waits is not None else None
@@ -309,7 +309,7 @@ class Communicator(WireTraits, ABC):
         *arguments: Any,
         counted_bytes: int | None = None,
     ) -> Handle:
-        """Begin the collective `name`, one of the kinds that are counted, on flat tensors.
+        """Begin the collective `name` on flat tensors, and count its bytes.
 
         The tally counts `counted_bytes`. If `counted_bytes` is None, that is the size of the
         largest tensor: the full result of a gather or the full input of a scatter.
@@ -475,7 +475,7 @@ def _require(tensor: Tensor) -> Tensor:
 
 
 def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
-    """Write the sum or max of at least two `pieces` [n], in ascending order, to `result` [n].
+    """Write the sum or max of two or more tensors [n], combined in ascending order, to `result`.
 
     Pieces in fp16 or bf16 are summed in float32 and rounded once. For two pieces, one addition in
     their own type gives the same bits. `result` may be the first piece.
@@ -487,7 +487,7 @@ def combine(pieces: Sequence[Tensor] | Tensor, op: str, result: Tensor) -> None:
     elif op != "sum":
         raise ValueError(f"op is sum or max, not {op}")
     elif result.dtype in (torch.bfloat16, torch.float16) and len(pieces) > 2:
-        # round only once: to 8 bits after each addition, small gradients would vanish in the sum
+        # round only once: rounded to 8 bits after each addition, small gradients would vanish
         total = pieces[0].float()
         for piece in pieces[1:]:
             total += piece

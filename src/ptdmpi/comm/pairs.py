@@ -12,9 +12,11 @@ def pair_order(
     An exchange in this order cannot deadlock, even if the transport begins a message only after
     both ends of the previous one have met (as NCCL does). The order is this rank's part of one
     total order of all messages of the graph: both ranks of the first remaining message are always
-    free. Messages are sorted by the distance of the two ranks around the group, then by whether
-    that stretch has an even or an odd number. With this order, a message in a ring, a grid or an
-    exponential graph waits for few others, and not for a chain of messages around the group.
+    free. Messages are sorted by the distance of the two ranks around the group. Messages of the
+    same distance are sorted by whether start // distance is even or odd, where start is the rank at
+    which the stretch between the two ranks begins. With this order, a message in a ring, a grid or
+    an exponential graph waits for few other messages, and not for a chain of messages around the
+    group.
     """
 
     def key(message: tuple[int, int]) -> tuple[int, int, int, bool]:

@@ -52,7 +52,7 @@ class _Nothing:
         return contextlib.nullcontext()
 
     def passed(self) -> Passed:
-        """Return a mark that is passed already."""
+        """Return a mark that counts as passed, because copies on the host are complete at once."""
         return self
 
     computed = passed

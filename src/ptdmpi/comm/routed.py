@@ -11,11 +11,11 @@ from torch import Tensor
 from ptdmpi.comm.clock import HOST, Clock
 from ptdmpi.comm.communicator import Communicator, Exchanged, Handle
 
-if TYPE_CHECKING:  # this import initialises MPI
+if TYPE_CHECKING:  # importing mpi4py.MPI initialises MPI
     from mpi4py import MPI
 
 PIPELINE = "pipeline"
-Pair = tuple[int, int]  # (sender, receiver)
+Pair = tuple[int, int]  # a directed pair: (sender, receiver)
 
 
 class Carrier(Protocol):

@@ -1,9 +1,9 @@
 """The `torch` transport (`wire`): groups of torch.distributed, on every device for which
 torch.distributed has a library.
 
-The library is RCCL (named "nccl") on AMD's GPUs, XCCL on Intel's, and gloo on the host. The groups
-have the same ranks as the MPI communicators. MPI also carries the messages by which
-torch.distributed starts.
+The library is RCCL (which torch names "nccl") on AMD's GPUs, XCCL on Intel's GPUs, and gloo on the
+host. The groups have the same ranks as the MPI communicators. MPI also carries the messages by
+which torch.distributed starts.
 """
 
 import atexit
@@ -26,7 +26,7 @@ from ptdmpi.comm.store import MpiStore
 from ptdmpi.config import SharedInputError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
-PATIENCE_S = 2.0  # time limit for the end of a thread that nothing should delay
+PATIENCE_S = 2.0  # time limit in seconds for a thread to end, which normally takes no time
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # torch 2.13 has new names for these functions, and warns about the old names
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -85,7 +85,8 @@ class Session:
 
     def group(self, ranks: Sequence[int], most: Callable[[int], int]) -> dist.ProcessGroup:
         """Return a group of the ranks `ranks` of the world, in ascending order. Only the ranks of
-        the new group call this method. `most` returns the maximum of a number over them."""
+        the new group call this method. `most` returns the maximum of a number over these ranks.
+        """
         # torch names a group by its ranks and by the number of groups that the process has made.
         # The number of groups made must be the same on all ranks of the group.
         for _ in range(most(self.made) - self.made):
@@ -251,7 +252,7 @@ class TorchCarrier:
         return self.attendants[pair].attend(work)
 
     def pending(self) -> str:
-        """Return nothing, because torch has a watchdog of its own."""
+        """Return an empty text, because torch's own watchdog detects operations that hang."""
         return ""  # torch's watchdog ends operations that hang, even if no rank waits for them
 
     failure = pending

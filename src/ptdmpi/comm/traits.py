@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-if TYPE_CHECKING:  # this import initialises MPI
+if TYPE_CHECKING:  # importing mpi4py.MPI initialises MPI
     from mpi4py import MPI
 
 
@@ -17,9 +17,9 @@ class WireTraits:
     """The properties in which transports differ, apart from how they send tensors.
 
     `exact`: sums are computed in ascending rank order, in float32 or wider, whatever the size of
-    the message. Code that needs equal bits checks this. `posts_early`: a receive may begin long
-    before its message arrives, and does not delay later operations. `overlaps`: operations make
-    progress while this rank computes, so that it is useful to begin them early.
+    the message. Code that needs equal bits checks this. If `posts_early` is True, a receive may
+    begin long before its message arrives, without delaying later operations. If `overlaps` is True,
+    operations make progress while this rank computes, so it is useful to begin them early.
     """
 
     exact: ClassVar[bool] = False

@@ -42,8 +42,9 @@ def rank_lost(world: World, patience_s: float = PATIENCE_S) -> bool:
     """Return True if an operation failed because a rank is lost, according to the communicators of
     `world`.
 
-    The error class is not reliable: a broken barrier can raise MPI_ERR_OTHER. False is returned
-    only after `patience_s` seconds, because the loss may not have been reported yet.
+    The error class does not reliably show that a rank is lost: a broken barrier can raise
+    MPI_ERR_OTHER. False is returned only after `patience_s` seconds, because the loss may not have
+    been reported yet.
     """
     end = time.monotonic() + patience_s
     while not any(comm.Is_revoked() or comm.Get_failed().Get_size() for comm in world.made):

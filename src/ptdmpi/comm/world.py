@@ -1,5 +1,5 @@
-"""The numbering of all ranks, their division into axes, and the end of all ranks after an error.
-Only this module uses COMM_WORLD.
+"""Numbering of all ranks, their division into the groups of the process grid, and the end of all
+ranks after an error. Only this module uses COMM_WORLD.
 
 Import `ptdmpi.comm.launch` and call its `prepare` before importing this module. The import
 initialises MPI, before torch starts its threads.
@@ -93,18 +93,18 @@ class Axes:
 class Process:
     """The properties of a rank that stay the same when the ranks are renumbered."""
 
-    number: int  # its rank in the first world; logs and messages use this number
+    number: int  # the process's rank in the first world; logs and messages use this number
     node: int  # the lowest launch rank on its node
     local_rank: int
     host: str
 
 
 class World:
-    """All ranks of the job. Ranks are numbered node by node, whatever order the launcher has
-    started them in.
+    """All ranks of the job. Ranks are numbered node by node, in whatever order the launcher has
+    started them.
 
-    Ranks that are neighbours on the tensor axis are therefore on one node if t divides the number
-    of ranks of each node.
+    The ranks of a tensor group are therefore on one node if the tensor-parallel size t divides the
+    number of ranks on each node.
 
     `made` contains every communicator that was split from this world, so that all can be revoked
     together. A new communicator is used only after a barrier on the communicator that it was split
@@ -254,8 +254,9 @@ def _abort(communicators: Iterable[Communicator]) -> None:
 
 
 def end_together(world: World) -> None:
-    """From now on, end all ranks when this rank does not catch an exception, in the way of
-    `fail_together`."""
+    """From now on, end all ranks when this rank does not catch an exception, as `fail_together`
+    does.
+    """
     usual = sys.excepthook
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -290,13 +291,14 @@ def fail_together(world: World) -> Iterator[None]:
         # others.
         time.sleep(min(6.0, 2.0 * world.rank))
         print(printable(f"ptdmpi: error: {error}"), file=sys.stderr, flush=True)
-        if MPI.COMM_WORLD.Get_size() == 1:  # MPI's abort would print more
+        # a single rank exits as usual, because MPI's abort would print additional lines
+        if MPI.COMM_WORLD.Get_size() == 1:
             raise SystemExit(2) from None
         time.sleep(0.2)  # give the launcher time to forward the line before the abort
         world.control.Abort(2)
     except KeyboardInterrupt:
         if world.size == 1:
-            raise  # the caller ends the program, and MPI is finalized as usual
+            raise  # raise again: the caller ends the program, and MPI is finalized as usual
         print(f"ptdmpi: interrupted (rank {world.rank})", file=sys.stderr, flush=True)
         world.control.Abort(130)
     except BaseException as error:

@@ -44,8 +44,8 @@ def parts(timeline: Timeline) -> dict[str, float]:
     """Return the seconds of each part of a step, as means over the ranks. The parts and "other" add
     up to the step.
 
-    After its last op a rank waits for the slowest rank, whatever it does next. The time from its
-    last op until all ranks have ended their last op counts as bubble.
+    After its last op a rank must wait for the slowest rank. The time from a rank's last op until
+    all ranks have ended their last op counts as bubble.
     """
     ranks = timeline.ranks
     spent = dict.fromkeys(PARTS, 0.0)

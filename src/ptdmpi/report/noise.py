@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-# number of newest records that are used: the noise grows while a model learns, so old ones say
-# little
+# number of newest records that are used: the noise scale grows during training, so older records
+# are no longer valid
 NEWEST = 100
 # If the noise scale is above LARGER or below SMALLER times the batch, the answer is clear.
 LARGER = 2.0

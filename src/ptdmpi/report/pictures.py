@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_LABELS = 12  # of layers: more would hide the curves
+MOST_LABELS = 12  # maximum number of layers in the legend; more would hide the curves
 
 
 def write(run: RecordedRun, foreseen: Timeline | None, folder: Path) -> list[Path]:

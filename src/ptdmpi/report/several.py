@@ -11,7 +11,7 @@ from ptdmpi.report.run import RecordedRun
 from ptdmpi.report.status import binned
 from ptdmpi.report.summary import rows_of
 
-# numbers that cannot be compared between runs
+# rows that are left out, because their numbers cannot be compared between runs
 OWN = ("attempts", "profiles", "drawn", "validation_losses", "step_shares", "comparison")
 NAMES = ("run.name", "run.dir")
 POINTS = 200  # number of points in each curve

@@ -1,4 +1,4 @@
-"""The numbers of a run that its table and --json show."""
+"""The summary of a run: the numbers that the report's table and --json show."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +21,7 @@ NO_LAYOUT = (None, None)
 def summary(run: RecordedRun) -> dict[str, Any]:
     """Return the numbers for the table, in its order. Raise InputError if no step is recorded.
 
-    `RECORD_KEYS` says what is shown of each key of the records.
+    `RECORD_KEYS` defines the rows for each key of the records.
     """
     if not run.steps:
         raise InputError(f"{run.path}: metrics.jsonl holds no step yet")
@@ -43,7 +43,7 @@ def summary(run: RecordedRun) -> dict[str, Any]:
 
 
 def _values(run: RecordedRun, key: str, row: ReportRow) -> list[Any]:
-    """Return the recorded values of a key that count for a row, oldest first."""
+    """Return the recorded values of a key from which a row is computed, oldest first."""
     records = run.records
     if row.of_layout:
         newest = _layout(run.steps[-1])
@@ -102,8 +102,8 @@ def _tasks(run: RecordedRun) -> dict[str, Any]:
     return {"step": run.tasks[-1]["step"], "scores": run.tasks[-1]["tasks"]}
 
 
-# what is computed from several keys of the records: name in the summary -> its value, empty if
-# there is none
+# entries that are computed from several keys of the records: name in the summary -> function that
+# returns the value, which is empty if nothing is recorded
 _WITHIN: dict[str, Callable[[RecordedRun], Any]] = {
     "steps": lambda run: run.steps[-1]["step"],
     "drawn": _drawn,

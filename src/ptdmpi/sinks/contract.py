@@ -1,4 +1,6 @@
-"""The contract of a sink, and the start of a run as a sink sees it."""
+"""The interface that a sink must implement, and the description of a run's start that a
+sink gets.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ class Sink(Protocol):
     """One tool that shows records. If it raises, it is closed, and the run continues without it."""
 
     def record(self, values: dict[str, Any]) -> None:
-        """Take one record of `metrics.jsonl`; they come in the order of their steps."""
+        """Show one record of `metrics.jsonl`. Records arrive in the order of their steps."""
 
     def close(self) -> None:
-        """Write everything to files."""
+        """Write all records to files, and close the sink."""

@@ -22,7 +22,8 @@ GROUPS = {
     "vocab_size": "layout",
 }
 
-# keys without a curve, because they are the same in each step, or the axis of the curves
+# keys without a curve, because their values are the same in each step or are the horizontal axis of
+# the curves
 NOT_SHOWN = ("step", "wire_bytes", "wire_messages")
 # numbers of a task file that do not depend on the model
 OF_FILE = ("items", "samples", "truncated")

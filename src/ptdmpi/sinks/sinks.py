@@ -34,12 +34,12 @@ class Sinks:
         for name, make in _wanted(config.log):
             try:
                 self._open[name] = make(config, past)
-            except Exception as error:  # a foreign tool may raise anything
+            except Exception as error:  # the code of another package may raise any exception
                 self._failed(name, error)
         atexit.register(self.close)
 
     def record(self, values: dict[str, Any]) -> None:
-        """Hand a record to every open sink."""
+        """Pass a record to every open sink."""
         for name, sink in list(self._open.items()):
             try:
                 sink.record(values)

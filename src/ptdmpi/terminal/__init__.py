@@ -1,1 +1,1 @@
-"""Shared parts of both programs at the terminal: options, help, exit codes, errors of one line."""
+"""Common code of both command-line programs: options, help, exit codes, one-line error messages."""

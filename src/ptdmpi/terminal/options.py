@@ -1,4 +1,4 @@
-"""Types of options, and options that several commands have."""
+"""Types for the values of command-line options, and options that several commands have."""
 
 import math
 from collections.abc import Callable
@@ -26,14 +26,15 @@ _OF_A_TRAINED_MODEL = (
 
 
 def options_of_a_trained_model(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that every command with a trained model has."""
+    """Add the options that all commands for trained models have."""
     for option in reversed(_OF_A_TRAINED_MODEL):
         function = option(function)
     return function
 
 
 class Number(click.types.FloatParamType):
-    """A finite number above 0, or with `least` a whole number from `least` to `most`.
+    """The type of an option whose value is a finite number above 0 or, if `least` is given, a whole
+    number from `least` to `most`.
 
     Raises InputError, one line, for anything else. `most` 0 sets no limit.
     """
@@ -45,7 +46,7 @@ class Number(click.types.FloatParamType):
         self.most = most
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        """Return the number of an option's text."""
+        """Return the number that an option's text means."""
         try:
             number = float(value) if self.least is None else int(value)
         except ValueError:
@@ -66,12 +67,16 @@ class Number(click.types.FloatParamType):
 
 
 class NumberList(click.ParamType[list[int]]):
-    """Whole numbers from 1, separated by commas; sorted, each once."""
+    """The type of an option whose value is a list of whole numbers from 1, separated by commas. The
+    numbers are sorted, and duplicates are removed.
+    """
 
     name = "sizes"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> list[int]:
-        """Return the numbers of an option's text. Raise InputError for anything else."""
+        """Return the numbers in an option's text. Raise InputError if the text is not a list of
+        numbers.
+        """
         parts = str(value).split(",")
         if not all(part.isdigit() and 1 <= int(part) <= MOST_BATCH for part in parts):
             raise InputError(f"{param.opts[0]} {value}: must be numbers from 1, such as 256,512")
@@ -79,12 +84,16 @@ class NumberList(click.ParamType[list[int]]):
 
 
 class ShardGroup(click.ParamType[int | str]):
-    """The size of a group of data ranks that share state: "all", "node" or a number."""
+    """The type of an option for the size of a group of data ranks that shards the training state:
+    "all", "node" or a number.
+    """
 
     name = "group"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int | str:
-        """Return "all", "node" or a number. Raise InputError for anything else."""
+        """Return "all", "node" or a number, as the option's text says. Raise InputError for any
+        other text.
+        """
         if value in ("all", "node"):
             return str(value)
         if not str(value).isdigit() or int(value) < 1:

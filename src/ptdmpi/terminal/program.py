@@ -1,4 +1,5 @@
-"""Common parts of all commands of both programs: options, exit codes, errors of one line.
+"""Common code for all commands of both programs: shared options, exit codes, and one-line error
+messages.
 
 A program is a `CommandGroup` of `Command`s; `run` runs its command line. Under mpirun or srun rank
 0 alone prints help and errors of usage. A command that needs no MPI runs on rank 0 alone.
@@ -24,7 +25,7 @@ EXIT_CODES = "Exit codes: 0 done, 1 failure, 2 bad input, 130 interrupted."
 
 
 def _print_and_exit(text_of: Callable[[click.Context], str]) -> Callable[..., None]:
-    """Return a callback of an option that prints a text, on rank 0 alone, and exits."""
+    """Return the callback for an option that prints a text, only on rank 0, and exits."""
 
     def callback(context: click.Context, parameter: click.Parameter, given: bool) -> None:
         """Print the text and exit, if the option is given."""
@@ -80,7 +81,7 @@ class CommandGroup(click.Group):
 
     command_class = Command
     group_class = type
-    in_parallel: frozenset[str] | None = None  # None: the group above decides
+    in_parallel: frozenset[str] | None = None  # None means that the parent group decides
 
     def __init__(self, name: str | None = None, **options: Any) -> None:
         super().__init__(name, add_help_option=False, **{"epilog": EXIT_CODES, **options})
@@ -112,7 +113,8 @@ def run(
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a file name may be any bytes
+            # a file name may contain bytes that are not valid text
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = program.main(prog_name=name, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -122,7 +124,7 @@ def run(
         _end_all(f"{name}: error: {_flat(error.format_message())} ({where} -h says what is legal)")
     except InputError as error:
         _end_all(f"{name}: error: {error if lists else escaped(str(error))}")
-    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+    except BrokenPipeError:  # the program that reads the output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (KeyboardInterrupt, click.Abort):
@@ -138,8 +140,9 @@ def run(
 
 
 def require_own_package() -> None:
-    """Raise InputError if another folder `ptdmpi`, such as one in the present directory, shadows
-    the package: its files would be searched in vain."""
+    """Raise InputError if another folder `ptdmpi`, such as one in the current directory, shadows
+    the package, because the files of the package would not be found.
+    """
     folder = Path(__file__).parents[1]
     package = sys.modules["ptdmpi"].__file__
     if package is not None and Path(package).parent != folder:
@@ -154,10 +157,10 @@ def _flat(text: str) -> str:
 
 
 def _end_all(text: str) -> NoReturn:
-    """Exit with an error that every rank has found: rank 0 prints it.
+    """Exit because of an error that every rank has raised. Only rank 0 prints the error.
 
-    The other ranks exit with 0. At the first other exit code mpirun kills all ranks, and so would
-    kill rank 0 before it has printed.
+    The other ranks exit with code 0. After the first non-zero exit code mpirun kills all ranks, so
+    it could kill rank 0 before rank 0 has printed the error.
     """
     if launched_rank():
         sys.exit(0)

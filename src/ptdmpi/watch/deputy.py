@@ -1,4 +1,6 @@
-"""Rank 1's watch over rank 0. Rank 0 watches all other ranks, and no other rank watches it."""
+"""The monitoring of rank 0 by rank 1. Rank 0 monitors all other ranks, and only rank 1 monitors
+rank 0.
+"""
 
 import contextlib
 import math
@@ -9,11 +11,12 @@ from ptdmpi.watch.whereabouts import LEAST_SILENCE_S, SILENT_BEATS, Ranks
 
 
 class Deputy:
-    """The time of the last message from rank 0, and the reaction to its silence.
+    """The object with which rank 1 monitors rank 0: it has the time of the last message from rank
+    0, and reacts if rank 0 is silent.
 
-    Every rank has a deputy, but only that of rank 1 gets messages of rank 0, from the start of the
-    heartbeat on. Without any message the deputy never reacts. With `stall_s` 0 the deputy warns,
-    but never ends the job.
+    Every rank has a `Deputy` object, but only rank 1 gets messages from rank 0, which begin when
+    the heartbeat starts. Without any message the deputy never reacts. With `stall_s` 0 the deputy
+    warns, but never ends the job.
     """
 
     def __init__(self, ranks: Ranks, directory: Path, stall_s: float) -> None:
@@ -21,7 +24,7 @@ class Deputy:
         self.directory = directory
         self.stall_s = stall_s
         self._heard_s = math.inf
-        # the time since which rank 0 is silent, if a warning was printed
+        # if a warning was printed: the time of the last message from rank 0
         self._missed_s: float | None = None
 
     def hear(self, now_s: float) -> None:
@@ -33,8 +36,9 @@ class Deputy:
             self._missed_s = None
 
     def wake(self, now_s: float) -> None:
-        """Record that this process itself was stopped, and could receive no messages in that
-        time."""
+        """Record that this process itself was stopped, and could not receive messages while it was
+        stopped.
+        """
         if self._heard_s < math.inf:
             self._heard_s = now_s
 
@@ -51,7 +55,7 @@ class Deputy:
         return False
 
     def pronounce(self, now_s: float) -> None:
-        """Print the reason why the job is ended.
+        """Print the reason why rank 1 ends the job.
 
         Rank 0 is silent, so either its process is stopped, or it is in a call that lets no thread
         run.

@@ -52,12 +52,13 @@ SECOND_SIGNAL_S = 5.0
 DUPLICATE_S = 0.5  # signals on one rank that are closer in time count as one
 # Time limit for all ranks to write their stacks, after rank 0 has found a stall or a failure.
 COLLECT_S = 5.0
-ALIVE, WRITE_STACKS = "I am alive", "write your stacks"  # the messages that rank 0 sends
+ALIVE, WRITE_STACKS = "I am alive", "write your stacks"  # the kinds of messages that rank 0 sends
 
 
 class Heartbeat:
-    """The heartbeat thread of one rank, and what it knows. All ranks make their `Heartbeat`
-    together; each one then calls `start`."""
+    """The heartbeat thread of one rank, and the thread's data. All ranks create their `Heartbeat`
+    together; each rank then calls `start`.
+    """
 
     def __init__(
         self,
@@ -105,7 +106,8 @@ class Heartbeat:
         notes = [line for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
         where = f" ({notes[0].rstrip(':')})" if notes else ""
         first = str(error).partition("\n")[0]
-        wires = self.wires.failed  # the cause of this error, if the transports were aborted
+        # the failure because of which the transports were aborted, which may have caused this error
+        wires = self.wires.failed
         cause = f"; {wires}" if wires not in first else ""
         self._failure = (time.time(), f"{type(error).__name__}: {first}{where}{cause}")
         if self._thread.is_alive():
@@ -163,7 +165,9 @@ class Heartbeat:
         self.axes.abort()
 
     def _beat(self) -> None:
-        """Wait for a signal or the next beat. After that, report, receive messages and judge."""
+        """Wait for a signal or the next heartbeat. Then report to rank 0 and receive messages; rank
+        0 also looks for failures and stalls.
+        """
         hurried = self.judge is not None and self.judge.verdict is not None
         came = self.signals.wait(0.05 if hurried else BEAT_S)
         now_s = time.monotonic()
@@ -196,12 +200,14 @@ class Heartbeat:
             self._replace_the_judge(now_s)
 
     def _replace_the_judge(self, now_s: float) -> None:
-        """End the job in place of rank 0, after all other ranks have written their stacks."""
+        """End the job in place of rank 0, after giving all other ranks the time to write their
+        stacks.
+        """
         for rank in range(1, self.axes.world.size):
             self.mailbox.send(WRITE_STACKS, rank)
         self.deputy.pronounce(now_s)
         self._write_stacks()
-        time.sleep(1.5 * BEAT_S)  # in this time the other ranks write their stacks
+        time.sleep(1.5 * BEAT_S)  # the other ranks write their stacks during this pause
         self.mailbox.abort(1)
 
     def _follow(self, judge: "Judge", now_s: float) -> None:
@@ -257,10 +263,11 @@ class Heartbeat:
 
 
 class Judge:
-    """Rank 0's table of reports, and its verdict about them. `say` prints and logs a line.
+    """The table of all ranks' reports on rank 0, and the decision whether the job must end. `say`
+    prints and logs a line.
 
-    If `stall_s` is 0, no wait counts as a stall. `step_s` is the time of the longest of the last
-    steps.
+    If `stall_s` is 0, waiting never counts as a stall. `step_s` is the time of the longest of the
+    last steps.
     """
 
     def __init__(self, ranks: Ranks, stall_s: float, say: Callable[[str], None]) -> None:
@@ -313,8 +320,9 @@ class Judge:
         return self.verdict is not None
 
     def complete(self, now_s: float) -> bool:
-        """Return True if every rank that reports has written its stacks, or has had the time for
-        it."""
+        """Return True if every rank that reports has written its stacks, or if the time limit for
+        writing them is over.
+        """
         begun_s = self._deadline_s - COLLECT_S
         missed_s = MISSED_BEATS * self.ranks.beat_s
         shown = all(
@@ -357,7 +365,7 @@ class Judge:
         return self.table[rank].report.failure or (0.0, "")
 
     def _stalls(self, now_s: float) -> bool:
-        """Return True if no rank has begun anything for longer than the limit."""
+        """Return True if no rank has begun a new activity for longer than the limit."""
         limit_s = max(self.stall_s, STALL_STEPS * self.step_s)
         quiet_s = {rank: now_s - seen.at_s for rank, seen in self.table.items()}
         frozen = max(quiet_s.values()) > max(self.stall_s, LEAST_SILENCE_S)
@@ -385,7 +393,7 @@ class Judge:
             )
 
     def _warn_of_silence(self, now_s: float) -> None:
-        """Warn once about each silent rank, and report when it is heard again."""
+        """Warn once about each silent rank, and print a line when the rank reports again."""
         silent = {rank for rank, seen in self.table.items() if self.ranks.silent(seen, now_s)}
         for rank in sorted(silent - self._called_silent.keys()):
             seen = self.table[rank]

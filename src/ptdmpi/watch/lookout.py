@@ -1,5 +1,6 @@
-"""All watching of one rank in a run: its progress, its heartbeat, requests, the lock, and slow
-ranks."""
+"""The monitoring of one rank in a run: its progress, heartbeat, requests, the lock of the run
+directory, and slow ranks.
+"""
 
 import os
 import statistics
@@ -106,7 +107,7 @@ class Lookout:
         return Asked(self.requests.reason(stop), Save(save), memory)
 
     def obeyed(self, name: str) -> None:
-        """Remove the file "STOP" or "SAVE", on rank 0, after its request was carried out."""
+        """Remove the file "STOP" or "SAVE", on rank 0, after the request was carried out."""
         if self.axes.world.rank == 0:
             self.requests.obeyed(name)
 
@@ -117,7 +118,7 @@ class Lookout:
             self.judge.stopping = True
 
     def finish(self) -> None:
-        """End the watching in an orderly way. All ranks call this together."""
+        """End the monitoring in an orderly way. All ranks call this method together."""
         self.place.enter("ending")
         self.heartbeat.finish()
 

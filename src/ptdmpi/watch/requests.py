@@ -54,8 +54,8 @@ class Save(IntEnum):
     """The request for a save in the vote of a rank. The greatest number of all ranks wins."""
 
     NO = 0
-    DUE = 1  # due according to the clock; it counts like a multiple of `every_steps`
-    NOW = 2  # requested by a user, who waits for it
+    DUE = 1  # a save is due by the clock; it is treated like a save at a multiple of `every_steps`
+    NOW = 2  # a user has requested a save, and waits for it
 
 
 class StopRequest:
@@ -119,7 +119,7 @@ class StopRequest:
         select.select([self._out], [], [], limit_s)
         try:
             numbers = os.read(self._out, 4096)
-        except BlockingIOError:  # the time limit is over
+        except BlockingIOError:  # no signal arrived within the time limit
             return []
         return [signal.Signals(number) for number in numbers if number in SIGNALS]
 

@@ -14,7 +14,7 @@ from ptdmpi.watch.whereabouts import Ranks
 
 # a rank is slow if its own work takes this many times as long as that of its peers
 SLOW_FACTOR = 1.3
-SLOW_EVERY_S = 300.0  # shortest time between two printed lines about slow ranks
+SLOW_EVERY_S = 300.0  # minimum time between two printed lines about slow ranks
 MOST_PRINTED = 8
 
 

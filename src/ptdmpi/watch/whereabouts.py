@@ -41,10 +41,12 @@ class Report(NamedTuple):
     collective: str
     age_s: float  # seconds since the activity (`kind` and `op`) began
     compute_s: float = 0.0  # own work in a step, as the median of the last steps; 0: not known yet
-    signals: tuple[tuple[int, float], ...] = ()  # (number, age)
-    failure: tuple[float, str] | None = None  # (time of the wall clock, the error)
-    shown: bool = False  # this rank has written its stacks
-    leaves: bool = False  # this is the last report: the rank ends in an orderly way
+    # the signals that the rank has received: (number, age)
+    signals: tuple[tuple[int, float], ...] = ()
+    # the failure of the rank: (time of the wall clock, the error)
+    failure: tuple[float, str] | None = None
+    shown: bool = False  # True if this rank has written its stacks
+    leaves: bool = False  # True in the last report of a rank that ends in an orderly way
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,9 @@ class Ranks:
 
     @property
     def beat_s(self) -> float:
-        """Return the seconds between two reports of a rank, which are more for many ranks."""
+        """Return the seconds between two reports of a rank. With many ranks this interval is
+        longer.
+        """
         return max(BEAT_S, self.grid.size / REPORTS_PER_S)
 
     def name(self, rank: int) -> str:

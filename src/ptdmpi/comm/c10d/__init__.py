@@ -2,8 +2,8 @@
 
 After `import ptdmpi.comm.c10d`, `torch.distributed.init_process_group("ptdmpi")` starts from MPI,
 without an address, a port or environment variables. DeviceMesh, DTensor, FSDP2 and distributed
-checkpoints (DCP) then run under plain mpirun or srun. On hosts the transport is MPI, on NVIDIA's
-GPUs NCCL (`comm.wires.preferred`). On the `mpi` transport sums are taken in ascending rank order.
+checkpoints (DCP) then run under plain mpirun or srun. The transport is MPI on hosts and NCCL on
+NVIDIA's GPUs (`comm.wires.preferred`). The `mpi` transport computes sums in ascending rank order.
 """
 
 from ptdmpi.comm.c10d.start import register

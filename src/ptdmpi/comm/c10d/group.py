@@ -12,9 +12,10 @@ from torch.futures import Future
 
 from ptdmpi.comm.communicator import Communicator, Handle
 
-BACKEND = "ptdmpi"  # the name in torch.distributed
+BACKEND = "ptdmpi"  # the name of the backend in torch.distributed
 Kind: Any = dist.ReduceOp.RedOpType
-# how tensors of all ranks are reduced where no transport does it: stacked, in rank order
+# reductions that no transport computes: each function reduces the tensors of all ranks, stacked in
+# rank order
 REDUCED: dict[Any, Callable[[Tensor], Tensor]] = {
     Kind.SUM: lambda every: reduce(torch.add, every),
     Kind.PRODUCT: lambda every: every.prod(0),
@@ -26,7 +27,8 @@ REDUCED: dict[Any, Callable[[Tensor], Tensor]] = {
 }
 
 
-if TYPE_CHECKING:  # the stubs describe what callers see, not what torch calls in a subclass
+# the type stubs describe the methods for callers, not the methods that torch calls in a subclass
+if TYPE_CHECKING:
 
     class ProcessGroup:
         """A process group of torch.distributed."""
@@ -41,9 +43,9 @@ else:
 class TransportGroup(ProcessGroup):
     """A process group whose messages are sent by one of ptdmpi's communicators.
 
-    Every operation is complete when the call returns, on a device as far as the current stream is
-    concerned. The group does not support messages from any source, tags other than 0, and sparse
-    tensors.
+    On the host every operation is complete when the call returns. On a device later work in the
+    current stream sees the operation's result. The group does not support messages from any source,
+    tags other than 0, and sparse tensors.
     """
 
     def __init__(self, comm: Communicator, name: str) -> None:
@@ -117,7 +119,8 @@ class TransportGroup(ProcessGroup):
             if len(sizes) == 1:
                 self._scattered(output, torch.stack(tuple(parts)), _op(opts))
                 continue
-            flat = torch.cat([part.reshape(-1) for part in parts])  # parts of unequal sizes
+            # the ranks' parts have unequal sizes
+            flat = torch.cat([part.reshape(-1) for part in parts])
             self._reduced(flat, _op(opts))
             here = sum(part.numel() for part in parts[: self.comm.rank])
             output.copy_(flat[here : here + output.numel()].view(output.shape))
@@ -166,7 +169,8 @@ class TransportGroup(ProcessGroup):
                 for part, arrived in zip(parts, every, strict=True):
                     part.copy_(arrived)
                 continue
-            for rank, part in enumerate(parts):  # unequal shapes: one broadcast from each rank
+            # if shapes are unequal, each rank broadcasts its tensor
+            for rank, part in enumerate(parts):
                 if rank == self.comm.rank:
                     part.copy_(given)
                 self._broadcast(part, rank)
@@ -234,8 +238,9 @@ class TransportGroup(ProcessGroup):
         sent: Sequence[int] | None = None,
         opts: Any = None,
     ) -> dist.Work:
-        """Exchange rows: `sent` and `received` are the numbers of rows for each rank, or empty for
-        equal parts."""
+        """Exchange rows between all ranks. `sent` and `received` have the number of rows for each
+        rank; empty lists mean equal parts.
+        """
         uneven = [list(sent), list(received)] if sent and received else []
         output.copy_(self.comm.all_to_all(_contiguous(given), *uneven).view(output.shape))
         return _done([output])
@@ -358,7 +363,8 @@ def _kind(op: Any, size: int) -> tuple[Any, Any]:
         if op == kind:
             return kind, None
     if op == Kind.PREMUL_SUM:
-        factor = op.__getstate__()[1]  # the only way from Python to the factor
+        # no other Python interface of torch gives access to the factor
+        factor = op.__getstate__()[1]
         return Kind.PREMUL_SUM, factor
     raise ValueError(f"the backend {BACKEND} has no reduction {op}")
 

@@ -1,5 +1,6 @@
-"""The start of torch.distributed with the backend "ptdmpi": from MPI, whose ranks and store it
-uses."""
+"""The start of torch.distributed with the backend "ptdmpi", which uses the ranks of MPI and a store
+over MPI.
+"""
 
 import atexit
 import os
@@ -15,7 +16,7 @@ from ptdmpi.comm.c10d.group import BACKEND, TransportGroup
 
 
 class MpiSession:
-    """MPI as a process uses it for torch.distributed: all ranks, and their store."""
+    """The MPI objects of a process that torch.distributed uses: all ranks, and their store."""
 
     now: ClassVar["MpiSession | None"] = None
 
@@ -35,7 +36,9 @@ class MpiSession:
 
     @classmethod
     def begun(cls) -> "MpiSession":
-        """Return the session of this process. All ranks begin it together."""
+        """Return the session of this process, and create it at the first call. All ranks must
+        create the session together.
+        """
         if cls.now is None:
             launch.prepare()
             cls.now = cls()
@@ -43,8 +46,9 @@ class MpiSession:
         return cls.now
 
     def group(self, ranks: Sequence[int], name: str) -> TransportGroup:
-        """Return the group of these ranks of the world; only these ranks call it. A group of ranks
-        that have GPUs sends over their transport."""
+        """Return the process group of the given world ranks; only these ranks call this method. If
+        the ranks have GPUs, the group uses the transport for GPUs.
+        """
         from mpi4py import MPI
 
         everyone = self.world.control
@@ -60,28 +64,35 @@ class MpiSession:
 
 
 def _create(options: Any, _: Any) -> TransportGroup:
-    """Make a group as torch asks for it: `options.global_ranks_in_group` is empty for the group of
-    all ranks."""
+    """Create a process group when torch requests one. For the group of all ranks,
+    `options.global_ranks_in_group` is empty.
+    """
     session = MpiSession.begun()
     ranks = list(options.global_ranks_in_group) or list(range(session.world.size))
     return session.group(ranks, options.group_id)
 
 
 def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    """Yield the store, this rank and the number of ranks, which MPI knows."""
+    """Yield the store, the rank of this process and the number of ranks, as torch requires of a
+    rendezvous handler. MPI provides these values.
+    """
     session = MpiSession.begun()
     yield session.store, session.world.rank, session.world.size
 
 
 def register() -> None:
-    """Register the backend, and how its ranks meet: by `ptdmpi://`, and without an init_method
-    where the environment has no RANK, as under plain mpirun."""
+    """Register the backend and its rendezvous handlers in torch.distributed. The ranks start from
+    MPI for the init_method `ptdmpi://`, and also without an init_method if the environment has no
+    RANK, as under plain mpirun.
+    """
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     register_rendezvous_handler(BACKEND, _meet)
     by_environment = _rendezvous_handlers["env"]
 
     def meet_by_environment(url: str, **given: Any) -> Iterator[tuple[Store, int, int]]:
-        """Meet as torch does if the environment says how, else by MPI."""
+        """Start as torch does if the environment has the necessary variables; otherwise start from
+        MPI.
+        """
         if "RANK" in os.environ or "rank=" in url:
             return by_environment(url, **given)
         return _meet(url)

@@ -56,7 +56,7 @@ class _Placed(NamedTuple):
 
 
 class Line:
-    """One connection of the library, and the stream of its operations."""
+    """One connection (communicator) of the library, and the stream of its operations."""
 
     def __init__(self, library: Library, connection: Connection, name: str) -> None:
         self.library = library
@@ -86,7 +86,8 @@ class Line:
         return Queued(self, ended, label, tensors)
 
     def pending(self) -> str:
-        """Return the operation that the stream is in; "" while the stream waits for computations.
+        """Return the name of the operation that the stream executes; "" while the stream waits for
+        computations.
 
         Any thread may call this.
         """
@@ -173,14 +174,15 @@ class NcclCarrier:
         return line.begin("receive", line.connection.receive, flat, there)
 
     def _way(self, pair: Pair, peer: int) -> tuple[Line, int]:
-        """Return (connection, rank of `peer` in it) for messages of a directed pair: the pair's own
-        connection, or else the group's."""
+        """Return (connection, rank of `peer` in this connection) for messages of a directed pair.
+        The pair's own connection is used if there is one, otherwise the group's.
+        """
         line = self.pairs.get(pair)
         return (self.whole, peer) if line is None else (line, pair.index(peer))
 
     def pending(self) -> str:
         """Return the operation that the stream of the group's connection is in."""
-        # a rank that waits for a message of a neighbour reports this in another way, as the op that
+        # messages of neighbours are left out, because a rank that waits for one reports the op that
         # it is in
         return self.whole.pending()
 

@@ -175,7 +175,8 @@ def differences(first: Path, second: Path) -> list[Difference]:
     ]
     with Reader(first, manifests[0]) as a, Reader(second, manifests[1]) as b:
         kinds = [Counter(_kind(name) for name in reader.tensors) for reader in (a, b)]
-        # for example the optimizer's state, which a checkpoint of a bare model lacks
+        # kinds of tensors that only one of the checkpoints has, such as the optimizer's state,
+        # which a checkpoint of weights only lacks
         alone = kinds[0].keys() ^ kinds[1].keys()
         for kind in sorted(alone):
             for path, numbers in zip((first, second), kinds, strict=True):

@@ -29,7 +29,8 @@ class OutgoingState:
         self.copied = copied
         self.parts = list(share(state, axes, mean))
         mine = sum(part.values.nbytes for part in self.parts)
-        self.total_bytes = sum(axes.world.all_gather_object(mine))  # the sum over all ranks
+        # the number of bytes of a checkpoint, summed over all ranks
+        self.total_bytes = sum(axes.world.all_gather_object(mine))
         self._copies = copies_of(state.buffer.device)
         self._host: Tensor | None = None
 
@@ -78,7 +79,7 @@ class OutgoingState:
         written, so earlier ones need no memory any more. A device copies into page-locked
         memory."""
         self.state.let_go()
-        # on the host: do not wait, not even for the present computation
+        # the part is already on the host, so do not wait for the device
         if values.device.type == "cpu":
             return values.numpy()
         with self._copies.behind(self._copies.computed()):

@@ -1,5 +1,6 @@
-"""The course of a run: the data for its next steps, and the entries about its data in
-checkpoints."""
+"""The course of a run (`Course`): the training data for its next steps, and the entries about its
+data that checkpoints contain.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ class Course:
     def __init__(self, config: Config, now: TrainedOn) -> None:
         self.config = config
         self.now = now
-        # the settings at the start, because files may be edited later
+        # the settings are stored at the start, because the files that they name may be edited later
         self.settings = settings(config)
         self.answer = Answer(now)
         self.base: Base | None = None  # the frozen base model of adapters
@@ -41,15 +42,18 @@ class Course:
         self.go_on(judge(kind, Before.of(path, manifest), self.config, self.now))
 
     def go_on(self, answer: Answer) -> None:
-        """Continue with an answer that `judge` returned earlier, perhaps on another rank."""
+        """Continue with the data of an `Answer` that `judge` returned earlier, perhaps on another
+        rank.
+        """
         self.answer = answer
         self._order = None
 
     def stand_on(
         self, base: Base, path: Path, manifest: Mapping[str, Any], tokenizer_sha256: str | None
     ) -> None:
-        """Use the model at `path` as the frozen base of the adapters. Raise InputError if the model
-        is not a full model, or has another tokenizer than the data."""
+        """Use the model at `path` as the frozen base model of the adapters. Raise InputError if the
+        model is not a full model, or has another tokenizer than the data.
+        """
         require_kind(path, manifest)
         before = Before.of(path, manifest)
         judge_base(before, self.config, self.now)

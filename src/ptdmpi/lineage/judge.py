@@ -1,9 +1,9 @@
 """The decision whether a run may continue with its present data and configuration, for every kind
 of start.
 
-There are three answers. The run may be the same as before. The run may be refused, with one line
-that says what differs, where, and what is legal. Or the run was changed on purpose (`data.change =
-"from here"`), and the changes are logged.
+There are three results. If nothing has changed, the run continues. If something differs, the run is
+refused, with one line that names the difference and the legal values. If the user has allowed a
+change of the data (`data.change = "from here"`), the run continues and the changes are logged.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -23,8 +23,9 @@ FREE_TO_CHANGE = {
 }
 # keys of [model] that can change what a model computes without changing the shapes of its tensors
 HEADS = ("heads", "kv_heads", "head_size")
-# may also differ for a base of adapters: a name for other keys, a size that is known from shapes,
-# and the sequence length
+# keys of [model] that may also differ between adapters and their base model: the kind (a name for
+# values of other keys), the size of the vocabulary (which the shapes of the tensors show), and the
+# sequence length
 FREE_BENEATH = FREE_TO_CHANGE | {"kind", "vocab_size", "seq_length"}
 # keys that `Config.with_head` sets, because the head of a task replaces that of the base
 NEW_HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}
@@ -82,7 +83,7 @@ def settings(config: Config) -> dict[str, Any]:
             if section.on_resume(key) in RECORDED:
                 recorded[f"{name}.{key}"] = value
     graph = file_sha256(config.data_parallel)
-    if graph is not None:  # recorded by its content, because the file may be edited
+    if graph is not None:  # the content of the file is recorded, because the file may be edited
         recorded["data_parallel.topology sha256"] = graph[:12]
     return recorded
 

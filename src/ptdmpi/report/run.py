@@ -13,7 +13,7 @@ from ptdmpi.config import InputError
 from ptdmpi.plan.schedule.simulate import Timeline
 from ptdmpi.report import trained
 
-# keys that every record of a training step has
+# the keys that every record of a training step must have
 STEP = {"loss", "layout", "rank_count", "tokens"}
 # keys of a validation record: the loss, and either a perplexity (for tokens) or an accuracy (for
 # classes)

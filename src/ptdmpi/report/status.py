@@ -21,7 +21,7 @@ RECENT = 50  # number of newest steps that are used for rates
 MOST_STEPS = 10**12
 MOST_DRAWN = 1e300
 LONGEST_STEP_S = 1e7
-# A record of a step is shown only if it has these numbers.
+# The record of a step is shown only if it has numbers for these keys.
 STEP_NUMBERS = (
     "loss",
     "grad_norm",

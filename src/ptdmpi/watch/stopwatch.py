@@ -24,8 +24,9 @@ class Doing(NamedTuple):
 
 
 class _UnderWay(NamedTuple):
-    """Work that was given to a device: `doing` as the host saw it, and the marks before and after
-    it."""
+    """Work that was given to a device: the host's activity `doing` at that time, and the marks
+    before and after the work.
+    """
 
     doing: Doing
     begin: Mark

@@ -1,5 +1,6 @@
-"""The transports of one rank, as the heartbeat sees them: the collective that the rank is in, and
-failures."""
+"""The state of one rank's transports, for the heartbeat: the collective that the rank executes, and
+failures.
+"""
 
 from ptdmpi.comm.world import Axes
 
@@ -8,7 +9,7 @@ PATIENCE_S = 5.0
 
 
 class Wires:
-    """The groups of one rank, for queries by the heartbeat's thread. No method waits.
+    """The process groups of one rank, which the heartbeat's thread queries. No method waits.
 
     The main thread cannot query them while it waits for its device, which it does once in a step.
     """

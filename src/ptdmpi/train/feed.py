@@ -168,8 +168,6 @@ class ShardSource:
     def bigram_loss(self) -> float:
         """Return the validation loss, in nats per token, of a bigram model that was made from the
         training shards.
-
-        In nats per token.
         """
         bigram = Bigram(self._train)
         pairs = [pair for dataset in self._valid for pair in self._validated_pairs(dataset)]

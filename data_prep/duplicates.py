@@ -1,4 +1,4 @@
-"""Deduplication: of documents that are equal, or nearly equal, only the first in the corpus is
+"""Deduplication of a corpus. If several documents are equal, or nearly equal, only the first one is
 kept.
 
 A corpus is read twice. In the first reading every document gets keys, which are 64-bit numbers: one
@@ -67,8 +67,8 @@ def _signature(text: str) -> np.ndarray:
 
 
 class ExactKeys:
-    """A maker of keys by which equal documents are found. `columns` is the number of keys per
-    document."""
+    """A class that computes the keys by which equal documents are recognized. `columns` is the
+    number of keys per document."""
 
     columns = 1
 
@@ -99,8 +99,8 @@ class ExactKeys:
 
 
 class NearKeys(ExactKeys):
-    """A maker of keys by which nearly equal documents are found: one key per band of the
-    signature."""
+    """A class that computes the keys by which nearly equal documents are recognized: one key per
+    band of the signature."""
 
     columns = _BANDS
 

@@ -74,7 +74,7 @@ class Encoded:
     tokens: np.ndarray  # int [sum of lengths]: the tokens of all segments, one after the other
     lengths: np.ndarray  # int64 [segments]
     ended: np.ndarray  # bool [segments]: the document ends here, with its end-of-document token
-    held_out: np.ndarray  # bool [segments]: the first segment of a document decides for all
+    held_out: np.ndarray  # bool [segments]: only the value of a document's first segment counts
     begins: np.ndarray  # bool [segments]: the document begins here
     counters: CorpusCounters  # each document is counted in the task where it ends
 
@@ -85,7 +85,7 @@ class TextPiece:
 
     text: str
     size_bytes: int  # number of bytes in UTF-8
-    held_out: bool  # decided by the first piece of a document; False for other pieces
+    held_out: bool  # set in the first piece of a document; False in the other pieces
     first: bool
     last: bool
 
@@ -367,7 +367,7 @@ Result = TypeVar("Result")
 Worker = Callable[[EncodeOptions], Callable[[Task], Result]]
 
 
-@lru_cache(1)  # each worker process makes its object once, and stores it here
+@lru_cache(1)  # each worker process creates its encoder object once, and stores the object here
 def _worker(make: Worker[Result], options: EncodeOptions) -> Callable[[Task], Result]:
     return make(options)
 

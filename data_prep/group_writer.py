@@ -118,8 +118,8 @@ class GroupWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Finish the group, which has no more tasks. After an exception, remove incomplete shards
-        instead."""
+        """Finish the group after its last task. If there was an exception, remove the incomplete
+        shards instead."""
         try:
             if kind is None:
                 self._close(0, 0, complete=True)

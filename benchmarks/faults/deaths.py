@@ -1,4 +1,4 @@
-"""The deaths of runs under `ptdmpi run`: a file that keeps them, and their counts by kind and
+"""A file that records the deaths of runs under `ptdmpi run`, and counts of the deaths by kind and
 fault."""
 
 import json
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-IN_A_START = "in a start"  # of one rank, while the ranks start again
+IN_A_START = "in a start"  # one rank dies while the ranks start again
 # A fault -> how often it is drawn.
 FAULTS = {"one rank": 4, "all ranks": 2, IN_A_START: 7, "launcher": 1}
 
 
 @dataclass(frozen=True)
 class Death:
-    """One death: its fault, and the seconds to the next new step; None: another death came first,
-    or the run ended."""
+    """One death: its fault, and the seconds from the death to the next new step. The seconds are
+    None if another death came first, or if the run ended."""
 
     fault: str
     seconds: float | None
@@ -23,9 +23,11 @@ class Death:
 
 @dataclass(frozen=True)
 class KilledRun:
-    """One run of a kind: its deaths, and `why` it is lost; empty: all losses and bits are there.
+    """One run of a kind: its deaths, and the reason `why` the run is lost. `why` is empty if the
+    losses and the last state equal those of an undisturbed run.
 
-    `copies`: the ranks went on from copies in memory, otherwise from checkpoints.
+    `copies` is True if the ranks continued from copies in memory, and False if they continued from
+    checkpoints.
     """
 
     kind: str
@@ -64,8 +66,8 @@ def count(runs: Iterable[KilledRun]) -> int:
 
 
 def table(kinds: Sequence[str], runs: Sequence[KilledRun]) -> str:
-    """Return the deaths by kind and fault, the runs, those that were lost, and the seconds from a
-    death to the next new step."""
+    """Return a table of the deaths by kind and fault, the runs, the lost runs, and the seconds from
+    a death to the next new step."""
     names = " ".join(f"{fault:>12}" for fault in FAULTS)
     lines = [f"{'deaths':22} {names} {'all':>5} {'runs':>5} {'lost':>5}  seconds, median"]
     lines += [_row(kind, [run for run in runs if run.kind == kind]) for kind in kinds]

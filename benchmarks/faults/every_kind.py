@@ -46,9 +46,9 @@ from benchmarks.launch import start
 from ptdmpi.supervise.progress import RunProgress
 
 LIMIT_S = 240.0
-DEATHS = 20  # in a run
+DEATHS = 20  # the number of deaths in a run
 LIFE_S = 0.2  # the longest time from a new step to a death
-START_S = 4.0  # the longest time from a death to one in the start that follows
+START_S = 4.0  # the longest time from a death to a death in the start that follows
 NOWHERE = ("none", 1, 0)
 
 
@@ -63,7 +63,7 @@ class SupervisedRun:
         if copies:
             settings += ["checkpoint.memory_every_steps=1", "checkpoint.every_steps=0"]
         options = [word for setting in settings for word in ("--set", setting)]
-        # deaths in starts bring no new step
+        # a rank that dies during a start has trained no new step
         limits = ["-n", str(way.ranks), "--restarts", str(2 * DEATHS)]
         command = [sys.executable, "-m", "ptdmpi", "run", *limits, *options]
         with open(self.output, "w") as file:
@@ -79,7 +79,8 @@ class SupervisedRun:
         return False
 
     def victims(self, fault: str, choice: random.Random) -> list[int]:
-        """Return the process ids that die by `fault` now; none if there are no such processes."""
+        """Return the ids of the processes that the fault `fault` kills now; empty if there are
+        none."""
         if fault == "launcher":
             return self._launchers()
         ranks = self.ranks()
@@ -180,7 +181,8 @@ def trial(folder: Path, way: Way, choice: random.Random, copies: bool) -> Killed
 
 
 def _next(names: Sequence[str], runs: Sequence[KilledRun]) -> str:
-    """Return the kind with the fewest deaths so far; of these, the one with the fewest runs."""
+    """Return the kind with the fewest deaths so far. If several kinds have equally few deaths,
+    return the kind with the fewest runs."""
 
     def tried(name: str) -> tuple[int, int]:
         mine = [run for run in runs if run.kind == name]
@@ -190,7 +192,8 @@ def _next(names: Sequence[str], runs: Sequence[KilledRun]) -> str:
 
 
 def main() -> None:
-    """Kill until the deaths or the minutes are reached, the least tried kind first."""
+    """Kill processes until the requested deaths or minutes are reached. The kind with the fewest
+    deaths is always next."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults.every_kind")
     parser.add_argument("--deaths", type=int, default=500)
     parser.add_argument("--minutes", type=float, default=600.0)

@@ -1,8 +1,8 @@
 """Every kind of run that `every_kind` kills, from the tables of the program.
 
 A kind is a data-parallel method, compressor, ZeRO stage, schedule, adapter, task or axis. A new
-name in a table is therefore tested, too; if its settings are incomplete, the list is refused with
-the configuration's error.
+name in a table is therefore tested, too. If the settings of a name are incomplete, the error of the
+configuration stops the benchmark.
 """
 
 import json
@@ -17,8 +17,8 @@ from ptdmpi.config.methods import CompressorName, MethodName
 from ptdmpi.config.section import Section
 from ptdmpi.config.sections import ParallelConfig, TaskConfig
 
-STEPS = 120  # a life is some tens of steps, between two deaths
-# The settings that a name of a table needs in addition.
+STEPS = 120  # a run trains some tens of steps between two deaths
+# The additional settings that some names in the tables need.
 METHODS: Mapping[str, tuple[str, ...]] = {
     "local": ("data_parallel.local_steps=2",),
     "compressed": ("data_parallel.compressor=sign",),

@@ -33,7 +33,7 @@ def layout(words: str, ranks: int, options: tuple[str, ...] = ()) -> Way:
 
 
 def kinds_of(way: Way) -> tuple[str, ...]:
-    """Return those of KINDS that a layout has."""
+    """Return the members of KINDS to which a layout belongs."""
     values = dict(setting.split("=") for setting in way.settings)
     zero = values.get("parallel.zero", "0")
     kinds = ["whole" if zero == "0" else f"zero-{zero}"]
@@ -47,7 +47,7 @@ def kinds_of(way: Way) -> tuple[str, ...]:
 
 
 class Weighted(NamedTuple):
-    """A layout, and how many times it is in a deck."""
+    """A layout, and the number of its copies in a deck."""
 
     cards: int
     way: Way

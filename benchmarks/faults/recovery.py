@@ -177,7 +177,7 @@ def kill_one(job: Job, setup: Setup, choice: random.Random) -> float:
 
 def next_step(job: Job, since: float, losses: int, trial: Trial) -> None:
     """Wait for the first step after the loss that is line `losses` in the log, and record the time
-    from `since`, the moment of the death."""
+    from `since`, the time of the death."""
     if not job.wait_for(lambda: len(job.losses()) >= losses):
         return
     line = job.losses()[-1]

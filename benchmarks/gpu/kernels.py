@@ -25,7 +25,7 @@ from ptdmpi.plan.layout.grid import training_grid
 
 
 def _skipped(error: Exception) -> dict[str, str]:
-    """Return the row for an implementation that the library does not have on this machine."""
+    """Return the table row for an implementation that the library lacks on this machine."""
     return {"skipped": str(error).partition("\n")[0]}
 
 

@@ -83,8 +83,8 @@ def overlap(
 ) -> dict[str, Any]:
     """Trace two steps, after one warm-up step, of replicas on all ranks of `world`.
 
-    Rank 0 writes its trace to `file` and returns the result of `under_kernels` for it; the others
-    return nothing.
+    Rank 0 writes its trace to `file`, and returns the result of `under_kernels` for this trace. The
+    other ranks return None.
     """
     from torch.profiler import ProfilerActivity, profile
 

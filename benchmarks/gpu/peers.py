@@ -161,8 +161,8 @@ def _transformers_shape(workload: Workload) -> Any:
 
 
 def transformers_side(workload: Workload, only: str = "") -> Iterator[Row]:
-    """Yield rows for the settings of transformers, or for the setting `only`, each with the largest
-    microbatch for which there is memory. Raises Skipped if transformers is not installed."""
+    """Yield rows for the settings of transformers, or for the setting `only`. Each row uses the
+    largest microbatch that fits into memory. Raises Skipped if transformers is not installed."""
     if importlib.util.find_spec("transformers") is None:
         raise Skipped("transformers is not installed")
     fits: dict[bool, list[Size]] = {}

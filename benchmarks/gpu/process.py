@@ -1,5 +1,5 @@
-"""Running a part of the measurement in a separate process: the JSON that it printed, and how it
-ended."""
+"""Running a part of the measurement in a separate process, and reading the JSON that the process
+printed and the reason why it ended."""
 
 import json
 import os
@@ -60,8 +60,8 @@ def _wait(
 
 
 def _text(file: IO[str]) -> str:
-    """Return the text that a program has written to a file. The file position, which both share,
-    stays unchanged."""
+    """Return the text that a program has written to a file. The program and this process share
+    the file position, so the position is left unchanged."""
     size = os.fstat(file.fileno()).st_size
     return os.pread(file.fileno(), size, 0).decode("utf-8", errors="replace")
 
@@ -70,7 +70,7 @@ def _last_object(text: str) -> dict[str, Any]:
     for line in reversed(text.splitlines()):
         try:
             parsed = json.loads(line)
-        except ValueError:  # a line that was truncated, or one of a library
+        except ValueError:  # a truncated line, or a line that a library printed
             continue
         if isinstance(parsed, dict):
             return parsed

@@ -9,11 +9,12 @@ WORDS = ("skipped", "left", "failed")
 
 
 class Skipped(Exception):
-    """The error that this machine cannot measure a part or a row. The text is the reason."""
+    """The error for a part or a row that this machine cannot measure. Its text is the reason."""
 
 
 class Left(Skipped):
-    """The error that a part or a row was not measured now, but may be in the next run."""
+    """The error for a part or a row that was not measured now, but that the next run may
+    measure."""
 
 
 def _rows(part: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -108,7 +108,7 @@ def asked() -> dict[str, float]:
 
 
 def gpu() -> "torch.device | None":
-    """Return the GPU that is measured; None if there is none."""
+    """Return the GPU that is measured; None if the machine has no GPU."""
     import torch
 
     return torch.device("cuda", 0) if torch.cuda.is_available() else None
@@ -202,8 +202,8 @@ def run(
 
 
 def better(before: Part, now: Part) -> Part:
-    """Return the rows that are kept of a part that was measured again: `now`, and those rows that
-    were done `before` and are not done now."""
+    """Return the rows to keep after a part was measured again. The result has the new rows `now`,
+    and the rows that were done `before` but are not done now."""
     rows = {key: row for key, row in before.items() if isinstance(row, dict) and done(row)}
     return {**rows, **{key: row for key, row in now.items() if key not in rows or done(row)}}
 

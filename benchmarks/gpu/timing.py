@@ -50,7 +50,7 @@ def measured_rows(rows: Iterable[Row], known: Container[str] = ()) -> Iterator[N
             continue
         try:
             measured[name] = measure()
-        except Exception as error:  # any exception of a library
+        except Exception as error:  # a library may raise any exception
             measured[name] = why_not(error)
         yield measured
 
@@ -74,8 +74,8 @@ def fresh(device: torch.device) -> None:
 def first_that_fits(
     device: torch.device, ways: Iterable[T], measure: Callable[[T], Numbers]
 ) -> Numbers | None:
-    """Return the numbers of the first way for which the device has enough memory; None if there is
-    none."""
+    """Return the numbers of the first setting that fits into the device's memory; None if no
+    setting fits."""
     for way in ways:
         fresh(device)
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -85,8 +85,8 @@ def first_that_fits(
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
-    """Return the median time of `repeats` calls after two warm-up calls. Each call is waited
-    for."""
+    """Return the median time in seconds of `repeats` calls, after two warm-up calls. The function
+    waits until the device has finished each call."""
     module = torch.get_device_module(device)
     times = []
     for _ in range(WARM_UPS + repeats):

@@ -85,7 +85,8 @@ def drawn_there() -> Iterator[None]:
     """Make initial weights random numbers of the device on which they are stored.
 
     The random numbers of the device differ from those of a run, which are computed on the host. For
-    6.7e9 weights that takes a minute and a half. Training has the same speed with both.
+    6.7e9 weights the host needs a minute and a half. The training speed is the same for both kinds
+    of random numbers.
     """
     with mock.patch.object(buffer, "_fill", _draw):
         yield
@@ -103,8 +104,8 @@ def _draw(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
 def fitting(
     model: dict[str, Any], vocab_size: int, device: torch.device, *, compiled: bool = False
 ) -> list[Config]:
-    """Return those configurations of WAYS that fit the device according to the memory model, in
-    their order. Raises Skipped if no configuration fits."""
+    """Return the configurations in WAYS that fit the device according to the memory model, in the
+    order of WAYS. Raises Skipped if no configuration fits."""
     capacity = rank_memory_bytes(device, 1)
     configs = []
     for micro_size, mode in WAYS:

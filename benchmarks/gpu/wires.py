@@ -86,7 +86,7 @@ def neighbours_hear(axis: Communicator, dtype: torch.dtype, device: torch.device
     received = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
     sent = [values_of(axis.rank + k, size, dtype, device) for k, size in enumerate(sizes)]
     for outgoing, incoming in zip(sent, received, strict=True):
-        # In the same order on all ranks, as in programs: no receive precedes the send that it
+        # The order is the same on all ranks, as in programs: no receive precedes the send that it
         # needs.
         if axis.rank % 2 == 0:
             handles = [axis.isend(outgoing, right), axis.irecv(incoming, left)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Settings = Mapping[str, Any]
-# Without momentum and clipping, error feedback has the same residuals as in the papers.
+# Without momentum and without clipping, error feedback has the same residuals as in the papers.
 SGD: Settings = {
     "kind": "sgd",
     "learning_rate": 0.5,

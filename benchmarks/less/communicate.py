@@ -2,8 +2,8 @@
 communication-efficient methods. The parts are measured, transient and link; by default all.
 
 The tables are written between the marks of docs/explanation/less-communication.md, together with
-the pictures, each part when it is done. On 2 cores all parts take some twenty minutes, most of them
-for training runs with more ranks than cores.
+the pictures. Each part is written when it is done. On 2 cores all parts take some twenty minutes,
+most of them for training runs with more ranks than cores.
 """
 
 import json
@@ -143,7 +143,8 @@ def transient_lines(steps: int) -> Iterator[str]:
 
 
 def _count_of(steps: int) -> Callable[[int | None], str]:
-    """Return a function that writes a number of steps, or that it is above `steps`."""
+    """Return a function that formats a number of steps. For None its text says that the number is
+    above `steps`."""
     return lambda count: f"> {steps:,}" if count is None else f"{count:,}"
 
 

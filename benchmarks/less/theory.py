@@ -62,8 +62,8 @@ class TopologyCurve:
 
 
 def topologies(lengths: Lengths, size: int = 16, every: int = 100) -> dict[str, TopologyCurve]:
-    """Return the curve of each topology, with a decreasing learning rate and workers whose minima
-    differ."""
+    """Return the curve of each topology. The learning rate decreases, and the workers have
+    different minima."""
     problem = Problem.drawn(size, 10, noise=3.0, apart=1.0)
 
     def errors_of(update: quadratic.Update) -> Array:

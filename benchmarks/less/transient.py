@@ -79,8 +79,8 @@ class TransientRow(NamedTuple):
 
 
 def rows(size: int, steps: int) -> list[TransientRow]:
-    """Return a row for each sparse topology of `size` workers, that with the smallest spectral gap
-    first."""
+    """Return a row for each sparse topology of `size` workers. The topology with the smallest
+    spectral gap is first."""
     graphs = [topology(name, size) for name in TOPOLOGIES if name != "complete"]
     gaps = {graph.name: graph.spectral_gap for graph in graphs}
     graphs.sort(key=lambda graph: gaps[graph.name])

@@ -42,8 +42,8 @@ class Compared:
     @property
     def zero_bytes(self) -> int:
         """Return the bytes that ZeRO-3 sends over the link in a step, in both directions: a node
-        lacks half of the weights before the forward and before the backward pass, and half of the
-        sums of gradients."""
+        receives half of the weights before the forward pass, half of the weights before the
+        backward pass, and half of the sums of gradients."""
         model = next(iter(layouts(NODES, NODES).values()))
         return 3 * 4 * parameter_count(self.config(model, NODES).model, self.vocab_size)
 

@@ -1,5 +1,5 @@
-"""Reading conversations, or pairs of them, from JSON lines, and encoding them with label weights
-for their answers."""
+"""Reading conversations, or pairs of conversations, from JSON lines, and encoding their text with
+label weights for the answers."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,8 +73,8 @@ class Conversations:
         return [list(islice(conversations, size)) for size in sizes]
 
     def _rendered(self, messages: Sequence[Message]) -> Rendered:
-        """Return the text of a conversation, with the answers that count. Raise BadConversation if
-        none counts."""
+        """Return the text of a conversation, and the answers that count as labels. Raise
+        BadConversation if no answer counts."""
         text, spans = self._template.rendered(messages)
         answers = counted_answers(messages, spans)
         if not answers:

@@ -31,7 +31,7 @@ from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate, Message, fi
 from ptdmpi.data.shard_writer import ShardWriter
 
 OPEN_ROWS = 64  # a conversation is added to the first of these rows that has room for it
-# Those CorpusCounters that the final table shows.
+# The names of the CorpusCounters that the final table shows.
 COUNTED = (
     "documents",
     "answers",

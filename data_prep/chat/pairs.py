@@ -1,4 +1,5 @@
-"""The common formats of preference pairs: a preferred and another answer to one prompt.
+"""The common formats of preference pairs. A pair has a preferred answer and another answer to one
+prompt.
 
 A record has the fields "chosen" and "rejected", each of which is one of these:
 
@@ -36,7 +37,8 @@ _ROLES = {"Human": "user", "Assistant": ANSWER}
 
 
 def pair_of(record: Mapping[str, Any]) -> list[list[Message]]:
-    """Return the conversation with the preferred answer, and that with the other answer.
+    """Return the conversation with the preferred answer, and the conversation with the other
+    answer.
 
     Answers in the turns that both share have the "weight" 0. Raise BadConversation if the record
     has none of the known formats, or if no answer is different.

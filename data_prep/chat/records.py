@@ -23,8 +23,8 @@ JSON = ".json"
 
 
 def find_records(inputs: Sequence[str]) -> list[CorpusFile]:
-    """Return the .jsonl and .json files among the inputs, including compressed ones. Raise
-    InputError for another kind of file. Also raise the same errors as `find_sources`."""
+    """Return the .jsonl and .json files among the inputs, including compressed files. Raise
+    InputError for any other kind of file. Also raise the errors of `find_sources`."""
     sources = find_sources(inputs, (JSON,))
     for source in sources:
         if source.kind != JSONL and JSON not in Path(source.name).suffixes[-2:]:

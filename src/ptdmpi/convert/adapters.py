@@ -217,7 +217,7 @@ def _merged_slab(
 
 def _merged_rows(place: AdapterPlace, adapter: LoadedAdapter, rows: Tensor, there: slice) -> Tensor:
     """Return rows of a weight, or elements of a bias, after an adapter has changed them. `there`
-    are the numbers of these rows within the rows that the adapter changes."""
+    has the indices of the rows, counted from the first row that the adapter changes."""
     is_bias = rows.dim() == 1
     adapt = adapter.adapted.adapt
     if adapt.method == "lora":

@@ -27,7 +27,7 @@ def _gpt2_keys(config: ConfigJson) -> dict[str, Any]:
     config.only("scale_attn_by_inverse_layer_idx", False)
     config.only("add_cross_attention", False)
     hidden = config.need("n_embd")
-    # another check reports an illegal width, so any value will do here
+    # another check reports an illegal width, so any value is acceptable here
     ffn_hidden = 4 * hidden if type(hidden) is int and hidden > 0 else 1
     return {
         "kind": "gpt",

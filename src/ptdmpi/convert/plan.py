@@ -1,4 +1,4 @@
-"""Which tensor of a Hugging Face model contains which part of which parameter of ptdmpi's model.
+"""A plan that maps each tensor of a Hugging Face model to a part of a parameter of ptdmpi's model.
 The plan is checked before anything is converted."""
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The weight files of a Hugging Face model, which are read and written piece by piece.
+"""Reading and writing the weight files of a Hugging Face model, one slice of a tensor at a time.
 
 A model has either `model.safetensors`, or several files and `model.safetensors.index.json`. Pickles
 are not read.

@@ -18,11 +18,13 @@ TORN = "\ufffd"  # the decoded text of a character whose last tokens are still m
 
 
 class Chat:
-    """A conversation: the user's lines and the model's answers so far. Every rank has the same one.
+    """A conversation: the user's lines and the model's answers so far. Every rank has the same
+    conversation.
 
-    The model reads all lines and answers, in the form of its chat template, or else with a newline
-    after each. If this leaves no room for an answer, the oldest line and answer are dropped. A line
-    that is too long by itself is cut at its beginning.
+    The model reads all lines and answers, in the form of its chat template. Without a template,
+    each line and each answer ends with a newline. If the conversation leaves no room for an answer,
+    the oldest line and answer are dropped. A line that is too long by itself is cut at its
+    beginning.
     """
 
     def __init__(self, writer: Writer, out: TextIO | None = None) -> None:
@@ -47,8 +49,8 @@ class Chat:
             )
 
     def talk(self, read: Callable[[], str | None]) -> str:
-        """Answer every line that `read` returns on rank 0 (None: there are no more). Return why the
-        conversation ended.
+        """Answer every line that `read` returns on rank 0, until it returns None. Return the reason
+        why the conversation ended.
 
         On one rank Ctrl-C ends the conversation at any time. On several ranks Ctrl-C ends it only
         while rank 0 waits for a line.

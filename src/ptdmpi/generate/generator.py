@@ -137,7 +137,7 @@ def _continue(
         new, going = model.share((new, going))
         if not going:
             return model.share(texts)
-        # a text that has ended is computed further at its last position, and the result is ignored
+        # a text that has ended is computed further with its last token, and the result is ignored
         ids = torch.tensor([new])
         positions = positions[last, torch.arange(len(prompts))] + 1
         positions = positions.clamp(max=capacity - 1)[None]

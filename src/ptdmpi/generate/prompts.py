@@ -39,7 +39,7 @@ def read_prompts(path: Path) -> list[Given]:
 
 
 def _of_json(line: str, place: str) -> Given:
-    """Return the prompt in one JSON line. Raises InputError."""
+    """Return the prompt in one JSON line. Raise InputError if the line has no valid prompt."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -19,7 +19,7 @@ from ptdmpi.inference.stored import StoredModel, kind_of
 from ptdmpi.inference.text import Text, find_text
 
 MAX_NEW_TOKENS = 100
-# the options that can be changed without loading the model again
+# the options that a user can change without loading the model again
 CHANGEABLE = {"batch", "max_new_tokens", "samples", "seed", "temperature", "top_k", "top_p"}
 
 
@@ -59,7 +59,7 @@ def write_file(run: Path, world: World, **options: Any) -> Iterator[str]:
 
 
 def _silent(more: float) -> None:
-    """Do nothing, in place of showing progress."""
+    """Do nothing. The function replaces a progress display."""
 
 
 class Writer:

@@ -1,4 +1,4 @@
-"""Reading the lines of a file that has prompts, or items of a task, for a model."""
+"""Reading the lines of a file that contains prompts for a model, or items of a task."""
 
 from pathlib import Path
 

@@ -46,8 +46,8 @@ from ptdmpi.plan.shape.parameters import task_head
 
 
 class InferenceModel:
-    """The part of a model that this rank has. All ranks with the same data rank call its methods
-    together.
+    """The part of a model that is stored on this rank. All ranks with the same data rank call the
+    methods together.
 
     `device` and `dtype` are those of the weights, `axis` is the model's tensor axis.
     """
@@ -85,8 +85,8 @@ class InferenceModel:
 
     @property
     def decides(self) -> bool:
-        """Return True on one rank of each data rank: it has the logits and decides for the
-        others."""
+        """Return True on the rank that has the logits and decides for the other ranks. Each data
+        rank has one such deciding rank."""
         return self._head is not None and self.axis.rank == 0
 
     def share(self, value: Any) -> Any:
@@ -196,8 +196,8 @@ class InferenceModel:
 
     def label_log_probabilities(self, batch: Microbatch) -> Tensor | None:
         """Return the log probabilities of a batch's labels in nats [s, b], on the last stage; None
-        on other stages. As in training, documents do not see each other. Call `finish` after the
-        last call."""
+        on other stages. As in training, no token attends to another document. Call `finish` after
+        the last call."""
         x = self._through(batch.inputs, lambda stage, x: stage.hidden(batch, x, None))
         if x is None or self._head is None:
             return None

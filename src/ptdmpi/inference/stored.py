@@ -1,5 +1,5 @@
-"""Models on the disk, which are from a run, a conversion or a checkpoint: their shape and weights,
-without MPI."""
+"""Reading the shape and the weights of a model on the disk, without MPI. The model is the result of
+a run or a conversion, or is a checkpoint."""
 
 import tomllib
 from collections.abc import Mapping

@@ -36,6 +36,6 @@ def as_tensors(rows: MicrobatchRows) -> Microbatch:
 
 
 def _sequence_first(array: np.ndarray) -> Tensor:
-    """Return an array [b, s] as a contiguous tensor [s, b], so that the positions of a rank are one
-    piece of memory."""
+    """Return an array [b, s] as a contiguous tensor [s, b], so that the positions of a rank are
+    contiguous in memory."""
     return torch.from_numpy(array).t().contiguous()

@@ -118,7 +118,7 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
 
 
 def _end_of(stored: StoredModel, tokenizer: Tokenizer) -> int:
-    """Return the id of the end of document with which the model was trained.
+    """Return the id that marked the end of a document when the model was trained.
 
     The shards record the id. The tokenizer's own id is used only if there are no shards, because
     the files that define it may have changed since the shards were made.

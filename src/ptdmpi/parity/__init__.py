@@ -1,3 +1,4 @@
 """A test that training computes the same in every layout. Small models are trained in a set of
-layouts that covers all pairs of settings. Each training run is compared with one on a single rank,
-and its bits with those of the plainest layout that must have the same bits."""
+layouts that covers all pairs of settings. Each training run is compared with a run on a single
+rank. Its bits are also compared with the bits of the plainest layout that must give the same
+bits."""

@@ -72,7 +72,7 @@ def first_other_bit(actual: Training, expected: Training) -> str | None:
 
 
 def left_out(models: Iterable[ComparedModel]) -> list[str]:
-    """Return the names of the tensors of which the key part is ignored in relative differences.
+    """Return the names of the tensors whose key part is ignored in relative differences.
 
     A key bias adds the same number to all scores of a query, and the softmax cancels it. The true
     gradient of a key bias is therefore zero, and the computed one is only rounding.

@@ -1,10 +1,10 @@
 """The layouts and models that are compared. Every legal pair of settings occurs in one of the
 layouts.
 
-Most faults occur only if two settings meet (sequence parallelism and dropout, an uneven split and a
-tied embedding). The cases therefore cover all pairs of settings, but not all combinations (Cohen et
-al. 1997, "The AETG system"). The candidates are few enough to be listed, and the greedy choice
-needs no random search, so it gives the same set on every machine.
+Most faults occur only in a combination of two settings. Examples are sequence parallelism with
+dropout, and an uneven split with a tied embedding. The cases therefore cover all pairs of settings,
+but not all combinations (Cohen et al. 1997, "The AETG system"). The candidates are few enough to be
+listed, and the greedy choice needs no random search, so it gives the same set on every machine.
 """
 
 import itertools
@@ -99,7 +99,8 @@ class ComparedModel:
 
     @property
     def adapt(self) -> dict[str, Any]:
-        """Return the keys of [adapt] for this model; none, because all parameters train."""
+        """Return the keys of [adapt] for this model. The result is empty, because all parameters
+        are trained."""
         return {}
 
     @property
@@ -110,7 +111,7 @@ class ComparedModel:
 
 @dataclass(frozen=True)
 class AdaptedModel(ComparedModel):
-    """A frozen model with adapters, which train."""
+    """A frozen model with trainable adapters."""
 
     method: str = "lora"
 

@@ -1,1 +1,2 @@
-"""Before a run starts: its checks, sizes and times, first configurations, and job scripts."""
+"""Previews before a run starts: checks, sizes and times of the run, first configurations, and job
+scripts."""

@@ -96,7 +96,7 @@ def preview(
 
 
 def _own_sizes(tree: Mapping[str, Any]) -> list[str]:
-    """Return a line that names the sizes which are not those of the preset, if there are such."""
+    """Return a line that names the sizes that differ from the preset, if any do."""
     own = own_sizes(tree)
     if not own:
         return []
@@ -135,7 +135,7 @@ def _drawn(course: Course, steps: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Room:
-    """The memory that a step needs, and the memory that a rank has; None if the latter is unknown.
+    """The memory that a step needs, and the memory that a rank has (None if it is unknown).
 
     `source` says to which memory the number of bytes belongs.
     """
@@ -173,8 +173,8 @@ def _room(config: Config, vocab_size: int, ranks: RankCount, pricer: Pricer | No
 
 
 def _memory(room: _Room) -> dict[str, Any]:
-    """Return the bytes that the rank with the greatest need needs, and the bytes that it has.
-    "fits" is None if the latter is unknown."""
+    """Return the bytes of the rank that needs most memory, and the bytes that this rank has. "fits"
+    is None if the rank's memory is unknown."""
     rank, need = room.step.largest()
     on_hosts = room.step.on_hosts()
     fits = None
@@ -203,7 +203,8 @@ def _sent(config: Config, vocab_size: int, step: int) -> dict[str, Any]:
 
 
 def _here(local_ranks: int) -> tuple[int, str]:
-    """Return a rank's memory on this host or its GPUs, and text about how ranks share it."""
+    """Return a rank's memory on this host or its GPUs, and text about how ranks share this
+    memory."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

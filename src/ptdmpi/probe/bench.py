@@ -24,7 +24,7 @@ class ProbeError(Exception):
 
 
 class Bench:
-    """The stopwatch of one rank. The results are the same numbers on every rank.
+    """The stopwatch of one rank. Every rank gets the same results.
 
     `findings` collects the results that are printed at the end, as (name, text of the value).
     `clock` measures a rank's own work: if its single thread has a core of its own, it is the

@@ -138,7 +138,8 @@ def _all_reduce(comm: Communicator, tensor: Tensor) -> Callable[[], Tensor]:
     result = torch.empty_like(tensor)
 
     def work() -> Tensor:
-        """All-reduce a fresh copy, since sums of sums would not stay exact."""
+        """All-reduce a new copy of the values, because repeated sums of the same tensor would not
+        stay exact."""
         return comm.all_reduce(result.copy_(tensor))
 
     return work

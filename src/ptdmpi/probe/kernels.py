@@ -116,8 +116,8 @@ def streams(
 ) -> dict[str, Any]:
     """Return a table of the bytes per second that are moved by adding two tensors.
 
-    `sizes` are the bytes that are read and written in total. The smallest fit into caches, the
-    largest do not.
+    `sizes` are the bytes that are read and written in total. The smallest sizes fit into caches,
+    and the largest sizes do not.
     """
     times = []
     for size in sizes:

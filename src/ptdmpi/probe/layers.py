@@ -1,5 +1,5 @@
-"""Times of the trainer's own stages, and the fractions of measured rates with which predictions
-agree with them.
+"""Times of the trainer's own stages, and the fit of a cluster's fractions. A fraction is the part
+of a measured rate with which predictions agree with these times.
 
 Layers are slower than a loop of their kernels: Python, autograd and the allocator take time between
 the kernels, and operands are not always in the cache.
@@ -123,7 +123,7 @@ class Layers:
         return tree
 
     def taken(self) -> list[Taken]:
-        """Return the times of the layers of each model with t = 1."""
+        """Return the times of the layers of each model with tensor-parallel size t = 1."""
         with self.bench.phase("whole layers", len(self.cases)):
             return [self._take(case, 1) for case in self.cases]
 

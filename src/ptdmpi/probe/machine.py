@@ -1,4 +1,5 @@
-"""The complete measurement of a machine, as a cluster in a table for TOML."""
+"""The complete measurement of a machine. The result is a table that can be written as a cluster
+file in TOML."""
 
 import importlib
 import os
@@ -25,7 +26,7 @@ from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Layers, ProbedModel
 from ptdmpi.train.capacity import process_bytes, rank_memory_bytes, ranks_sharing
 from ptdmpi.train.records.rates import device_name
 
-# Fractions of 1 say that the measured rates are reached completely. `Layers.fit` replaces the
+# A fraction of 1 means that layers reach the measured rate completely. `Layers.fit` replaces the
 # fractions by those that layers reach.
 WHOLE = {
     "gemm_fraction": 1.0,
@@ -131,8 +132,8 @@ def _quickest_kernels(
 def _program_bytes(compute: torch.dtype) -> int:
     """Return the resident memory of the trainer itself, without a model.
 
-    This memory includes all imports, and all that PyTorch loads with its first matrix
-    multiplication, attention and backward pass.
+    The memory includes all imported modules, and everything that PyTorch loads with its first
+    matrix multiplication, attention and backward pass.
     """
     importlib.import_module("ptdmpi.train.loop")
     x = torch.ones(1, 1, 32, 32, dtype=compute, requires_grad=True)

@@ -242,7 +242,7 @@ def _quicker_from(
     """Return the smallest size from which on the second kernel is always faster.
 
     `before` and `after` are the seconds of the first and the second kernel at `sizes`. Returns None
-    if the second one is not faster at the largest size.
+    if the second kernel is not faster at the largest size.
     """
     least = None
     for size, first_s, second_s in sorted(zip(sizes, before, after, strict=True), reverse=True):

@@ -1,6 +1,7 @@
-"""Messages that sum gradients and gather weights, over context and data axis, by what is sharded.
+"""Time of the messages that sum gradients and gather weights over the context and the data axis.
 
-With S ranks in a shard group and c d / S such groups a step of m microbatches has, on each rank,
+The context axis has c ranks and the data axis d. If a shard group has S ranks, there are c d / S
+shard groups. In a step of m microbatches each rank then takes part in these messages:
 
     ZeRO 0   one sum of the gradients over all c d
     ZeRO 1   one reduce-scatter within the group, a sum of the shard over the groups, one gather of
@@ -48,8 +49,9 @@ class Behind(NamedTuple):
 class StagePlaces(NamedTuple):
     """The properties of a stage that determine the messages in its ops under ZeRO 2 or 3.
 
-    `held` is the stage's part of the model. `stays` is the number of places whose weights are still
-    gathered when an op begins. `gathers` is how often DeepSpeed gathers a tensor in a microbatch.
+    `held` is the stage's part of the model. `stays` is the number of places (layers or ends of the
+    model) whose gathered weights are still in memory when an op begins. `gathers` is how often
+    DeepSpeed gathers a tensor in a microbatch.
     """
 
     held: ModelPart
@@ -83,7 +85,9 @@ class DataAxis:
         return Group(ranks, min(max(1, self.cluster.node.devices // stride), ranks))
 
     def shard_group(self, layout: Layout) -> Group:
-        """Return the group that shards state: neighbours, t e ranks apart."""
+        """Return the group of ranks that shard one state. Neighbours in the group differ by t e in
+        their rank, where t is the tensor-parallel size and e the number of ranks that experts are
+        dealt over."""
         return self._group(layout.shards, layout.tensor * layout.expert)
 
     def replicas(self, layout: Layout) -> Group:
@@ -94,8 +98,8 @@ class DataAxis:
     # -- after the pipeline ----------------------------------------------------------------------
 
     def behind(self, layout: Layout, elements: float) -> Behind:
-        """Return the seconds of messages after the last backward, with the sum of a tied table
-        over the two ends of the pipeline."""
+        """Return the seconds of messages after the last backward. They include the sum of a tied
+        table's gradients over the first and the last stage of the pipeline."""
         gradients_s, weights_s = self._ends_s(layout) + self._norms_s(layout, elements), 0.0
         gradients_s += self._dense_s(layout, elements)
         for unit, count in self._units(layout, elements):
@@ -106,9 +110,9 @@ class DataAxis:
         return Behind(gradients_s, weights_s)
 
     def _dense_s(self, layout: Layout, elements: float) -> float:
-        """Return the seconds in which ranks with different experts sum the gradients of the other
-        parameters, or, if state is sharded, each rank's shard of them. Embedding and head count as
-        layers."""
+        """Return the seconds in which ranks with different experts sum the gradients of all
+        parameters outside experts. If state is sharded, each rank sums only its shard of these
+        gradients. Embedding and head count as layers."""
         if layout.expert == 1:
             return 0.0
         dense = self._dense_elements(layout.tensor)
@@ -138,8 +142,8 @@ class DataAxis:
         return Behind(gradients_s, weights_s)
 
     def _norms_s(self, layout: Layout, elements: float) -> float:
-        """Return the seconds of gathering the norms of rows of sharded gradients. (No shard divides
-        a row.)"""
+        """Return the seconds in which ranks gather the norms of the rows of sharded gradients. A
+        row is never divided between two shards."""
         if layout.shards == 1 or self.cluster.software.zero_unit == "tensor":
             return 0.0
         return self.machine.all_gather_s(
@@ -148,7 +152,7 @@ class DataAxis:
 
     def _ends_s(self, layout: Layout) -> float:
         """Return the seconds in which the first and the last stage sum the gradients of a tied
-        table, or, if gradients are sharded, each rank's shard of them."""
+        table. If gradients are sharded, each rank sums only its shard of the gradients."""
         if layout.pipeline == 1 or not self.model.tie_embeddings or self.model.adapt.adapts:
             return 0.0
         shards = layout.sharing.gradient_shards
@@ -228,9 +232,9 @@ class DataAxis:
         return layers * summed_s + 2 * max(0.0, layers - 1) * gathered_s
 
     def _one_unit_s(self, elements: int, group: Group) -> tuple[float, float]:
-        """Return the seconds of gathering a unit, and of summing its gradient: a buffer of the
-        whole unit is cleared, filled, reduced and scattered, and its part added to the rank's
-        shard."""
+        """Return the seconds of gathering a unit, and of summing its gradient. To sum the gradient,
+        a rank clears and fills a buffer of the whole unit. A reduce-scatter follows, and the rank
+        adds the result to its shard."""
         machine, gradients = self.machine, elements * self.gradient_bytes
         summed_s = machine.stream_s(gradients) + machine.reduce_scatter_s(gradients, group)
         summed_s += machine.stream_s(3 * gradients / group.ranks)
@@ -263,7 +267,8 @@ class DataAxis:
 
     def _one_tensor_s(self, elements: int, group: Group) -> tuple[float, float]:
         """Return the seconds of gathering a tensor into a cleared buffer, and of summing its
-        gradient and dividing it by d, with the copies of torch's list collectives."""
+        gradient and dividing the gradient by the data-parallel size d. The seconds include the
+        copies that torch's list collectives make."""
         machine = self.machine
         weights, gradients = elements * machine.element_bytes, elements * self.gradient_bytes
         gathered_s = machine.all_gather_s(weights, group) + machine.stream_s(weights)
@@ -280,6 +285,6 @@ class DataAxis:
 
 
 def _gathers(layout: Layout) -> int:
-    """Return how often DeepSpeed gathers a tensor in a microbatch: for the forward and for the
-    backward, and once more if the forward is recomputed."""
+    """Return how often DeepSpeed gathers a tensor in a microbatch. It gathers once for the forward
+    and once for the backward, and once more if the forward is recomputed."""
     return 2 + (layout.recompute == "full")

@@ -1,4 +1,4 @@
-"""The parts of a model that each rank of a layout holds, and the units in which they travel."""
+"""The parts of a model on each rank of a layout, and the units in which ranks send these parts."""
 
 from collections.abc import Iterator, Sequence
 
@@ -42,8 +42,8 @@ class HeldParts:
         return self.table["layer"]
 
     def _of_places(self, stage: int, trains: bool = True) -> Iterator[tuple[str, str, Part]]:
-        """Yield (place, name in the table, part) for the parts of a stage that train, or that do
-        not."""
+        """Yield (place, name in the table, part) for each part of a stage that trains, or for each
+        frozen part."""
         places = places_of(self.layers[stage], self.model.layers)
         for place in places:
             for name, part in self._parts_of(place).items():
@@ -59,15 +59,15 @@ class HeldParts:
         return [part for stage in self.placed.stages_of(rank) for part in self.of_stage(stage)]
 
     def counted(self, rank: int) -> int:
-        """Return the number of parameters whose norm a rank counts; a tied table counts on the
-        first stage."""
+        """Return the number of parameters whose norm a rank counts. A tied table counts on the
+        first stage only."""
         weights = sum(len(list(part.weights(1))) for _, part in self.of_rank(rank))
         tied = self.tied > 0 and self._holds_last(rank)
         return weights - tied
 
     def elements(self, rank: int) -> int:
-        """Return the number of trained elements on a rank; a tied table that it uses twice counts
-        once."""
+        """Return the number of trained elements on a rank. A tied table that the rank uses twice
+        counts once."""
         every = sum(sum(part.weights(self.tensor)) for _, part in self.of_rank(rank))
         both = self._holds_last(rank) and self.placed.rank_of(0) == rank
         return every - self.tied * both
@@ -79,15 +79,15 @@ class HeldParts:
         self, rank: int, apart: bool, shards: int, trains: bool = True
     ) -> tuple[dict[str, int], dict[str, list[str]]]:
         """Return (elements of each unit, units that each place uses). A unit is a set of parameters
-        that travels as one over the data axis.
+        that data ranks send in one message.
 
         Elements are rounded up so that a unit divides into `shards` equal shards. Without `apart`
         all parts form one unit. With `apart` (ZeRO 2 and 3, and exchanges that overlap the forward)
         each layer, the embedding and the head is a unit. A tied table is a unit of its own if there
         are several shards. Its `SECOND` gradient, which has no weights, is always a unit of its
         own. If experts are dealt, they are in units of their own (`of_experts`). If `trains` is
-        False, the units are those of the frozen weights that ZeRO 3 gathers, and they have other
-        names. Quantized weights are not among them.
+        False, the units are those of the frozen weights that ZeRO 3 gathers, and the frozen units
+        have other names. Quantized weights are in no unit.
         """
         units: dict[str, int] = {}
         uses: dict[str, list[str]] = {}

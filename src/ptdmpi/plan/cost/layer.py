@@ -30,9 +30,9 @@ from ptdmpi.plan.machine.kernels import Group, Machine
 
 @dataclass(frozen=True)
 class Seconds:
-    """Time in kernels, in messages over the tensor and the context axis and to experts that the
-    kernels wait for, and of the host that launches them. Work that the host finishes too late
-    delays the kernels."""
+    """Times of kernels, of messages that the kernels wait for, and of the host that launches both.
+    The messages are those over the tensor axis, over the context axis, and to experts. If the host
+    launches a kernel too late, the kernel is delayed."""
 
     compute: float = 0.0
     messages: float = 0.0
@@ -66,7 +66,8 @@ class Seconds:
 
     @property
     def launched(self) -> "Seconds":
-        """Return the same time, with the device's wait for its host added to `compute`."""
+        """Return a copy of these seconds in which `compute` includes the time that the device waits
+        for its host."""
         waits_s = max(0.0, self.host - self.device)
         return replace(self, compute=self.compute + waits_s, host=0.0)
 
@@ -174,21 +175,23 @@ class LayerTimes(TensorRank):
 
     @cached_property
     def weights(self) -> Seconds:
-        """Return the time of W in a split backward: products, and the gathers of their operands
-        under sequence parallelism."""
+        """Return the time of W, the weights' gradients of a split backward. W consists of matrix
+        products and, under sequence parallelism, of gathers of their operands."""
         return self.seconds(weight_kernels(self.rows, self.sizes), self._messages("weights"))
 
     @cached_property
     def split_backward(self) -> Seconds:
-        """Return the times of I and W in a split backward: no weight gradient hides the messages of
-        I."""
+        """Return the times of I (gradient of the input) and W (gradients of the weights) in a split
+        backward. The messages of I are not hidden, because no weight gradient is computed
+        meanwhile."""
         kernels = backward_kernels(self.rows, self.sizes)
         return self.seconds(kernels, self._messages("inputs")) + self.weights
 
     def recomputed(self, layout: Layout) -> Seconds:
         """Return the time of the recomputation at the beginning of a backward pass of `layout`.
 
-        A partitioned input is gathered for it.
+        If the kept input is partitioned over tensor ranks, the time includes the gather of the
+        input.
         """
         if layout.recompute == "full":
             if not layout.partition_activations:
@@ -263,8 +266,8 @@ class EndTimes(TensorRank):
 
     @cached_property
     def embedding_backward(self) -> Seconds:
-        """Return the time of the embedding's backward. All of it is the table's gradient, so a
-        split backward has it in W."""
+        """Return the time of the embedding's backward. It computes only the table's gradient, so a
+        split backward counts the whole time in W (gradients of weights)."""
         if not any(row.trains for row in self.embedding):
             return Seconds()
         sent = messages(self.embedding, self.sizes, "backward")

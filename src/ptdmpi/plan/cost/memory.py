@@ -1,4 +1,4 @@
-"""The memory of a rank in a layout: the one model for plans and for the check before training.
+"""The memory of a rank in a layout. Plans and the check before training both use this model.
 
 The parameters are those of the table that the model is built from (`plan.shape.parameters`), the
 activations those of `plan.cost.stage_memory`. The number of microbatches in flight comes from the
@@ -28,7 +28,7 @@ from ptdmpi.plan.schedule.orders import KINDS, Placement
 from ptdmpi.plan.shape.codes import largest_tile
 from ptdmpi.plan.shape.parameters import frozen_layer
 
-# State in a file is read ahead and written back in pieces, two of which are in memory at once.
+# State in a file is read ahead and written back in blocks. Two blocks are in memory at once.
 CHUNK_BYTES = 64 * 2**20
 MOST_FLIGHTS = 10_000  # cached results
 
@@ -38,9 +38,9 @@ Sort = tuple[int, tuple[tuple[str, int], ...], bool, bool]  # the properties of 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one rank at its peak, by part. `host` counts the state that is offloaded to the
-    memory of a separate host, the buffers there for tensors that are updated on the host, and the
-    copies of the state there."""
+    """Bytes of one rank at its peak, by part. `host` counts the bytes in the memory of a separate
+    host: offloaded state, buffers for tensors that are updated on the host, and copies of the
+    state."""
 
     weights: float
     gradients: float
@@ -53,7 +53,8 @@ class Footprint:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Return the parts of the total by name; without "copies" if there are none."""
+        """Return the parts of the total by name. The part "copies" is missing if there are no
+        copies."""
         every = {name: count for name, count in asdict(self).items() if name != "host"}
         if not self.copies:
             del every["copies"]
@@ -101,8 +102,8 @@ def _how(layout: Layout) -> tuple[Sharing, str]:
 
 
 def _shards(sharing: Sharing) -> tuple[int, int, int, int]:
-    """Return the number of shards of weights, gradients, their copies for the optimizer, and the
-    optimizer's state, in the order of `_each_bytes`."""
+    """Return four numbers of shards in the order of `_each_bytes`: of weights, of gradients, of the
+    gradients' copies for the optimizer, and of the optimizer's state."""
     whole_update = (sharing.state_shards, sharing.state_shards)
     return sharing.weight_shards, sharing.gradient_shards, *whole_update
 
@@ -114,7 +115,8 @@ def _ours(wide_products: bool, kept_block: int, on_host: bool) -> Software:
 
 
 class MemoryModel:
-    """Memory of one model in one compute type under a program; shared results are cached by layout.
+    """Memory of one model in one compute type under a program. Results that layouts share are
+    cached.
 
     `stages`: the account of its stages. `runtime_bytes`: bytes in use before the first tensor.
     `on_host`: the device is the host, so offloading to its memory moves nothing. `method`: gives
@@ -167,8 +169,9 @@ class MemoryModel:
         return cls(*named, software, on_host=on_host, method=RunMethod.of(config, nodes))
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
-        """Return pipeline ranks that include the one with the highest peak: one rank of each kind
-        if earlier ranks hold no less than later ones, otherwise all ranks."""
+        """Return pipeline ranks that include the rank with the highest peak. If earlier ranks use
+        no less memory than later ranks, the result has one rank of each kind, otherwise all
+        ranks."""
         if not KINDS[layout.schedule].earlier_holds_more:
             return tuple(range(layout.pipeline))
         return self._distinct(Cut.of(layout), layout.recompute_layers)
@@ -187,9 +190,9 @@ class MemoryModel:
     def _counted_sorts(
         self, cut: Cut, recompute_layers: int | None, rank: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return, for a pipeline rank, an example stage of each sort, and the number of the sort of
-        each stage. Stages of one sort need the same memory, whatever the layout's other settings
-        are."""
+        """Return, for a pipeline rank, an example stage of each sort, and the sort's number for
+        each of its stages. Two stages of one sort need the same memory under all other settings of
+        the layout."""
         layers = self.stages.layers_of(cut)
         numbers: dict[Sort, int] = {}
         examples: list[int] = []
@@ -235,7 +238,7 @@ class MemoryModel:
         )
 
     def _held(self, layout: Layout, rank: int, microbatches: int) -> tuple[int, int]:
-        """Return (bytes kept, working bytes) at the moment when a rank's ops need most."""
+        """Return (bytes kept, working bytes) at the moment when a rank's ops need most memory."""
         key = _flight_key(layout, rank, microbatches)
         if key not in self._flights:
             if len(self._flights) > MOST_FLIGHTS:
@@ -370,8 +373,8 @@ class MemoryModel:
         return weights + summed + widened + optimizer * (layout.offload == "none")
 
     def _counted_values(self, tensor: int) -> int:
-        """Return the bytes into which a product unpacks a quantized weight, on one of `tensor`
-        ranks."""
+        """Return the bytes of a quantized weight after a product has unpacked it, on one of
+        `tensor` ranks."""
         layout = Layout(tensor, 1, 1)
         sizes = Sizes(self.model, layout, self.precision, self.software, self.on_host)
         return folds.value_bytes(folds.operators(describe.layer(self.model)), sizes)
@@ -420,9 +423,9 @@ def _flight_key(layout: Layout, rank: int, microbatches: int) -> tuple[object, .
 
 
 def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: int) -> int:
-    """Return a lower bound of the activations that a rank keeps at its peak. It counts all forwards
-    before the first backward, each with the bytes of the smallest stage, so the order of ops is not
-    walked."""
+    """Return a lower bound of the activations that a rank keeps at its peak. The bound counts all
+    forwards before the first backward, each with the bytes of the smallest stage. It is fast
+    because it does not visit the ops in their order."""
     key = _flight_key(layout, rank, microbatches)
     if key not in memory.least_flights:
         sizes = (layout.pipeline, layout.virtual, microbatches)
@@ -435,10 +438,10 @@ def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: in
 def _beside(memory: MemoryModel, layout: Layout, rank: int, *, kept: int, working: int) -> int:
     """Return all working memory of a rank, in bytes.
 
-    This is the larger of two needs: during the backward (`working`, `beside_bytes`), and after it,
-    when no activations are kept but messages of data ranks or an update of whole matrices need
-    memory. Messages that overlap with the forwards add to the first need. Copies of neighbours'
-    weights add to both.
+    The result is the larger of two amounts. The first is needed during the backward (`working`,
+    `beside_bytes`). The second is needed after the backward, when no activations are kept, by
+    messages of data ranks or by an update of whole matrices. Messages that overlap with the
+    forwards add to the first amount. Copies of neighbours' weights add to both amounts.
     """
     method = memory.method
     sizes = (layout.data, memory.stages.trained(layout, rank), memory.wide_bytes)

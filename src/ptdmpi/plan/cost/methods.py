@@ -12,8 +12,8 @@ The table has n data ranks, B bytes of gradients on each, W bytes of masters, an
     compressed        one gather of codes                                   C (n - 1)
       squeezed twice  codes to their servers, codes of means back           2 C (n - 1) / n
 
-A decentralized step may send codes in place of weights: each code then counts C for W. The codes of
-a local step are gathered.
+A decentralized step may send codes instead of weights. The table's W is then replaced by C, the
+bytes of codes. The codes of a local step are gathered.
 
 The bytes that a rank sends are the mean over ranks. All parts of a ring begin at rank 0, so that
 its sums equal those of all_reduce. In the textbook's ring each rank begins one part, and it has 2
@@ -114,10 +114,10 @@ def told_of(
 ) -> Told:
     """Return the message sizes of a rank with `elements` parameters; the bytes are of one element.
 
-    In attention a tile of PowerSGD has the lines of one head. In the MLP and in the vocabulary it
-    has one n-th of the lines, with n = gcd(heads, ffn_hidden). If n does not divide the vocabulary,
-    each of its rows travels whole. The cost of a line of the returned tile is the mean over all
-    elements.
+    In attention a tile of PowerSGD has the lines of one head. In the MLP and in the vocabulary's
+    table a tile has one n-th of the lines, with n = gcd(heads, ffn_hidden). If n does not divide
+    the vocabulary, each row of the table is sent uncompressed. The cost of a line of the returned
+    tile is the mean over all elements.
     """
     cut = math.gcd(model.heads, model.ffn_hidden)
     head, hidden = model.hidden / model.heads, float(model.hidden)
@@ -134,7 +134,7 @@ def told_of(
 
 
 def share_of_averages(section: DataParallelConfig) -> float:
-    """Return the share of steps in which all replicas take their mean; 0 if they never do."""
+    """Return the share of steps after which all replicas are averaged; 0 if they never are."""
     if section.method == "local":
         return 1 / section.local_steps
     if section.average_every:
@@ -143,8 +143,8 @@ def share_of_averages(section: DataParallelConfig) -> float:
 
 
 def code_messages(section: DataParallelConfig, sizes: Told, n: int) -> dict[str, float]:
-    """Return the approximate bytes of one step's codes on a rank, summed over the messages of each
-    kind. The bytes count by the convention of `ptdmpi.base.traffic`."""
+    """Return the approximate bytes of one step's codes on a rank, one sum for each kind of message.
+    The bytes are counted by the convention of `ptdmpi.base.traffic`."""
     code = sizes.code(section)
     if section.method == "decentralized":
         return {"neighbours": code}  # to each neighbour
@@ -297,8 +297,9 @@ class MethodAxis(DataAxis):
         return told_s + machine.stream_s(passes * sizes.masters)
 
     def _ways_s(self, size: float, far: float, near: float, group: Group) -> float:
-        """Return the seconds of messages of `size` bytes that a rank sends at once: `far` to other
-        nodes and `near` within its own node, both as means."""
+        """Return the seconds of messages of `size` bytes that a rank sends at the same time. `far`
+        is the mean number of messages to other nodes, `near` the mean number within the rank's own
+        node."""
         if group.nodes == 1:
             near += far
             far = 0.0

@@ -2,7 +2,7 @@
 
 `makespan_s` visits every op once, as `simulate.execute` does, but works on numbers in place of ops,
 so that a search can call it often. Tensor ranks and data ranks do the same work at the same time,
-so one pipeline represents all (symmetry).
+so one pipeline represents all pipelines.
 """
 
 from dataclasses import dataclass, replace
@@ -38,21 +38,22 @@ class StageTimes:
 
     @cached_property
     def input_s(self) -> tuple[float, ...]:
-        """Return the other part of a split backward, in seconds of each stage."""
+        """Return the seconds that each stage spends on its inputs' gradients, one part of a split
+        backward."""
         parts = zip(self.backward_s, self.weight_s, strict=True)
         return tuple(whole_s - weight_s for whole_s, weight_s in parts)
 
     def duration_s(self, op: Op) -> float:
-        """Return the seconds for which `op` occupies its rank; they include its input's message
-        unless messages overlap."""
+        """Return the seconds for which `op` occupies its rank. Unless messages overlap with
+        computation, the seconds include the message of the op's input."""
         own_s: float = getattr(self, op.row.cost)[op.stage] * op.row.share
         if self.overlap:
             return own_s
         return own_s + self._way_s(op)
 
     def travel_s(self, op: Op) -> float:
-        """Return the seconds from the end of the source of `op` to when `op` may start on another
-        rank."""
+        """Return the seconds from the end of the op that `op` depends on to the earliest start of
+        `op` on another rank."""
         if not self.overlap:
             return 0.0
         return self._way_s(op)
@@ -210,5 +211,5 @@ class _Pass:
 
 
 def timeline(kind: str, microbatches: int, times: StageTimes, title: str) -> Timeline:
-    """Return the step of `makespan_s` op by op, for a picture."""
+    """Return the start and end of each op in the step that `makespan_s` times, for a picture."""
     return replace(simulate(_scheduled(kind, times.placed, microbatches), times), title=title)

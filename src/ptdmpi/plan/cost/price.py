@@ -145,8 +145,8 @@ class Pricer:
         return worked_s + (p - 1) * (fewest / 2 - less / p) * passed_s
 
     def _rough(self, layout: Layout) -> tuple[float, float]:
-        """Return (work of the mean rank, a layer's time while others wait) in seconds, for any
-        number of chunks."""
+        """Return two times in seconds: the work of the mean rank, and a layer's time for which
+        other ranks wait. Both are valid for any number of chunks."""
         axes = (layout.tensor, layout.context, layout.expert, layout.pipeline, layout.data)
         sizes = (*axes, layout.micro_size)
         how = (layout.recompute, layout.recompute_layers is None, layout.partition_activations)
@@ -193,7 +193,7 @@ class Pricer:
 
     @property
     def _trained_layers(self) -> int:
-        """Return the number of layers that train, or whose adapters do."""
+        """Return the number of layers that have trained weights or trained adapters."""
         config = self.model.config
         return config.layers - config.idle()
 
@@ -224,8 +224,8 @@ class Pricer:
         return self.memory.largest(layout, layout.microbatches(self.batch))[1]
 
     def timeline(self, layout: Layout, title: str) -> Timeline:
-        """Return the step op by op, for a picture. The messages of the data axis come after the
-        pipeline, and then the optimizer."""
+        """Return the start and end of each op in a step, for a picture. The messages of the data
+        axis follow the pipeline, and the optimizer follows the messages."""
         microbatches = layout.microbatches(self.batch)
         times = self.times.stage_times(layout)
         drawn = pipeline.timeline(layout.schedule, microbatches, times, title)

@@ -140,7 +140,7 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
 
 def _least_state_bytes(step: Step) -> float:
     """Return the mean bytes of state over the ranks that divide the model. In any split at least
-    one rank has as much."""
+    one rank has this many bytes or more."""
     memory, model = step.memory, step.memory.model
     count, frozen = parameter_count(model, memory.vocab_size), 0.0
     if model.adapt.adapts:
@@ -151,7 +151,8 @@ def _least_state_bytes(step: Step) -> float:
 
 
 def _some(numbers: list[int]) -> list[int]:
-    """Return all numbers, or, if there are too many, some from the first to the last."""
+    """Return all numbers or, if there are too many, a selection from the first to the last
+    number."""
     last = len(numbers) - 1
     if last < MOST_SIZES:
         return numbers
@@ -199,7 +200,8 @@ def _steps(step: Step, grown: int) -> list[Keys]:
 
 
 def _places(step: Step) -> tuple[str, ...]:
-    """Return the other places for state: farther from the device, or nearer if the host is full."""
+    """Return the other memories in which a run can keep its state. They are farther from the
+    device, or nearer to it if the host's memory is full."""
     places: tuple[str, ...] = ("none", "optimizer", "disk")
     if step.memory.on_host:
         places = ("disk",)

@@ -185,7 +185,8 @@ class StageMemory:
         return kept + parts.sent
 
     def operand_bytes(self, layout: Layout, stage: int) -> int:
-        """Return the bytes that one microbatch keeps in a stage from its I to its W."""
+        """Return the bytes that one microbatch keeps in a stage from I (gradient of the input) to W
+        (gradients of the weights)."""
         split = self.parts(layout).split
         kept = len(self._backward(layout, stage)) * split.layer
         if stage == 0:
@@ -195,11 +196,13 @@ class StageMemory:
         return kept
 
     def input_bytes(self, layout: Layout, stage: int) -> int:
-        """Return the most bytes that a microbatch takes in a stage during its I.
+        """Return the most bytes that a microbatch needs in a stage while its input's gradient (I)
+        is computed.
 
-        The I frees activations and adds operands, and the current layer needs its working memory.
-        Within the layers of one mode of recomputation the bytes change evenly. So the peak is at
-        the loss, in the last or the first layer of a mode, or at the end.
+        I, the computation of the input's gradient, frees activations and adds operands of W. The
+        current layer also needs its working memory. Within the layers of one mode of recomputation,
+        each layer changes the bytes by the same amount. So the peak is at the loss, in the last or
+        the first layer of a mode, or at the end.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         split, held = parts.split, self.kept_bytes(layout, stage)
@@ -217,7 +220,8 @@ class StageMemory:
         return max(most, ends)
 
     def weight_bytes(self, layout: Layout, stage: int) -> int:
-        """Return the bytes that a stage's W needs in addition to the operands."""
+        """Return the bytes that a stage's W (gradients of the weights) needs in addition to the
+        operands."""
         split = self.parts(layout).split
         if stage == layout.stages - 1:
             return max(split.layer_adds, split.head_adds)

@@ -28,9 +28,9 @@ class StepTimes:
     def __init__(
         self, cluster: Cluster, model: Model, precision: str, method: RunMethod | None = None
     ) -> None:
-        """Store the cluster and the model; `method` gives the numbers kept per parameter, and the
-        buffers that messages are received into. Raises InputError if the device has no peak for
-        `precision`."""
+        """Store the cluster and the model. `method` gives the number of optimizer values per
+        parameter, and the size of the receive buffers. Raises InputError if the device has no peak
+        for `precision`."""
         cluster.device.peak(precision)  # raises here, before any other work
         self.cluster, self.model = cluster, model
         self.machine = machine_of(cluster, precision, PRECISIONS[precision].compute.bytes)
@@ -95,7 +95,8 @@ class StepTimes:
         return stages
 
     def weight_seconds(self, layout: Layout) -> list[Seconds]:
-        """Return the part of each stage's backward that its W takes; [] if no backward is split."""
+        """Return the seconds that each stage's backward spends on W, the gradients of weights; []
+        if no backward is split."""
         if not splits(layout):
             return []
         layer, ends = self.kernels(layout)
@@ -111,8 +112,8 @@ class StepTimes:
         """Return the seconds of each stage's ops and of the messages between stages."""
         seconds, p = self.stage_seconds(layout), layout.pipeline
         count = len(seconds)
-        # ways[s] is the time from stage s - 1 to s, and of the gradient back; the zeros before the
-        # first and after the last stage let one list serve both directions
+        # ways[s] is the seconds of a message between stages s - 1 and s, in either direction. With
+        # zeros before the first and after the last stage, one list serves both directions.
         ways = [0.0] * (count + 1)
         if p > 1:
             devices = self.cluster.node.devices
@@ -197,7 +198,8 @@ class StepTimes:
             # those of the first layer, which are needed at once
             hidden = ((behind.gradients_s, backward.total), (behind.weights_s, forward.total))
             data_s = sum(max(whole / own, whole - over) for whole, over in hidden)
-            # for the last message of each microbatch no op is left to overlap with
+            # the last message of each microbatch is exposed, because no op follows that could hide
+            # it
             data_s += self.data.in_ops(layout, self._part(layout, 0)).last_s
         data_s += self.update.own_norm_s(elements, self.method.noise_every)
         optimizer_s = self.update.optimizer_s(layout, elements)

@@ -4,10 +4,11 @@ With S = s b h bytes of one microbatch's activation and m microbatches, a rank o
 sums 2 S per layer in the forwards, and as much in the backwards (Shoeybi et al. 2019, arXiv
 1909.08053, section 3). With sequence parallelism a reduce-scatter and a gather replace each sum,
 and an input that a linear has not kept whole is gathered once more (Korthikanti et al. 2022, arXiv
-2205.05198, section 4.2.2). Between stages S travels for each microbatch and direction, or S/t
-(Narayanan et al. 2021, arXiv 2104.04473, section 4.1). Over the data axis the gradients, psi on a
-rank, are summed once in a step. `_data` has the closed forms of ZeRO's stages,
-`ptdmpi.plan.layout.run_method` those of communication-efficient methods.
+2205.05198, section 4.2.2). For each microbatch, a stage sends S bytes in each direction, or S/t if
+messages are scattered over t tensor ranks (Narayanan et al. 2021, arXiv 2104.04473, section 4.1).
+Over the data axis, data ranks sum their gradients (psi on each rank) once in a step. `_data` has
+the closed forms of ZeRO's stages, `ptdmpi.plan.layout.run_method` those of communication-efficient
+methods.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -97,7 +98,7 @@ class StepTraffic:
 
     def of(self, rank: int, shard: int = 0, data: int = 0, step: int = 0) -> Traffic:
         """Return the bytes and messages that each rank sends in step `step` (from 0), by group.
-        Groups of the same ranks are one, as on the wires.
+        Groups with the same ranks are counted as one group, because they share a communicator.
 
         `rank` is the place on the pipeline axis, `shard` the place in the shard group, `data` the
         place on the data axis. A sum of partial gradients over the tensor axis counts as a sum of
@@ -201,9 +202,9 @@ class StepTraffic:
         )
 
     def _norms(self, norms: int) -> Tally:
-        """Return the traffic between ranks with parameters of other names: the norms of gradients
-        of all parameters, in rows as long as the row of the rank with most norms. Steps that
-        measure the consensus distance add its norms."""
+        """Return the traffic of gathering gradient norms between ranks that have different
+        parameters. All ranks send rows of one length, which is that of the rank with most norms.
+        Steps that measure the consensus distance also gather the norms of that distance."""
         ranks = layout_grid(self.layout).size_of(PARAMETERS)
         longest = max(map(self.held.counted, range(self.layout.pipeline)))
         tally = Tally(ranks)
@@ -326,8 +327,8 @@ def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
 
 
 def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
-    """Return the traffic of the run's method over the data axis, for a rank that does not shard its
-    state."""
+    """Return the traffic of the run's data-parallel method over the data axis, for a rank that does
+    not shard its state."""
     tally, element = Tally(of.layout.data), of.sizes.wide_bytes
     section = of.method.section
     units, _ = of.held.units(rank, section.overlap, 1)
@@ -354,8 +355,9 @@ def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
 
 
 def tree_nodes(leaves: int, first: int, end: int) -> int:
-    """Return the number of nodes that join the leaves `first` to `end` - 1 in the binary tree over
-    `leaves`. A node without a sibling counts as its parent."""
+    """Return the least number of nodes of the binary tree over `leaves` that together cover the
+    leaves `first` to `end` - 1. If a node has no sibling, the node and its parent count as one
+    node."""
     nodes = 0
     while first < end:
         span = 1

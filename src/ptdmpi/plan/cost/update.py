@@ -40,8 +40,8 @@ class UpdateTimes:
         """Return the seconds per step of the norm of a rank's own gradient, taken every `every`
         steps (0: never).
 
-        The gradients are read once more. The messages of the norm are as short as those of any
-        norm, and are left out like those.
+        A kernel reads the gradients once more. The messages of the norm are left out, as are those
+        of all other norms, because they are short.
         """
         return self.machine.stream_s(elements * self.gradient_bytes) / every if every else 0.0
 
@@ -53,9 +53,9 @@ class UpdateTimes:
         return products_s + self.machine.all_gather_s(gathered, group)
 
     def matrices_s(self, some: Dealt, tensor: int, group: Group, shards: Group) -> float:
-        """Return the seconds of Muon for all matrices that a rank makes orthogonal. They include
-        the parts of matrices that it sends to others of its shard group and receives from them, and
-        the same amount of updates back."""
+        """Return the seconds of Muon for all matrices that a rank makes orthogonal. The seconds
+        include the parts of matrices that the rank exchanges with other ranks of its shard group,
+        and the same amount of updates on their way back."""
         made = (n * self.matrix_s(matrix, tensor, group) for (matrix, _), n in some.makes.items())
         element, crosses = iteration_bytes(self.machine.element_bytes), shards.nodes > 1
         ways = [
@@ -101,7 +101,8 @@ class UpdateTimes:
         else:
             assert host.memory_bytes_per_s and host.link_bytes_per_s  # `lacks` has checked them
             update_s = shard * sum(kernels) / (host.memory_bytes_per_s / devices)
-            # if the masters are the weights, they come down the link as well
+            # if the masters are the weights, the link also carries the weights from the device to
+            # the host
             moved = self.gradient_bytes + weight * (2 if weight >= FLOAT32.bytes else 1)
             update_s += shard * moved / host.link_bytes_per_s
         if offload == "disk":

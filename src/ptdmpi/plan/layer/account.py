@@ -3,8 +3,9 @@
 An operator (`operator.py`) describes its work in these terms. A cluster prices kernels and messages
 (`plan.cost.layer`); memory and traffic add up items and bytes (`folds.py`).
 
-Some kernels are launched but not `priced`: the efficiencies of clusters were calibrated with
-published steps of whole layers, without these kernels, so that others' prices include them.
+Some kernels are launched but not `priced`. The efficiencies of clusters were calibrated with
+published times of whole layers, so the prices of the other kernels include the time of these
+kernels.
 """
 
 from collections.abc import Iterable
@@ -16,7 +17,8 @@ from ptdmpi.config.choices import RECOMPUTE_MODES
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """`batch` products of matrices [m, k] and [k, n], by so many kernels."""
+    """`batch` products of matrices [m, k] and [k, n], and the number of kernels that compute
+    them."""
 
     m: int
     n: int
@@ -102,9 +104,10 @@ class Message:
     """A collective of an activation or its gradient over an axis of the grid.
 
     `whole_bytes` is the size of the whole tensor, as `base.traffic` counts a collective. `behind`
-    has the kernels that run at the same time, on clusters that overlap them. `pieces` is the
-    number of messages that published programs send instead of one; their latency is priced that
-    often. `to_next`: it is an all-to-all in which each rank sends all of it to the next one.
+    has the kernels that run at the same time, on clusters that overlap them. `pieces` is the number
+    of messages that published programs send instead of one; the latency is counted once for each of
+    these messages. `to_next` marks an all-to-all in which each rank sends the whole tensor to the
+    next rank.
     """
 
     collective: Collective
@@ -117,7 +120,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor that stays in memory: `elements` of `element_bytes` each.
+    """A tensor that stays in memory, with `elements` elements of `element_bytes` bytes each.
 
     `kept_up_to` is the last mode of recomputation (none, selective, full) that keeps it.
     """

@@ -28,8 +28,9 @@ from ptdmpi.plan.layer.sizes import Sizes
 FUSED_KEYS = 2048
 FUSED_HEADS = 4
 # Bytes per score of the fused kernel and of the kernels that replace it, as (forward, backward).
-# The latter convert to float32, scale, mask, take the softmax, and convert to half; in the backward
-# the masked gradient is copied first. The bytes are for numbers of two bytes.
+# The kernels that replace it convert to float32, scale, mask, take the softmax, and convert to half
+# precision. In the backward the masked gradient is copied first. The bytes are for values of two
+# bytes.
 FUSED_SOFTMAX = (3.0, 4.0)
 PLAIN_SOFTMAX = (6 + 8 + 9 + 8 + 6, 6 + 12 + 8 + 9 + 8 + 6)
 
@@ -89,8 +90,8 @@ class SplitHeads(Operator):
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the kernels that join the gradients of queries, keys and values, and the backward
-        of norms and rotation. Gradients of queries and keys that were rotated together are joined
-        before."""
+        of norms and rotation. If queries and keys were rotated together, their gradients are joined
+        before the rotation's backward."""
         yield from self._normalised(sizes, backward=True)
         yield from self._rotated(sizes)
         heads, kv_heads = sizes.priced_heads
@@ -99,8 +100,8 @@ class SplitHeads(Operator):
         yield MemoryPass(_moved_bytes(sizes, heads + 2 * kv_heads))
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the norms' input: the linear's whole output, because queries and keys are views of
-        it."""
+        """Yield the norms' input. It is the whole output of the linear, because queries and keys
+        are views of that output."""
         if not self.norms:
             return
         heads, kv_heads = sizes.local_heads
@@ -197,7 +198,8 @@ class Attend(Operator):
             width = sizes.share(model.attention_width)
             yield Item(f"{self.name}.output", sizes.tokens * width, c)
         elif not explicit and not model.attention_softcap and sizes.operand_bytes == c:
-            # the next row sends it and does not keep it: only the kernel's backward reads it
+            # the next row sends the output but does not keep it; only the backward of the attention
+            # kernel reads it
             yield Item(f"{self.name}.output", heads * _rows(sizes) * model.head_size, c, "none")
         if _in_ring(sizes):
             yield from RingCore(sizes).kept()
@@ -302,7 +304,8 @@ class Attend(Operator):
 
 
 def _core_shape(sizes: Sizes) -> CoreShape:
-    """Return the core's part of a rank, with its heads padded where t does not divide them."""
+    """Return the part of the attention core that a rank computes. Its heads are padded if the
+    tensor-parallel size t does not divide them."""
     return CoreShape.of(sizes, sizes.local_heads)
 
 

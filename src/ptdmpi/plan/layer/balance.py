@@ -1,8 +1,9 @@
 """The balance of causal attention over the ranks of an axis that cuts sequences in zigzag.
 
-Each of c ranks has two of 2c equal chunks, r and 2c - 1 - r. Without a window their scores are the
-same number on every rank (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). With a window they
-are not: the first chunks see fewer keys than the others, and so does the rank that has them.
+Each of c ranks has two of 2c equal chunks, r and 2c - 1 - r. Without a window every rank has the
+same number of scores (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). With a window the
+numbers differ, because queries in the first chunks see fewer keys than other queries. The rank with
+the first chunks then has fewer scores.
 """
 
 import itertools

@@ -1,8 +1,9 @@
-"""How much is computed at once where a whole tensor would need much memory; no bit depends on it.
+"""Sizes of the chunks in which large tensors are computed to save memory. They change no result.
 
 The loss widens logits to float32 in chunks of rows. On a CPU a chunk is 1 MiB, which fits into a
-core's caches. On a device it is 64 MiB, so that kernels are few and long. The value for devices is
-reasoned, not measured. Attention by products computes the scores of a block of queries at once.
+core's caches. On a device it is 64 MiB, so that kernels are few and long. The value for devices was
+chosen by reasoning, not by measurement. Attention by products computes the scores of a block of
+queries at once.
 """
 
 HOST_ELEMENTS = 2**18

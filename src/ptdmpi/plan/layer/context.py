@@ -1,7 +1,8 @@
-"""How attention sees all positions on a context axis, whose ranks have different ones: the part of
-the core that a rank computes, and the rows that communicate.
+"""Attention over a context axis, whose ranks have different positions of a sequence. The module has
+the part of the core that a rank computes, and the operators that communicate.
 
-Each method has its own rows, and the rows of the other methods do nothing.
+Each method of context parallelism has its own operators ("rows"). Operators of the methods that a
+layout does not use cost nothing.
 """
 
 import math
@@ -44,8 +45,9 @@ class CoreShape(NamedTuple):
     def of(cls, sizes: Sizes, heads_of_both: tuple[int, int]) -> "CoreShape":
         """Return the part of a context rank, if its tensor rank has these query and key heads.
 
-        "all_gather" and "ring" leave it all heads and its own queries. "ulysses" leaves it 1/c of
-        the heads and all queries.
+        With "all_gather" and "ring" a context rank computes all heads for its own queries. With
+        "ulysses" it computes 1/c of the heads for all queries, where c is the number of context
+        ranks.
         """
         heads, kv_heads = heads_of_both
         length, c = sizes.model.seq_length, sizes.layout.context
@@ -123,7 +125,8 @@ class _Dealing(_Exchange):
 
     @abstractmethod
     def _elements(self, sizes: Sizes) -> int:
-        """Return the elements that a rank brings to the exchange, which are as many as it gets."""
+        """Return the number of elements that a rank has before the exchange, which equals the
+        number after it."""
 
     def _bytes(self, sizes: Sizes) -> int:
         """Return the bytes of `_elements`; 0 if nothing is exchanged."""
@@ -131,8 +134,8 @@ class _Dealing(_Exchange):
         return deals * self._elements(sizes) * sizes.compute_bytes
 
     def _copies(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the copies that put together what goes to a rank, and then what belongs together
-        again."""
+        """Yield the copies before and after the exchange. The first collects the elements for each
+        receiver, and the second restores the order of heads and positions."""
         if size := self._bytes(sizes):
             yield MemoryPass(4 * size, launches=2)
 
@@ -140,7 +143,7 @@ class _Dealing(_Exchange):
         size = self._bytes(sizes)
         sends = phase == "forward" or (phase in ("backward", "inputs") and input_trains)
         if size and sends:
-            # an all-to-all counts what leaves the rank
+            # an all-to-all counts the bytes that leave the rank
             yield Message("all_to_all", size - size // sizes.layout.context, "context")
 
 
@@ -175,8 +178,9 @@ class RingCore:
     after the other.
 
     Scores are computed by products in float32 at least, for a block of queries and a chunk of keys
-    at a time. None are kept. Under a causal mask a rank has work with two of the four pairs of
-    chunks of each visit, and with three of its own, two of them at the diagonal.
+    at a time. None are kept. Each visit has four pairs of a query chunk and a key chunk. Under a
+    causal mask a rank computes two pairs of each visit, and three pairs with its own keys; two of
+    these three are on the diagonal.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -252,7 +256,7 @@ class RingCore:
             yield Message("all_to_all", wide, "context", to_next=True)
 
     def kept(self) -> Iterator[Item]:
-        """Yield what is kept for the backward in addition to the output."""
+        """Yield the tensors that are kept for the backward in addition to the output."""
         sizes = self.sizes
         size = self.query_elements + self.key_elements
         yield Item("attention.query_key_value", size, sizes.compute_bytes)

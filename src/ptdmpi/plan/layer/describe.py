@@ -1,9 +1,9 @@
 """The parts of a model: its layer, its embedding and its head, each as operators in order.
 
-There is no other list. The model is built from it and computes it row by row
-(`model/transformer.py`); parameters, time, memory, traffic and FLOPs are folds over it
-(`folds.py`). A layer is a list of sublayers, each of which adds something to the residual stream x
-[s, b, h]:
+This list of operators is the only description of a model. The model is built from the list and
+computes it row by row (`model/transformer.py`). Parameters, time, memory, traffic and FLOPs are
+sums and maxima over the list (`folds.py`). A layer is a list of sublayers, each of which adds
+something to the residual stream x [s, b, h]:
 
     attention     x -> norm -> qkv -> heads -> core -> out -> x + dropout
     mlp           x -> norm -> up -> activation -> down -> x + dropout
@@ -131,8 +131,8 @@ def attention(build: LayerBuild) -> Sublayer:
 
 
 def mlp(build: LayerBuild) -> Sublayer:
-    """Return two linears around an activation function, or a gated unit (Shazeer 2020), or a
-    mixture of several of them."""
+    """Return the MLP of a layer: two linears around an activation function, a gated unit (Shazeer
+    2020), or a mixture of several MLPs."""
     if build.model.experts:
         return _mixture(build)
     return build.sublayer("mlp", 1, *_feed_forward(build, "mlp", build.model.ffn_hidden))
@@ -284,7 +284,7 @@ def head(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
         rows.append(SelectPositions("head.select", ("x",), ("x", "first"), predicted=True))
     if model.output_head == "mlm":
         rows += _masked_transform(model, trains)
-    # among the outputs only BERT's has a bias (Devlin et al. 2019, the published weights)
+    # BERT's output head is the only one with a bias (Devlin et al. 2019, the published weights)
     bias = model.output_head == "mlm" and model.head_bias
     linear = Linear(model.hidden, (vocab_size,), bias, model.init_std, "columns", trains=trains)
     selected = model.masked
@@ -341,8 +341,9 @@ def _task(model: ModelConfig) -> list[Operator]:
     """Return the head for a task.
 
     BERT classifies from its first token, through the pooler (Devlin et al. 2019, section 4.1), a
-    decoder from its last one, by a linear alone (Radford et al. 2018). The head trains next to
-    adapters, too, because frozen weights have not seen the task.
+    decoder from its last one, by a linear alone (Radford et al. 2018). The head is trained even if
+    the rest of the model trains only adapters, because a frozen head would not have learned the
+    task.
     """
     h, std = model.hidden, model.init_std
     has_backward = model.idle() < model.layers

@@ -12,14 +12,16 @@ MASK_BYTES = 1  # an element of a dropout mask
 
 
 def norm_statistics(sizes: Sizes, name: str, rows: int) -> Item:
-    """Return what a norm keeps of each row: mean and 1 / deviation, or 1 / root mean square."""
+    """Return the statistics that a norm keeps of each row: mean and 1 / deviation, or 1 / root mean
+    square."""
     if sizes.model.norm == "layernorm":
         return Item(f"{name}.statistics", 2 * rows, sizes.compute_bytes)
     return Item(f"{name}.statistics", rows, sizes.wide_bytes)
 
 
 def norm_operands(sizes: Sizes, name: str, norm: Norm) -> Iterator[Item]:
-    """Yield the gradients of a norm's weights, which wait from I to W to be added."""
+    """Yield the gradients of a norm's weights. A split backward computes them in I and adds them in
+    W, so they stay in memory meanwhile."""
     if norm.trains:
         yield Item(f"{name}.weights", sum(norm.weights(sizes.layout.tensor)), sizes.compute_bytes)
 
@@ -54,7 +56,8 @@ class Normalize(Operator):
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
         yield Item(f"{self.name}.input", self._elements(sizes), sizes.compute_bytes)
-        # the published account of a layer has none (Korthikanti et al. 2022, section 4.1)
+        # the published account of a layer keeps no statistics of norms (Korthikanti et al. 2022,
+        # section 4.1)
         if sizes.fused_attention or not self.joins:
             yield norm_statistics(sizes, self.name, sizes.rows(self.rows))
         if sizes.model.zero_centered_norm and sizes.fused_attention:
@@ -84,8 +87,8 @@ class Activate(Operator):
         return sizes.rows(self.rows) * width
 
     def _priced_elements(self, sizes: Sizes) -> int:
-        """Return the elements as they count for time: without the padding of a width that t does
-        not divide."""
+        """Return the number of elements that count for time. It excludes the padding of a width
+        that the tensor-parallel size t does not divide."""
         width = self.width // sizes.layout.tensor if self.split else self.width
         return sizes.rows(self.rows) * width
 

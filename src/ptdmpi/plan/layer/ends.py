@@ -56,7 +56,7 @@ class LookUp(Operator):
         size = sizes.tokens * self.table.hidden * sizes.compute_bytes
         if phase == "forward":
             yield summed(sizes, size)
-        # a gradient of the whole table needs no rows of other ranks' positions
+        # a gradient of the whole table needs no rows for the positions of other ranks
         scatters = sizes.divides_sequence and sizes.software.adds_in_place
         if phase in ("backward", "weights") and scatters and self.table.trains:
             yield Message("all_gather", size)

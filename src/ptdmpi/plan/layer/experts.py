@@ -24,7 +24,7 @@ from ptdmpi.plan.layer.products import copied_bytes, summed, weight_gradient
 from ptdmpi.plan.layer.sizes import Sizes
 
 INDEX_BYTES = 8  # an index of an expert or of a token
-# Rows of a rank, of which memory is counted if experts are dealt, as a multiple of the mean.
+# If experts are dealt, memory is counted for this multiple of the mean number of rows of a rank.
 FULLEST = 2
 # passes over the scores of all experts: their softmax, the choice, and the order of the tokens
 SCORE_PASSES = 4
@@ -34,13 +34,14 @@ SCORE_PASSES = 4
 class MixExperts(Operator):
     """[rows, h] -> [rows, h]: the weighted sum of the experts that the router chooses for a token.
 
-    If experts are dealt over e ranks, time counts equally full experts, so a rank computes as many
-    rows as without. Memory counts `FULLEST` times as many rows, if there can be so many.
+    If experts are dealt over e ranks, the time assumes that all experts have equally many tokens,
+    so a rank computes as many rows as without dealing. The memory allows for `FULLEST` times as
+    many rows, or for the largest possible number of rows if that is less.
 
     `up` and `down` are the two linears of each of `count` experts, around `function`; `chosen` is
     the number of experts of a token. A second input is added to the sum: the output of experts that
-    compute every token. The router's bias, if it has one, is what its balance remembers from step
-    to step: no gradient trains it. Under sequence parallelism it reads and writes "local" rows.
+    compute every token. If the router has a bias, load balancing updates it in each step, and no
+    gradient trains it. Under sequence parallelism the operator reads and writes "local" rows.
     """
 
     router: Linear
@@ -70,19 +71,20 @@ class MixExperts(Operator):
         return parts
 
     def multiplications(self, model: ModelConfig) -> float:
-        """Return those of the experts that compute a token, and of the router."""
+        """Return the multiplications per token of the chosen experts and of the router."""
         each = self.up.inputs * sum(self.up.outputs) + self.down.inputs * sum(self.down.outputs)
         return self.router.inputs * self.count + self.chosen * each
 
     # -- sizes ------------------------------------------------------------------------------------
 
     def _pairs(self, sizes: Sizes) -> int:
-        """Return the rows of all experts together: a row for each token and expert of it. A rank
-        with a part of the experts has as many, from all ranks that share its experts."""
+        """Return the number of rows of all experts together: one row for each token and each of its
+        experts. If experts are dealt, a rank has on average the same number of rows, which come
+        from all ranks of its expert group."""
         return sizes.tokens * self.chosen
 
     def _most_rows(self, sizes: Sizes) -> int:
-        """Return the rows for whose experts a rank has memory."""
+        """Return the number of rows for which a rank has memory."""
         expert, pairs = sizes.layout.expert, self._pairs(sizes)
         if expert == 1:
             return pairs
@@ -198,8 +200,8 @@ class MixExperts(Operator):
     # -- memory -----------------------------------------------------------------------------------
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield its input, the router's outputs, the experts' first products, and the choice, which
-        no mode of recomputation makes again."""
+        """Yield the operator's input, the router's outputs, the experts' first products, and the
+        choice of experts. No mode of recomputation computes the choice again."""
         pairs, rows = self._pairs(sizes), self._most_rows(sizes)
         if len(self.inputs) == 1:  # otherwise the first linear of the shared experts keeps it
             yield Item(f"{self.name}.input", self._input_elements(sizes), sizes.compute_bytes)

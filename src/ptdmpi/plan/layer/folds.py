@@ -1,6 +1,7 @@
-"""Accounts of a model: each a fold over operators, in a few lines.
+"""Parameters, FLOPs, messages and memory of a model, each as a sum or a maximum over its operators.
 
-Time is a fold, too, and needs a machine that prices kernels: it is in `plan.cost.layer`.
+Time is also a sum over operators. It is in `plan.cost.layer`, because it needs a machine that
+prices kernels.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,7 +37,7 @@ def parts_of(rows: Iterable[Operator], expert: int = 1) -> dict[str, Part]:
 
 
 def multiplications(rows: Iterable[Operator], model: ModelConfig) -> float:
-    """Return the multiplications per position of the forward products of these rows."""
+    """Return the multiplications per position of the forward products of these operators."""
     return sum(row.multiplications(model) for row in rows)
 
 

@@ -20,8 +20,9 @@ SCALE_BYTES = 4  # float32, whatever the compute type is
 # Names of a matrix's two parts in files; they replace "weights".
 KIND_OF_CODES, KIND_OF_SCALES = "codes", "scales"
 
-# Quantiles of a normal distribution, half of them for each sign, so that each of the 16 is met
-# equally often, zero among them (Dettmers et al. 2023, arXiv 2305.14314, section 3, appendix E).
+# The 16 levels of nf4: quantiles of a normal distribution, half of them for each sign and zero
+# included. So normally distributed weights use each level equally often (Dettmers et al. 2023,
+# arXiv 2305.14314, section 3, appendix E).
 NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -73,10 +74,10 @@ class LowBit:
     """The format of a quantized matrix [o, i]: a code for each element, and a scale for each
     `block` of a row.
 
-    An element is the level of its code times the scale of its block. The levels of int8 and int4
-    are integers; the largest magnitude of a block is 127 for int8 and -8 for int4, with the scale's
-    sign (absmax). The levels of nf4 are between -1 and 1. The levels of uint4 count from a minimum,
-    which each block stores next to its scale.
+    The value of an element is the level of its code times the scale of its block. The levels of
+    int8 and int4 are integers; the largest magnitude of a block is 127 for int8 and -8 for int4,
+    with the scale's sign (absmax). The levels of nf4 are between -1 and 1. The levels of uint4
+    count from a minimum, which each block stores next to its scale.
     """
 
     codes: CodesName
@@ -147,10 +148,11 @@ def unpacking(
     """Return (bytes that are moved, kernels) for unpacking a matrix of (inputs, outputs) once, as
     `ptdmpi.model.low_bit` does.
 
-    There are four passes, and a fifth for codes with a minimum. Codes are read and written as four
-    bytes each. These are read and levels are written. Levels are read and their products with the
-    scales are written. If there is a minimum, the products are read and written once more. At last
-    they are read and written in the compute type.
+    There are four passes, and a fifth for codes with a minimum. The first pass reads codes and
+    writes them as integers of four bytes. The second reads the integers and writes levels. The
+    third reads levels and writes their products with the scales. If there is a minimum, another
+    pass reads and writes the products. The last pass reads the products and writes them in the
+    compute type.
     """
     inputs, outputs = shape
     added = form.numbers - 1

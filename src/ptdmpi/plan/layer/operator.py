@@ -1,4 +1,4 @@
-"""An operator: one row in the description of a model, and the account that it gives of itself.
+"""An operator: one row in the description of a model, with methods that return its costs.
 
 A row reads named values and writes named values; the sublayers in `describe.py` are such rows in
 order. `ptdmpi.model.operators` has one module or function for each kind of row, which computes it.
@@ -36,17 +36,17 @@ class Operator:
     recomputed_selectively: ClassVar[bool] = False
 
     def parts(self) -> dict[str, Part]:
-        """Return what it trains or multiplies with, by name."""
+        """Return the parts of the model that the operator trains or multiplies with, by name."""
         return {}
 
     def held(self, expert: int) -> dict[str, Part]:
-        """Return those of its `parts` that one rank has if experts are dealt over `expert` ranks;
-        the first rank, because all of them have parts of the same shapes."""
+        """Return the operator's `parts` that one rank has if experts are dealt over `expert` ranks.
+        The result is that of the first rank, because all ranks have parts of the same shapes."""
         return self.parts()
 
     @property
     def trains(self) -> bool:
-        """Return True if any of its parts trains."""
+        """Return True if any part of the operator trains."""
         return any(part.trains for part in self.parts().values())
 
     def multiplications(self, model: ModelConfig) -> float:
@@ -78,7 +78,8 @@ class Operator:
         yield from ()
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
-        """Yield its messages in a phase; `input_trains`: its input has a gradient."""
+        """Yield the operator's messages in a phase. `input_trains`: the operator's input has a
+        gradient."""
         yield from ()
 
     # -- memory -----------------------------------------------------------------------------------

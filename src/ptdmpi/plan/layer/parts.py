@@ -1,7 +1,7 @@
 """The parts of a model that hold parameters: linears, norms, tables and adapters, as data.
 
-An operator names its parts (`operator.py`), and `ptdmpi.model` makes a module from each of them.
-No torch is needed, so a login node can count them.
+An operator names its parts (`operator.py`), and `ptdmpi.model` makes a module from each of them. No
+torch is needed, so a login node can count the parameters.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,11 +21,11 @@ ALIGNMENT = 256
 class Linear:
     """y = x W^T + b, with W of shape [sum(outputs), inputs].
 
-    `split` is the dim that the tensor axis divides. "columns" divides the outputs, each of them on
-    its own (such as q, k and v); "rows" divides the inputs; with None every rank holds all. `most`
-    is the number of shares into which each of the outputs can be divided, because a head is never
-    cut; None stands for t. `init_std` is the standard deviation of the initial weights. `trains` is
-    False for a frozen part, which has weights but no gradients, masters or moments.
+    `split` is the dim that the tensor axis divides. "columns" divides each of the outputs (such as
+    q, k and v); "rows" divides the inputs; with None every rank holds all. `most` is the number of
+    shares into which each of the outputs can be divided, because a head is never cut; None means t,
+    the tensor-parallel size. `init_std` is the standard deviation of the initial weights. `trains`
+    is False for a frozen part, which has weights but no gradients, masters or moments.
     `partial_gradient`: each tensor rank has a part of W's gradient, and a bias has none.
     """
 

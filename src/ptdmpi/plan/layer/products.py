@@ -168,7 +168,7 @@ class Multiply(Operator):
         if self.keeps_input and not self.shares_input:
             yield Item(f"{self.name}.input", self._input_elements(sizes), sizes.compute_bytes)
         for number, (_, part) in enumerate(self.adapters):
-            # LoRA keeps its narrow product, (IA)^3 the numbers that it has multiplied
+            # LoRA keeps its narrow product, and (IA)^3 keeps the values that it has multiplied
             if isinstance(part, LowRankPair):
                 width = part.rank
             else:
@@ -249,7 +249,8 @@ class Multiply(Operator):
         return sizes.rows(self.rows) * width * sizes.compute_bytes
 
     def adding_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes for its weight or for its adapters, whichever is larger."""
+        """Return the bytes needed to add the gradient of the weight or of the adapters, whichever
+        is larger."""
         most = adding_bytes(sizes, self.linear) if self.linear.trains else 0
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         for pair in self.pairs:
@@ -265,8 +266,8 @@ class Multiply(Operator):
 
 
 def summed(sizes: Sizes, size: int, behind: tuple[MatrixProduct, ...] = ()) -> Message:
-    """Return the sum of an activation over the tensor axis: the whole sum, or this rank's
-    positions."""
+    """Return the message that sums an activation over the tensor axis. Each rank receives the whole
+    sum, or only the sum at its own positions."""
     if sizes.divides_sequence:
         return Message("reduce_scatter", size, behind=behind)
     return Message("all_reduce", size, behind=behind)
@@ -278,8 +279,8 @@ def weight_gradient(
     """Yield the product that computes a weight's gradient, and the kernel that adds it to the sum;
     for several `weights` of one shape one after the other.
 
-    The latter reads the product, and reads and writes the sum. It is not needed if the product adds
-    to the sum itself, in the sum's own type.
+    The adding kernel reads the product, and reads and writes the sum. It is not needed if the
+    product is added to the sum by the product's own kernel, in the sum's type.
     """
     yield MatrixProduct(inputs, outputs, rows, weights, weights)
     e, g = sizes.compute_bytes, sizes.software.gradient_bytes
@@ -299,8 +300,9 @@ def copied_bytes(sizes: Sizes, shape: tuple[int, int], rows: int) -> int:
 def adding_bytes(sizes: Sizes, linear: Linear) -> int:
     """Return the bytes that are needed to add a weight's gradient, without its operands.
 
-    They are the gathered part of the operands. If gradients are wider than weights, the product in
-    both types is added; if products are widened, copies of the operands are added instead.
+    The bytes are those of the gathered part of the operands. If gradients are wider than weights,
+    the bytes of the product in both types are added. If products are widened, the bytes of copies
+    of the operands are added instead.
     """
     c, rows = sizes.compute_bytes, sizes.tokens
     inputs, outputs = linear.local(sizes.layout.tensor)

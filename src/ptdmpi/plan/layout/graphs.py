@@ -1,10 +1,11 @@
-"""Graphs over data ranks with doubly stochastic weights for each step; each kind is a class.
+"""Graphs over data ranks, with doubly stochastic weights for each step. Each kind of graph is a
+class.
 
 A topology over n ranks is a doubly stochastic matrix W for each step. Its entry w_ij is the weight
 with which rank i takes the values of rank j: x_i <- sum_j w_ij x_j. Rows and columns sum to 1, so
-the average over the ranks does not change (exactly: weights are fractions here). Everything is a
-pure function of name, n, seed and step, so all ranks and the planner compute the same graph, and no
-rank sends it.
+the average over the ranks does not change (exactly: weights are fractions here). A graph is a pure
+function of name, n, seed and step. So all ranks and the planner compute the same graph, and no rank
+sends it.
 """
 
 import hashlib
@@ -56,7 +57,7 @@ class Topology(ABC):
     def contraction(self) -> float:
         """Return the factor by which a step shrinks the distance of replicas from their mean.
 
-        It is the worst case, on average over a period of P steps:
+        The factor is that of the worst case, and the geometric mean over a period of P steps:
         ||W_(P-1) ... W_0 - 1 1^T / n||_2^(1/P).
         """
         import numpy as np  # here, since code that asks only for neighbours does not need it
@@ -145,8 +146,8 @@ class Circulant(Topology):
 class RandomPairs(Topology):
     """A random matching in each step, as in randomised gossip; the two ranks of a pair average.
 
-    A permutation that depends on seed and step pairs the ranks. If their number is odd, one stays
-    alone (Boyd, Ghosh, Prabhakar, Shah 2006, IEEE Trans. Inf. Theory 52).
+    A permutation that depends on seed and step pairs the ranks. If the number of ranks is odd, one
+    rank has no partner (Boyd, Ghosh, Prabhakar, Shah 2006, IEEE Trans. Inf. Theory 52).
     """
 
     period = None

@@ -1,8 +1,9 @@
-"""The process grid: the place of each rank on the named axes, and the groups of ranks.
+"""The process grid: the coordinate of each rank on the named axes, and the groups of ranks.
 
-It is pure arithmetic on any rank, so a planner can ask about 3072 ranks and a communicator about
-its own. Axes are data: code that splits communicators, watches ranks or distributes state asks a
-grid for its axes by name. So a new axis needs only a row in `AXES`.
+The grid is pure arithmetic and can be computed for any rank. So a planner can ask about all of 3072
+ranks, and a communicator about its own rank. Axes are data: code that splits communicators, watches
+ranks or distributes state asks a grid for its axes by name. So a new axis needs only a row in
+`AXES`.
 """
 
 import itertools
@@ -17,10 +18,10 @@ from ptdmpi.config import Config, InputError, Layout
 class Axis:
     """A kind of axis: how ranks at different places of it differ.
 
-    `cuts_state`: the ranks hold different parts of the training state, or of at least some
-    parameters' state; on every other axis they hold the same state. `other_parameters`: they hold
-    parameters of different names, so no rank knows all names. `reads_samples`: they read different
-    samples. `cuts_sequence`: they have different positions of the same samples.
+    `cuts_state`: the ranks hold different parts of the training state, at least for some
+    parameters. On an axis without `cuts_state` all ranks hold the same state. `other_parameters`:
+    they hold parameters of different names, so no rank knows all names. `reads_samples`: they read
+    different samples. `cuts_sequence`: the ranks have different positions of the same samples.
     """
 
     cuts_state: bool = False
@@ -104,7 +105,7 @@ class Grid:
         object.__setattr__(self, "sizes", tuple(sizes.items()))
 
     def __getitem__(self, axis: str) -> int:
-        """Return the number of places on `axis`; raise KeyError if the grid does not have it."""
+        """Return the size of `axis`; raise KeyError if the grid has no such axis."""
         return dict(self.sizes)[axis]
 
     @property
@@ -122,7 +123,8 @@ class Grid:
         return Grid({**dict(self.sizes), axis: size})
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the place of `rank` on each axis; raise ValueError for a rank outside the grid."""
+        """Return the coordinate of `rank` on each axis; raise ValueError for a rank outside the
+        grid."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is outside the grid: 0 to {self.size - 1}")
         places = {}
@@ -184,8 +186,8 @@ class Grid:
     def same_as(self, group: str) -> str:
         """Return the axis, or the first group, with the same ranks as `group`.
 
-        One communicator can then serve both. If no axis or group has the same ranks, `group` itself
-        is returned; the same holds for an axis, the ends and the world.
+        One communicator can then serve both groups. `group` itself is returned if no axis or group
+        has the same ranks, and also if `group` is an axis, "ends" or the world.
         """
         axes = self.along(group)
         if not axes:
@@ -196,7 +198,7 @@ class Grid:
         return next(other for other in ALONG if self._long(other) == long)
 
     def _long(self, group: str) -> list[str]:
-        """Return the axes of a group that have more than one place."""
+        """Return the axes of a group that have more than one rank."""
         return [axis for axis in self.along(group) if self[axis] > 1]
 
     def called(self, group: str) -> str:
@@ -273,8 +275,8 @@ def training_grid(
 
 
 def _dealt(size: int, data: int, context: int, what: str) -> tuple[int, int]:
-    """Return how many context ranks and how many data ranks form a group of `size` neighbours;
-    raise ValueError if there is no such group."""
+    """Return (context ranks, data ranks): the two numbers of ranks that form a group of `size`
+    neighbours. Raise ValueError if there is no such group."""
     of_context = math.gcd(size, context)
     of_data = size // of_context
     if data % of_data or (of_data > 1 and of_context < context):

@@ -1,6 +1,8 @@
-"""The messages of a data rank in a step, by data-parallel method: their pieces and bytes.
+"""The messages that a data rank sends in a step, for each data-parallel method: their sizes in
+bytes, and how large tensors are split into several messages.
 
-The engine cuts its messages by the sizes in this file; traffic and memory are counted by them.
+The engine splits its messages by the sizes in this file. The accounts of traffic and memory use the
+same sizes.
 """
 
 import contextlib
@@ -15,13 +17,14 @@ from ptdmpi.plan.layout.topology import topology
 from ptdmpi.plan.shape.codes import scratch_bytes
 
 # The most elements in one message: MESSAGE_ELEMENTS of gradients between pairs, BUCKET_ELEMENTS in
-# an exchange with neighbours. Two such messages are under way if nothing overlaps.
+# an exchange with neighbours. If messages do not overlap with computation, two of these messages
+# are in flight.
 MESSAGE_ELEMENTS = 1 << 24
 BUCKET_ELEMENTS = 1 << 22
 
 
 def pieces(elements: int, most: int) -> Iterator[int]:
-    """Yield the sizes of pieces of at most `most` elements, as `Tensor.split` cuts them."""
+    """Yield the sizes of the pieces that `Tensor.split` makes, each of at most `most` elements."""
     whole, rest = divmod(elements, most)
     yield from (most for _ in range(whole))
     if rest:
@@ -33,10 +36,11 @@ class RunMethod:
     """The data-parallel method of a run.
 
     `moments` is the number of values that the optimizer keeps for each parameter (AdamW: 2). With
-    `matrices` it updates the layers' matrices as wholes and keeps one value less for them (Muon).
-    The run has `steps` steps; if the consensus distance is measured, the last step measures it. The
-    norm of each rank's own gradient is computed every `noise_every` steps; 0: never. A node has
-    `copies` files of each of its ranks' shares of a checkpoint in its memory; 0: none.
+    `matrices` the optimizer (Muon) updates each matrix of a layer as a whole, and keeps one value
+    less per element of a matrix. The run has `steps` steps; if the consensus distance is measured,
+    the last step measures it. The norm of each rank's own gradient is computed every `noise_every`
+    steps; 0: never. A node keeps in its memory `copies` files for each of its ranks, each with the
+    rank's share of a checkpoint; 0: none.
     """
 
     section: DataParallelConfig = field(default_factory=DataParallelConfig)
@@ -67,8 +71,8 @@ class RunMethod:
         return self.moments + len(self.section.kinds)
 
     def copied_numbers(self, replicas: int) -> int:
-        """Return how many numbers per parameter a copy in the nodes' memory has, of all replicas
-        together. Unlike a checkpoint, it always has each replica."""
+        """Return the number of values per parameter in a copy in the nodes' memory, summed over all
+        replicas. Unlike a checkpoint, the copy always includes every replica."""
         section = self.section.model_copy(update={"checkpoint": "replicas"})
         return stored_numbers(section, self.moments, replicas)
 
@@ -189,8 +193,8 @@ class RunMethod:
 
 def copies_at_once(config: Config, nodes: int) -> int:
     """Return how many files a node has for each of its ranks while a copy of the state is made in
-    the memory of `nodes` nodes: the new one and the previous one, and if there are several nodes,
-    those of a rank of the neighbour."""
+    the memory of `nodes` nodes. These are the new file and the previous file. If there are several
+    nodes, the two files of a rank of the neighbouring node are added."""
     if not config.checkpoint.memory_every_steps:
         return 0
     return 2 * min(2, nodes)
@@ -200,7 +204,7 @@ def copies_at_once(config: Config, nodes: int) -> int:
 def _most_neighbours(name: str, n: int, seed: int) -> int:
     """Return the most neighbours that any of n ranks has.
 
-    These are all n - 1 others if a file of the topology is for another number of ranks.
+    If a file of the topology is for another number of ranks, return n - 1: all other ranks.
     """
     with contextlib.suppress(InputError):
         return topology(name, n, seed).most_neighbours

@@ -1,4 +1,5 @@
-"""The rank at each place of the grid after ranks were lost: a pure function, equal on all ranks."""
+"""The assignment of surviving ranks to coordinates of the grid after ranks were lost. It is a pure
+function, so all ranks compute the same assignment."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,5 @@
-"""The assignment of layers to stages: each layer once, with the least work on the slowest rank."""
+"""The assignment of layers to stages. Each layer is in one stage, and the slowest rank has as
+little work as possible."""
 
 import heapq
 import itertools
@@ -72,7 +73,8 @@ def _split(layers: int, placed: Placement, head: float, first: int | None) -> tu
         # rounded: if splits differ only by rounding errors, the next criterion decides
         return round(rank, DECIMALS), largest, abs(last - layers / stages), -last
 
-    # a last stage above the even split is better with one layer less, which another stage takes
+    # if the last stage has more layers than an even split, it is better to move one of its layers
+    # to another stage
     last = min(range(1, -(-layers // stages) + 1), key=cost)
     return _ranges([*_spread(layers - last, placed, {placed.stages - 1: last + head}), last])
 

@@ -123,8 +123,8 @@ def file_sha256(section: DataParallelConfig) -> str | None:
 def topology_of(config: Config) -> Topology:
     """Return the topology of a decentralised run.
 
-    Raises InputError as `topology`. Also raises it for a file in a run that may go on with fewer
-    ranks, since the file describes a graph over all of them.
+    Raises InputError as `topology`. Also raise InputError if the run may continue with fewer ranks
+    and its topology is a file, since the file describes a graph over all ranks.
     """
     name, size = config.data_parallel.topology, config.data_size
     if name not in TOPOLOGIES and config.run.on_failure == "shrink":

@@ -1,9 +1,9 @@
 """The microbatches that a pipeline rank holds at once, for all models and layouts with the same
 order.
 
-`held` walks an order with one set of sizes. A search asks for thousands of sets of sizes, but under
-few orders. So this file walks each order once and finds the few moments at which the rank may hold
-the most memory, whatever the sizes are.
+The function `held` visits the ops of an order for one set of sizes. A search needs the result for
+thousands of sets of sizes, but for few orders. So this file visits each order once, and finds the
+few moments at which memory can be highest for any set of sizes.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,8 @@ from ptdmpi.plan.schedule.orders import Placement, placement
 from ptdmpi.plan.schedule.orders import order as ops_of_rank
 
 # A schedule is in steady state after so many rounds of the pipeline. Later rounds hold the same
-# or, if all microbatches are kept, p more of each store per round.
+# number of microbatches. If all microbatches are kept, each round adds p microbatches to each
+# store.
 ROUNDS = 3
 NOTHING = ("", -1)
 KIND_AND_STAGE = itemgetter(0, 1)  # of an op
@@ -64,8 +65,8 @@ class Flight(NamedTuple):
 def fullest(order: RankOrder) -> Flight:
     """Return the moments of one step at which a pipeline rank may hold the most memory."""
     pipeline, microbatches = order.pipeline, order.microbatches
-    # this count has the same remainder as m: interleaving pads the last round, so its moments
-    # depend on the remainder
+    # divided by p, this count and m leave the same remainder; interleaving pads the last round, so
+    # its moments depend on the remainder
     shorter = ROUNDS * pipeline + microbatches % pipeline
     if microbatches <= shorter + pipeline:
         return _walked(order)
@@ -87,7 +88,7 @@ def fullest_alike(order: RankOrder, alike: tuple[int, ...]) -> Flight:
     """Return `fullest` for a rank some of whose stages have equal sizes.
 
     `alike[i]` is the group of the rank's i-th stage: stages with equal sizes have the same number.
-    The result has these numbers in place of stages.
+    The result has the numbers of groups instead of stages.
     """
     flight = fullest(order)
     own = order.placed.stages_of(order.rank)

@@ -1,4 +1,5 @@
-"""The memory that a rank holds during its order of ops; all memory figures use this walk."""
+"""The memory that a rank holds while it executes its ops in order. All predictions of memory use
+this computation."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -24,8 +25,8 @@ def held(
     `size(inventory, stage)` is the size of one microbatch's inventory in a stage. `beside(works,
     stage)` is the size of an op's working memory while it runs. Both are in the same unit, which is
     the unit of the result. If no op of the order frees an inventory, the op that made it releases
-    it at its end, because a forward without gradients keeps nothing. If an op both keeps and frees,
-    its working memory includes both inventories.
+    it at its end, because a forward without gradients keeps nothing. If an op keeps one inventory
+    and frees another, its working memory includes both inventories.
     """
     freed = {(op.row.frees, op.stage) for op in order}
     now: float = 0

@@ -1,4 +1,4 @@
-"""The table of op kinds: a row holds everything that is specific to one kind of computation.
+"""The table of op kinds. A row has all properties of one kind of computation.
 
 All code that depends on the kind of an op reads `OP_KINDS`: the ops' text, their dependencies, the
 runner's call, spans, drawings, simulated costs and the memory that a rank holds. A new kind needs a
@@ -42,8 +42,9 @@ class OpKind:
 
     Memory: the stage keeps the inventory `keeps` of the microbatch from the start of the op, and
     frees the inventory `frees` at its end. `works` names the additional working memory of the op.
-    If the op both keeps and frees, it replaces one inventory by the other, and the working memory
-    includes both. `gradients`: the op adds to the gradients of its stage's weights.
+    An op that keeps one inventory and frees another replaces the second by the first, and its
+    working memory includes both inventories. `gradients`: the op adds to the gradients of its
+    stage's weights.
 
     Time: the field `cost` of the simulated costs, times `share`. Drawings use `mark` and `ink`.
     """
@@ -93,7 +94,8 @@ OP_KINDS: dict[str, OpKind] = {
         method="input_microbatch",
         cost="input_s",
         mark="<",
-        # on the way back through the stages it replaces a whole backward, so it has the same colour
+        # I sends the gradient to the stage before, as a whole backward does, so it has the same
+        # colour
         ink=Ink("green", ("#2e7d4f", "#57a773", "#8fc9a3", "#bfe3cb"), (28, 35, 78, 157)),
         neighbour=+1,
         after=(FORWARD,),

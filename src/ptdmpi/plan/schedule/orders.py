@@ -1,9 +1,9 @@
 """Pipeline schedules as data: the order of ops on each pipeline rank, and the ranks of the stages.
 
-A schedule holds no times, idle slots or messages: `simulate` and `program` derive them. A
-generator yields the order of one rank. The table `KINDS` lists the generators, each with its
-placement of stages on ranks. Only this file and `zero_bubble` define warm-up, steady state and
-cool-down, and the rank of each stage.
+A schedule holds no times, idle slots or messages: `simulate` and `program` derive them. A generator
+yields the order of one rank. The table `KINDS` lists the generators, each with its placement of
+stages on ranks. Warm-up, steady state, cool-down and the rank of each stage are defined only in
+this file and in `zero_bubble`.
 
 In every schedule each stage runs its forwards, and its backwards, in ascending order of the
 microbatches. So gradients are summed in the same order in every schedule and layout.
@@ -22,7 +22,8 @@ from ptdmpi.plan.schedule.zero_bubble import on_a_v, zb_h1, zb_v
 
 
 class DeadlockError(Exception):
-    """A deadlock: all unfinished ranks wait for each other; the message names their actions."""
+    """The error of a deadlock: all unfinished ranks wait for each other. Its message names the
+    actions for which they wait."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,9 @@ class Placement:
 class Schedule:
     """The order of computation of each pipeline rank: `orders[rank]` is a sequence of ops.
 
-    `pipeline`, `virtual` and `microbatches` are p, v and m. The model is cut into p v stages;
-    `placement` has the rank of each.
+    `pipeline` (p) is the number of ranks, `virtual` (v) the number of chunks per rank, and
+    `microbatches` (m) the number of microbatches. The model is cut into p v stages; `placement` has
+    the rank of each stage.
     """
 
     kind: str
@@ -146,7 +148,8 @@ class Schedule:
         )
 
     def bubble_closed_form(self, forward_s: float, input_s: float, weight_s: float) -> float:
-        """Return the idle time over the ideal time if ranks idle only in filling and draining.
+        """Return idle time divided by ideal time, if ranks are idle only while the pipeline fills
+        and drains.
 
         The arguments are the times of a chunk's forward and of both parts of its backward.
         `closed_form` is the formula as text. For 1f1b, and for interleaved if p divides m,
@@ -238,8 +241,9 @@ def _alternate(forwards: Sequence[Op], backwards: Sequence[Op], warm_up: int) ->
 def _warm_up(rank: int, pipeline: int, virtual: int) -> int:
     """Return the number of forwards with which 1F1B, plain or interleaved, begins.
 
-    Plain 1F1B has one for each rank after this one. Interleaved 1F1B has two for each rank after
-    this one, and a group of p for each chunk except the last (section 2.2.2).
+    Plain 1F1B begins with one forward for each rank after this rank. Interleaved 1F1B begins with
+    two forwards for each rank after this rank, and with a group of p forwards for each chunk except
+    the last (section 2.2.2).
     """
     if virtual == 1:
         return pipeline - rank - 1
@@ -247,7 +251,8 @@ def _warm_up(rank: int, pipeline: int, virtual: int) -> int:
 
 
 def _ahead(rank: int, pipeline: int, virtual: int, microbatches: int) -> int:
-    """Return the number of forwards before the first backward, without those of phantoms."""
+    """Return the number of forwards before the first backward, without the forwards of phantom
+    microbatches."""
     count = _warm_up(rank, pipeline, virtual) + 1
     if virtual == 1:
         return min(count, microbatches)

@@ -31,7 +31,8 @@ def place_of(name: str) -> str:
 
 
 def at_hand(places: Sequence[str], place: str, step: int) -> tuple[str, ...]:
-    """Return `place` and the next one, if any; `step` is +1 in a forward, -1 in a backward."""
+    """Return `place` and, if there is one, the next place. `step` is +1 in a forward and -1 in a
+    backward."""
     here = places.index(place)
     ahead = here + step
     if 0 <= ahead < len(places):

@@ -1,4 +1,5 @@
-"""The program of each rank: its order in a schedule with the messages inserted."""
+"""The program of each rank: the rank's ops in the order of a schedule, with its messages
+inserted."""
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -46,11 +47,12 @@ Program = tuple[Action, ...]
 
 
 class MismatchError(Exception):
-    """An error in programs other than a deadlock: a message or an op out of place."""
+    """The error of programs in which a message or an op is missing, repeated, or in the wrong
+    order."""
 
 
 def programs(schedule: Schedule) -> tuple[Program, ...]:
-    """Return one program per pipeline rank; a tensor that stays on its rank has no message.
+    """Return one program per pipeline rank. No message is sent for a tensor that stays on its rank.
 
     Every op has an end time at unit costs (t_f = 1, t_b = 2, no transfer time). All ops of all
     ranks are put into one total order by the time at which they end. Each message is placed at the
@@ -89,12 +91,14 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
 
 
 def post_early(program: Program) -> Program:
-    """Return `program` with each Receive moved before the preceding Compute; they keep their order.
+    """Return `program` with each Receive moved before the preceding Compute. The order among the
+    receives does not change.
 
-    This is for wires whose receives return at once and match per direction (MPI). A receive is
-    then posted before the op that precedes its consumer, and its message arrives during that op.
-    Only nonblocking receives may be moved: a blocking one would wait for a result that is computed
-    after it, and one in a queue of a device would delay the messages after it.
+    Use this function for transports such as MPI, whose receives return at once and are matched for
+    each direction separately. A receive is then posted before the op that precedes its consumer,
+    and its message arrives during that op. Only nonblocking receives may be moved: a blocking
+    receive would wait for a result that is computed after it, and a receive in a device's queue
+    would delay the messages after it.
     """
     early: list[Action] = []
     since_compute: list[Action] = []  # the last Compute and the sends after it

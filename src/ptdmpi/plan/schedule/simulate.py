@@ -90,7 +90,7 @@ class Timeline:
         return self._compute_s.get(rank, 0.0)
 
     def bubble_fraction(self) -> float:
-        """Return the idle time over the ideal time, (makespan - ideal) / ideal.
+        """Return idle time divided by ideal time, (makespan - ideal) / ideal.
 
         The ideal time is the mean over ranks of the time in ops (Narayanan et al. 2021, section
         2.2.1). Raises ValueError if no rank computes.
@@ -133,7 +133,8 @@ class Timeline:
         return timeline
 
 
-# The legal costs of an op: far from the limits of a float, so that sums and ratios are finite.
+# The least and the greatest legal cost of an op. They are far from the limits of a float, so that
+# sums and ratios are finite.
 LEAST_COST, MOST_COST = 1e-12, 1e12
 
 
@@ -178,7 +179,8 @@ class Costs:
         return cost_s * op.row.share
 
     def travel_s(self, op: Op) -> float:
-        """Return the time from the end of the source of `op`, on another rank, to its arrival."""
+        """Return the time from the end of the op that produces the input of `op` on another rank,
+        to the arrival of this input."""
         return self.transfer_s
 
 
@@ -190,7 +192,8 @@ class OpCosts(Protocol):
         ...
 
     def travel_s(self, op: Op) -> float:
-        """Return the seconds from the end of `op`'s source, on another rank, to its arrival."""
+        """Return the seconds from the end of the op that produces the input of `op` on another
+        rank, to the arrival of this input."""
         ...
 
 

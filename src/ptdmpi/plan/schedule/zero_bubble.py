@@ -1,4 +1,4 @@
-"""Zero-bubble orders: the backward is split, and the weight gradients fill the idle time.
+"""Zero-bubble orders, which split the backward and compute weight gradients in the idle time.
 
 No other rank waits for weight gradients (Qi et al. 2023, arXiv 2401.10241; Qi et al. 2024, arXiv
 2405.15362). I is the part of a backward that computes the gradient of the stage's input, W the part
@@ -32,7 +32,8 @@ def zb_h1(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) ->
 
 
 def on_a_v(stage: int, pipeline: int, virtual: int) -> int:
-    """Return the rank of `stage` on a V: down the ranks with p stages, up again with the next p.
+    """Return the rank of `stage` in a V-shaped placement. The first p stages are on ranks 0 to p -
+    1, and the next p stages on ranks p - 1 to 0.
 
     Rank r holds the stages r and 2 p - 1 - r, so rank 0 holds both ends of the model (Qi et al.
     2024, section 3, "V-shape").
@@ -80,10 +81,11 @@ class _Rank:
         """Return the op to start once the ops in `ended` are done; None if none can start.
 
         I comes first, since other ranks wait for it, and since the W that frees memory needs it.
-        Then come forwards; those on the way up come first, because they are nearer to the loss. W
-        runs only if nothing else can.
+        Forwards come second. Among these, forwards of the second chunk come first, because they are
+        nearer to the loss. W runs only if no other op can start.
         """
-        # one slot is reserved for a forward on its way up: without it none could reach its I
+        # one slot of memory is reserved for a forward of the second chunk; without the slot no
+        # microbatch could reach its I
         wanted = [(INPUT, self.down), (INPUT, self.up)]
         if self.held < self.most:
             wanted.append((FORWARD, self.up))

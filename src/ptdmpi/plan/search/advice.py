@@ -74,7 +74,7 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
 
 def _moved_ranks(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
     """Yield the layout with half of the ranks of one axis on another axis. The context axis grows
-    only as far as a search would use it."""
+    only to sizes that a search would try."""
     sizes = ["tensor", "pipeline", "data"]
     most = contexts(Space(layout.ranks), pricer.model.config)[-1]
     if max(most, layout.context) > 1:
@@ -120,8 +120,8 @@ def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
     """Return the number of changes and the layouts that help most, at most `MOST_ADVICE`.
 
     If the layout fits, these are the fastest layouts that are one change away. If it does not fit,
-    they are the fastest layouts that fit, one or two changes away. If no such layout fits, they are
-    the results of the single changes that save most memory.
+    they are the fastest layouts that fit, one or two changes away. If no such layout fits, the
+    result has the layouts after the single changes that save most memory.
     """
     single = list(neighbours(price.layout, pricer))
     if price.fits:
@@ -162,9 +162,10 @@ def heuristic(pricer: Pricer, space: Space) -> Price | None:
     """Return the layout of the paper's rules ("takeaways", Narayanan et al. 2021, sections 3.2 to
     3.5).
 
-    t is as large as a node's devices and the model allow. p gives as few model-parallel ranks as
-    fit. The remaining ranks are data-parallel. b is the microbatch size of equation 1.
-    Recomputation is full. Returns None if no such layout fits.
+    The tensor-parallel size t is as large as a node's devices and the model allow. The
+    pipeline-parallel size p is the least with which the model fits. The remaining ranks are
+    data-parallel. The microbatch size b is the one of equation 1. Recomputation is full. Returns
+    None if no such layout fits.
     """
     devices = pricer.cluster.node.devices
     within = replace(space, recompute="full", sequence_parallel=False, cuts_sequences=False)

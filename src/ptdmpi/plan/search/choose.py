@@ -1,4 +1,4 @@
-"""The layout of a run as the search finds it: `ptdmpi train --layout auto`.
+"""The choice of a run's layout by the search, for `ptdmpi train --layout auto`.
 
 The search replaces the file's sizes of the axes, schedule, microbatch and recomputation; the rest
 of the configuration stays. A run with a checkpoint keeps its layout.
@@ -142,8 +142,8 @@ def settled(
     *,
     as_planned: bool = False,
 ) -> tuple[dict[str, Any], str] | None:
-    """Return (the tree with the layout of its run, or else with the best layout; a description of
-    the choice).
+    """Return the configuration tree with a layout, and a description of the choice. The layout is
+    that of the run's checkpoint if there is one, and else the best layout.
 
     Return None if `run.cluster` names no machine; the caller must then measure this machine first.
     `vocabulary` opens the data of a configuration and returns the size of its vocabulary.

@@ -1,4 +1,5 @@
-"""The search for the fastest legal layouts: exhaustive, with bounds that cannot lose the best.
+"""The search for the fastest legal layouts. It is exhaustive, and its bounds never exclude the best
+layout.
 
 For each set of sizes (t, c, p, d, v, b) the fastest settings that fit are kept: recomputation,
 sequence parallelism, schedule, form of messages, sharding and offload.
@@ -11,9 +12,9 @@ second bound is below the slowest layout that is kept, because then no later lay
 best. The result is therefore the same as that of simulating every layout. A learned or approximate
 search could not improve it.
 
-A second pass finds the simplest layout among those that are almost as fast. By then the time of the
-fastest layout is known, so only layouts that are simpler than the fastest ones and whose bounds are
-below that time, and a little more, are simulated.
+A second pass finds the simplest of the layouts that are almost as fast as the fastest layout. The
+time of the fastest layout is then known. So the second pass simulates only layouts that are simpler
+than the fastest ones, and whose bounds are at most a little above that time.
 """
 
 import bisect
@@ -166,8 +167,8 @@ def search(pricer: Pricer, space: Space, count: int = 5, *, tie: float = 0.0) ->
 
 
 def _complexity(layout: Layout) -> tuple[int, int]:
-    """Return (number of axes with several ranks, number of chunks per pipeline rank). A layout for
-    which this is less than for another one is simpler."""
+    """Return (number of axes with several ranks, number of chunks per pipeline rank). Of two
+    layouts, the one with the smaller pair is simpler."""
     sizes = (layout.tensor, layout.context, layout.expert, layout.pipeline, layout.data)
     return sum(size > 1 for size in sizes), layout.virtual
 
@@ -271,8 +272,8 @@ def _collect(pricer: Pricer, space: Space) -> _Collected:
 
 
 def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
-    """Return the message if no layout fits: how much memory is missing, and which layouts on other
-    numbers of ranks are legal or fit."""
+    """Return the error message for the case that no layout fits. It says how much memory is
+    missing, and which layouts on other numbers of ranks are legal or fit."""
     where = f"{counted(space.ranks, 'rank')} of {pricer.cluster.name}"
     legal = _all_ways(pricer, space, collected.groups)
     if not legal:

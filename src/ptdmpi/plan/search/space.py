@@ -72,7 +72,7 @@ class Space:
 
 
 def contradiction(space: Space) -> str:
-    """Return why no layout can have all these settings; empty if one can."""
+    """Return the reason why no layout can have all these settings; return "" if some layout can."""
     group = None
     if isinstance(space.shard_group, int):
         group = space.shard_group
@@ -114,8 +114,8 @@ def expert_sizes(space: Space, model: ModelConfig, layout: Layout) -> list[int]:
 
 
 def context_methods(space: Space, context: int) -> tuple[str, ...]:
-    """Return the methods of attention that the search tries on a context axis. One rank has all
-    positions and uses none, so it has the default one."""
+    """Return the methods of attention that the search tries on a context axis. A context axis of
+    one rank needs no method, so the result is the default method only."""
     if context == 1:
         return CONTEXT_METHODS[:1]
     if space.context_method is not None:

@@ -8,7 +8,7 @@ from ptdmpi.base.errors import InputError
 from ptdmpi.preview.sites.job import TrainingJob
 from ptdmpi.supervise.environment import jobs_folder
 
-# Scheduler -> what begins the line of an option. With one # more the line is switched off.
+# For each scheduler, the beginning of a line with an option. A further # switches the line off.
 DIRECTIVES = {"slurm": "#SBATCH ", "pbs": "#PBS ", "lsf": "#BSUB ", "flux": "# flux: "}
 START = '. "${PTDMPI_HOME'  # the last line of a template: it starts the training
 
@@ -24,7 +24,8 @@ class Template:
         return any(self._is(line, directive, option) for line in self.lines)
 
     def direct(self, directive: str, option: str, value: object) -> None:
-        """Set an option of the scheduler, such as "--nodes=": in its line, or in a new one."""
+        """Set an option of the scheduler, such as "--nodes=", in the option's line or in a new
+        line."""
         wanted = f"{directive}{option}{value}"
         ours = [n for n, line in enumerate(self.lines) if self._is(line, directive, option)]
         if ours:
@@ -34,7 +35,8 @@ class Template:
         self.lines.insert(last + 1, wanted)
 
     def assign(self, name: str, value: str) -> None:
-        """Set a variable of the shell: in its line, or in a new one before the training starts."""
+        """Set a variable of the shell in the variable's line, or in a new line before the training
+        starts."""
         wanted = f"{name}={shlex.quote(value)}"
         ours = [n for n, line in enumerate(self.lines) if line.startswith(f"{name}=")]
         if ours:
@@ -43,7 +45,7 @@ class Template:
             self.before_start(wanted)
 
     def before_start(self, line: str) -> None:
-        """Insert a line before the last one, which starts the training."""
+        """Insert a line before the template's last line, which starts the training."""
         start = next(n for n, line in enumerate(self.lines) if line.startswith(START))
         self.lines.insert(start, line)
 
@@ -142,7 +144,8 @@ def _flux(job: TrainingJob, template: Template) -> dict[str, object]:
 
 
 def _fill(template: Template, job: TrainingJob) -> None:
-    """Fill the template of Kubernetes; a claim holds the configuration, at the same path."""
+    """Fill the template of Kubernetes. A persistent volume claim has the configuration, at the same
+    path as here."""
     site = job.site
     command = ["ptdmpi", "run", "-n", str(job.ranks), "--launcher", site.launch or "mpirun"]
     words = ", ".join(_quoted(word) for word in [*command, *job.arguments])

@@ -1,4 +1,5 @@
-"""Site files: what a batch system must know about a job, apart from the training itself."""
+"""Site files. They have the settings of a job that the batch system needs, such as its account and
+time limit."""
 
 import os
 import re

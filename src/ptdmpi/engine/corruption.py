@@ -88,8 +88,8 @@ class Verification:
         self._known: list[int] | None = None  # the hashes that were computed after the last update
 
     def before_update(self, step: int) -> None:
-        """Compare the hashes before the update of step `step` (from 0), if this step is one of
-        every `every`-th. Raise CorruptState on every rank if something is wrong."""
+        """Compare the hashes before the update of step `step` (from 0), if step + 1 is a multiple
+        of `every`. Raise CorruptState on every rank if hashes differ."""
         if self.every and (step + 1) % self.every == 0:
             self.verify()
 

@@ -154,8 +154,9 @@ class Engine:
             self.optimizer.expect(scale)
             arriving = self._arriving(passes, *own, self.reduction.global_norm())
             counted = self.balance.sent()
-            # The host waits for the device only here (and if gradients are compressed): it decides
-            # by loss and norm, and the update must not use what an aborted message has left.
+            # The host waits for the device only here, and where gradients are compressed. It waits
+            # because loss and norm decide whether the step is skipped, and because the update must
+            # not use the incomplete result of an aborted message.
             self.axes.settle()
             inside_s = self.runner.inside_s
             compute_s = watch.compute_s - sum(inside_s.values())
@@ -198,8 +199,9 @@ class Engine:
         """Update the state by gradients of this `norm`, unless the step is `skipped`. Return the
         distance between replicas that differ, if this step measures it."""
         self.verification.before_update(step)
-        # from here on equal replicas send nothing: a rank updates completely or not at all, so
-        # no state that survives the loss of a rank contains half an update
+        # From here on, replicas that stay equal send nothing. Each rank therefore updates
+        # completely or not at all, and the state that survives the loss of a rank never contains
+        # half an update.
         self.steps_done = None
         if not skipped:
             self.optimizer.step(rate, norm)
@@ -209,7 +211,8 @@ class Engine:
         self.policy.after_update(step, skipped)
         self.loss_scale.update(skipped)
         self.steps_done = step + 1
-        # after `steps_done`: a survivor that continues can make weights from the master weights
+        # update the weights after setting `steps_done`: if another rank is lost here, a survivor
+        # can still compute the weights from the master weights
         self.state.changed(self.optimizer.writes_weights and not self.policy.differs)
         self.verification.after_update(step)
         return consensus
@@ -275,8 +278,8 @@ class Engine:
     def _with_own_count(
         self, counts: dict[str, float], passes: Sequence[MicrobatchPass]
     ) -> dict[str, float]:
-        """Return the counts with that of the task, if it is the user's own loss, as the loss itself
-        has counted; the host waits for it."""
+        """Return the counts of terms. If the task's loss is the user's own, its count is replaced
+        by the one that the loss itself has returned, for which the host waits."""
         if COUNT not in self.losses:
             return counts
         arriving = self._arriving(passes)
@@ -358,8 +361,8 @@ def _sums_early(config: Config, axes: Axes) -> bool:
 
 
 def _borrowed(stages: Mapping[int, Stage]) -> list[str]:
-    """Return the names of this rank's parameters that another rank counts. A tied table on two
-    ranks is one parameter, and the first stage counts it."""
+    """Return the names of this rank's parameters that another rank counts in norms. A tied table on
+    two ranks is one parameter, and the first stage counts it."""
     tied = any(stage.tied for stage in stages.values())
     first = any(stage.first for stage in stages.values())
     if tied and not first:
@@ -408,7 +411,8 @@ def _buffer(
     def unit_of(name: str) -> str:
         """Return the name of the shard unit that a parameter belongs to."""
         if tied and name == TIED_NAME and portion.shards_state:
-            # a separate shard unit, so that both uses, perhaps on two ranks, are sharded equally
+            # the tied table is a separate shard unit, so that its two uses, which may be on two
+            # ranks, are sharded equally
             return name
         if portion.shards_gradients or config.data_parallel.overlap or overlaps:
             return place_of(name)

@@ -78,8 +78,8 @@ class CopiedShares:
         for held in self.buffer.own_parts(self.copied):
             for share in self.copied[held.entry.name]:
                 views = [view for view in _parts_of(self.buffer, held, share) if share.copies > 1]
-                # then no rank of the tensor axis has any, because all ranks shard their units
-                # equally
+                # If this rank has no views, no rank of the tensor axis has any, because all ranks
+                # shard their units equally.
                 if not views:
                     continue
                 local = torch.cat([view.flatten() for view in views])

@@ -53,9 +53,10 @@ class ExpertLoads:
 
 
 class Balance:
-    """The counts of a rank's mixtures, their sum over all ranks, and the numbers that the balance
-    remembers: "bias" adds them to scores for the choice (Wang et al. 2024, arXiv 2408.15664,
-    algorithm 1), and for "batch" they are the loads of the step, less 1, if 1 is the mean."""
+    """The token counts of a rank's mixtures, the sum of the counts over all ranks, and the balance
+    numbers, one for each expert. With `balance` = "bias", the balance numbers are added to the
+    scores by which experts are chosen (Wang et al. 2024, arXiv 2408.15664, algorithm 1). With
+    "batch", they are (the expert's load in the step / the mean load) - 1."""
 
     def __init__(
         self, model: ModelConfig, axes: Axes, stages: Mapping[int, Stage], state: State
@@ -95,8 +96,8 @@ class Balance:
 
     def update(self, loads: ExpertLoads, written: bool) -> None:
         """Move the balance numbers of this rank's layers, in their master weights, towards equal
-        loads. `written`: the weights are not copied from the master weights afterwards, so they are
-        written here."""
+        loads. If `written` is True, no later code copies the master weights to the weights, so the
+        weights are written here."""
         tokens = loads.tokens
         total = tokens.sum(1, keepdim=True)
         above = tokens * self.model.experts - total

@@ -3,13 +3,13 @@ al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982).
 other parameters.
 
 A matrix must be complete to be orthogonalized, so its slices are first gathered over the tensor
-axis. If data ranks share the state, one of the ranks that have parts of a slice first receives the
-parts of the others, and later sends them their parts of the update.
+axis. If the state is sharded over data ranks, each slice is divided among several ranks. One of
+these ranks first receives the parts of the others, and later sends them their parts of the update.
 
-A parameter for one matrix multiplication contains several matrices if the model's equation has
-several: query, key and value, or a gate and the values that it multiplies. Each matrix is
-orthogonalized separately, as if it were a parameter of its own, and its update does not depend on
-the assignment of heads to ranks.
+One parameter may contain several matrices of the model's equations that are multiplied at once:
+query, key and value, or a gate and the values that it multiplies. Each matrix is orthogonalized
+separately, as if it were a parameter of its own, and its update does not depend on the assignment
+of heads to ranks.
 """
 
 import math
@@ -42,8 +42,9 @@ RMS = 0.2  # typical root mean square of AdamW's updates (Liu et al. 2025, secti
 
 class Matrix(NamedTuple):
     """A parameter that Muon updates, and the elements of it that this rank has: `own`. All tensors
-    are flat and have these elements. `moments` are the momentum, and the weights' moving average if
-    there is one. `decay` is the weight decay, `share` the factor of the learning rate."""
+    are flat and have only the elements `own`. `moments` are the momentum, and the weights' moving
+    average if there is one. `decay` is the weight decay, `share` the factor of the learning
+    rate."""
 
     own: OwnPart
     master: Tensor
@@ -158,8 +159,8 @@ class Muon:
                 own.add_(change, alpha=-length)
 
     def _in(self, box: Box, part: OwnPart, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """Yield the pieces of one matrix (the slice `box` of the parameter) that `part` contains:
-        the slice of the matrix, and its view in `flat`."""
+        """Yield the pieces of one matrix (the slice `box` of the parameter) that `part` contains.
+        Each piece is a slice of the matrix and the view of its values in `flat`."""
         for at, view, _ in part.logical(flat, self.tensor.rank, self.tensor.size):
             common = at.overlap(box)
             if common is not None:
@@ -198,8 +199,8 @@ def scale(config: OptimizerConfig, rows: int, columns: int) -> float:
 
 
 def matrices_of(declaration: Declaration) -> Iterator[Box]:
-    """Yield the matrices that a parameter consists of, as slices of it: one for each part that the
-    tensor axis divides separately."""
+    """Yield the slices of a parameter that are its matrices. Each part of the parameter that the
+    tensor axis divides separately is one matrix."""
     whole = Box.whole(declaration.shape)
     split = declaration.split
     begin = 0

@@ -2,10 +2,10 @@
 rank.
 
 The host does the update, chunk by chunk: gradients are copied to the host, and weights back to the
-device (Ren et al. 2021, arXiv 2101.06840, section 4). The copies need no wait in addition to the
-step's own. The length of a chunk is a multiple of ALIGNMENT, so that no bit depends on it. With a
-file, the next chunk is read and the previous one written while the host updates a chunk
-(Rajbhandari et al. 2021, arXiv 2104.07857, section 5.2.2).
+device (Ren et al. 2021, arXiv 2101.06840, section 4). The host waits for these copies only where it
+waits for the step's loss and norm anyway. The length of a chunk is a multiple of ALIGNMENT, so that
+no bit depends on it. With a file, the next chunk is read and the previous one written while the
+host updates a chunk (Rajbhandari et al. 2021, arXiv 2104.07857, section 5.2.2).
 """
 
 import mmap
@@ -221,7 +221,8 @@ class FileStorage(Storage):
     def _pass(
         self, call: Callable[[int, list[memoryview], int], int], kept: Tensor, memory: Tensor
     ) -> None:
-        """Read or write all bytes of `kept`. The offset in the file follows from its address."""
+        """Read or write all bytes of `kept`. The offset in the file is computed from the address of
+        `kept`."""
         address = kept.data_ptr()
         before = (mapping for mapping in self._mappings if mapping.address <= address)
         mapping = max(before, key=lambda mapping: mapping.address)

@@ -73,7 +73,8 @@ class LossScale:
         return self.dynamic and self.value > 1.0
 
     def update(self, overflow: bool) -> None:
-        """Halve the factor after a skipped step; double it after enough good ones."""
+        """Halve the factor after a skipped step; double it after `window` steps without
+        overflow."""
         if not self.dynamic:
             return
         counters = self.counters
@@ -207,8 +208,8 @@ def _ranges(
     """
 
     def alike(own: OwnPart) -> tuple[int, tuple[float, float] | None]:
-        """Return the shard unit and the rates of a parameter's part; None instead of rates for a
-        matrix of Muon."""
+        """Return the shard unit and the rates of a parameter's part. For a matrix that Muon
+        updates, return None instead of the rates."""
         if is_matrix(config, own.entry):
             return own.unit, None
         return own.unit, _rates(config, own.entry)
@@ -247,7 +248,8 @@ def require_groups(
     config: OptimizerConfig, parameters: Communicator, buffer: ParameterBuffer
 ) -> None:
     """Raise SharedInputError, on every rank, if a name pattern of `optimizer.groups` matches no
-    parameter that trains. `parameters` has the ranks with parameters of different names."""
+    parameter that trains. `parameters` is the group of ranks that have parameters of different
+    names."""
     globs = sorted({glob for group in config.groups for glob in group.names})
     if not globs:
         return

@@ -45,8 +45,8 @@ def adamw_update(config: OptimizerConfig, group: Alike, rate: float, updates: Te
         [],
         # the function needs a separate count for each tensor
         [updates.clone() for _ in group.masters],
-        # a single kernel: it rounds the last elements of a tensor differently (`ALIGNMENT`,
-        # plan/shape)
+        # use torch's fused kernel, which rounds the last elements of a tensor differently (see
+        # `ALIGNMENT` in plan/shape)
         fused=True,
         amsgrad=False,
         beta1=config.beta1,

@@ -11,9 +11,9 @@ def compressor_of(section: DataParallelConfig) -> Compressor | LowRank:
     """Return the compressor that the section [data_parallel] names.
 
     Without error feedback a compressor is unbiased if it can be. With error feedback the
-    compressor's values are divided by 1 + omega, so that it contracts: the stored errors of an
-    unbiased compressor would grow. The decentralized method also needs a contraction, because its
-    differences between neighbours are such stored errors.
+    compressor's values are divided by 1 + omega, so that the compressor contracts. Without this
+    division the stored errors would grow. The decentralized method also needs a contraction,
+    because the differences that it sends to neighbours contain the errors of earlier messages.
     """
     unbiased = section.error_feedback == "none" and section.method != "decentralized"
     match section.compressor:

@@ -26,9 +26,9 @@ def unit_number(name: str, line: int, run: int) -> int:
 
 @dataclass(frozen=True)
 class Draws:
-    """Random numbers for some compression blocks, without a generator: hashes of (seed, step,
-    round), data rank, block and element. Therefore every layout, every resumed run and every
-    receiver computes the same numbers.
+    """Random numbers for some compression blocks. Each number is a hash of (seed, step, round),
+    data rank, block and element, and needs no generator. Therefore every layout, every resumed run
+    and every receiver computes the same numbers.
 
     `units` [n] int64 are the numbers of the compression blocks. `key` is the hash of seed, step and
     round. `source` is the data rank whose values are compressed. If `units` are on a device, `host`
@@ -78,9 +78,9 @@ class Compressor(ABC):
     for the code of x.
 
     Each row is a compression block, has at most `longest` numbers, and is compressed independently.
-    An `unbiased` compressor has E C(x) = x and E ||C(x) - x||^2 <= omega ||x||^2. Any other has E
-    ||C(x) - x||^2 <= (1 - delta) ||x||^2. The length of a code depends only on the random numbers
-    that all data ranks share.
+    An `unbiased` compressor has E C(x) = x and E ||C(x) - x||^2 <= omega ||x||^2. A compressor that
+    is not `unbiased` has E ||C(x) - x||^2 <= (1 - delta) ||x||^2. The length of a code depends only
+    on the random numbers that all data ranks share.
     """
 
     unbiased = False
@@ -104,10 +104,10 @@ class Compressor(ABC):
 
     def omega(self, length: int) -> float:
         """Return omega, the bound of the variance (see the class). Only unbiased compressors have
-        one."""
+        an omega."""
         raise NotImplementedError(f"{type(self).__name__} is not unbiased")
 
     @abstractmethod
     def delta(self, length: int) -> float:
-        """Return delta, the contraction (see the class) that blocks of this length have at least,
-        in expectation; 0 for an unbiased compressor that does not contract."""
+        """Return delta, a lower bound of the expected contraction of blocks of this length (see the
+        class). Return 0 for an unbiased compressor that does not contract."""

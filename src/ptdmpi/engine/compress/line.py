@@ -32,11 +32,11 @@ class Coder:
     """An encoder and decoder of some tiles of a batch. A code has the blocks of each length, one
     length after the other.
 
-    `key` is the hash of seed and step. `tiles` selects tiles of the batch; by default all. With
-    `rounds` > 1 the values that a code leaves out are encoded again, `rounds` times in total, and
-    the receiver adds up the results (fast compressed communication, Huang et al. 2022, arXiv
-    2206.03665, section 4.1). Relative to the squared norm, the squared error is at most (1 -
-    delta)^rounds.
+    `key` is the hash of seed and step. `tiles` selects tiles of the batch; by default it selects
+    all tiles. With `rounds` > 1 the values that a code leaves out are encoded again, `rounds` times
+    in total, and the receiver adds up the results (fast compressed communication, Huang et al.
+    2022, arXiv 2206.03665, section 4.1). Relative to the squared norm, the squared error is at most
+    (1 - delta)^rounds.
     """
 
     compressor: Compressor
@@ -51,7 +51,7 @@ class Coder:
 
     def share(self, rank: int, size: int) -> "Coder":
         """Return the coder of the tiles for which data rank `rank` of `size` is the server. The
-        choice is the same in every layout."""
+        server of a tile is the same in every layout."""
         here, host = (numbers % size == rank for numbers in self.batch.numbers)
         served = host.nonzero()[:, 0]
         # the host knows the number of tiles, so it need not wait for the device
@@ -144,9 +144,9 @@ def gathered_mean(coder: Coder, x: Tensor, data: Communicator) -> tuple[Tensor, 
 def squeezed_mean(
     coder: Coder, x: Tensor, error: Tensor, data: Communicator
 ) -> tuple[Tensor, Tensor]:
-    """Return C(x) of this rank, and C(y), which has the same bits on all ranks. In this formula y
-    is the mean of all C(x) plus the server's `error` [tiles, width]. After the exchange, `error`
-    becomes y - C(y) (Tang et al. 2019, arXiv 1905.05957).
+    """Return C(x) of this rank, and C(y), which has the same bits on all ranks. Here y is the mean
+    of all C(x) plus the server's `error` [tiles, width]. After the exchange, `error` becomes y -
+    C(y) (Tang et al. 2019, arXiv 1905.05957).
 
     Each data rank is the server of its share of the tiles, which is chosen by their numbers. Codes
     go to the servers, and codes of the means come back, so a rank sends the bytes of two codes for

@@ -1,8 +1,8 @@
 """Low-rank compression: each tile is a matrix, and two thin factors of it are sent (PowerSGD:
 Vogels et al. 2019, arXiv 1905.13727, algorithm 1).
 
-The compressor is linear in the values of the ranks, so their factors are all-reduced directly. A
-step is one power iteration, which starts with the last factor of the previous step.
+The compressor is linear in the values of the ranks, so their factors are all-reduced directly. Each
+training step does one power iteration, which starts with the second factor of the previous step.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class LowRank:
     orthonormal columns, so that ||C(x) - x|| <= ||x||.
 
     The contraction depends on x and on the distance of P from the first singular vectors of x. If P
-    has the first singular vectors, delta is at least rank / min(lines, length). P approaches the
-    first singular vectors for matrices that change slowly; in a first step delta may be 0.
+    has the first singular vectors, delta is at least rank / min(lines, length). If the matrices
+    change slowly, P approaches their first singular vectors. In the first step delta may be 0.
     """
 
     rank: int

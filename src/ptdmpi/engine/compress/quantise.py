@@ -54,13 +54,13 @@ class Quantiser(Compressor):
 
 
 class Qsgd(Quantiser):
-    """Random rounding of each element to a multiple of the block's norm divided by `levels`, up or
-    down so that the mean is exact (Alistarh et al. 2017, arXiv 1610.02132, section 3.1): omega =
-    min(d / s^2, sqrt(d) / s), for s levels and blocks of d elements.
+    """A compressor that rounds each element randomly up or down to a multiple of (the block's norm
+    / `levels`), so that the expected value is exact (Alistarh et al. 2017, arXiv 1610.02132,
+    section 3.1). For s levels and blocks of d elements, omega = min(d / s^2, sqrt(d) / s).
 
     Each element takes ceil(log2(2 s + 1)) bits. If not `unbiased`, every value is divided by 1 +
-    omega, so that the compressor contracts, with delta = 1 / (1 + omega). The mean is exact to
-    2^-24 of a level, because the random numbers have 24 bits.
+    omega, so that the compressor contracts, with delta = 1 / (1 + omega). The expected value is
+    exact to 2^-24 of a level, because the random numbers have 24 bits.
     """
 
     def __init__(self, levels: int, unbiased: bool) -> None:
@@ -99,8 +99,8 @@ class Qsgd(Quantiser):
 
 class Sign(Quantiser):
     """A compressor that sends the sign of each element, and the mean magnitude of its block
-    (Karimireddy et al. 2019, arXiv 1901.09847, lemma 8): ||C(x) - x||^2 = ||x||^2 - ||x||_1^2 / d,
-    so delta >= 1 / d."""
+    (Karimireddy et al. 2019, arXiv 1901.09847, lemma 8). For blocks of d elements ||C(x) - x||^2 =
+    ||x||^2 - ||x||_1^2 / d, so delta >= 1 / d."""
 
     def __init__(self) -> None:
         super().__init__(QUANTISED, 1)
@@ -120,12 +120,12 @@ class Sign(Quantiser):
 
 
 class Rounded(Quantiser):
-    """A compressor that rounds to the nearest of 2 q + 1 multiples of (the greatest magnitude / q),
-    with q = 127 or 7: int8 or int4 in blocks, each with a scale.
+    """A compressor that rounds each element to the nearest of 2 q + 1 multiples of (the block's
+    greatest magnitude / q). For int8 q is 127, and for int4 q is 7. Each block has its own scale.
 
     The greatest element is exact. The error of any other element is at most half a step and at most
-    the element itself. It follows that delta = 4 q^2 / (4 q^2 + d - 1); this value is reached if
-    all other elements are half a step from zero.
+    the element itself. For blocks of d elements it follows that delta = 4 q^2 / (4 q^2 + d - 1).
+    The error is as large as this delta permits if all other elements are half a step from zero.
     """
 
     def __init__(self, bits: int, block: int) -> None:

@@ -71,7 +71,7 @@ class TopK(Sparse):
     """A compressor that sends the elements of greatest magnitude, with their indices (Aji and
     Heafield 2017, arXiv 1704.05021; delta = k / d: Stich et al. 2018, arXiv 1809.07599, lemma A.1).
     Each number is sent in the type of the gradients, and its index in ceil(log2 length) bits. If
-    all elements are sent, no index is.
+    all elements are sent, no indices are sent.
     """
 
     def scores(self, x: Tensor, draws: Draws) -> Tensor:
@@ -132,7 +132,8 @@ class RandomK(Sparse):
         return joined_bytes(self.count(draws, length) * dtype.itemsize, 0)
 
     def encode(self, x: Tensor, draws: Draws) -> Tensor:
-        """Encode x [n, length] as [code_bytes] uint8, which are the elements alone."""
+        """Encode x [n, length] as [code_bytes] uint8. The code has the sent elements, without
+        indices."""
         return join(x[self.places(x, draws)], x.new_zeros(0, dtype=torch.uint8))
 
     def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:

@@ -39,7 +39,7 @@ def grains(declaration: Declaration, most_tensor: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Slab:
-    """Complete tiles of a parameter that this rank has. Each tile has `lines` lines of `length`
+    """Complete tiles of one parameter on this rank. Each tile has `lines` lines of `length`
     elements.
 
     `box` is the slice of the local tensor that the tiles cover, `dim` the dim along which lines are

@@ -20,8 +20,8 @@ class Choco(Decentralized):
         x_i += rate sum_j w_ij (public_j - public_i)
 
     In this formula C is a contraction, and rate is `consensus_rate` (the paper's gamma). W is
-    symmetric and the same in every step. The next difference contains what C has left out of this
-    one, so nothing is lost.
+    symmetric and the same in every step. The next difference contains the values that C has left
+    out of the previous difference, so no change of the weights is lost.
 
     Each replica has a copy of its neighbours' public weights, with the same bits, since it adds the
     same numbers. The copies are not part of the state: they are sent uncompressed, once, before the

@@ -1,8 +1,8 @@
 """Data parallelism with compressed gradients: each replica encodes its gradient and sends the
 bytes, and all replicas update with the same mean of the decoded gradients.
 
-All values are scaled like the gradient of the global batch: replica i compresses n times its part
-of that gradient, and the update uses the mean over the n replicas.
+All values have the scale of the global batch's gradient. Each of the n replicas compresses n times
+its own part of that gradient, and the update uses the mean over the replicas.
 """
 
 import math
@@ -47,7 +47,7 @@ class Compressed(DataParallel):
         self.bits_per_element = self.compression.bits_per_element
 
     def after_update(self, step: int, skipped: bool) -> None:
-        """Note that the weights and the error-feedback state belong to the same step again."""
+        """Record that the weights and the error-feedback state belong to the same step again."""
         self._midway = False
 
     @property

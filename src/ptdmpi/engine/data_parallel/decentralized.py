@@ -18,8 +18,8 @@ from ptdmpi.plan.schedule.ops import Op
 
 @dataclass(frozen=True)
 class _Exchange:
-    """An exchange with the neighbours that is not complete. The exchange concerns a piece of the
-    state, which is all or part of shard unit `number`."""
+    """An incomplete exchange of values with the neighbours. The values are a slice of the state:
+    all or part of shard unit `number`."""
 
     number: int
     own: Tensor
@@ -45,10 +45,11 @@ class _Exchange:
 
 
 class Decentralized(DataParallel):
-    """Adapt, then combine (diffusion): x_i <- sum_j w_ij (x_j - rate * update_j). W is a `topology`
-    over the replicas, which may change from step to step (Lopes and Sayed 2008, IEEE Trans. Signal
-    Process. 56; Chen and Sayed 2012, 60). Each replica keeps its own moments, or the moments are
-    averaged in the same way (`average_moments`). A skipped step averages nothing.
+    """Decentralized SGD that adapts, then combines (diffusion): x_i <- sum_j w_ij (x_j - rate *
+    update_j). W is a `topology` over the replicas, which may change from step to step (Lopes and
+    Sayed 2008, IEEE Trans. Signal Process. 56; Chen and Sayed 2012, 60). Each replica keeps its own
+    moments, or the moments are averaged in the same way (`average_moments`). A skipped step
+    averages nothing.
 
     With `average_every` = H > 0, each H-th step averages over all replicas instead: Gossip-PGA
     (Chen et al. 2021, arXiv 2105.09080, algorithm 1). Steps are counted from step 0 of the run,
@@ -59,8 +60,9 @@ class Decentralized(DataParallel):
     it. The values have the same bits as without `overlap`; only the time of their arrival differs.
     Code that reads the state between steps calls `settle` first, which finishes the exchange.
 
-    The bits are the same for every t, p and schedule if the gradients are: every operation is
-    element by element, in ascending order of replicas.
+    If gradients have the same bits for every tensor-parallel size t, pipeline-parallel size p and
+    schedule, the weights have too. The reason is that every operation is element by element, in
+    ascending order of replicas.
     """
 
     differs = ("replicate",)

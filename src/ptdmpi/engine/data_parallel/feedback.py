@@ -1,5 +1,5 @@
-"""Error feedback: the mean over replicas of their compressed gradients, and how the part that a
-code leaves out is used later, by the rule that `error_feedback` names."""
+"""Error feedback: the mean over replicas of their compressed gradients. The rule that
+`error_feedback` names decides how the values that a code leaves out are used in later steps."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -25,8 +25,8 @@ PURPOSE = 1_000_003
 
 @dataclass(frozen=True)
 class CompressedTiles:
-    """Some tiles in one step, with everything that is needed to send these tiles, and the state
-    that is kept for them."""
+    """Some tiles in one step, with the objects that are needed to send them, and with their
+    error-feedback state."""
 
     batch: TileBatch
     state: State
@@ -116,8 +116,8 @@ def double_squeeze(place: CompressedTiles, x: Tensor) -> Tensor:
 def ef21(place: CompressedTiles, x: Tensor) -> Tensor:
     """Return the mean of the replicas' estimates of their gradients. Each replica adds C(x -
     estimate) to its estimate (Richtarik et al. 2021, arXiv 2106.05203, algorithm 2). In the paper
-    the first estimate is C of the first gradient; an estimate that begins as zero gives the
-    same."""
+    the first estimate is C of the first gradient; if the first estimate is zero, the estimate after
+    the first step is the same."""
     estimate = place.read("estimate")
     own, change = place.mean(x - estimate)
     place.write("estimate", estimate + own)
@@ -160,7 +160,8 @@ class Compression:
         self.data = replica.axes["data"]
         self.compressor = compressor_of(self.section)
         self.bits_per_element: float | None = None
-        # every legal size of the tensor axis divides both numbers (`config.legality`)
+        # every legal size of the tensor axis divides the number of heads and `ffn_hidden`
+        # (`config.legality`)
         most_tensor = math.gcd(config.model.heads, config.model.ffn_hidden)
         self.batches = batches(
             list(slabs(replica.buffer, most_tensor)),

@@ -22,9 +22,9 @@ class Local(DataParallel):
     (Reisizadeh et al. 2020, arXiv 1909.13014, algorithm 1). With `error_feedback` = "mem_sgd" the
     method is Qsparse-local-SGD (Basu et al. 2019, arXiv 1906.02367, algorithm 1).
 
-    Rounds are counted from step 0 of the run, also in a resumed run. The bits are the same for
-    every t and p if the gradients are: every operation is element by element, over replicas in
-    ascending order.
+    Rounds are counted from step 0 of the run, also in a resumed run. If gradients have the same
+    bits for every tensor-parallel size t and pipeline-parallel size p, the weights have too. The
+    reason is that every operation is element by element, over replicas in ascending order.
     """
 
     differs = ("replicate",)
@@ -69,7 +69,7 @@ class Local(DataParallel):
         momentum = self.settings.outer_momentum
         kinds = self.state.kinds
         buffer = self.replica.buffer
-        # this method does not divide the flat buffer into several shard units: it is one part
+        # under this method the whole flat buffer is one shard unit
         (master,) = buffer.masters
         (anchor,) = kinds["anchor"].parts
         moved = torch.sub(anchor, master, out=buffer.gradients[: len(master)])

@@ -43,14 +43,14 @@ class DataParallel(OpHook):
     after every step.
 
     `linear`: True if `reduce` may run before the sums over the tensor axis and over the tied table.
-    A method that does more than add (compresses, for example) sets False. The input of such a
-    method is then the gradients of this replica alone, already summed over its tensor ranks and,
-    for a tied table, over both ends of the pipeline.
+    A method that does more than add (compresses, for example) sets False. With False, the input of
+    `reduce` is the gradients of this replica only. These gradients are already summed over its
+    tensor ranks and, for a tied table, over both ends of the pipeline.
 
     `by_unit`: True if the method sums over all ranks that see different tokens. These ranks are the
-    group `losses`, not only `data`. Such a method sums each shard unit separately, and leaves out
-    the axes along which the parameters of the unit are declared to be `apart`. If summing by shard
-    unit makes a difference, methods without `by_unit` are refused.
+    group `losses`, not only `data`. A method with `by_unit` sums each shard unit separately, and
+    leaves out the axes along which the parameters of the unit are declared to be `apart`. A run is
+    refused if its method has no `by_unit` and summing by shard unit would give another result.
 
     `kinds`: the state, by name, that the method keeps for each parameter in addition to weights and
     moments: one number for every element, in the type of the master weights. Each kind says whether
@@ -64,7 +64,8 @@ class DataParallel(OpHook):
     differs: tuple[str, ...] = ()
     linear: bool = True
     by_unit: bool = False
-    # bits per element of the values that this rank compressed in the last step; None if none were
+    # bits per element of the values that this rank compressed in the last step; None if it
+    # compressed nothing
     bits_per_element: float | None = None
     state: State  # set by the engine when it makes the state, which contains `kinds`
 
@@ -74,8 +75,9 @@ class DataParallel(OpHook):
         self.kinds: Mapping[str, Kept] = {}
 
     def begin_step(self) -> None:
-        """Discard what remains of a step that was not reduced, such as one that was only observed.
-        `begin_step` is called before the gradients are set to zero and the first op begins."""
+        """Discard the gradients of an earlier step that did not reduce them, for example because it
+        was only observed. `begin_step` is called before the gradients are set to zero and the first
+        op begins."""
 
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
         """Call `leaf` if the gradient of a microbatch is complete. If the backward of a microbatch

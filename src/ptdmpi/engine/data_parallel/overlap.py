@@ -1,7 +1,7 @@
-"""Overlap of communication with the last backward: sums of gradients over the data axis that begin
-before it ends.
+"""Overlap of communication with the last backward: sums of gradients over the data axis begin
+before the last backward ends.
 
-The overlap needs a transport that makes progress in the meantime (`overlaps`). Every shard unit,
+The overlap needs a transport that makes progress during computation (`overlaps`). Every shard unit,
 which is a module such as a layer, is summed as soon as its gradient is complete, in reverse order.
 The replicas execute the same program, so they begin the same sums in the same order.
 """

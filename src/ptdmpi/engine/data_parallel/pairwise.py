@@ -16,10 +16,10 @@ class Ring(DataParallel):
 
     In the textbook, the ring begins part c at rank c, and so adds the parts in different orders. In
     ptdmpi's ring every part begins at rank 0 and ends at rank n - 1, so that all are added in
-    ascending rank order; then the sums go from there to 0, 1, .., n - 2. All ranks together send as
-    many bytes as in the textbook, 2 (n - 1) times the gradients. However, each rank sends the
-    gradients twice, not 2 (n - 1) / n times, except ranks n - 2 and n - 1, which send them once.
-    For n = 3 and parts a and b:
+    ascending rank order; then the sums go from rank n - 1 to ranks 0, 1, .., n - 2. All ranks
+    together send as many bytes as in the textbook, 2 (n - 1) times the gradients. However, each
+    rank sends the gradients twice, not 2 (n - 1) / n times, except ranks n - 2 and n - 1, which
+    send them once. For n = 3 and parts a and b:
 
         0 -a0-> 1 -a01-> 2      0 -b0-> 1 -b01-> 2       then      2 -a-> 0 -a-> 1      2 -b-> ..
 

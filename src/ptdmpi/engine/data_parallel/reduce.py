@@ -85,9 +85,9 @@ class AllReduce(EarlySums):
 
 
 class Sharded(EarlySums):
-    """The sum of gradients over all ranks with different tokens, of which each rank of a shard
-    group gets its part (`zero`). Gradients are summed first within the shard group, then over the
-    groups, each in ascending rank order.
+    """The sum of gradients over all ranks with different tokens. Each rank of a shard group gets
+    only its shard of the sum (`zero`). Gradients are summed first within the shard group, then over
+    the groups, each in ascending rank order.
 
     With `zero` = 1 the gradients are unsharded, and are reduced one shard unit at a time, here or
     during the last backward. With higher `zero` each gradient was reduced when it was computed.
@@ -147,7 +147,7 @@ class TreeSum(DataParallel):
         if stage not in self.views:  # no parameter of this stage trains
             return
         leaf = self.data.rank * self.replica.schedule.microbatches + microbatch
-        # copy the leaf: a node of the tree must stay while the buffer gets the next leaf
+        # copy the leaf, because the next leaf overwrites the buffer
         value = torch.cat([view.flatten() for view in self.views[stage]])
         for view in self.views[stage]:
             view.zero_()  # the next microbatch is a separate leaf

@@ -1,5 +1,5 @@
-"""A microbatch as tensors, its copy to the device while the device computes, and its pass through
-the stages of a rank."""
+"""A microbatch as tensors, the copy of microbatches to the device while the device computes, and
+the pass of a microbatch through the stages of a rank."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,20 +17,21 @@ ALIGNMENT_BYTES = 256  # the alignment, in bytes, of each tensor in the common m
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A microbatch as a model computes with it: inputs and labels [s, b] of token ids, weights
-    [s, b] or None (all 1), and the global sample numbers [b].
+    """A microbatch in the form that a model uses. It has inputs and labels [s, b] of token ids,
+    weights [s, b] or None (all 1), and the global sample numbers [b].
 
-    Labels are one token further than inputs in the whole sequence, so a rank may take any positions
-    of both. `ptdmpi.inference.tensors` makes it from the rows that are read.
+    Labels are shifted by one token relative to inputs in the full sequence, so a rank may select
+    any positions of both. `ptdmpi.inference.tensors` makes a microbatch from the rows that are
+    read.
 
-    `documents` is set if a sequence holds several documents. In a masked language model, labels and
-    weights [k, b] belong to the `masked` positions [k, b]; `types` [s, b] are the segment numbers,
-    and `order` [b] is 0 for segments in their order, 1 for swapped ones, and -1 for a single
-    segment. `pairs` are the answers that a loss of preferences compares.
+    `documents` is set if a sequence contains several documents. In a masked language model, labels
+    and weights [k, b] belong to the `masked` positions [k, b]; `types` [s, b] are the segment
+    numbers, and `order` [b] is 0 for segments in their order, 1 for swapped ones, and -1 for a
+    single segment. `pairs` are the pairs of answers that a preference loss compares.
 
-    `tokens` and `orders` are the numbers of tokens (by their weights) and of segment orders that
-    count. They are computed on the host when a batch is made, because reading them from a device
-    would wait for it.
+    `tokens` is the sum of the tokens' weights, and `orders` the number of segment orders that count
+    in the loss. Both are computed on the host when a batch is made, because the host would have to
+    wait for the device to read them from there.
     """
 
     inputs: Tensor
@@ -60,12 +61,13 @@ class Microbatch:
         return cls(ids[:-1].contiguous(), ids[1:].contiguous(), None, samples)
 
     def at(self, positions: Positions) -> "Microbatch":
-        """Return the same samples at some positions of the sequence, made on the host.
+        """Return the same samples at some positions of the sequence. The result is made on the
+        host.
 
-        Labels were shifted on the whole sequence. Documents stay whole, because queries see keys at
-        all positions. Masked positions are converted to positions among this rank's; if another
-        rank has a masked position, its weight here is 0. Only the rank with the first position
-        counts the order of segments.
+        Labels were shifted on the full sequence. Documents keep all positions, because queries see
+        keys at all positions. Masked positions are converted to indices among this rank's
+        positions. If another rank has a masked position, the weight of that position is 0 on this
+        rank. Only the rank with the first position counts the order of segments.
         """
         if positions.are_all:
             return self
@@ -78,8 +80,8 @@ class Microbatch:
         return replace(here, labels=positions.of(self.labels), weights=weights, pairs=pairs)
 
     def _with_masked_of(self, whole: "Microbatch", positions: Positions) -> "Microbatch":
-        """Return this part of a masked sample with its masked positions and the order of its
-        segments."""
+        """Return a masked sample at this rank's positions, with its masked positions and the order
+        of its segments."""
         assert whole.masked is not None
         count = len(self.inputs)
         numbers = positions.numbers(count, self.inputs.device)
@@ -94,7 +96,8 @@ class Microbatch:
         return replace(self, masked=masked.clamp_min(0), weights=weights, order=order)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Microbatch":
-        """Return the same microbatch with `change` applied to each of its tensors; counts stay."""
+        """Return the same microbatch with `change` applied to each of its tensors. The counts do
+        not change."""
         changed = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -108,12 +111,12 @@ class Microbatch:
 
 @dataclass(eq=False)
 class MicrobatchPass:
-    """One microbatch on its way through the stages of a rank: the input and the result of its ops.
+    """The pass of one microbatch through the stages of a rank: the input and the result of its ops.
 
-    `number` is its place in the schedule. `step` is the training step, from which dropout is drawn;
-    None means evaluation, without dropout. `scale` multiplies the total loss before its gradient is
-    taken: 1 over the valid tokens of the global batch, times the loss scale of fp16. `weights` has
-    the weight of each named loss but the first in the total.
+    `number` is the microbatch's number in the schedule. `step` is the training step, on which the
+    dropout masks depend; None means evaluation, without dropout. `scale` is the factor of the total
+    loss before its gradient is computed: 1 / (valid tokens of the global batch), times the loss
+    scale of fp16. `weights` has, by name, the weight in the total of each loss except the first.
 
     The last stage sets `losses`, by name, summed over the microbatch, and their `total`.
     """
@@ -131,10 +134,10 @@ class MicrobatchPass:
         return {name: self.scale * self.weights[name] for name in names if name in self.weights}
 
     def take(self, losses: Mapping[str, Tensor]) -> Tensor:
-        """Keep the values of some losses, and return their weighted sum, with its graph."""
+        """Store the values of some losses. Return their weighted sum, with its autograd graph."""
         total = next(iter(losses.values()))
         for name, weight in self.weights.items():
-            if name in losses:  # those of routers are added to gradients where they are computed
+            if name in losses:  # a router adds the gradients of its own losses
                 total = total + weight * losses[name]
         self.losses = {name: loss.detach() for name, loss in losses.items()}
         self.total = total.detach()
@@ -143,8 +146,8 @@ class MicrobatchPass:
 
 @dataclass
 class _Slot:
-    """Memory for the microbatches of one step, on host and device. After `free`, the device no
-    longer uses it."""
+    """Memory for the microbatches of one step, on host and device. After the event `free`, the
+    device does not use this memory."""
 
     host: Tensor
     there: Tensor
@@ -153,10 +156,10 @@ class _Slot:
 
 
 class Placing:
-    """Copies of microbatches to a device: one copy for a whole step, in a ring of two slots. While
-    the device computes with one slot, the host fills the other, and neither waits. The placed
-    tensors may be used by kernels that are started before the next call. If the device is the host,
-    nothing is copied."""
+    """Copies of microbatches to a device, in a ring of two slots. All microbatches of a step are
+    sent in one copy. While the device computes with one slot, the host fills the other, and neither
+    waits. Only kernels that are started before the next call may use the tensors. If the device is
+    the host, nothing is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -197,13 +200,13 @@ class Placing:
         ]
 
     def _next(self, size: int) -> _Slot:
-        """Return the slot to be used next, with room for `size` bytes."""
+        """Return the next slot of the ring, with at least `size` bytes."""
         slot = self._ring.pop(0) if len(self._ring) == 2 else None
         if slot is not None:
-            slot.copied.host_waits()  # this copy began two steps ago, so it is done
+            slot.copied.host_waits()  # this copy began two steps ago, so it is complete
         if slot is None or len(slot.host) < size:
             now = self._copies.computed()
-            # the device may still compute with a tensor that had the new memory before
+            # the device may still compute with a freed tensor that was in the same memory
             there = torch.empty(size, dtype=torch.uint8, device=self.device)
             slot = _Slot(self._copies.locked(size), there, now, now)
         self._ring.append(slot)

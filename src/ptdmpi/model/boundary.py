@@ -16,7 +16,7 @@ class Boundary:
 
     With `scatter_gather` (Narayanan et al. 2021, section 4.1), the ranks of a tensor group, which
     have equal activations, send 1/t of it each, and the receivers gather it. Under sequence
-    parallelism the activation is already divided.
+    parallelism the activation is already divided over the tensor ranks.
     """
 
     def __init__(self, shape: tuple[int, ...], axis: TensorAxis, scatter_gather: bool) -> None:
@@ -26,12 +26,13 @@ class Boundary:
         elements = torch.Size(shape).numel()
         self.shape = shape
         self.scattered = scatter_gather and axis.size > 1 and not axis.divides_sequence
-        # all shares have the same length: a tensor that t does not divide is sent unscattered
+        # a tensor is sent unscattered if t does not divide its length, because all shares must have
+        # the same length
         self.scattered = self.scattered and elements % axis.size == 0
         self.wire_elements = elements // axis.size if self.scattered else elements
 
     def pack(self, x: Tensor) -> Tensor:
-        """Return the part of `x` that this rank sends, flat and contiguous."""
+        """Return the share of `x` that this rank sends, flat and contiguous."""
         # only values are sent: the next stage builds its own graph, and its backward op (B) returns
         # the gradient
         return self.axis.share(x) if self.scattered else x.detach().contiguous().view(-1)
@@ -45,7 +46,7 @@ class Boundary:
 
 class Arrival:
     """The input of a stage's autograd graph. An `Arrival` keeps no reference to the input's values,
-    and receives the gradient."""
+    and stores the gradient of the input."""
 
     gradient: Tensor | None = None
 

@@ -21,7 +21,7 @@ from ptdmpi.model.random import initial
 class Storage:
     """The memory of the optimizer's state: the moments, and the master weights if they are separate
     from the weights. The base class uses the memory of `device`. `apart` is True if the memory is
-    not on the device that trains; then the update is computed where the memory is (`offload`)."""
+    not on the training device. In that case the host computes the update (`offload`)."""
 
     def __init__(self, device: torch.device, apart: bool = False) -> None:
         self.device = device
@@ -35,18 +35,18 @@ class Storage:
 
     def ahead(self, rows: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
         """Yield rows of stored tensors, one by one, as tensors in memory that may be read and
-        changed. A row may be written back once the next one is requested."""
+        changed. A row may be written back as soon as the next row is requested."""
         yield from rows
 
     def let_go(self) -> None:
-        """Allow the storage to free memory that is only a copy of these tensors: no code reads them
-        now."""
+        """Allow the storage to free memory that is only a cached copy of these tensors. The caller
+        does not read the tensors at present."""
 
 
 class ParameterBuffer(FlatOrder):
-    """The parameters of one rank: their order in flat buffers, and these buffers, which are zero at
-    first. If `trains` is False, there are no gradients. `storage` is for master weights that are
-    not in the device's memory.
+    """The parameters of one rank: their order in flat buffers, and the buffers, which are initially
+    zero. If `trains` is False, there are no gradients. `storage` is for master weights that are not
+    in the device's memory.
 
     `masters` and `reduced` have one tensor for each shard unit: the master weights and the
     gradients for the part that this rank updates. If the master type equals the compute type, the
@@ -114,8 +114,8 @@ class ParameterBuffer(FlatOrder):
         return flat[slice(*self.place(unit))]
 
     def _attach(self, name: str, parameter: Parameter, again: bool) -> None:
-        """Make a parameter a view of its part of the buffers. `again`: the call is for the second
-        use of a tied parameter."""
+        """Make a parameter a view of its part of the buffers. `again` is True if the call is for
+        the second use of a tied parameter."""
         declaration = parameter.declaration
         trains = declaration.trains
         entry = (self.entries if trains else self.packed | self.frozen)[name]
@@ -144,7 +144,8 @@ class ParameterBuffer(FlatOrder):
     def initialise(self, seed: int, trained_alone: bool = False) -> None:
         """Fill the master weights with random values that depend on (seed, name). The logical
         tensors are the same in every layout; each rank computes only the part that it stores.
-        `trained_alone`: frozen weights get no random values, because they are loaded."""
+        If `trained_alone` is True, frozen weights get no random values, because they are loaded
+        from a checkpoint."""
         place = (self.portion.tensor_rank, self.portion.tensor_size)
         frozen = () if trained_alone else (*self.frozen.values(), *self.packed.values())
         for entry in (*self.entries.values(), *frozen):
@@ -164,8 +165,8 @@ class ParameterBuffer(FlatOrder):
 
     def refresh_weights(self, written: bool = False) -> None:
         """Update the weights from the master weights of all ranks of the shard group. All ranks of
-        the shard group must call this method. `written`: each rank's own part is already up to
-        date."""
+        the shard group must call this method. If `written` is True, each rank's own part of the
+        weights is already up to date."""
         for follow in self.followers:
             follow()
         if not (self.one_type or written):
@@ -182,8 +183,8 @@ class ParameterBuffer(FlatOrder):
 
 
 def _fill(parts: Sequence[tuple[Box, Tensor]], entry: Entry, seed: int) -> None:
-    """Write the initial values of a logical tensor into `parts`: slices of it, each with its
-    view."""
+    """Write the initial values of a logical tensor into `parts`. Each part is a slice of the
+    tensor, with the view that stores it."""
     declaration = entry.declaration
     boxes = [box for box, _ in parts]
     drawn = initial(seed, entry.name, declaration.shape, declaration.init, wanted=boxes)

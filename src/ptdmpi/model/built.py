@@ -1,5 +1,5 @@
-"""Functions that build modules from the table of parameters (`plan.shape.parameters`), which the
-planner also uses to count parameters."""
+"""Functions that build modules from the table of parameters (`plan.shape.parameters`). The planner
+uses the same table to count parameters."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ from ptdmpi.plan.shape import parameters
 
 def column_linear(parts: Parts, name: str, axis: TensorAxis) -> ColumnParallelLinear:
     """Return a linear whose outputs are divided over the tensor axis, with its adapters. All
-    functions here raise TypeError if the described part is of another kind."""
+    functions of this module raise TypeError if the table describes another kind of module."""
     linear = as_linear(parts[name], "columns")
     module = ColumnParallelLinear(
         axis,
@@ -59,8 +59,8 @@ def _adapt(
     name: str,
     columns: Sequence[slice],
 ) -> None:
-    """Attach to a linear the adapters that the table describes below `name`. `columns` has a slice
-    of the linear's outputs for each of its parts."""
+    """Attach to a linear the adapters that the table describes under the name `name`. `columns`
+    has, for each part of the linear (such as q, k and v), its slice of the outputs."""
     axis = module.axis
     pairs = list[LowRankAdapter]()
     scales = list[ScaleAdapter]()
@@ -96,8 +96,8 @@ def word_embedding(part: Part, axis: TensorAxis) -> VocabularyEmbedding:
 
 
 def output_head(part: Part, axis: TensorAxis, softcap: float) -> VocabularyHead:
-    """Return the linear that makes the logits of the vocabulary. The logits are capped if `softcap`
-    is not 0."""
+    """Return the linear that computes the logits of the vocabulary. The logits are capped if
+    `softcap` is not 0."""
     linear = as_linear(part, "columns")
     (vocab_size,) = linear.outputs
     return VocabularyHead(
@@ -114,8 +114,8 @@ def declare_as_described(
     stage: nn.Module, model: ModelConfig, vocab_size: int, layers: range
 ) -> None:
     """Copy two properties from the table to the declarations of a stage's parameters: whether they
-    train, and whether they are quantized in matrix multiplications (only weights of the layers'
-    linears are)."""
+    train, and whether they are quantized in matrix multiplications (only the weights of the layers'
+    linears are quantized)."""
     for prefix, parts in _described(model, vocab_size, layers):
         for name, part in parts.items():
             if not part.trains:
@@ -133,7 +133,7 @@ def declare_as_described(
 
 
 def _described(model: ModelConfig, vocab_size: int, layers: range) -> Iterator[tuple[str, Parts]]:
-    """Yield the tables for a stage with these layers, each after the prefix of its names."""
+    """Yield (prefix of names, table of parameters) for each module of a stage with these layers."""
     for number in layers:
         yield f"layers.{number}.", parameters.layer(model, number)
     if layers.start == 0:
@@ -143,7 +143,8 @@ def _described(model: ModelConfig, vocab_size: int, layers: range) -> Iterator[t
 
 
 def _declared(module: nn.Module) -> Iterator[Parameter]:
-    """Yield the parameters of the module itself, the weight first."""
+    """Yield the parameters that belong to the module itself and not to its submodules, the weight
+    first."""
     for name, weight in module.named_parameters(recurse=False):
         assert isinstance(weight, Parameter), f"{name} is not declared"
         yield weight

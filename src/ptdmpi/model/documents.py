@@ -1,8 +1,8 @@
-"""The documents of a microbatch: attention and positions begin anew in each of them. And the pairs
-of documents that a loss of preferences compares.
+"""The documents of a microbatch, in each of which attention and positions start again, and the
+pairs of documents that a preference loss compares.
 
-A document here is a run of tokens that attend only to each other: a text of a packed sample, or the
-padding after it.
+In this module a document is a run of tokens that attend only to each other: one text of a packed
+sample, or the padding after the last text.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,9 @@ class Documents:
 
     `numbers` [b, s] identify the document of each token within its row. `positions` [s, b] count
     from 0 in each document. `pieces` are (row, begin, end) of all documents, row by row; they are
-    on the host, because they select the kernels. `offsets` int32 [documents + 1] are the first
-    tokens of the documents, and the end of the last one, if the rows are laid end to end.
+    on the host, because they decide which kernels are used. `offsets` int32 [documents + 1] has the
+    position of each document's first token, and the end of the last document, after all rows are
+    concatenated.
     """
 
     numbers: Tensor
@@ -33,13 +34,13 @@ class Documents:
 
     @classmethod
     def of(cls, numbers: Tensor) -> "Documents":
-        """Return the documents of the numbers [b, s], which are on the host; a document is a run of
-        one number in a row."""
+        """Return the documents that the numbers [b, s] describe. The numbers are on the host, and
+        each run of equal numbers in a row is one document."""
         rows, length = numbers.shape
         begins = torch.ones_like(numbers, dtype=torch.bool)
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         indices = torch.arange(length).expand(rows, length)
-        # the greatest beginning so far is that of the document that a token is in
+        # the greatest document start up to a token is the start of the token's own document
         positions = indices - torch.where(begins, indices, 0).cummax(1).values
         flat = [*begins.flatten().nonzero().flatten().tolist(), rows * length]
         pieces = tuple(
@@ -72,13 +73,13 @@ class Documents:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The pairs of answers in a microbatch of b sequences of s tokens: documents 2 i and 2 i + 1 of
-    a row are a preferred answer and another one.
+    """The pairs of answers in a microbatch of b sequences of s tokens: document 2 i of a row has
+    the preferred answer, and document 2 i + 1 the other answer.
 
-    `answers` [s, b] has the answer of each label, 2 n for the preferred answer of pair n and
-    2 n + 1 for the other one; -1 for a label that does not count. `references` [s, b] are the
+    `answers` [s, b] has the answer of each label, 2 n for the preferred answer of pair n and 2 n +
+    1 for the other one; -1 for a label that does not count. `references` [s, b] are the
     log-probabilities of the labels in the reference model. `size` is the number of pairs, and
-    `counted` the number of those that this rank of the context axis counts: all or none.
+    `counted` is the number of pairs that this rank of the context axis counts: all pairs or none.
     """
 
     answers: Tensor
@@ -88,8 +89,9 @@ class Pairs:
 
     @classmethod
     def of(cls, documents: Tensor, weights: Tensor, references: Tensor) -> "Pairs":
-        """Return the pairs of documents, whose numbers [b, s] count from 0 in each row. The weights
-        [b, s] are 0 for labels that do not count, and for all labels of rows that do not."""
+        """Return the pairs of documents. The documents' numbers [b, s] start from 0 in each row.
+        The weights [b, s] are 0 for labels that do not count, and for all labels of rows that do
+        not count."""
         rows = torch.arange(len(documents))[:, None]
         pairs = rows * (int(documents.max()) + 1) + documents // 2
         known = torch.unique(pairs[weights > 0])
@@ -98,15 +100,15 @@ class Pairs:
         return cls(answers.t().contiguous(), references.t().contiguous(), len(known), len(known))
 
     def summed(self, values: Tensor) -> Tensor:
-        """Return the sums of the values [s, b] of labels over each answer, [pairs, 2]."""
+        """Return, for each answer, the sum of the `values` [s, b] of its labels: [pairs, 2]."""
         numbers = torch.arange(2 * self.size, device=values.device)[:, None, None]
         # not index_add, whose order of additions changes from run to run on GPUs
         sums = torch.where(self.answers == numbers, values, 0.0).sum((1, 2))
         return sums.view(self.size, 2)
 
     def at(self, positions: Positions) -> "Pairs":
-        """Return the labels at some positions. The rank with the first position counts the
-        pairs."""
+        """Return the same pairs with only the labels at some positions. The rank with the first
+        position counts the pairs."""
         first = positions.numbers(len(self.answers) // positions.parts, self.answers.device)[0]
         return Pairs(
             positions.of(self.answers),

@@ -23,9 +23,9 @@ ALL = "all"  # the name of the shard unit for all parameters that have no separa
 
 @dataclass(frozen=True)
 class Portion:
-    """A rank's part of the model and its state: its rank on the tensor axis, and in the group that
-    shares the tensors that `zero` shards. A rank that is alone in that group stores all of these
-    tensors."""
+    """A rank's part of the model and its state: the rank's number on the tensor axis, and its
+    number in the shard group. The ranks of the shard group share the tensors that `zero` shards. If
+    the shard group has only one rank, this rank stores these tensors completely."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
@@ -39,17 +39,17 @@ class Portion:
 
     @property
     def shards_state(self) -> bool:
-        """Return True if this rank updates a part of the parameters, and not all of them."""
+        """Return True if this rank updates only a part of the parameters."""
         return self.sharing.shards_state
 
     @property
     def shards_gradients(self) -> bool:
-        """Return True if this rank keeps a part of the gradients, and not all of them."""
+        """Return True if this rank stores only a part of the gradients."""
         return self.sharing.shards_gradients
 
     @property
     def shards_weights(self) -> bool:
-        """Return True if this rank keeps a part of the weights, and not all of them."""
+        """Return True if this rank stores only a part of the weights."""
         return self.sharing.shards_weights
 
     @property
@@ -76,7 +76,8 @@ class Unit:
 
 
 class LogicalPart(NamedTuple):
-    """A part of a logical tensor: its slice there, its values, and the share that it belongs to."""
+    """A part of a logical tensor: its slice of the logical tensor, its values, and the share that
+    it belongs to."""
 
     box: Box
     values: Tensor

@@ -1,1 +1,1 @@
-"""Adapters: the trained modules on a frozen model, which its linears call."""
+"""Adapters: small trained modules that are added to the linears of a frozen model."""

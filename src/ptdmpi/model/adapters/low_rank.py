@@ -2,10 +2,11 @@
 
     y = x W^T + b + scale (drop(x) A^T) B^T
 
-In a column-parallel linear B is divided as W is, and A is whole on every rank; each rank's gradient
-of A is a part, to be summed over the tensor axis once in a step. In a row-parallel linear A is
-divided as W is, and B is whole: the rank's part of the product is added before the sum of W's
-parts, so that no further message is sent.
+In a column-parallel linear, B is divided like W, and every rank has the full A. Each rank computes
+only a partial gradient of A, and the partial gradients are summed over the tensor axis once in a
+step. In a row-parallel linear, A is divided like W, and every rank has the full B. The adapter's
+partial product is added to W's partial product before the all-reduce, so no further message is
+sent.
 """
 
 from collections.abc import Callable
@@ -19,11 +20,12 @@ from ptdmpi.plan.layer.parts import LowRankPair
 
 
 class LowRankAdapter(Computing):
-    """The product B A, added to the outputs `columns` of a linear on this tensor rank. It is not
-    called by itself: forward and backward of the linear call its methods."""
+    """The product B A, added to the outputs `columns` of a linear on this tensor rank. The forward
+    and the backward of the linear call the adapter's methods; the adapter has no forward of its
+    own."""
 
     def __init__(self, part: LowRankPair, tensor: tuple[int, int], columns: slice) -> None:
-        """`tensor`: (rank, size) of the tensor axis."""
+        """Declare A and B. `tensor` is (rank, size) of the tensor axis."""
         super().__init__()
         rank, size = tensor
         self.part = part
@@ -37,7 +39,7 @@ class LowRankAdapter(Computing):
             self.first_channel = rank * part.local(size)[0]
         else:
             outputs = Split.of_one(0, part.outputs, part.most)
-        # the variance that `peft` begins with: uniform in +-1/sqrt(inputs)
+        # the initial variance in `peft`: a uniform distribution in +-1/sqrt(inputs)
         std = (3 * part.inputs) ** -0.5
         shape_of_a = (part.rank, part.inputs)
         shape_of_b = (part.outputs, part.rank)
@@ -45,7 +47,8 @@ class LowRankAdapter(Computing):
         self.b = declare(size, shape_of_b, "zeros", split=outputs, partial_gradient=rows)
 
     def drop(self, x: Tensor, stream: RandomStream | None) -> Tensor:
-        """Apply dropout to the input, or to its gradient; the mask is drawn again, not kept."""
+        """Apply dropout to the input, or to the gradient of the input. The backward computes the
+        mask again instead of storing it."""
         if stream is None or self.part.dropout == 0.0:
             return x
         at = stream.at(self.part.number, first_channel=self.first_channel)
@@ -73,8 +76,8 @@ class LowRankAdapter(Computing):
         up: Tensor,
         stream: RandomStream | None,
     ) -> None:
-        """Add to the gradients of A and B, at once or later; `operands` return x and dy at that
-        time."""
+        """Add to the gradients of A and B, immediately or in the second part of a split backward.
+        The two functions `operands` return x and dy when the gradients are computed."""
         x, dy = operands
         if self.a.requires_grad:
             self.a.accumulate(

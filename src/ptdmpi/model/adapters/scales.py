@@ -11,7 +11,8 @@ from ptdmpi.plan.layer.parts import Scale
 
 
 class ScaleAdapter(nn.Module):
-    """Factors of the channels `columns` of a linear's output, or input, on this tensor rank."""
+    """Trained factors for the channels `columns` of a linear's output or input, on this tensor
+    rank."""
 
     def __init__(self, part: Scale, tensor_size: int, columns: slice) -> None:
         super().__init__()
@@ -29,7 +30,8 @@ def rescaled(x: Tensor, adapters: Sequence[ScaleAdapter]) -> Tensor:
 
 
 class _Rescale(Function):
-    """The product of some channels with their factors. It keeps the channels that are scaled."""
+    """The product of some channels with their factors. For the backward, the function saves the
+    channels that are scaled."""
 
     @staticmethod
     def forward(
@@ -40,7 +42,8 @@ class _Rescale(Function):
         kept = []
         for columns, weight in scales:
             y[..., columns].mul_(weight)
-            # keep x itself if all of it is scaled: a copy of a part would take more memory
+            # save x itself if all channels are scaled, because x is in memory anyway; otherwise
+            # copy the scaled channels
             part = x[..., columns]
             if part.shape != x.shape:
                 part = part.clone()
@@ -62,6 +65,7 @@ class _Rescale(Function):
 
 
 def _accumulate(weight: Parameter, dy: Tensor, x: Tensor) -> None:
-    """Add the sum over positions of dy x, in the gradient's type."""
+    """Add dy x, summed over the positions, to the gradient of the factors, in the gradient's
+    type."""
     if weight.requires_grad:
         weight.accumulate(lambda total: total.add_((dy.to(total.dtype) * x).flatten(0, -2).sum(0)))

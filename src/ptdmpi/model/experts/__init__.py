@@ -1,1 +1,1 @@
-"""Mixture of experts: the choice of experts for each token, and their products."""
+"""Mixture of experts: the choice of experts for each token, and the experts' computation."""

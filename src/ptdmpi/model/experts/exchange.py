@@ -1,12 +1,13 @@
-"""The way of tokens to the ranks that hold their experts, and back.
+"""Sending tokens to the ranks that have their experts, and sending the results back.
 
-The experts of a layer are dealt over the ranks of a group: rank r of e has the r-th part of them,
-in the order of their numbers. All ranks of the group compute the same microbatch number of the same
-layer at the same time, each with its own tokens. A row travels once for each of its experts.
+The experts of a layer are divided among the e ranks of a group. Rank r has the r-th block of
+experts, in the order of their numbers. All ranks of the group compute the same microbatch number of
+the same layer at the same time, each with its own tokens. The activation of a token (a row) is sent
+once for each expert of the token.
 
-An expert computes the rows of each rank apart, in the order that they have on that rank, and the
-rows of rank after rank. So each product of matrices has the same rows as without expert
-parallelism, and gives the same bits.
+An expert computes the rows of each rank separately, rank after rank, in the order that the rows
+have on their rank. Each matrix product therefore has the same rows as without expert parallelism,
+and gives the same bits.
 """
 
 from collections.abc import Sequence
@@ -21,39 +22,43 @@ from ptdmpi.model.experts.routing import Segment, segments
 
 
 class RowCounts(NamedTuple):
-    """The numbers of rows that travel: `leaving[n]` rows of this rank are for expert n, and
-    `arriving[r][n]` rows come from rank r and are for expert n of this rank."""
+    """The numbers of rows that are sent and received. This rank sends `leaving[n]` rows to expert
+    n. Rank r sends `arriving[r][n]` rows to expert n of this rank."""
 
     leaving: list[int]
     arriving: list[list[int]]
 
 
 class Dispatch(Protocol):
-    """The way of a microbatch's rows to their experts. `held` are the segments of this rank's
-    experts, numbered from 0, among the rows that it computes: R rows, each with j weights.
-    `counts` are the numbers of rows, if ranks have exchanged them."""
+    """The exchange of a microbatch's rows between ranks and their experts. This rank computes R
+    rows, each with j weights. `held` says which of these rows belong to which of the rank's
+    experts, numbered from 0. `counts` has the numbers of rows that ranks send to each other; None
+    if nothing is sent."""
 
     held: Sequence[Segment]
     counts: RowCounts | None
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Return the rows [R, h] that this rank computes, for its tokens [T, h]."""
+        """Return the rows [R, h] that this rank computes. The argument has the rank's own tokens
+        [T, h]."""
 
     def pairs(self, values: Tensor) -> Tensor:
-        """Return the values [R, j] of these rows, for those of its tokens and their experts
-        [T, k]."""
+        """Return the values [R, j] of the rows that this rank computes. The argument has one value
+        for each of the rank's own tokens and its k experts, [T, k]."""
 
     def summed(self, results: Tensor) -> Tensor:
-        """Return the sums [T, h] over the experts of each token, in the order of their numbers, for
-        the results [R, h] of this rank's experts."""
+        """Return the results of the experts for this rank's own tokens, [T, h], each summed over
+        the token's experts in the order of their numbers. The argument has the results [R, h] of
+        this rank's experts."""
 
     def pairs_back(self, values: Tensor) -> Tensor:
-        """Return the values [T, k] of this rank's tokens and their experts, for those of the rows
-        that it computes [R, j]."""
+        """Return the values [T, k] of this rank's own tokens and their experts. The argument has
+        the values [R, j] of the rows that this rank computes."""
 
 
 class LocalDispatch:
-    """The way of rows whose experts are all on their own rank: j = k weights a row, R = T."""
+    """The dispatch without messages, if every rank has all experts. There are R = T rows with j = k
+    weights each."""
 
     counts: RowCounts | None = None
 
@@ -69,7 +74,7 @@ class LocalDispatch:
         return values
 
     def summed(self, results: Tensor) -> Tensor:
-        """Return the results: they are sums over the experts already."""
+        """Return the results unchanged, because they are already sums over the experts."""
         return results
 
     def pairs_back(self, values: Tensor) -> Tensor:
@@ -78,14 +83,15 @@ class LocalDispatch:
 
 
 class SentDispatch:
-    """The way of rows over a group by all-to-alls with uneven parts: j = 1 weight a row."""
+    """The dispatch of rows over a group, by all-to-alls with parts of unequal length. Each row has
+    j = 1 weight."""
 
     def __init__(self, group: Communicator, chosen: Tensor, counts: RowCounts) -> None:
-        """Store the way of this rank's tokens to their experts `chosen` [T, k]."""
+        """Compute which rows this rank sends, from the experts `chosen` [T, k] of its tokens."""
         self.group = group
         self.each = chosen.shape[1]
         self.tokens = chosen.shape[0]
-        # the pairs (token, expert), expert after expert
+        # the indices of the pairs (token, expert), sorted by expert
         self.order = chosen.flatten().argsort(stable=True)
         self.counts: RowCounts | None = counts
         self.leaving = counts.leaving
@@ -95,25 +101,28 @@ class SentDispatch:
         self.held: Sequence[Segment] = _in_turn(counts.arriving, chosen.device)
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Send each row once for each of its experts."""
+        """Send each token's row to each of its experts. Return the rows that this rank computes."""
         return self._there(rows[self.order // self.each])
 
     def pairs(self, values: Tensor) -> Tensor:
-        """Send the value of each pair."""
+        """Send the value of each pair (token, expert) to the expert's rank. Return the received
+        values."""
         return self._there(values.reshape(-1, 1)[self.order])
 
     def summed(self, results: Tensor) -> Tensor:
-        """Send the results back, and add those of each token."""
+        """Send the results back to the tokens' ranks, and add up the results of each token."""
         back = self._back(results)
         total = back.new_zeros(self.tokens, back.shape[1])
-        # an expert has a token at most once, so nothing is added twice at one place
+        # a token is at most once among an expert's tokens, so each `index_add_` adds at most one
+        # value to a row
         split = self.order.split(self.leaving)
         for pairs, values in zip(split, back.split(self.leaving), strict=True):
             total.index_add_(0, pairs // self.each, values)
         return total
 
     def pairs_back(self, values: Tensor) -> Tensor:
-        """Send the values back to their pairs."""
+        """Send the values back to the ranks of their tokens. Return them by pair (token,
+        expert)."""
         result = values.new_empty(self.tokens * self.each, 1)
         result[self.order] = self._back(values)
         return result.view(self.tokens, self.each)
@@ -126,8 +135,8 @@ class SentDispatch:
 
 
 def _in_turn(arriving: Sequence[Sequence[int]], device: torch.device) -> list[Segment]:
-    """Return the segments of rows that arrive from rank after rank, and from each expert after
-    expert; `arriving[r][n]` rows are for expert n and come from rank r."""
+    """Return the segments of the received rows, which are ordered by source rank and then by
+    expert. Rank r sends `arriving[r][n]` rows for expert n."""
     found = []
     begin = 0
     for of_rank in arriving:
@@ -141,30 +150,32 @@ def _in_turn(arriving: Sequence[Sequence[int]], device: torch.device) -> list[Se
 
 @dataclass(frozen=True)
 class ExpertAxis:
-    """The ranks that hold different experts of the same layers, `comm`, and see different
+    """The group of ranks, `comm`, that have different experts of the same layers and see different
     tokens."""
 
     comm: Communicator = field(default_factory=OneRank)
 
     @property
     def size(self) -> int:
-        """Return e, the number of ranks over which the experts are dealt."""
+        """Return e, the number of ranks among which the experts are divided."""
         return self.comm.size
 
     def own(self, experts: int) -> range:
-        """Return the numbers of this rank's experts, of `experts` in all."""
+        """Return the numbers of this rank's experts; the layer has `experts` experts."""
         each = experts // self.size
         return range(self.comm.rank * each, (self.comm.rank + 1) * each)
 
     def dispatch(self, chosen: Tensor, experts: int, counts: RowCounts | None = None) -> Dispatch:
-        """Return the way of this rank's tokens to their experts [T, k]. Without `counts` every
-        rank calls `dispatch`: the ranks exchange them, and the host waits for them."""
+        """Return the dispatch of this rank's tokens to their experts [T, k]. If `counts` is not
+        given, every rank must call `dispatch`, because the ranks exchange the counts. The host
+        waits for this exchange."""
         if self.size == 1:
             return LocalDispatch(segments(chosen, experts))
         return SentDispatch(self.comm, chosen, counts or self._exchanged(chosen, experts))
 
     def _exchanged(self, chosen: Tensor, experts: int) -> RowCounts:
-        """Tell each rank how many rows this rank has for its experts."""
+        """Send each rank the number of rows that this rank has for its experts. Return the
+        counts."""
         leaving = chosen.flatten().bincount(minlength=experts)
         arriving = self.comm.all_to_all(leaving).view(self.size, -1)
         return RowCounts(leaving.tolist(), arriving.tolist())

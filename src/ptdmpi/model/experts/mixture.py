@@ -1,15 +1,17 @@
-"""The experts of a layer: products of the tokens that each of them has, and their weighted sum.
+"""The experts of a layer: the computation of each expert for its tokens, and the weighted sum of
+the experts' outputs.
 
 No token is dropped, and a token's output is a sum in ascending order of its experts, so it depends
 neither on other tokens nor on how the batch is divided. The tensor axis divides each expert's
-width. Tensor ranks then have parts of the output, as after a row-parallel linear, and parts of all
-gradients. The router's gradient is linear in these, so it needs no message of its own in the
-layer: its part of the input's gradient is summed with the experts', and its weight's gradient with
-those of other partial gradients at the end of a step.
+width. Tensor ranks then have partial outputs, as after a row-parallel linear, and partial
+gradients. The router's gradient is linear in the partial gradients, so the router sends no message
+of its own in the layer. Its contribution to the input's gradient is summed together with that of
+the experts. The gradient of its weight is summed together with other partial gradients at the end
+of a step.
 
-If the experts are dealt over ranks (`exchange.py`), the rank of an expert computes the rows of all
-of these ranks. It sums the gradients of a weight in the order of the ranks, each rank's on its own,
-because data parallelism has this order.
+If the experts are divided among ranks (`exchange.py`), the rank of an expert computes the rows that
+all of these ranks send. To get the bits of data parallelism, it computes the gradient of a weight
+separately for each source rank, and adds these gradients in rank order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +33,9 @@ from ptdmpi.plan.layout.grid import EXPERT_AXES
 
 
 class Router(nn.Module):
-    """The weight [E, h] of a router, which every tensor rank holds whole, and the numbers [E] that
-    its balance remembers, which a step changes after its update (`engine/loads.py`)."""
+    """A router: its weight [E, h], of which every tensor rank has a full copy, and its balance
+    numbers [E], one for each expert. The balance numbers change after the update of each step
+    (`engine/loads.py`)."""
 
     def __init__(self, row: MixExperts) -> None:
         super().__init__()
@@ -42,8 +45,8 @@ class Router(nn.Module):
 
 
 class Expert(nn.Module):
-    """The two linears of an expert. Their weights are used by the mixture; they are not called.
-    `apart` are the axes along which ranks have other experts."""
+    """The two linears of an expert. The mixture uses only their weights and does not call them.
+    `apart` are the axes along which ranks have different experts."""
 
     def __init__(self, row: MixExperts, axis: TensorAxis, apart: tuple[str, ...]) -> None:
         super().__init__()
@@ -67,9 +70,9 @@ class ExpertWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class MixturePass:
-    """One forward pass of a mixture, as its backward needs it. `experts` are the weights of this
-    rank's experts, which are dealt over `dealt`. `factors` are those of the router's losses in the
-    gradient, by name; empty if nothing is trained."""
+    """The objects of one forward pass of a mixture that its backward needs. `experts` are the
+    weights of this rank's experts, which are divided among the ranks of `dealt`. `factors` has, by
+    name, the factor of each router loss in the gradient; it is empty if nothing is trained."""
 
     router: Router
     experts: Sequence[ExpertWeights]
@@ -82,19 +85,20 @@ class MixturePass:
 
     @property
     def parameters(self) -> list[Parameter]:
-        """Return all parameters, for autograd to see."""
+        """Return all parameters, so that they can be passed to autograd."""
         return [self.router.weight, *(weight for expert in self.experts for weight in expert)]
 
     def dispatch(self, chosen: Tensor, counts: RowCounts | None = None) -> Dispatch:
-        """Return the way of rows to their experts [T, k], and back; see `ExpertAxis`."""
+        """Return the dispatch of rows to their experts `chosen` [T, k]; see `ExpertAxis`."""
         return self.dealt.dispatch(chosen, self.routing.model.experts, counts)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Return the outputs [T, E] of the router for rows [T, h], in float32 at least."""
+        """Return the outputs [T, E] of the router for rows [T, h], in float32 or wider."""
         return self.kernels.linear(widened(rows), widened(self.router.weight))
 
     def forward(self, rows: Tensor, weights: Tensor, held: Sequence[Segment]) -> "Computed":
-        """Return the sum of the outputs of this rank's experts for rows [T, h]; weights [T, k]."""
+        """Return the weighted sum of the outputs of this rank's experts, for rows [T, h] with
+        weights [T, k]."""
         total = torch.zeros_like(rows)
         weights = weights.flatten().unsqueeze(-1)
         ups = []
@@ -102,7 +106,8 @@ class MixturePass:
             weight = self.experts[expert]
             up = self.kernels.linear(rows[at], weight.up)
             inner = (self.activate(up) * weights[pairs]).to(up.dtype)
-            # an expert has a token at most once, so nothing is added twice at one place
+            # a row is at most once among an expert's rows, so each `index_add_` adds at most one
+            # value to a row
             total.index_add_(0, at, self.kernels.linear(inner, weight.down))
             ups.append(up)
         return Computed(total, ups)
@@ -116,8 +121,8 @@ class MixturePass:
         held: Sequence[Segment],
         ups: Sequence[Tensor],
     ) -> "Gradients":
-        """Add the gradients of the experts' weights, given the input and the gradient of the output
-        [T, h]; return those of the input and of the tokens' weights [T, k]."""
+        """Add to the gradients of the experts' weights, given the input and the gradient of the
+        output, each [T, h]. Return the gradients of the input and of the tokens' weights [T, k]."""
         kernels = self.kernels
         total = torch.zeros_like(rows)
         flat = weights.flatten().unsqueeze(-1)
@@ -139,8 +144,9 @@ class MixturePass:
         return Gradients(total, by_weight.view_as(weights))
 
     def _accumulate(self, weight: Parameter, dy: Tensor, x: Tensor, *, alone: bool = False) -> None:
-        """Add a weight's gradient dy^T x, at once or later. `alone`: the product is complete before
-        it is added, as if another rank had computed it."""
+        """Add a weight's gradient dy^T x, immediately or in the second part of a split backward. If
+        `alone` is True, the product is completed before it is added, as if it came from another
+        rank."""
 
         def add(total: Tensor) -> None:
             """Add the gradient to `total`."""
@@ -156,16 +162,17 @@ class MixturePass:
         return self.routing.losses(logits, chosen, sequences, self.router.balance)
 
     def trained(self, logits: Tensor, chosen: Tensor, sequences: int) -> list[Tensor]:
-        """Return the losses that add to this rank's part of the gradient, with their factors. All
-        tensor ranks have the same ones, so they count on the first."""
+        """Return the router's losses, times their factors, that contribute to this rank's partial
+        gradient. All tensor ranks have the same losses, so only the first tensor rank returns
+        them."""
         if not self.factors or self.axis.rank > 0:
             return []
         found = self.losses(logits, chosen, sequences)
         return [self.factors[name] * loss for name, loss in found.items()]
 
     def route_back(self, rows: Tensor, by_logits: Tensor) -> Tensor:
-        """Add the gradient of the router's weight, given that of its outputs [T, E]; return that of
-        its input [T, h]."""
+        """Add to the gradient of the router's weight, given the gradient of the router's outputs
+        [T, E]. Return the gradient of the router's input [T, h]."""
         self._accumulate(self.router.weight, by_logits, widened(rows))
         return self.kernels.input_gradient(by_logits, widened(self.router.weight)).to(rows.dtype)
 
@@ -185,8 +192,9 @@ class Gradients(NamedTuple):
 
 
 class _Mixture(Function):
-    """Gather, route, compute, add and reduce. It keeps this rank's positions of the input, the
-    router's outputs, the choice, and the outputs of the experts' first linears."""
+    """The full computation of a mixture: gather, route, compute the experts, add and reduce. For
+    the backward it saves this rank's positions of the input, the router's outputs, the choice of
+    experts, and the outputs of the experts' first linears."""
 
     @staticmethod
     def forward(
@@ -205,8 +213,9 @@ class _Mixture(Function):
         rows = dispatch.rows(rows)
         computed = layer.forward(rows, weights, dispatch.held)
         ctx.layer = layer
-        # Rows from other ranks are kept; this rank's own are in the input. The dispatch is made
-        # again from its counts, because full recomputation would not free its tensors.
+        # Save the rows that were received from other ranks; this rank's own rows are in the input.
+        # The backward makes the dispatch again from its counts, because full recomputation would
+        # not free the tensors of a saved dispatch.
         ctx.counts = dispatch.counts
         arrived = () if ctx.counts is None else (rows, weights)
         ctx.save_for_backward(x, logits, chosen.indices, *arrived, *computed.ups)
@@ -240,8 +249,8 @@ class _Mixture(Function):
 
 
 class Mixture(Computing):
-    """Experts by number, in place of an MLP: [s, b, h] -> [s, b, h]. A rank has those experts that
-    `dealt` gives it."""
+    """A mixture of experts, which replaces an MLP: [s, b, h] -> [s, b, h]. The group `dealt`
+    decides which experts a rank has."""
 
     def __init__(
         self, row: MixExperts, routing: Routing, axis: TensorAxis, dealt: ExpertAxis
@@ -253,9 +262,9 @@ class Mixture(Computing):
         self.function = row.function
         self.is_gated = len(row.up.outputs) == 2
         self.weights: list[ExpertWeights] = []
-        # tokens of each expert since the last step began, in microbatches that are trained
+        # the number of tokens of each expert since the start of the step, in training microbatches
         self.counts = torch.zeros(row.count, dtype=torch.int64)
-        self.losses: dict[str, Tensor] = {}  # of the router, summed over the same microbatches
+        self.losses: dict[str, Tensor] = {}  # the router's losses, summed over these microbatches
         apart = EXPERT_AXES if dealt.size > 1 else ()
         for number in dealt.own(row.count):
             expert = Expert(row, axis, apart)
@@ -269,8 +278,10 @@ class Mixture(Computing):
         chosen: Chosen | None = None,
         factors: Mapping[str, float] | None = None,
     ) -> Tensor:
-        """Return the experts' weighted sum, or this rank's positions of it. `chosen` has their
-        choice, or receives it; None: it is not needed again. `factors` as in `MixturePass`."""
+        """Return the weighted sum of the experts' outputs; under sequence parallelism, at this
+        rank's positions. If `chosen` already contains a choice of experts, the choice is used
+        again; otherwise it is stored there. `chosen` is None if the choice is not needed again.
+        `factors` is as in `MixturePass`."""
         layer = MixturePass(
             router=router,
             experts=self.weights,
@@ -282,7 +293,7 @@ class Mixture(Computing):
             factors=factors or {},
         )
         chosen = chosen or Chosen()
-        is_new = chosen.indices is None  # recomputation counts no token twice
+        is_new = chosen.indices is None  # do not count tokens again in recomputation
         y: Tensor = _Mixture.apply(x, layer, chosen, *layer.parameters)
         if is_new and torch.is_grad_enabled():
             assert chosen.indices is not None, "the forward has left it"
@@ -293,7 +304,7 @@ class Mixture(Computing):
         return y
 
     def begin_step(self) -> None:
-        """Count the tokens of the experts anew."""
+        """Set the token counts and the losses to zero at the start of a step."""
         self.counts = torch.zeros_like(self.counts)
         self.losses = {}
 
@@ -304,5 +315,5 @@ class Mixture(Computing):
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return a tensor in float32 at least."""
+    """Return a tensor in float32, or in its own type if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,7 +1,7 @@
 """The choice of experts for each token, and their weights, from the outputs of the router.
 
-Everything is in float32 at least. The choice is an integer, and no sum over tokens is in it, so it
-depends on a token's own activation alone.
+All computation is in float32 or wider. The choice of a token's experts uses no sum over tokens, so
+it depends only on the token's own activation.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ptdmpi.config import ModelConfig
 
-LEAST_SUM = 1e-20  # is added to a sum of weights, so that it is never 0
+LEAST_SUM = 1e-20  # added to a sum of weights, so that the sum is never 0
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The rule by which a router chooses, as [model] describes it."""
+    """The rule by which a router chooses experts, as the section [model] describes it."""
 
     model: ModelConfig
 
@@ -28,11 +28,13 @@ class Routing:
         return logits.softmax(-1)
 
     def choose(self, scores: Tensor, balance: Tensor | None = None) -> Tensor:
-        """Return the numbers [T, k] of each token's experts, the best first. Under the balance
-        "bias" the numbers `balance` [E] are added to their scores [T, E] for this.
+        """Return the numbers [T, k] of each token's experts, in descending order of their scores
+        [T, E]. With the balance "bias", the numbers `balance` [E] are added to the scores before
+        the choice.
 
-        Of equal scores the lower number is first: `torch.topk` promises no order of them. Only
-        experts of the best groups are chosen (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2).
+        If scores are equal, the expert with the lower number comes first. `torch.topk` is not used,
+        because it does not specify the order of equal scores. Only experts of the best groups are
+        chosen (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2).
         """
         scores = scores.detach()
         if balance is not None and self.model.balance == "bias":
@@ -43,11 +45,11 @@ class Routing:
         return ranked[:, : self.model.experts_per_token].contiguous()
 
     def _of_best_groups(self, scores: Tensor) -> Tensor:
-        """Return the scores, -inf outside of the best groups of each token."""
+        """Return the scores, with -inf for experts outside the best groups of each token."""
         groups = self.model.router_groups
         by_group = scores.unflatten(-1, (groups, -1))  # [T, groups, experts of a group]
-        # DeepSeek-V2 takes the best expert of a group (arXiv 2405.04434, section 2.1.2), V3 the sum
-        # of the best two
+        # DeepSeek-V2 rates a group by the score of its best expert (arXiv 2405.04434, section
+        # 2.1.2), and DeepSeek-V3 by the sum of the two best scores
         best = by_group.amax(-1)
         if self.model.router == "sigmoid":
             best = by_group.sort(dim=-1, descending=True).values[..., :2].sum(-1)
@@ -67,10 +69,11 @@ class Routing:
         self, logits: Tensor, chosen: Tensor, sequences: int, balance: Tensor | None
     ) -> dict[str, Tensor]:
         """Return the router's losses by name, each summed over the microbatch and multiplied by its
-        coefficient, given its outputs [T, E] at the positions [s, sequences], one after another.
+        coefficient, given the router's outputs [T, E]; the T tokens are the positions [s,
+        sequences] in row-major order.
 
-        The choice [T, k] counts as constant, and so do the numbers `balance` [E]. A loss is a sum
-        over sequences or over tokens, so that no layout changes its meaning.
+        The choice [T, k] and the numbers `balance` [E] have no gradient. Each loss is a sum over
+        sequences or over tokens, so it means the same in every layout.
         """
         model = self.model
         shares = self.scores(logits)
@@ -94,7 +97,7 @@ class Routing:
 
 
 def _by_sequence(shares: Tensor, chosen: Tensor, sequences: int) -> Tensor:
-    """Return the balance loss of each sequence, summed over these (DeepSeek-AI 2024, arXiv
+    """Return the sum over sequences of each sequence's balance loss (DeepSeek-AI 2024, arXiv
     2412.19437, equations 17 to 20), for shares [T, E] and a choice [T, k]."""
     experts, each = shares.shape[1], chosen.shape[1]
     is_chosen = torch.zeros_like(shares).scatter(-1, chosen, 1.0)
@@ -104,9 +107,9 @@ def _by_sequence(shares: Tensor, chosen: Tensor, sequences: int) -> Tensor:
 
 
 class Chosen:
-    """The experts that one layer has chosen for one microbatch, for its recomputation: a second
-    choice could differ in a last bit, and with it in an expert. None until they are chosen.
-    `losses` are those of the router by name, if they are trained."""
+    """The experts that one layer has chosen for one microbatch, stored for recomputation. A second
+    choice might select another expert, because scores may differ in the last bit. `indices` is None
+    until the experts are chosen. `losses` has the router's losses by name, if they are trained."""
 
     def __init__(self) -> None:
         self.indices: Tensor | None = None
@@ -114,8 +117,8 @@ class Chosen:
 
 
 class Segment(NamedTuple):
-    """The tokens of one expert, ascending: their rows, and the places of the pairs (token, expert)
-    in a flat [T k]."""
+    """The tokens of one expert, in ascending order: `rows` are the numbers of the tokens, and
+    `pairs` the indices of the pairs (token, expert) in the flat tensor [T k]."""
 
     expert: int
     rows: Tensor
@@ -123,8 +126,8 @@ class Segment(NamedTuple):
 
 
 def segments(chosen: Tensor, experts: int) -> list[Segment]:
-    """Return the segments of all experts that have tokens, ascending, for the choice [T, k]. The
-    host waits for the numbers of tokens."""
+    """Return the segments of all experts that have tokens, in ascending order of experts, for the
+    choice [T, k]. The host waits for the device to count the tokens."""
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     counts: list[int] = flat.bincount(minlength=experts).tolist()

@@ -1,15 +1,18 @@
-"""The kernels of a layer: they are fast on their device, and keep little for the backward pass.
+"""The kernels of a layer, which are fast on their device and save few tensors for the backward
+pass.
 
-`Kernels` is the choice of one run, and computes its products of matrices accordingly. The modules
-of a stage hold it (`Computing`); `compute_by` gives them another choice.
+A `Kernels` object has the kernel implementations that a run has chosen, and computes matrix
+products with them. Each module of a stage has a reference to the object (`Computing`); `compute_by`
+replaces the object.
 
 A CPU without bfloat16 or float16 instructions falls back to scalar code for products of those types
-(measured on an AVX2 machine: 0.3 to 8 GFLOP/s, while float32 reaches 40). There the operands are
-widened to float32 first and the result is rounded once: the values are those of hardware with
-float32 accumulators.
+(measured on an AVX2 machine: 0.3 to 8 GFLOP/s, while float32 reaches 40). On such a CPU the
+operands are converted to float32 first, and the result is rounded once. The values are the same as
+those of hardware with float32 accumulators.
 
-On a CPU PyTorch composes some operations of several others, each of which keeps tensors for its own
-backward pass. Here such an operation is one Function, which keeps only its input.
+On a CPU, PyTorch computes some operations as a sequence of simpler ones, each of which saves
+tensors for its own backward pass. In ptdmpi each of these operations is one autograd Function,
+which saves only its input.
 """
 
 from typing import Literal
@@ -27,11 +30,13 @@ from ptdmpi.model.parameters import Parameter, dtype_of
 
 
 class Kernels:
-    """The kernels of a run, and products of matrices computed with them. An object never changes.
+    """The kernels of a run, and matrix products that are computed with them. The object is
+    immutable.
 
-    `choice` is the choice for hosts on which the run has agreed. If it is None, the usual choice of
-    this machine for the type of the operands is used. Products follow the recipe of `precision`. If
-    it is None, operands are multiplied in their own type.
+    `choice` is the choice of host kernels on which the ranks of the run have agreed. If `choice` is
+    None, the default kernels of this machine for the type of the operands are used. Matrix products
+    follow the recipe of `precision`. If `precision` is None, operands are multiplied in their own
+    type.
     """
 
     def __init__(
@@ -39,7 +44,7 @@ class Kernels:
     ) -> None:
         self.choice = choice
         self.precision = precision
-        # the type whose products are computed in a wider one, by the recipe
+        # the type whose products the recipe computes in a wider type
         self._narrow: torch.dtype | None = None
         if precision is None or precision.product.operands == precision.compute:
             return
@@ -48,7 +53,7 @@ class Kernels:
         self._narrow = dtype_of(precision.compute)
 
     def settled(self, choice: HostChoice | None) -> "Kernels":
-        """Return the kernels of the same precision with another choice."""
+        """Return kernels with the same precision and another choice."""
         return Kernels(choice, self.precision)
 
     def chosen(self, device_type: str, dtype: torch.dtype) -> HostChoice:
@@ -58,8 +63,8 @@ class Kernels:
     def widens(self, device_type: str, dtype: torch.dtype) -> bool:
         """Return True if products of this type are computed in float32 on this device.
 
-        They are if the recipe of the precision says so, if the device does not multiply the type,
-        or if the run began on a device that does not.
+        The result is True in three cases: the recipe of the precision requires float32, this device
+        cannot multiply the type, or the run began on a device that could not multiply it.
         """
         if dtype == self._narrow or not host.multiplies(device_type, dtype):
             return True
@@ -68,7 +73,7 @@ class Kernels:
         return self.chosen("cpu", dtype).half == "widened"
 
     def widened(self, x: Tensor) -> Tensor:
-        """Return the operand of a product as it is multiplied on its device."""
+        """Return the operand of a product in the type in which the device multiplies it."""
         if self.widens(x.device.type, x.dtype):
             return x.float()
         return x
@@ -76,7 +81,7 @@ class Kernels:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x W^T + b: x [..., i], weight [o, i], bias [o] -> [..., o]."""
         weight = operand(weight)
-        # PyTorch uses oneDNN anyway for a half type's product without bias
+        # without a bias, PyTorch itself uses oneDNN for products of half types
         gains = bias is not None or x.dtype == torch.float32
         if gains and self._fuses(x, weight, "output"):
             return linear_by_onednn(x, weight, bias)
@@ -94,27 +99,28 @@ class Kernels:
         return (self.widened(dy) @ self.widened(weight)).to(dy.dtype)
 
     def _fuses(self, x: Tensor, weight: Tensor, which: Literal["output", "input_gradient"]) -> bool:
-        """Return True if oneDNN's fused call is used for the product of x [..., i] and a matrix;
-        `which` names its limit in `OneDnnLinears`."""
+        """Return True if oneDNN's fused call is used for the product of x [..., i] and a matrix.
+        `which` is the name of the field of `OneDnnLinears` that has the least size of such a
+        product."""
         if x.device.type != "cpu" or x.dtype not in FUSED_TYPES or not x.numel():
             return False
-        # a compiled graph has this call only for constant weights (Inductor asserts it)
+        # a compiled graph supports this call only for constant weights (Inductor asserts this)
         if self.widens("cpu", x.dtype) or torch.compiler.is_compiling():
             return False
         least: float = getattr(self.chosen("cpu", x.dtype).linear, which)
         return x.shape[:-1].numel() * weight.numel() >= least
 
     def add_weight_gradient(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
-        """Add dy^T x, summed over the positions, to `total`: dy [..., o], x [..., i]; total [o, i]
-        in float32 at least."""
+        """Add dy^T x, summed over the positions, to `total`, for dy [..., o] and x [..., i].
+        `total` is [o, i], in float32 or wider."""
         dy = self.widened(dy.reshape(-1, dy.shape[-1]))
         x = self.widened(x.reshape(-1, x.shape[-1]))
-        # product and sum in one kernel, if the types allow it
+        # compute product and sum in one kernel, if the types allow it
         if total.dtype == dy.dtype:
             total.addmm_(dy.t(), x)
         elif host.adds_wide(dy.device.type):
-            # the kernel adds its float32 accumulator unrounded; otherwise the product would be
-            # rounded, stored, and read again
+            # this kernel adds its float32 accumulator without rounding; another kernel would round
+            # the product, store it, and read it again
             if torch.compiler.is_compiling():  # the compiler has no such addmm (pytorch #163880)
                 total += torch.mm(dy.t(), x, out_dtype=total.dtype)
             else:
@@ -123,20 +129,21 @@ class Kernels:
             total += dy.t() @ x
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a b, batched, in the type of a."""
+        """Return the batched matrix product a b, in the type of a."""
         return (self.widened(a) @ self.widened(b)).to(a.dtype)
 
     def wide_product(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a b, batched, in float32 at least."""
+        """Return the batched matrix product a b, in float32 or wider."""
         products = self.widened(a) @ self.widened(b)
         return products.to(torch.promote_types(products.dtype, torch.float32))
 
 
-USUAL = Kernels()  # for computations outside a run
+USUAL = Kernels()  # the default kernels, for computations outside a run
 
 
 class Computing(nn.Module):
-    """A module that computes with `kernels`: the usual ones, until `compute_by` sets others."""
+    """A module that computes with `kernels`. These are the default kernels until `compute_by` sets
+    other kernels."""
 
     kernels = USUAL
 
@@ -153,15 +160,16 @@ def compute_by(module: nn.Module, kernels: Kernels) -> None:
 
 
 def operand(weight: Tensor) -> Tensor:
-    """Return the operand of a product for a weight: for a quantized weight its values, made for
-    this product only."""
+    """Return the operand of a product for a weight. For a quantized weight, return its dequantized
+    values, which are computed for this product only."""
     if isinstance(weight, Parameter):
         return weight.operand
     return weight
 
 
 def linear_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + b, with the bias added in the same kernel: torch's own call first copies it to
-    all rows of the result. It has no gradient of its own, and is called inside Functions."""
+    """Return x W^T + b, with the bias added in the same kernel; torch's own call would first copy
+    the bias to all rows of the result. This call has no gradient, so only autograd Functions call
+    it."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result

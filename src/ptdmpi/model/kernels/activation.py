@@ -1,12 +1,12 @@
 """GELU and gated units: the part of an MLP between its two linears.
 
-GELU's tanh form has two implementations. The library's keeps the input, and computes one tanh in
-forward and another in backward, which costs as much as the exponentials of four sigmoids. The
-other, for hosts on which it measures faster (`choice.HostChoice`), is gelu(x) = x S(z) with the
-logistic function S and z = 2 sqrt(2 / pi) (x + 0.044715 x^3). Its derivative S(z) + x S(z) S(-z)
-dz/dx is computed at the same time and kept instead of the input, so that backward is one
-multiplication. Computation is in float32 at least, some rows at a time, which fit caches; each
-result is rounded once.
+GELU's tanh form has two implementations. PyTorch's implementation saves the input, and computes one
+tanh in the forward and another in the backward, which costs as much as the exponentials of four
+sigmoids. The second implementation is used on hosts on which it was measured to be faster
+(`choice.HostChoice`). It computes gelu(x) = x S(z) with the logistic function S and z = 2 sqrt(2 /
+pi) (x + 0.044715 x^3). The forward also computes the derivative S(z) + x S(z) S(-z) dz/dx and saves
+it instead of the input, so that the backward is one multiplication. Computation is in float32 or
+wider, for a few rows at a time, so that they fit in caches. Each result is rounded once.
 """
 
 import math
@@ -25,17 +25,18 @@ from ptdmpi.model.kernels.host import HALF_TYPES
 CUBE = 0.044715  # Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 CHUNK_ELEMENTS = 1 << 17  # elements of a chunk; four numbers of each, in float32, are 2 MiB
-# The library computes smaller tensors: ten launches instead of one would cancel the gain. From
-# this size on, the room for a chunk is no larger than the gradient, which backward needs anyway.
+# PyTorch computes smaller tensors, because launching ten kernels instead of one would cost what is
+# gained. From this size on, the memory for a chunk is no larger than the gradient, which the
+# backward needs anyway.
 LEAST_ELEMENTS = 8 * CHUNK_ELEMENTS
-# GELU's derivative reaches 1.13, and a half type is half as precise between 1 and 2 as just below
-# 1. So in half types the derivative is multiplied by this before it is kept.
+# GELU's derivative is at most 1.13, and a half type is half as precise between 1 and 2 as just
+# below 1. In half types, the derivative is therefore multiplied by this factor before it is saved.
 SHRUNK = 0.875
 
 
 def gelu(x: Tensor, activation: str, kernels: Kernels = USUAL) -> Tensor:
-    """Return GELU of x: its tanh form, as in GPT-2, or ("gelu_exact") that of the error function,
-    as in BERT (Hendrycks and Gimpel 2016, arXiv 1606.08415): [..., f] -> [..., f]."""
+    """Return GELU of x, [..., f] -> [..., f] (Hendrycks and Gimpel 2016, arXiv 1606.08415). It is
+    the tanh form, as in GPT-2, or for "gelu_exact" the form with the error function, as in BERT."""
     if activation == "gelu_exact":
         return F.gelu(x)
     if not _by_sigmoid(x, kernels):
@@ -46,7 +47,7 @@ def gelu(x: Tensor, activation: str, kernels: Kernels = USUAL) -> Tensor:
 
 
 def gated(x: Tensor, activation: str, kernels: Kernels = USUAL) -> Tensor:
-    """Return act(gate) * value of x = (gate, value): [..., 2 f] -> [..., f] (Shazeer 2020).
+    """Return act(gate) * value for x = (gate, value): [..., 2 f] -> [..., f] (Shazeer 2020).
 
     `activation` is "swiglu" (SiLU) or "geglu" (GELU in its tanh form).
     """
@@ -81,7 +82,7 @@ def _write_with_slope(x: Tensor, y: Tensor, slope: Tensor, shrunk: float = 1.0) 
         _rounded(torch.mul, (wide, sigmoid), here, room[2])
         # a third of x dz/dx = 3 z - 4 sqrt(2 / pi) x
         inner = torch.sub(z, wide, alpha=2.0 / 3.0 * SLOPE, out=room[2])
-        if exact:  # S(-z): 1 - S(z) is not
+        if exact:  # S(-z) is exact, 1 - S(z) is not
             inner.mul_(sigmoid).mul_(z.neg_().sigmoid_())
         else:
             torch.ops.aten.sigmoid_backward.grad_input(inner, sigmoid, grad_input=inner)
@@ -93,8 +94,8 @@ def _write_with_slope(x: Tensor, y: Tensor, slope: Tensor, shrunk: float = 1.0) 
 def _rounded(
     function: Callable[..., Tensor], given: tuple[Tensor, ...], result: Tensor, room: Tensor
 ) -> None:
-    """Write function(given) into `result`, through `room` if `result` is of a narrower type: torch
-    would allocate new memory for it."""
+    """Write function(given) into `result`. If `result` has a narrower type, compute in the memory
+    `room` first, because torch would otherwise allocate new memory."""
     if result.dtype == room.dtype:
         function(*given, out=result)
     else:
@@ -102,8 +103,8 @@ def _rounded(
 
 
 def _chunks(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, list[Tensor], list[Tensor]]]:
-    """Yield rows of x [..., f], room for four numbers of each element in float32 at least, and the
-    same rows of `results`."""
+    """Yield some rows of x [..., f], memory for four numbers for each of their elements in float32
+    or wider, and the same rows of `results`."""
     rows = x.flatten(0, -2)
     lines = [result.view(-1, result.shape[-1]) for result in results]
     step = max(1, CHUNK_ELEMENTS // max(1, x.shape[-1]))
@@ -117,8 +118,8 @@ def _chunks(x: Tensor, *results: Tensor) -> Iterator[tuple[Tensor, list[Tensor],
 
 
 def _sigmoid(x: Tensor, room: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x in the type of computation, z and S(z), each in its part of the room; the third part
-    is free."""
+    """Return x in the type of computation, z and S(z). Each is stored in one of the four tensors
+    `room`; the third tensor is free for other values."""
     z, sigmoid, square, wide = room
     if x.dtype == z.dtype:
         wide = x
@@ -130,7 +131,8 @@ def _sigmoid(x: Tensor, room: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Gelu(Function):
-    """GELU's tanh form by a sigmoid. It keeps its derivative, which is as large as the input."""
+    """GELU's tanh form, computed by a sigmoid. For the backward it saves the derivative, which is
+    as large as the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -147,13 +149,13 @@ class _Gelu(Function):
         (slope,) = ctx.saved_tensors
         if ctx.shrunk == 1.0:
             return dy * slope
-        # rounded once: a second multiplication would round again
+        # round the result once; a second multiplication would round again
         return torch.addcmul(dy.new_zeros(()), dy, slope, value=1.0 / ctx.shrunk)
 
 
 class _GatedBySlopes(Function):
-    """GELU's gate. It keeps the derivatives by gate and by value, which are as large as the
-    input."""
+    """A unit gated by GELU. For the backward it saves the derivatives with respect to gate and
+    value, which are as large as the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -173,7 +175,7 @@ class _GatedBySlopes(Function):
 
 
 class _Gated(Function):
-    """An activation of the gate times the value. It keeps its input alone."""
+    """An activation of the gate times the value. For the backward it saves only its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: str) -> Tensor:
@@ -186,11 +188,11 @@ class _Gated(Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         gate, value = x.chunk(2, dim=-1)
-        if torch.compiler.is_compiling():  # a graph writes into no part of a tensor
+        if torch.compiler.is_compiling():  # a compiled graph cannot write into a part of a tensor
             dvalue = dy * _opened(gate, ctx.activation)
             return torch.cat((_gate_gradient(dy * value, gate, ctx.activation), dvalue), -1), None
         dx = torch.empty_like(x)
-        # both halves are written to their places: joining them would be one more copy
+        # write both halves directly into the result; joining them would need one more copy
         dgate, dvalue = dx.chunk(2, dim=-1)
         torch.mul(dy, _opened(gate, ctx.activation), out=dvalue)
         if ctx.activation == "swiglu":

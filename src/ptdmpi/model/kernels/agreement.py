@@ -1,7 +1,8 @@
-"""The agreement of all ranks of a run on their kernels, by a table of measurements.
+"""The agreement of all ranks of a run on the kernels that they use, based on a table of
+measurements.
 
-The run directory and its checkpoints keep it, so that a resumed run repeats its bits, on another
-processor too.
+The run directory and the checkpoints store the agreed kernels, so that a resumed run gives the same
+bits, even on another processor.
 """
 
 import contextlib
@@ -23,14 +24,14 @@ from ptdmpi.model.kernels.choice import BY_LIBRARY, Entries, HostChoice, OneDnnL
 from ptdmpi.model.kernels.stored import KINDS, Stored, read, text_of, written
 from ptdmpi.model.kernels.table import table
 
-if TYPE_CHECKING:  # the import initialises MPI, which previews do without
+if TYPE_CHECKING:  # this import would initialise MPI, which previews do not use
     from ptdmpi.comm.world import World
 
 FILE = "kernels.json"  # in the run directory
 # Backends of attention: name in the table -> name in torch.nn.attention.SDPBackend. FlashAttention
 # 3 has the name of version 2, because it replaces it.
 BACKENDS = {"fa3": "FLASH_ATTENTION", "flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
-# the backends for inputs that no backend of the table takes, such as float32
+# the backends for inputs that no backend of the table supports, such as float32
 REST = ("EFFICIENT_ATTENTION", "MATH")
 # the kernels that every host can compute
 ANYWHERE = replace(BY_LIBRARY, half="widened")
@@ -38,7 +39,8 @@ ANYWHERE = replace(BY_LIBRARY, half="widened")
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """The attention backends that a device tries, in their order; none: torch chooses."""
+    """The attention backends that a device tries, in this order. If there are none, torch
+    chooses."""
 
     attention: tuple[str, ...] = ()
 
@@ -55,8 +57,8 @@ class Abilities(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """The choice of all hosts, the report on each kind of kernel, and whether any kind stays as it
-    was although another one is faster."""
+    """The choice for all hosts, the lines that report it, and whether the run keeps a slower kernel
+    of any kind because it has used that kernel before."""
 
     choice: HostChoice
     lines: list[str]
@@ -64,22 +66,24 @@ class Settled(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """The kernels that a run keeps, in their stored form, and those that it uses now."""
+    """The kernels that are stored for a run, in their stored form, and the kernels that the run
+    uses now."""
 
     kept: dict[str, list[str]]
     taken: Choice
 
 
 def stored(choice: Choice) -> dict[str, list[str]]:
-    """Return the form in which a run and its checkpoints keep a choice (`stored`)."""
+    """Return the form in which a run and its checkpoints store a choice (see the module
+    `stored`)."""
     if isinstance(choice, DeviceChoice):
         return {"attention": list(choice.attention)}
     return written(choice)
 
 
 def offered(device: torch.device) -> tuple[str, ...]:
-    """Return the available backends of the table's first entry for a device, fastest first; none
-    for a device that is not in the table, such as the host."""
+    """Return the available backends in the table's first entry for a device, the fastest first.
+    Return none for a device that is not in the table, such as the host."""
     vendor = host.vendor(device.type)
     for entry in table()["device_attention"]:
         if entry["device"] == vendor and entry["capability"] in ("", _capability(device)):
@@ -94,7 +98,7 @@ def _capability(device: torch.device) -> str:
 
 
 def _has_fa3() -> bool:
-    """Return True if torch can use FlashAttention 3, which has its own package."""
+    """Return True if torch can use FlashAttention 3, which is in a separate package."""
     if importlib.util.find_spec("flash_attn_interface") is None:
         return False
     attention: Any = importlib.import_module("torch.nn.attention")
@@ -104,8 +108,8 @@ def _has_fa3() -> bool:
 
 @dataclass(frozen=True)
 class RunPlace:
-    """The device of a run, the type in which it computes, and the entries of kernels that were
-    measured there (`own`), which come before those of the table."""
+    """The device of a run, the type in which the run computes, and the kernel measurements from
+    this machine (`own`). The measurements `own` take precedence over the table."""
 
     device: torch.device
     dtype: torch.dtype
@@ -120,12 +124,12 @@ def agreed(
     *,
     say: Callable[[str], None],
 ) -> Choice:
-    """Return the kernels of this run on all its ranks, which all call it.
+    """Return the kernels that all ranks of this run use. All ranks must call `agreed`.
 
-    The kernels are those in the run directory `folder`, or else those in the checkpoint `before`; a
-    kernel is used again only if every rank has it. Otherwise, and always if `before` is None, the
-    kernels that measured fastest are chosen. They are stored in the run directory, and `say`
-    reports them in one line, with the reasons.
+    The kernels are read from the run directory `folder`, or else from the checkpoint `before`. A
+    stored kernel is used again only if every rank has it. Otherwise, and always if `before` is
+    None, the kernels that were fastest in the measurements are chosen. The chosen kernels are
+    stored in the run directory, and `say` reports them in one line, with the reasons.
     """
     kept_here = world.on_root(lambda: _kept(folder))
     known: Stored = {}
@@ -142,7 +146,7 @@ def agreed(
 
 def _on_hosts(world: "World", place: RunPlace, known: Stored, say: Callable[[str], None]) -> Agreed:
     """Agree on the first rank's choice, or on the run's earlier choice, limited to kernels that
-    every rank has; every rank has the library's kernels, and can widen half types."""
+    every rank has. Every rank has PyTorch's kernels, and can convert half types to float32."""
     dtype = place.dtype
     mine = Abilities(host.has_fused(), host.multiplies("cpu", dtype))
     able = [Abilities(*each) for each in world.control.allgather(tuple(mine))]
@@ -161,8 +165,8 @@ def _on_hosts(world: "World", place: RunPlace, known: Stored, say: Callable[[str
 def _as_before(
     fastest: HostChoice, kept: Mapping[str, Any], able: list[Abilities], dtype: torch.dtype
 ) -> Settled:
-    """Return the choice that `kept` has, or else the fastest, limited to kernels that all hosts are
-    `able` to compute."""
+    """Return the choice in `kept`, or else the fastest one, limited to kernels that all hosts can
+    compute (`able`)."""
     taken: dict[str, Any] = {}
     lines: list[str] = []
     changed = False
@@ -191,20 +195,22 @@ def _as_before(
 
 
 def _wanted(kind: str, fresh: Any, kept: Mapping[str, Any]) -> Any:
-    """Return what the run has used so far for a kind; the fastest if it has no kernels yet."""
+    """Return the kernel of this kind that the run has used so far. If the run has no kernels yet,
+    return the fastest kernel."""
     if "attention" not in kept:
         return fresh
     if kind in kept:
         return kept[kind]
-    # A run that began before kernels were chosen keeps the library's kernels, so that its bits
-    # repeat. It has multiplied half types as suits the processor, and `fresh` does the same.
+    # A run from a version that did not choose kernels keeps PyTorch's kernels, so that its bits
+    # repeat. Such a run has multiplied half types as the processor requires, and `fresh` does the
+    # same.
     if kind == "half":
         return fresh
     return getattr(BY_LIBRARY, kind)
 
 
 def _can(kind: str, wanted: Any, able: list[Abilities]) -> bool:
-    """Return True if every rank's host can compute the wanted kernel."""
+    """Return True if the hosts of all ranks can compute the wanted kernel."""
     if kind == "linear" and wanted != OneDnnLinears():
         return all(each.fuses for each in able)
     if kind == "half" and wanted == "native":
@@ -215,7 +221,8 @@ def _can(kind: str, wanted: Any, able: list[Abilities]) -> bool:
 def _on_devices(
     world: "World", device: torch.device, known: Stored, say: Callable[[str], None]
 ) -> Agreed:
-    """Agree on the backends that every rank has, in the order that the run has used."""
+    """Agree on the attention backends that every rank has, in the order that the run has used so
+    far."""
     here = world.control.allgather(offered(device))
     shared = [name for name in here[0] if all(name in other for other in here)]
     kept = [name for name in known.get("attention", ()) if name in BACKENDS]
@@ -248,8 +255,8 @@ def _kept(folder: Path) -> Stored | None:
 
 @contextlib.contextmanager
 def trying(backends: tuple[str, ...]) -> Iterator[None]:
-    """Make torch try these attention backends, in their order; none: torch chooses. The order is
-    torch's own and process-wide, while the context lasts."""
+    """Make torch try these attention backends in their order within the context. If there are none,
+    torch chooses. The order applies to the whole process, because it is a setting of torch."""
     if not backends:
         yield
         return
@@ -269,8 +276,8 @@ def trying(backends: tuple[str, ...]) -> Iterator[None]:
 
 
 def _first_attention() -> None:
-    """Run attention once: PyTorch sets an order of its own at a process's first attention on a GPU,
-    in place of one that was requested before."""
+    """Run attention once. At a process's first attention on a GPU, PyTorch sets its own order of
+    backends, which would replace an order that was requested before."""
     if torch.cuda.is_available():
         some = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device="cuda")
         F.scaled_dot_product_attention(some, some, some)

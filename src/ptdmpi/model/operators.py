@@ -1,9 +1,11 @@
-"""The operators of a layer: one module for each kind of row in `plan.layer`, and how rows are run.
+"""The operators of a layer: one module for each kind of row in `plan.layer`, and the functions that
+run the rows. A row describes one operator.
 
-`install` makes the modules of some rows and registers them under the names of the rows, `run` calls
-them in order. So a layer computes what `plan.layer.describe` says, and there is no second list.
-Everything is given a tensor axis; with an axis of size 1 it is the serial model. Activations are
-[s, b, h], or this rank's positions of it between blocks under sequence parallelism.
+`install` makes the modules of some rows and registers them under the names of the rows. `run` calls
+the modules in order. The planner uses the same rows of `plan.layer.describe`, so the planner and
+the model cannot disagree. All modules use a tensor axis; with an axis of size 1 the model is
+serial. Activations are [s, b, h]; between blocks under sequence parallelism, they have only this
+rank's positions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,11 +50,11 @@ from ptdmpi.plan.layer.products import Multiply
 class Context:
     """Inputs of a forward pass other than the activation.
 
-    `stream`: the random stream; None without dropout. `documents`: None if each sequence is one
-    document. `rotary`: the rotary angles, if they are not those of all positions. `cache`: keys and
-    values of earlier tokens. `positions`: those of the sequence that this rank has in products.
-    `chosen`: the experts that a recomputed layer has chosen. `factors`: those of routers' losses in
-    the gradient, by name.
+    `stream` is the random stream for dropout; None without dropout. `documents` is None if each
+    sequence is one document. `rotary` has the rotary angles, if they are not the angles of all
+    positions. `cache` has the keys and values of earlier tokens. `positions` are the positions of
+    the sequence that this rank has in matrix products. `chosen` has the experts that a recomputed
+    layer has chosen. `factors` has, by name, the factors of the routers' losses in the gradient.
     """
 
     stream: RandomStream | None = None
@@ -64,15 +66,15 @@ class Context:
     factors: Mapping[str, float] = field(default_factory=dict)
 
     def of_adapters(self, layer: int) -> RandomStream | None:
-        """Return the stream by which a layer's adapters drop."""
+        """Return the random stream for the dropout of a layer's adapters."""
         if self.stream is None:
             return None
         return self.stream.at(layer, 3)
 
 
 class Build(NamedTuple):
-    """The inputs from which a layer's modules are made, other than their row. `selective`:
-    attention's core is recomputed."""
+    """The inputs from which a layer's modules are made, in addition to their row. If `selective` is
+    True, the core of attention is recomputed in the backward."""
 
     model: ModelConfig
     axis: TensorAxis
@@ -92,9 +94,10 @@ class Norm(nn.Module):
         size: int | None = None,
         partial_gradient: bool = False,
     ) -> None:
-        """Store the sizes. `shared_gradient`: the input is divided if the sequence is;
-        `partial_gradient`: it is divided if the heads are (see `Declaration`). `size`: that of the
-        last dim; None: hidden."""
+        """Declare the parameters. `size` is the size of the last dim; None means the hidden size.
+        `shared_gradient` is True if the input is divided when the sequence is divided, and
+        `partial_gradient` if the input is divided when the heads are divided (see
+        `Declaration`)."""
         super().__init__()
         self.eps = model.norm_eps
         self.shape = (model.hidden if size is None else size,)
@@ -105,9 +108,9 @@ class Norm(nn.Module):
         self.bias = declare(1, self.shape, "zeros", **sums) if shift else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normed activations, of the shape of x [..., h]."""
+        """Return the normalized activations, which have the shape of x [..., h]."""
         weight: Tensor = self.weight
-        if self.zero_centered:  # float32: a half type cannot tell 1 + w from 1 + 1.01 w
+        if self.zero_centered:  # in float32: half types do not resolve small w in 1 + w
             weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         if self.bias is None:
             return rms_norm(x, weight, self.eps)
@@ -115,14 +118,16 @@ class Norm(nn.Module):
 
 
 class Heads:
-    """[s, b, (a + 2 kv)/t d] -> queries, keys and values by head, [b, heads/t, s, d] each,
-    normalised and rotated as the row says."""
+    """The division of [s, b, (a + 2 kv)/t d] into queries, keys and values by head, [b, heads/t, s,
+    d] each, for a query heads, kv key heads and t tensor ranks. Queries and keys are normalized and
+    rotated if the row requires it."""
 
     def __init__(self, row: SplitHeads, build: Build, norms: Sequence[Norm]) -> None:
         model, axis = build.model, build.axis
         self.head_size = model.head_size
         self.heads = model.heads // axis.size
-        # if there are more ranks than key heads, ranks share one, each for its own queries
+        # if there are more ranks than key heads, several ranks have the same key head, each for its
+        # own queries
         self.kv_heads = max(1, model.kv_heads // axis.size)
         self.norms = tuple(norms)
         self.rotates = row.rotates
@@ -147,21 +152,22 @@ class Heads:
                 q = rotate(q, *rotary)
                 k = rotate(k, *rotary)
         if rotary is not None:
-            v = v.clone()  # a copy: a view would keep all of qkv in memory
-        # heads come before positions, for one product per head; elsewhere [s, b, ...]
+            v = v.clone()  # copy, because a view would keep all of qkv in memory
+        # here heads come before positions, because products are computed by head; elsewhere tensors
+        # are [s, b, ...]
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
 
 class SelfAttention(Computing):
-    """softmax(q k^T) v of [b, heads/t, s, d], causal or of both sides -> [s, b, a/t d]."""
+    """Attention softmax(q k^T) v, causal or bidirectional: [b, heads/t, s, d] -> [s, b, a/t d]."""
 
     def __init__(self, build: Build) -> None:
         super().__init__()
         model = build.model
         self.layer = build.layer
         self.rate = model.attention_dropout
-        # the number of this rank's part of the heads, of which each rank has one, and whether the
-        # part has all positions
+        # `part` is the number of this rank's part of the heads, and `deals` is True if that part
+        # has all positions
         self.part = build.axis.rank
         self.context = build.context
         self.deals = build.context.exchange == "ulysses"
@@ -175,7 +181,7 @@ class SelfAttention(Computing):
             model.attention_softcap,
         )
         self.attend = AttentionCore(self.scores)
-        # a ring keeps no scores, and would have to send all keys again
+        # ring attention saves no scores, and recomputing it would send all keys again
         self.selective = build.selective and not self.in_ring
 
     def take(self, kernels: Kernels) -> None:
@@ -184,11 +190,12 @@ class SelfAttention(Computing):
         self.attend = AttentionCore(self.scores, kernels)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """Return the heads' results next to each other, [s, b, a/t d]."""
+        """Return the concatenated results of the heads, [s, b, a/t d]."""
         if context.cache is not None:
             core = context.cache.attend(q, k, v, layer=self.layer, core=self.attend)
         elif self.selective:
-            # Korthikanti et al. 2022, section 5: the core is cheap to compute, large to keep
+            # the core is cheap to compute, but its tensors are large (Korthikanti et al. 2022,
+            # section 5)
             core = checkpoint(
                 self._core, q, k, v, context, use_reentrant=False, preserve_rng_state=False
             )
@@ -221,7 +228,7 @@ class SelfAttention(Computing):
         hidden = hidden_keys(k, sight)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
-        # a sum of s exponentials in a half type loses the small ones
+        # in a half type, a sum of s exponentials would lose the small exponentials
         wide = torch.promote_types(scores.dtype, torch.float32)
         weights = scores.softmax(-1, dtype=wide).to(v.dtype)
         keep = stream.attention_mask(weights.shape, self.rate)
@@ -229,7 +236,8 @@ class SelfAttention(Computing):
 
 
 class Activation(Computing):
-    """GELU and the like, or a gated unit (Shazeer 2020, arXiv 2002.05202): [..., gates w] -> w."""
+    """An activation function such as GELU, or a gated unit (Shazeer 2020, arXiv 2002.05202): [...,
+    gates w] -> [..., w]."""
 
     def __init__(self, row: Activate) -> None:
         super().__init__()
@@ -246,8 +254,8 @@ class Activation(Computing):
 def drop_hidden(
     x: Tensor, context: Context, rate: float, *, place: tuple[int, ...], axis: TensorAxis
 ) -> Tensor:
-    """Return [s, b, h], or this rank's positions of it, after dropout; `place` has the numbers of
-    the layer and of the mask."""
+    """Return the activations x [s, b, h], or this rank's positions of them, after dropout. `place`
+    has the number of the layer and the number of the mask within the layer."""
     if context.stream is None or rate == 0.0:
         return x
     stream = context.stream.at(*place, positions=axis.between_blocks(context.positions))
@@ -258,8 +266,8 @@ def drop_hidden(
 
 
 class RowStep(NamedTuple):
-    """A row and what computes it: `compute(*inputs, context)` returns its output, or a tuple of
-    them. `last`: the inputs that no later row reads."""
+    """A row and the function that computes it. `compute(*inputs, context)` returns the row's
+    output, or a tuple of outputs. `last` has the names of the inputs that no later row reads."""
 
     row: Operator
     compute: Callable[..., Tensor | tuple[Tensor, ...]]
@@ -297,10 +305,11 @@ def _attention(owner: nn.Module, row: Operator, build: Build) -> Callable[..., T
 
 def _whole_keys(owner: nn.Module, row: Operator, build: Build) -> Callable[..., tuple[Tensor, ...]]:
     def compute(q: Tensor, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, ...]:
-        """Return the queries of this rank, and all keys and values."""
+        """Return the queries at this rank's positions, and the keys and values at all positions."""
         if build.context.exchange != "all_gather":
             return q, k, v
-        # a copy: a view would keep keys and values, too, which are there whole now
+        # copy q, because a view would keep this rank's k and v in memory, which the gathered ones
+        # replace
         return q.clone(), *build.context.whole_keys(k, v)
 
     return compute
@@ -308,7 +317,7 @@ def _whole_keys(owner: nn.Module, row: Operator, build: Build) -> Callable[..., 
 
 def _dealt(owner: nn.Module, row: Operator, build: Build) -> Callable[..., tuple[Tensor, ...]]:
     def compute(q: Tensor, k: Tensor, v: Tensor, context: Context) -> tuple[Tensor, ...]:
-        """Return queries, keys and values of all positions, of this rank's part of the heads."""
+        """Return queries, keys and values at all positions, for this rank's part of the heads."""
         if build.context.exchange != "ulysses":
             return q, k, v
         return part_of_heads(q, k, v, build.context)
@@ -341,7 +350,8 @@ def _experts(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Ten
     add(owner, row.name, mixture)
 
     def compute(x: Tensor, *rest: Any) -> Tensor:
-        """Return the experts' sum, with the output of the shared experts, if there are any."""
+        """Return the sum of the experts' outputs. Include the output of the shared experts, if
+        there are any."""
         *shared, context = rest
         return sum(shared, mixture(x, router, context.chosen, context.factors))
 
@@ -362,7 +372,8 @@ def _own(owner: nn.Module, row: Operator, build: Build) -> Callable[..., Tensor]
 
 
 Maker = Callable[[nn.Module, Operator, Build], Callable[..., Tensor | tuple[Tensor, ...]]]
-# Kind of row -> what makes and registers its module. A new kind of operator has a line here.
+# Kind of row -> the function that makes and registers its module. A new kind of operator needs an
+# entry here.
 MAKERS: Mapping[type[Operator], Maker] = {
     Normalize: _norm,
     Multiply: _product,
@@ -378,8 +389,8 @@ MAKERS: Mapping[type[Operator], Maker] = {
 
 
 def maker_of(row: Operator) -> Maker:
-    """Return what makes and registers the module of a row: a row of a sublayer of the user's own
-    makes its module itself."""
+    """Return the function that makes and registers the module of a row. If the row belongs to the
+    user's own sublayer, the row itself makes the module."""
     return _own if isinstance(row, OwnOperator) else MAKERS[type(row)]
 
 
@@ -413,7 +424,7 @@ def _read_after(rows: Sequence[Operator], name: str) -> bool:
 
 
 def run(steps: Sequence[RowStep], values: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
-    """Compute rows in order from named values, and return the values that are left.
+    """Compute rows in order from named values. Return the values that no row has consumed.
 
     A value is freed after the last row that reads it.
     """

@@ -1,9 +1,9 @@
 """Random numbers that depend on the model, not on the layout.
 
 Initial weights are a function of (seed, name). Dropout masks are a function of (seed, step, layer,
-place in the layer, sample, position, channel; for attention: head and both positions). Each element
-hashes its own logical coordinates, so every layout, and every recomputation, draws the same mask
-without any generator state.
+number of the dropout in the layer, sample, position, channel); for attention, head and key position
+replace the channel. The mask of each element is a hash of its own logical coordinates. Every layout
+and every recomputation therefore computes the same mask, without a generator's state.
 """
 
 import hashlib
@@ -17,7 +17,8 @@ from torch import Tensor
 from ptdmpi.base.box import Box
 from ptdmpi.model.sequence.positions import ALL, Positions
 
-# Elements that are drawn at once: few compared with a large tensor, and a multiple of 16.
+# The number of elements that are drawn at once. It is small compared with a large tensor, and a
+# multiple of 16.
 SLAB_ELEMENTS = 2**22
 
 
@@ -33,14 +34,15 @@ def initial(
     (box, values) of those slabs that overlap a box in `wanted`, or of all slabs if it is None.
 
     `init` is "zeros", "ones", or the standard deviation of a normal distribution around zero. A
-    slab has the same bits as in the whole tensor: torch draws the numbers one after the other from
-    the generator, and makes sixteen normal ones from sixteen of them.
+    slab has the same bits as that part of a tensor that is drawn at once. The reason is that torch
+    draws numbers one after the other from the generator, and converts each sixteen of them to
+    sixteen normal numbers.
     """
     whole = Box.whole(shape)
     if wanted is None:
         wanted = [whole]
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    # always on the CPU, so that all devices start alike; a seed has 63 bits
+    # always on the CPU, so that weights are the same on all devices; a seed has 63 bits
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     last = max((box.stop[0] for box in wanted), default=0)
     for slab in whole.slabs(_slab_rows(shape)):
@@ -52,13 +54,13 @@ def initial(
                 yield slab, torch.full(slab.size, {"zeros": 0.0, "ones": 1.0}[init])
         elif here:
             yield slab, torch.empty(slab.size).normal_(0.0, init, generator=generator)
-        else:  # advance the generator by as many numbers, which takes half the time of drawing them
+        else:  # advance the generator by the slab's numbers in half the time of drawing
             torch.empty(slab.elements, dtype=torch.uint8).random_(generator=generator)
 
 
 def _slab_rows(shape: Sequence[int]) -> int:
-    """Return the number of rows of a slab: its elements are a multiple of 16, and the last slab has
-    at least 16."""
+    """Return the number of rows of a slab. The number of elements of a slab is a multiple of 16,
+    and the last slab has at least 16 elements."""
     row = math.prod(shape[1:])
     grain = 16 // math.gcd(16, row)
     rows = max(1, SLAB_ELEMENTS // (row * grain)) * grain
@@ -73,18 +75,19 @@ GOLDEN = -7046029254386353131
 _MIX_1 = -4658895280553007687
 _MIX_2 = -7723592293110705685
 
-# Elements of a mask that are hashed at once on a CPU: the quickest of 2^14, 2^16, ... 2^22.
+# The number of elements of a mask that are hashed at once on a CPU. It is the fastest of 2^14,
+# 2^16, ... 2^22.
 CHUNK_ELEMENTS = 2**18
 
 
 def shift_right(value: Tensor, bits: int) -> Tensor:
-    """Return `value`, int64, shifted right logically, in new memory; torch's own shift is
+    """Return `value`, int64, after a logical right shift, in new memory; torch's own right shift is
     arithmetic."""
     return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def mix(value: Tensor) -> Tensor:
-    """Return a bijection of int64 in which each output bit depends on all input bits."""
+    """Map int64 values bijectively to values in which each bit depends on all input bits."""
     value = value.bitwise_xor(shift_right(value, 30)).mul_(_MIX_1)
     value.bitwise_xor_(shift_right(value, 27)).mul_(_MIX_2)
     return value.bitwise_xor_(shift_right(value, 31))
@@ -92,11 +95,11 @@ def mix(value: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RandomStream:
-    """The random stream of one place in the model at one step.
+    """The random stream of one dropout in the model at one step.
 
-    `samples` [b] are the global sample numbers of the microbatch. `positions` are those that a
-    masked tensor has on this rank; `first_head` and `first_channel` are the first of its heads and
-    channels.
+    `samples` [b] are the global sample numbers of the microbatch. `positions` are the positions of
+    the masked tensor on this rank; `first_head` and `first_channel` are the numbers of its first
+    head and first channel.
     """
 
     key: int
@@ -109,7 +112,7 @@ class RandomStream:
     def of(
         cls, seed: int, step: int, samples: Tensor, positions: Positions = ALL
     ) -> "RandomStream":
-        """Return the stream of a microbatch, or of some positions of it, in a step of a run with
+        """Return the stream for a microbatch, or for some positions of it, in a step of a run with
         this seed."""
         return cls(fold(seed, step), samples, positions)
 
@@ -120,8 +123,8 @@ class RandomStream:
         first_head: int = 0,
         first_channel: int = 0,
     ) -> "RandomStream":
-        """Return the stream of a place such as (layer, 0), at the same positions if no others are
-        given."""
+        """Return the stream of the dropout that `place`, such as (layer, 0), identifies. The
+        positions are the same if no others are given."""
         return replace(
             self,
             key=fold(self.key, *place),
@@ -131,7 +134,8 @@ class RandomStream:
         )
 
     def hidden_mask(self, shape: Sequence[int], rate: float) -> Tensor:
-        """Return a mask [s, b, h], bool: True where kept, with probability 1 - rate."""
+        """Return a mask [s, b, h], bool, that is True for each element with probability 1 - rate.
+        Elements with False are dropped."""
         s, _, h = shape
         device = self.samples.device
         positions = self.positions.numbers(s, device)
@@ -140,8 +144,8 @@ class RandomStream:
         return _keep(rows[:, :, None], channels, rate)
 
     def attention_mask(self, shape: Sequence[int], rate: float) -> Tensor:
-        """Return a mask [b, a, queries, s], bool: True where kept, with probability 1 - rate; all s
-        keys are there, and the queries at this rank's positions."""
+        """Return a mask [b, a, queries, s], bool, that is True for each element with probability 1
+        - rate. The mask has all s keys, and the queries at this rank's positions."""
         _, a, _, keys = shape
         numbers = torch.arange(keys, device=self.samples.device)
         rows = self.query_hashes(a, self.positions.of(numbers))
@@ -165,7 +169,8 @@ def kept_keys(hashes: Tensor, keys: range, rate: float) -> Tensor:
 
 def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
     """Return a mask [..., columns], bool, from the hashes `rows` [..., 1] and `columns`."""
-    # the upper half of the hash, as an integer: exact on every device, unlike a float
+    # compare the upper half of the hash as an integer, which is exact on every device, unlike a
+    # float
     threshold = round(rate * 2**32)
     columns = columns * GOLDEN
     shape = (*rows.shape[:-1], columns.numel())
@@ -181,7 +186,7 @@ def _keep(rows: Tensor, columns: Tensor, rate: float) -> Tensor:
 
 
 def fold(key: int, *numbers: int) -> int:
-    """Return a key of 64 bits, signed, for `key` and a place such as (step, layer)."""
+    """Return a signed 64-bit hash of `key` and of a sequence of numbers such as (step, layer)."""
     for number in numbers:
         digest = hashlib.blake2b(f"{key}/{number}".encode(), digest_size=8).digest()
         key = int.from_bytes(digest, "little", signed=True)
@@ -189,5 +194,6 @@ def fold(key: int, *numbers: int) -> int:
 
 
 def dropout(x: Tensor, keep: Tensor, rate: float) -> Tensor:
-    """Return `x` with zeros where not kept, and the rest scaled so that the expectation stays."""
+    """Return `x` with zeros where the mask is False. The other elements are scaled so that the
+    expected value does not change."""
     return x * keep * (1.0 / (1.0 - rate))

@@ -24,7 +24,7 @@ from ptdmpi.model.kernels.host import HALF_TYPES
 
 CUBE = 0.044715  # Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
-CHUNK_ELEMENTS = 1 << 17  # elements of a chunk; four numbers of each, in float32, are 2 MiB
+CHUNK_ELEMENTS = 1 << 17  # elements of a chunk; four float32 numbers for each element take 2 MiB
 # PyTorch computes smaller tensors, because launching ten kernels instead of one would cost what is
 # gained. From this size on, the memory for a chunk is no larger than the gradient, which the
 # backward needs anyway.

@@ -1,7 +1,7 @@
-"""softmax(q k^T) v: the keys that a query sees, and the kernels that compute it on each device.
+"""Attention, softmax(q k^T) v, and the kernel implementations that compute it on each device.
 
-A layer has an `AttentionCore`: its scores, and the implementations that may compute them, of which
-the first that takes an input computes it.
+Each layer has an `AttentionCore` with a list of implementations. The first implementation that
+supports an input computes attention for it.
 
 `ProductKernel`: products of matrices over blocks of queries, with scores in float32 at least. It
     takes soft caps, which no fused kernel knows, and long causal attention on a CPU where that is
@@ -37,9 +37,10 @@ from ptdmpi.model.sequence.positions import ALL, Positions
 
 
 class Input(NamedTuple):
-    """The input of attention. Queries are [b, heads, s, head size]. Keys and values have as many
-    heads, or a divisor of that number (grouped queries). `documents` is None if each sequence is
-    one document. `positions` are those of the queries if keys and values have more positions."""
+    """The input of attention. Queries are [b, heads, s, head size]. The number of heads of keys and
+    values is that of the queries, or divides it (grouped queries). `documents` is None if each
+    sequence is one document. `positions` are the positions of the queries; keys and values may have
+    more positions."""
 
     q: Tensor
     k: Tensor
@@ -48,7 +49,7 @@ class Input(NamedTuple):
     positions: Positions = ALL
 
     def sight(self, scores: Scores) -> Sight:
-        """Return the keys that each query sees by these scores."""
+        """Return the keys that each query sees under the rules of `scores`."""
         return Sight(scores, self.documents, self.positions)
 
 
@@ -56,8 +57,8 @@ class AttentionResult(NamedTuple):
     """The result of attention, [b, heads, s, head size], and the logarithm of each query's sum of
     exponentials of scores, [b, heads, s].
 
-    The logarithms are in float32 at least and have no gradient; None if they were not requested or
-    the implementation does not have them.
+    The logarithms are in float32 or wider and have no gradient. They are None if they were not
+    requested, or if the implementation cannot return them.
     """
 
     out: Tensor
@@ -68,14 +69,16 @@ class Implementation(Protocol):
     """An implementation of attention."""
 
     def takes(self, given: Input) -> bool:
-        """Return True if it computes this input; those before it in the list did not."""
+        """Return True if the implementation supports this input. The implementations before it in
+        the list do not."""
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
-        """Compute attention, and the logarithms of sums if they are requested and it has them."""
+        """Compute attention. Also return the logarithms of sums, if they are requested and the
+        implementation has them."""
 
 
 class AttentionCore:
-    """The function softmax(scores) v of one layer: the first of `implementations` that takes an
+    """The function softmax(scores) v of one layer. The first of `implementations` that supports an
     input computes it."""
 
     def __init__(self, scores: Scores, kernels: Kernels = USUAL) -> None:
@@ -121,13 +124,13 @@ class AttentionCore:
         raise AssertionError("the last implementation takes every input")
 
     def under_mask(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-        """Return attention of each query to the keys that `seen` (bool [b, 1, queries, keys]) lets
-        it see, for generation with a cache."""
+        """Return the attention of each query to the keys for which `seen` (bool [b, 1, queries,
+        keys]) is True. This method is used for generation with a cache."""
         kernels = self.kernels
         scores = self.scores
         if not scores.softcap:
-            # the queries of a group become those of one head: with a mask no fused kernel of a GPU
-            # takes fewer key heads than query heads
+            # put the queries of a group into one head, because under a mask no fused GPU kernel
+            # supports fewer key heads than query heads
             out = F.scaled_dot_product_attention(
                 kernels.widened(by_key_head(q, k)),
                 kernels.widened(k),
@@ -151,7 +154,7 @@ class ProductKernel:
         self.kernels = kernels
 
     def _chosen(self, given: Input) -> AttentionByProducts | None:
-        # a compiled graph has no blocks, and uses no choice
+        # a compiled graph has no blocks, and does not use the choice of kernels
         if not self.scores.causal or not _is_long_on_cpu(given):
             return None
         chosen = self.kernels.chosen(given.q.device.type, given.q.dtype).attention
@@ -179,14 +182,15 @@ class PackedKernel:
         self.scores = scores
 
     def takes(self, given: Input) -> bool:
-        """Return True for windows and documents, not in blocks, if FlashAttention has a kernel for
-        their types and sizes."""
+        """Return True for windows and documents that are not computed in blocks, if FlashAttention
+        supports the input's type and sizes."""
         q = given.q
         if not _is_limited(self.scores, given) or _in_blocks(q) or q.device.type == "cpu":
             return False
-        if not given.positions.are_all:  # each run would need a copy of the keys
+        if not given.positions.are_all:  # each run of positions would need a copy of the keys
             return False
-        # if the kernel is called by its name, it does not pad heads (flash_api.cpp)
+        # a direct call of the kernel does not pad heads (flash_api.cpp), so their size must be
+        # legal
         fits = _has_flash(q) and q.shape[3] % 8 == 0 and q.shape[3] <= 256
         return fits and _packed_attention() is not None
 
@@ -220,8 +224,8 @@ class PackedKernel:
 
 
 class MaskedKernel:
-    """PyTorch's kernel with a mask; with one, no fused kernel shares keys. On a GPU it returns no
-    logarithms of sums."""
+    """PyTorch's kernel with a mask. Shared keys are copied first, because no fused kernel supports
+    them under a mask. On a GPU the kernel does not return the logarithms of sums."""
 
     def __init__(self, scores: Scores) -> None:
         self.scores = scores
@@ -244,15 +248,15 @@ class MaskedKernel:
 
 
 class BlockedKernel:
-    """The library's kernel in blocks of queries (`blocks`)."""
+    """PyTorch's CPU kernel, applied to blocks of queries (`blocks`)."""
 
     def __init__(self, scores: Scores, kernels: Kernels) -> None:
         self.scores = scores
         self.kernels = kernels
 
     def takes(self, given: Input) -> bool:
-        """Return True for windows and documents, and for long causal attention on a CPU, of keys
-        that are not shared, below the length from which it is chosen to be computed at once."""
+        """Return True for windows and documents. Also return True for long causal attention on a
+        CPU, if no keys are shared and the sequence is shorter than the chosen `whole_from`."""
         if _is_limited(self.scores, given):
             return True
         q = given.q
@@ -277,7 +281,7 @@ class WholeKernel:
         self.kernels = kernels
 
     def takes(self, given: Input) -> bool:
-        """Return True: this last kernel accepts every input that the others left."""
+        """Return True, because this last kernel supports every input."""
         return True
 
     def forward(self, given: Input, with_logsumexp: bool) -> AttentionResult:
@@ -303,16 +307,16 @@ def _is_grouped(given: Input) -> bool:
 
 
 def _is_limited(scores: Scores, given: Input) -> bool:
-    """Return True if windows or documents limit the keys that a query sees, or queries are of some
-    positions only."""
+    """Return True if windows or documents limit the keys that a query sees, or if this rank has the
+    queries of only some positions."""
     return given.documents is not None or scores.window > 0 or not given.positions.are_all
 
 
 def _shares_keys(q: Tensor) -> bool:
-    """Return True if the kernel of full attention takes one key for several query heads.
+    """Return True if the kernel of full attention can share a key head among several query heads.
 
-    The CPU kernel and FlashAttention do. The only other GPU kernel that does writes all scores to
-    memory.
+    The CPU kernel and FlashAttention can. The only other GPU kernel that can share key heads writes
+    all scores to memory.
     """
     return q.device.type == "cpu" or _has_flash(q)
 
@@ -322,7 +326,8 @@ def _has_flash(q: Tensor) -> bool:
 
 
 def _for_each_head(q: Tensor, *parts: Tensor) -> Sequence[Tensor]:
-    """Return keys or values [b, key heads, s, d] as [b, heads, s, d], shared ones copied."""
+    """Return keys or values [b, key heads, s, d] as [b, heads, s, d]; shared key heads are
+    copied."""
     group = q.shape[1] // parts[0].shape[1]
     if group == 1:
         return parts
@@ -348,20 +353,22 @@ def _fused_on_cpu(
     causal: bool = False,
     mask: Tensor | None = None,
 ) -> AttentionResult:
-    """Call PyTorch's CPU attention by its kernel's name, which returns the logarithms too."""
+    """Call the kernel of PyTorch's CPU attention directly, because it also returns the logarithms
+    of sums."""
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return AttentionResult(*fused(q, k, v, 0.0, causal, attn_mask=mask, scale=scale))
 
 
 def _added(hidden: Tensor, q: Tensor) -> Tensor:
-    """Return a mask of hidden keys, to be added to scores: [..., s, s] in the type of q."""
+    """Return a mask [..., s, s] in the type of q, which is added to scores: -inf for hidden keys,
+    else 0."""
     zeros = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
     return zeros.masked_fill(hidden, -torch.inf)
 
 
 def hidden_keys(k: Tensor, seen: Sight) -> Tensor | None:
-    """Return which of the keys k [b, heads, s, d] a query does not see, bool [queries, s] or
-    [b, 1, queries, s]; None if each sees all."""
+    """Return a mask, bool [queries, s] or [b, 1, queries, s], that is True for the keys k [b,
+    heads, s, d] that a query does not see. Return None if every query sees all keys."""
     hidden, scores = None, seen.scores
     if scores.causal:
         keys = torch.arange(k.shape[2], device=k.device)
@@ -379,8 +386,9 @@ def hidden_keys(k: Tensor, seen: Sight) -> Tensor | None:
 
 @cache
 def _packed_attention() -> Callable[..., Any] | None:
-    """Return PyTorch's attention of sequences laid end to end; None for versions without grouped
-    queries. It returns a tensor if, as here, no other result is requested."""
+    """Return PyTorch's attention function for concatenated sequences; None if this version of
+    PyTorch does not support grouped queries there. The function returns one tensor if no other
+    result is requested, as in this module."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return None
     from torch.nn.attention.varlen import varlen_attn

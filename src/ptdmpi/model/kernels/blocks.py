@@ -1,5 +1,6 @@
-"""Attention on a CPU in blocks of queries, each with the keys that it sees, by the library's
-kernel: PyTorch's kernel skips keys above the diagonal only in steps of 512 keys."""
+"""Attention on a CPU by PyTorch's kernel, applied to blocks of queries with only the keys that each
+block sees. Without blocks, PyTorch's kernel skips keys above the diagonal only in steps of 512
+keys."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ Region = tuple[slice, slice, slice]  # rows, heads, positions
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of attention: the scaling of products of queries and keys, and the visible keys.
+    """The rules for attention scores: how products of queries and keys are scaled, and which keys a
+    query sees.
 
     Scores are multiplied by `scale` and, unless `softcap` is 0, become softcap tanh(. / softcap).
-    If `causal`, a query sees the keys up to its own position, and of these only the last `window`
-    ones unless that is 0.
+    If `causal`, a query sees the keys up to its own position. If `window` is not 0, the query sees
+    only the last `window` of these keys.
     """
 
     scale: float
@@ -36,8 +38,9 @@ class Scores:
 def _band(
     queries: int, keys: int, window: int, *, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return -inf above the diagonal that ends in the lower right corner, and from `window` below
-    it: [queries, keys], to be added."""
+    """Return a mask [queries, keys], which is added to scores. The mask is -inf above the diagonal
+    that ends in the lower right corner, and at all keys that are `window` or more below this
+    diagonal."""
     every = torch.ones(queries, keys, dtype=torch.bool, device=device)
     hidden = every.triu(keys - queries + 1)
     if window:
@@ -49,7 +52,7 @@ def _band(
 @dataclass(frozen=True)
 class Sight:
     """The keys that each query sees, according to `scores`. If sequences have several `documents`,
-    a query sees only keys of its own document. The queries are at `positions`, the keys at all
+    a query sees only keys of its own document. The queries are at `positions`, and the keys at all
     positions."""
 
     scores: Scores
@@ -59,7 +62,7 @@ class Sight:
 
 class QueryRun(NamedTuple):
     """Consecutive queries [first, last) of some rows, in a document of positions [begin, end);
-    `shift` is added to a position for its place among this rank's queries."""
+    a position plus `shift` is the index of its query among this rank's queries."""
 
     rows: slice
     begin: int
@@ -88,8 +91,9 @@ def _pieces(length: int, seen: Sight) -> Iterator[QueryRun]:
 def blocks(
     q: Tensor, seen: Sight, block: int = QUERY_BLOCK
 ) -> Iterator[tuple[Region, Region, Tensor | None]]:
-    """Yield blocks of `block` queries of q [b, heads, queries, head size], the keys that each sees,
-    and its mask, to be added; None where it sees all of them."""
+    """Yield three values for each block of `block` queries of q [b, heads, queries, head size]: the
+    queries, the keys that they see, and the mask that is added to their scores. The mask is None if
+    every query of the block sees all these keys."""
     every, scores = slice(None), seen.scores
     length = q.shape[2] * seen.positions.parts
     for piece in _pieces(length, seen):
@@ -98,7 +102,8 @@ def blocks(
             queries = slice(piece.first + shift, piece.last + shift)
             yield (rows, every, queries), (rows, every, slice(begin, piece.end)), None
             continue
-        # every block uses the same lower right corner: it depends only on distances
+        # all blocks use the lower right corner of one mask, because the mask depends only on
+        # distances
         band = _band(block, length, scores.window, dtype=q.dtype, device=q.device)
         for first in range(piece.first, piece.last, block):
             last = min(first + block, piece.last)
@@ -130,7 +135,8 @@ def joined(
     seen: Sight,
     block: int = QUERY_BLOCK,
 ) -> Tensor:
-    """Return the blocks' numbers, one for each query, joined to [b, heads, queries]."""
+    """Join the numbers of all blocks, one number for each query, to a tensor [b, heads,
+    queries]."""
     whole: Tensor | None = None
     for (queries, _, _), part in zip(blocks(q, seen, block), sums, strict=True):
         if whole is None:
@@ -141,7 +147,7 @@ def joined(
 
 
 class BlockedWork(NamedTuple):
-    """A piece of attention to compute in blocks: the keys that its queries see, and whether the
+    """The settings for attention in blocks: the keys that the queries see, and whether the
     log-sum-exp is requested."""
 
     seen: Sight
@@ -149,9 +155,9 @@ class BlockedWork(NamedTuple):
 
 
 class BlockedAttention(Function):
-    """Attention on a CPU in blocks of queries. It keeps its inputs, its result and a number for
-    each row, as the unblocked kernel does. If requested, the second result is these numbers, the
-    logarithm of each query's sum of exponentials [b, heads, s]; else None."""
+    """Attention on a CPU in blocks of queries. For the backward it saves its inputs, its result and
+    the logarithm of each query's sum of exponentials [b, heads, s], as the unblocked kernel does.
+    The second result has these logarithms if they are requested; otherwise it is None."""
 
     @staticmethod
     def forward(

@@ -15,14 +15,14 @@ from ptdmpi.model.kernels import Kernels
 from ptdmpi.model.kernels.blocks import Region, Sight, blocks, by_library, joined
 from ptdmpi.model.kernels.choice import AttentionByProducts
 
-# The number of scores that are computed at once: 4 MiB in float32, which fit caches.
+# The number of scores that are computed at once. In float32 they take 4 MiB, which fit in caches.
 BLOCK_SCORES = 1 << 20
 
 
 @dataclass(frozen=True)
 class ProductWork:
-    """A piece of attention to compute: the keys that its queries see, the choice of products for
-    it, and whether the log-sum-exp is requested."""
+    """The settings for attention by products: the keys that the queries see, the chosen form of the
+    products, and whether the log-sum-exp is requested."""
 
     seen: Sight
     how: AttentionByProducts
@@ -31,8 +31,8 @@ class ProductWork:
 
 
 class Tile(NamedTuple):
-    """A block of queries of some heads, the keys that they see, and the mask, to be added; None if
-    they see all of them."""
+    """A block of queries of some heads, the keys that they see, and the mask that is added to their
+    scores. The mask is None if every query of the block sees all these keys."""
 
     queries: Region
     keys: Region
@@ -40,8 +40,8 @@ class Tile(NamedTuple):
 
 
 class WeightedTile(NamedTuple):
-    """The probabilities of a tile, [b, key heads, group queries, keys], and the tangents of its
-    capped scores; None if there is no cap."""
+    """The probabilities of a tile, [b, key heads, group queries, keys], and the values tanh(scores
+    / cap); these values are None if there is no cap."""
 
     queries: Region
     keys: Region
@@ -58,10 +58,10 @@ class ProductAttention(Function):
     which gives the same bits. If `how.library_forward` is True and there is no cap, the library's
     kernel computes the forward pass.
 
-    Scores are computed in float32, also for half types. If they were rounded to a half type,
-    gradients would be less exact than a fused kernel's. All other products are in the type of their
-    operands. If requested, the second result is the logarithm of each query's sum of exponentials
-    [b, heads, s], in float32 at least; otherwise it is None.
+    Scores are computed in float32, also for half types. If scores were rounded to a half type,
+    gradients would be less exact than those of a fused kernel. All other products are in the type
+    of their operands. If requested, the second result is the logarithm of each query's sum of
+    exponentials [b, heads, s], in float32 at least; otherwise it is None.
     """
 
     @staticmethod
@@ -103,7 +103,8 @@ class ProductAttention(Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         narrow_q, narrow_k, values, dout = (part.contiguous() for part in (q, k, v, dout))
         dq = torch.empty_like(q)
-        # wide, because every block of queries adds to them: a half type would round each time
+        # in a wide type, because every block of queries adds to these gradients, and a half type
+        # would round each sum
         dk, dv = (torch.zeros(k.shape, dtype=wide, device=k.device) for _ in "kv")
         each: Iterator[WeightedTile] = _weighted(q, k, work)
         if kept:
@@ -131,13 +132,13 @@ class ProductAttention(Function):
 
 
 def _tiles(q: Tensor, k: Tensor, work: ProductWork) -> Iterator[Tile]:
-    """Yield the blocks of queries, of as many heads as BLOCK_SCORES allows."""
+    """Yield the blocks of queries, each with as many heads as BLOCK_SCORES allows."""
     return by_heads(q, k, starmap(Tile, blocks(q, work.seen, work.how.block)))
 
 
 def by_heads(q: Tensor, k: Tensor, wholes: Iterable[Tile]) -> Iterator[Tile]:
-    """Yield tiles of all heads in parts, each of as many key heads as BLOCK_SCORES allows; at least
-    one."""
+    """Divide tiles that have all heads into tiles with as many key heads as BLOCK_SCORES allows, at
+    least one."""
     group = q.shape[1] // k.shape[1]
     for (rows, _, positions), (_, _, seen), mask in wholes:
         tile = len(range(*rows.indices(len(q)))) * (positions.stop - positions.start)
@@ -156,11 +157,11 @@ def _weighted(
     given, write the logarithms of sums of exponentials into it."""
     scores = work.seen.scores
     wide = torch.promote_types(q.dtype, torch.float32)
-    # convert once for all blocks, to the memory layout that is fast in products
+    # convert once for all blocks, to the memory layout with which products are fast
     wide_q, wide_k = (x.to(wide, memory_format=torch.contiguous_format) for x in (q, k))
     narrow = work.how.fpmath and q.dtype == torch.bfloat16
     scale = scores.scale
-    if not narrow:  # if narrow, the operands must stay bfloat16 numbers
+    if not narrow:  # otherwise the operands must stay bfloat16 numbers
         wide_q = wide_q * scale
         scale = 1.0
     for queries, keys, mask in _tiles(wide_q, wide_k, work):
@@ -177,13 +178,13 @@ def _weighted(
 def tile_scores(
     q: Tensor, k: Tensor, mask: Tensor | None, *, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the scores of a tile, [b, key heads, group queries, keys], with its mask, and the
-    tangents of the scores if they are capped."""
+    """Return the masked scores of a tile, [b, key heads, group queries, keys], and the values
+    tanh(scores / cap) if scores are capped."""
     if not softcap:
         return _products(q, k, mask, scale), None
     tangent = _products(q, k, None, scale).mul_(1.0 / softcap).tanh_()
     scores = tangent * softcap
-    if mask is not None:  # after the cap, which would make its infinity finite
+    if mask is not None:  # add the mask after the cap, because the cap would make -inf finite
         scores.unflatten(2, (-1, len(mask))).add_(mask)
     return scores, tangent
 
@@ -196,7 +197,7 @@ def _products(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor
         begin = q.new_empty(1)
         counts = 0.0
     else:
-        # product and mask in one pass
+        # compute product and mask in one pass
         begin = mask.repeat(grouped.shape[2] // len(mask), 1)
         counts = 1.0
     flat = torch.baddbmm(begin, grouped.flatten(0, 1), keys.flatten(0, 1), beta=counts, alpha=scale)
@@ -205,11 +206,12 @@ def _products(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor
 
 @contextlib.contextmanager
 def _rounding_operands(wanted: bool) -> Iterator[None]:
-    """Set oneDNN's fpmath mode "bf16", which torch has since 2.9, if it is wanted.
+    """Set oneDNN's fpmath mode "bf16" within the context, if it is wanted. The mode exists since
+    torch 2.9.
 
-    oneDNN then computes float32 products, and may round their operands for units that multiply
-    bfloat16. That changes nothing if they are bfloat16 numbers. The mode is process-wide while the
-    context lasts.
+    In this mode oneDNN may round the operands of float32 products to bfloat16, for units that
+    multiply bfloat16. Operands that are bfloat16 numbers do not change. The mode applies to the
+    whole process.
     """
     settings: Any = getattr(torch.backends.mkldnn, "matmul", None)
     if settings is None or not wanted:

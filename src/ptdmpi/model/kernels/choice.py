@@ -1,6 +1,6 @@
-"""The choice of kernels on a host: for each kind of work in a layer, the implementation that
-computes it, by the measurements of presets/kernels.toml or as a run has agreed on it
-(`agreement`)."""
+"""The choice of kernels on a host: an implementation for each kind of computation in a layer. The
+choice is based on the measurements in presets/kernels.toml, or it is the one on which the ranks of
+a run have agreed (`agreement`)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,17 +13,18 @@ from ptdmpi.model.kernels import host
 from ptdmpi.model.kernels.host import asked_once
 from ptdmpi.model.kernels.table import table
 
-# PyTorch's CPU kernel skips keys above the diagonal only in steps of 512 keys. In blocks of this
-# number of queries, each with the keys up to its end, s = 512 costs five eighths.
+# PyTorch's CPU kernel skips keys above the diagonal only in steps of 512 keys. If queries are
+# computed in blocks of this size, each with the keys up to the block's end, attention at s = 512
+# takes five eighths of the work.
 QUERY_BLOCK = 128
 
-Entries = Mapping[str, Sequence[Mapping[str, Any]]]  # like the table: kind -> entries
+Entries = Mapping[str, Sequence[Mapping[str, Any]]]  # in the form of the table: kind -> entries
 
 
 @dataclass(frozen=True)
 class AttentionByLibrary:
-    """Causal attention by the library's kernel: in blocks of queries, or at once from `whole_from`
-    positions on."""
+    """Causal attention by PyTorch's kernel. It is computed in blocks of queries for sequences
+    shorter than `whole_from`, and in one call for longer sequences."""
 
     whole_from: float = math.inf
 
@@ -32,9 +33,9 @@ class AttentionByLibrary:
 class AttentionByProducts:
     """Causal attention by matrix products over blocks of `block` queries.
 
-    The probabilities of a block are computed again in the backward pass, or kept for it (`keeps`).
-    With `library_forward` the library's kernel computes the forward pass. With `fpmath` the scores
-    of bfloat16 are computed in oneDNN's mode of that name.
+    If `keeps` is True, the probabilities of a block are saved for the backward pass; otherwise the
+    backward pass computes them again. With `library_forward` PyTorch's kernel computes the forward
+    pass. With `fpmath` the scores of bfloat16 inputs are computed in oneDNN's fpmath mode.
     """
 
     block: int = QUERY_BLOCK
@@ -44,7 +45,8 @@ class AttentionByProducts:
 
     @property
     def kept_block(self) -> int:
-        """Return the queries of a block whose probabilities are kept; 0 if they are not kept."""
+        """Return the number of queries in a block if probabilities are saved for the backward pass,
+        else 0."""
         return self.block * self.keeps
 
 
@@ -54,8 +56,8 @@ HostAttention = AttentionByLibrary | AttentionByProducts
 @dataclass(frozen=True)
 class OneDnnLinears:
     """The least number of multiplications (positions x inputs x outputs) for which oneDNN's fused
-    call computes x W^T + b (`output`) and dy W (`input_gradient`). Infinity: never; then the
-    library computes the product, and adds the bias."""
+    call computes x W^T + b (`output`) and dy W (`input_gradient`). With infinity, the fused call is
+    never used, and PyTorch computes the product and adds the bias."""
 
     output: float = math.inf
     input_gradient: float = math.inf
@@ -63,9 +65,9 @@ class OneDnnLinears:
 
 @dataclass(frozen=True)
 class HostChoice:
-    """The choice of kernels of a host. `gelu`: GELU's tanh form is computed by a sigmoid
-    (`activation`) or by the library. `half`: half types are multiplied as they are, or in float32
-    even if the processor multiplies them."""
+    """The choice of kernels of a host. `gelu` says whether GELU's tanh form is computed by a
+    sigmoid (`activation`) or by PyTorch ("library"). `half` says whether half types are multiplied
+    in their own type ("native") or always in float32 ("widened")."""
 
     attention: HostAttention = AttentionByLibrary()
     linear: OneDnnLinears = OneDnnLinears()
@@ -79,8 +81,8 @@ BY_LIBRARY = HostChoice()
 def measured_choice(dtype: torch.dtype, own: Entries) -> HostChoice:
     """Return the fastest kernels of this host for operands of a type.
 
-    For each kind the first entry that fits the host is used: of `own`, then of the table. If none
-    fits, the library computes it.
+    For each kind of computation, the first entry that fits the host is used. The entries of `own`
+    come before those of the table. If no entry fits, PyTorch's kernel is used.
     """
     attention, linear, gelu = (_entry(kind, dtype, own) for kind in ("attention", "linear", "gelu"))
     chosen = HostChoice(_attention(attention), _linear(linear))
@@ -119,7 +121,8 @@ def _entry(kind: str, dtype: torch.dtype, own: Entries) -> Mapping[str, Any]:
 
 @asked_once
 def usual_choice(device_type: str, dtype: torch.dtype) -> HostChoice:
-    """Return the choice that is used outside a run, which would have agreed on one."""
+    """Return the default choice of kernels, which is used outside a run. The ranks of a run agree
+    on a choice instead."""
     if device_type != "cpu":
         return BY_LIBRARY
     return measured_choice(dtype, {})

@@ -11,8 +11,8 @@ BACKEND = "inductor"
 
 
 def missing(device_type: str) -> str:
-    """Return the name of the tool that this rank lacks to compile for a device, such as "triton";
-    empty if it lacks nothing. It loads no package."""
+    """Return the name of a tool, such as "triton", that compiling for a device needs and this rank
+    does not have. Return "" if no tool is missing. The function loads no package."""
     if BACKEND != "inductor":
         return ""
     if device_type == "cpu":
@@ -21,7 +21,7 @@ def missing(device_type: str) -> str:
         return ""
     if importlib.util.find_spec("triton") is None:
         return "triton"
-    # triton compiles what launches its kernels
+    # triton needs a C compiler for the code that launches its kernels
     names = (os.environ.get("CC", "cc"), "gcc", "clang")
     if all(shutil.which(name) is None for name in names):
         return "C compiler (cc, or CC)"
@@ -29,7 +29,7 @@ def missing(device_type: str) -> str:
 
 
 def settle(constant: Callable[[Callable[..., object]], object]) -> None:
-    """Declare to a compiler, by `constant`, the functions that always return the same on a
-    machine."""
+    """Declare to a compiler the functions that always return the same result on a machine.
+    `constant` makes one declaration."""
     for answer in (host.multiplies, host.adds_wide, host.has_flash, choice.usual_choice):
         constant(answer)

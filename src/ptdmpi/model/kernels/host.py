@@ -1,5 +1,5 @@
-"""The abilities of the processor and the devices of this rank. Each is looked up once, since it
-never changes on a machine."""
+"""The abilities of the processor and the devices of this rank. Each ability is looked up only once,
+since it never changes on a machine."""
 
 from collections.abc import Callable
 from functools import cache, wraps
@@ -21,13 +21,14 @@ R = TypeVar("R")
 
 
 def asked_once(ask: Callable[P, R]) -> Callable[P, R]:
-    """Return `ask` with a memory. It is a plain function, because a compiler traces through `cache`
-    itself, and warns about it."""
+    """Return the function `ask` with a cache of its results. The result is a plain function,
+    because a compiler would trace through `functools.cache` and warn about it."""
     known: Any = cache(ask)
 
     @wraps(ask)
     def answer(*arguments: P.args, **named: P.kwargs) -> R:
-        """Return what `ask` has returned for these arguments the first time."""
+        """Return the result of `ask` for these arguments, which is computed only at the first
+        call."""
         result: R = known(*arguments, **named)
         return result
 
@@ -35,7 +36,8 @@ def asked_once(ask: Callable[P, R]) -> Callable[P, R]:
 
 
 def vendor(device_type: str) -> str:
-    """Return the kind of a device as the table of kernels has it: torch calls AMD's "cuda" too."""
+    """Return the kind of a device under its name in the table of kernels. torch uses the name
+    "cuda" for AMD's devices too."""
     if device_type == "cuda" and torch.version.hip:
         return "rocm"
     return device_type
@@ -43,7 +45,8 @@ def vendor(device_type: str) -> str:
 
 @asked_once
 def multiplies(device_type: str, dtype: torch.dtype) -> bool:
-    """Return True if this device multiplies numbers of a type without widening them."""
+    """Return True if this device multiplies numbers of a type without converting them to a wider
+    type."""
     if device_type != "cpu" or dtype not in HALF_TYPES:
         return True
     capabilities = torch.cpu.get_capabilities()
@@ -67,8 +70,8 @@ def adds_wide(device_type: str) -> bool:
 
 @asked_once
 def has_flash(device_type: str) -> bool:
-    """Return True if FlashAttention runs on this rank's devices of this kind: for NVIDIA, those
-    from Ampere on."""
+    """Return True if FlashAttention runs on this rank's devices of this kind. NVIDIA's devices
+    support it from Ampere on."""
     if device_type != "cuda" or torch.version.hip:
         return True
     return bool(torch.cuda.get_device_capability() >= (8, 0))

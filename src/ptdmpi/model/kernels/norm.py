@@ -1,4 +1,5 @@
-"""RMSNorm and the cap of scores and logits: each one Function that keeps little."""
+"""RMSNorm and the soft cap of scores and logits. Each is one autograd Function that saves few
+tensors."""
 
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch.autograd import Function
 
 
 class _RmsNorm(Function):
-    """RMSNorm. It keeps its input and a number for each row."""
+    """RMSNorm. For the backward it saves its input and one number for each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -26,22 +27,24 @@ class _RmsNorm(Function):
         dweight = None
         if ctx.needs_input_grad[1]:
             dweight = (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        # dx = (g - n mean(g n)) / rms with n = x / rms, g = dy w: the derivative of equation 4
+        # the derivative of equation 4 is dx = (g - n mean(g n)) / rms, with n = x / rms and g = dy
+        # w
         projection = (dnormed * normed).mean(-1, keepdim=True)
         dx = dnormed.sub_(normed.mul_(projection)).mul_(scale)
         return dx.to(x.dtype), dweight, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight over the last dim, in float32 at least (Zhang and
-    Sennrich 2019, arXiv 1910.07467, equation 4)."""
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in float32 or wider
+    (Zhang and Sennrich 2019, arXiv 1910.07467, equation 4)."""
     if x.device.type == "cpu" or weight.dtype != x.dtype:
         return _RmsNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class _Cap(Function):
-    """The soft cap. It keeps only the tangent: the loss may overwrite the result."""
+    """The soft cap. For the backward it saves only tanh(x / cap), because the loss may overwrite
+    the result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:

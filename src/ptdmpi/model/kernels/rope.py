@@ -1,4 +1,5 @@
-"""RoPE: rotation by the angles of positions, in few kernels that keep nothing."""
+"""RoPE: rotation by the angles of positions, in few kernels that save no tensors for the
+backward."""
 
 from typing import Any
 
@@ -7,8 +8,8 @@ from torch.autograd import Function
 
 
 class _Turn(Function):
-    """The rotation by four kernels in each direction, which keeps nothing; autograd would use five
-    and one more copy."""
+    """The rotation by four kernels in the forward and four in the backward. It saves no
+    activations; autograd would use five kernels and one more copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The form in which a run keeps its choice of kernels: in kernels.json of its directory and in the
-manifest of a checkpoint, as {kind: [text, ...]}.
+"""The form in which a run stores its choice of kernels: {kind: [text, ...]}, in kernels.json of the
+run directory and in the manifest of a checkpoint.
 
-On a host each kind has one text, a name and perhaps sizes and words after colons:
+On a host each kind has one text. The text is a name, which sizes and words may follow after colons:
 
     attention   "library", "library:1024" (at once from 1024 positions on), "products" (over blocks
                 of 128 queries), "products:256:kept" (of 256, probabilities kept); see WORDS
@@ -10,8 +10,9 @@ On a host each kind has one text, a name and perhaps sizes and words after colon
     gelu        "library", "sigmoid"
     half        "native", "widened"
 
-On other devices attention has the backends that are tried, in their order. Unknown texts are
-skipped, because another kind of device or another version may have written them.
+On other devices the kind "attention" has the names of the backends, in the order in which they are
+tried. Unknown texts are skipped, because another kind of device or another version may have written
+them.
 """
 
 import math
@@ -30,7 +31,7 @@ from ptdmpi.model.kernels.choice import (
 
 Stored = Mapping[str, Sequence[str]]
 
-# word after the size of products -> attribute of `AttentionByProducts`
+# word after the block size in "products:SIZE:WORD" -> attribute of `AttentionByProducts`
 WORDS = {"kept": "keeps", "library_forward": "library_forward", "fpmath": "fpmath"}
 
 
@@ -45,8 +46,8 @@ def text_of(kind: str, chosen: Any) -> str:
 
 
 def read(stored: Stored) -> dict[str, Any]:
-    """Return the choice for each kind, the first known text in `stored`: values for attributes of
-    `HostChoice`. Kinds without a known text are left out."""
+    """Return the stored choice by kind, as values for the attributes of `HostChoice`. The first
+    known text in `stored` is used, and kinds without a known text are left out."""
     chosen: dict[str, Any] = {}
     for kind, form in KINDS.items():
         values = [form.read(text.split(":")) for text in stored.get(kind, ())]
@@ -101,14 +102,14 @@ def _one_of(*names: str) -> Callable[[Sequence[str]], str | None]:
 
 @dataclass(frozen=True)
 class Form:
-    """The stored form of one kind: a function that writes it, and one that reads it; `read` returns
-    None for an unknown text."""
+    """The stored form of one kind of kernel: a function that writes the text, and a function that
+    reads it. `read` returns None for an unknown text."""
 
     write: Callable[[Any], str]
     read: Callable[[Sequence[str]], Any]
 
 
-# the kinds of kernels of a host: attributes of `HostChoice`
+# the kinds of kernels of a host, which are attributes of `HostChoice`
 KINDS = {
     "attention": Form(_write_attention, _read_attention),
     "linear": Form(_write_linear, _read_linear),

@@ -1,1 +1,2 @@
-"""Quantized weights: codes and scales of blocks, packed bytes, and the values that products use."""
+"""Quantized weights: the codes and scales of blocks, their packed bytes, and the dequantized values
+that matrix products use."""

@@ -1,9 +1,8 @@
-"""Codes and scales of matrices, and the values of codes: the arithmetic of
+"""Quantizing matrices to codes and scales, and dequantizing codes: the arithmetic of
 `plan.layer.low_bit.LowBit`.
 
-All arithmetic is in float32 (float64 for a matrix of that type), so that values are the same
-numbers wherever they are computed: from a file, from packed memory, or rounded on the way into a
-product.
+All arithmetic is in float32 (in float64 for a float64 matrix). The values are therefore the same
+whether they are computed from a file, from packed memory, or by rounding the operand of a product.
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from ptdmpi.plan.layer.low_bit import LowBit, chunk_elements
 @dataclass(frozen=True)
 class Packed:
     """A quantized matrix [o, i]: bytes of its codes [o, i bits / 8], uint8, and the scales [o, i /
-    block numbers], float32. The `numbers` of a block (`LowBit`) are next to each other."""
+    block numbers], float32. The elements of a block are `numbers` (see `LowBit`) consecutive
+    elements of a row."""
 
     codes: Tensor
     scales: Tensor
@@ -31,7 +31,7 @@ class Packed:
         return self.codes.nbytes + self.scales.nbytes
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """Return the matrix [o, i], its float32 numbers rounded to `dtype`."""
+        """Return the matrix [o, i], computed in float32 and rounded to `dtype`."""
         whole = torch.empty(self._shape, dtype=dtype, device=self.codes.device)
         step = _rows_at_once(self.codes, self._shape[1])
         for first in range(0, len(whole), step):
@@ -50,7 +50,8 @@ def _rows_at_once(x: Tensor, columns: int) -> int:
 
 @cache
 def _levels(form: LowBit, device: torch.device) -> Tensor:
-    """Return the values of each byte's codes, its low bits first: [256, elements of a byte]."""
+    """Return a table [256, elements in a byte] of the values of the codes in each byte, the lowest
+    bits first."""
     levels = _level(form, torch.device("cpu"))
     if form.bits == 4:
         high, low = torch.meshgrid(levels, levels, indexing="ij")
@@ -69,7 +70,8 @@ def _middles(form: LowBit, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def place_tables(form: LowBit, device: torch.device) -> None:
-    """Copy the lookup tables to a device, once, because a copy in a step would make it wait."""
+    """Copy the lookup tables to a device once, because a copy within a step would make the step
+    wait."""
     for table in (_levels, _level):
         table(form, device)
     for wide in (torch.float32, torch.float64):
@@ -77,10 +79,10 @@ def place_tables(form: LowBit, device: torch.device) -> None:
 
 
 def scales_of(x: Tensor, form: LowBit) -> Tensor:
-    """Return the scales of a matrix: [o, i] -> [o, i / block numbers], float32. They follow from
-    each block's greatest magnitude; for uint4, from its least and its greatest value. The scale of
-    int4 has a sign: there are eight levels on one side of zero and seven on the other, and the
-    value of the greatest magnitude is on the side of eight."""
+    """Return the scales of a matrix: [o, i] -> [o, i / block numbers], float32. The scales are
+    computed from each block's greatest magnitude, or, for uint4, from its least and greatest value.
+    The scale of int4 has a sign. int4 has eight levels on one side of zero and seven on the other,
+    and the sign puts the value of the greatest magnitude on the side with eight levels."""
     wide = torch.promote_types(x.dtype, torch.float32)  # in a half type x / scale would be rounded
     least, greatest = (ends.to(wide) for ends in x.unflatten(-1, (-1, form.block)).aminmax(dim=-1))
     if form.codes == "uint4":
@@ -119,8 +121,8 @@ def _by_block(scales: Tensor, form: LowBit) -> Tensor:
 
 
 def _scaled(levels: Tensor, scales: Tensor, form: LowBit) -> Tensor:
-    """Return levels [..., i], float32, times their scales, plus the least value of a block if it
-    has one."""
+    """Return levels [..., i], float32, times the scales of their blocks. If the form stores the
+    least value of each block, add it."""
     numbers = _by_block(scales, form)
     values = levels.unflatten(-1, (-1, form.block)) * numbers[..., :1]
     if form.numbers == 2:
@@ -135,7 +137,8 @@ def decoded(codes: Tensor, scales: Tensor, form: LowBit) -> Tensor:
 
 
 def packed(x: Tensor, form: LowBit, scales: Tensor | None = None) -> Packed:
-    """Return a matrix [o, i] in quantized form; `scales` None: computed from the matrix."""
+    """Return a matrix [o, i] in quantized form. If `scales` is None, the scales are computed from
+    the matrix."""
     if scales is None:
         scales = scales_of(x, form)
     rows, columns = x.shape
@@ -149,7 +152,7 @@ def packed(x: Tensor, form: LowBit, scales: Tensor | None = None) -> Packed:
 
 
 def rounded(x: Tensor, form: LowBit) -> Tensor:
-    """Return the values that `packed` keeps of a matrix [o, i], in the type of x (fake
+    """Return a matrix [o, i] after quantization and dequantization, in the type of x (fake
     quantization)."""
     result = torch.empty_like(x)
     step = _rows_at_once(x, x.shape[1])

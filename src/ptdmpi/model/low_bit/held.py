@@ -1,5 +1,5 @@
-"""Frozen quantized weights in a rank's memory, and their places (the base of QLoRA, Dettmers et al.
-2023, arXiv 2305.14314, section 3)."""
+"""Frozen quantized weights in a rank's memory, and their positions there (the base model of QLoRA,
+Dettmers et al. 2023, arXiv 2305.14314, section 3)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -12,12 +12,12 @@ from ptdmpi.model.low_bit.codes import Packed, packed
 from ptdmpi.model.parameters import Entry
 from ptdmpi.plan.layer.low_bit import KIND_OF_CODES, KIND_OF_SCALES
 
-Narrow = Callable[[int, int], tuple[int, int]]  # (row, column) in a matrix -> in its codes
+Narrow = Callable[[int, int], tuple[int, int]]  # matrix (row, column) -> codes (row, column)
 
 
 class PackedPart(NamedTuple):
     """A part of the codes or of the scales (`kind`) of a matrix: the shape of the logical tensor,
-    the box in it, and its values."""
+    the slice of it (`box`), and the slice's values."""
 
     kind: str
     shape: tuple[int, ...]
@@ -26,11 +26,11 @@ class PackedPart(NamedTuple):
 
 
 class InFewBits:
-    """The codes of a rank's frozen matrices, uint8, one after the other, and their scales, float32;
-    zero at first.
+    """The codes (uint8) of a rank's frozen matrices, one matrix after the other, and their scales
+    (float32). Both are initially zero.
 
-    `of`: each matrix by its logical name. A tensor rank has its rows, or its columns in whole
-    blocks.
+    `of` has each matrix by its logical name. A tensor rank has some rows of a matrix, or some
+    columns that form complete blocks.
     """
 
     def __init__(self, entries: Sequence[Entry], device: torch.device) -> None:
@@ -58,7 +58,8 @@ class InFewBits:
         return self.codes.nbytes + self.scales.nbytes
 
     def put(self, entry: Entry, values: Tensor) -> None:
-        """Round the `values` of a whole local matrix, flat, to the nearest levels."""
+        """Round the flat `values` of a complete local matrix to the nearest levels, and store their
+        codes."""
         held = self.of[entry.name]
         made = packed(values.view(entry.shape), held.form)
         held.codes.copy_(made.codes)
@@ -79,5 +80,6 @@ class InFewBits:
 
 
 def _narrowed(box: Box, narrow: Narrow) -> Box:
-    """Return the box of the codes, or of the scales, for a box of whole blocks of a matrix."""
+    """Return the slice of the codes or of the scales that belongs to a slice of complete blocks of
+    a matrix."""
     return Box(narrow(*box.start), narrow(*box.stop))

@@ -1,4 +1,5 @@
-"""Small whole numbers as bytes: n numbers of b bits each take n b / 8 bytes, rounded up."""
+"""Packing of small integers into bytes: n integers of b bits each take n b / 8 bytes, rounded
+up."""
 
 import torch
 from torch import Tensor

@@ -1,1 +1,2 @@
-"""The end of a model: its heads, the cross-entropy of divided logits, and losses by name."""
+"""The output of a model: its heads, the cross-entropy of logits that are divided over ranks, and
+the losses by name."""

@@ -1,9 +1,9 @@
 """Cross-entropy of logits whose columns are divided over the tensor axis. Three numbers per token
 are sent over the axis, never the logits (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 
-The logits of a microbatch are the largest tensor of a step, and are never held twice. Logits of
-half types are widened to float32 some positions at a time, in the forward pass and again in the
-backward pass.
+The logits of a microbatch are the largest tensor of a step, and memory never contains them twice.
+Logits of half types are converted to float32 for a few positions at a time, in the forward pass and
+again in the backward pass.
 """
 
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ from ptdmpi.plan.layer.chunks import loss_rows
 def token_log_probabilities(
     logits: Tensor, labels: Tensor, axis: TensorAxis
 ) -> tuple[Tensor, Tensor]:
-    """Return log softmax(logits)[label] of each token [s, b], in float32 at least, and True for
-    each token [s, b] of which no other label is more probable. Logits are as in `cross_entropy`,
-    but are not overwritten."""
+    """Return two tensors [s, b]: log softmax(logits)[label] of each token, in float32 or wider, and
+    a mask that is True if no other label of the token is more probable. Logits are as in
+    `cross_entropy`, but are not overwritten."""
     flat = logits.reshape(-1, logits.shape[-1])
     local, here = _columns(labels, flat.shape[-1], axis)
     top, target = _greatest(flat, local, here, axis)
@@ -44,7 +44,7 @@ def _columns(labels: Tensor, columns: int, axis: TensorAxis) -> tuple[Tensor, Te
 
 
 def _chunks(flat: Tensor) -> Iterator[slice]:
-    """Yield slices of the rows of [s b, V/t] that are widened at once."""
+    """Yield slices of the rows of [s b, V/t]; one slice is converted to a wider type at a time."""
     step = loss_rows(flat.shape[-1], flat.device.type == "cpu")
     for first in range(0, len(flat), step):
         yield slice(first, first + step)
@@ -55,17 +55,18 @@ def _widens(flat: Tensor) -> bool:
 
 
 def _wide(chunk: Tensor) -> Tensor:
-    """Return the chunk in float32 at least: itself, or a copy."""
+    """Return the chunk in float32 or wider. If its type is already wide, return the chunk itself,
+    else a copy."""
     if _widens(chunk):
         return chunk.float()
     return chunk
 
 
 def _greatest(flat: Tensor, local: Tensor, here: Tensor, axis: TensorAxis) -> tuple[Tensor, Tensor]:
-    """Return the greatest logit of each row of [s b, V/t], over all ranks' columns, and the label's
-    logit, 0 if this rank does not have it. Subtracting the greatest logit keeps exponentials from
-    overflowing; it cancels in the loss."""
-    # in a half type these are the same numbers as if all logits were widened
+    """Return, for each row of [s b, V/t], the greatest logit over all ranks' columns, and the
+    label's logit, which is 0 if this rank does not have the label's column. The greatest logit is
+    subtracted so that exponentials do not overflow; it cancels in the loss."""
+    # maxima in a half type are the same numbers as maxima of logits that were converted to float32
     top = _wide(flat.amax(-1))
     target = _wide(flat.gather(-1, local)[:, 0])
     return axis.comm.all_reduce(top, "max"), target.masked_fill_(~here, 0.0)
@@ -84,15 +85,15 @@ class _Softmax(NamedTuple):
 
 
 def _forward(logits: Tensor, labels: Tensor, axis: TensorAxis) -> tuple[Tensor, _Softmax]:
-    """Return the loss of each token [s b]. It overwrites the logits."""
-    # detach, because autograd does not allow to write to a view
+    """Return the loss of each token [s b]. The function overwrites the logits."""
+    # detach, because autograd does not allow writing to a view
     flat = logits.detach().contiguous().view(-1, logits.shape[-1])
     local, here = _columns(labels, flat.shape[-1], axis)
     top, target = _greatest(flat, local, here, axis)
     sums = torch.empty_like(top)
     for rows in _chunks(flat):
         torch.sum(_exponentials(flat[rows], top[rows]), -1, out=sums[rows])
-    # one message for both: with a few bytes per token, latency dominates
+    # send both in one message, because latency dominates for a few bytes per token
     totals = axis.comm.all_reduce(torch.stack((sums, target)))
     losses = totals[0].log() + top - totals[1]
     return losses, _Softmax(flat, local, here, top, totals[0])
@@ -105,7 +106,7 @@ def _backward(softmax: _Softmax, factors: Tensor) -> Tensor:
     labels = -(factors * here)[:, None]
     for rows in _chunks(flat):
         chunk = flat[rows]
-        # for wide types the buffer has the exponentials since the forward pass
+        # for wide types, the forward pass has stored the exponentials in the buffer
         wide = _exponentials(chunk, top[rows]) if _widens(flat) else chunk
         wide.div_(totals[rows, None]).mul_(factors[rows, None])
         # subtract 1 at the label, on the rank that has its column; other ranks subtract 0
@@ -120,8 +121,8 @@ class _CrossEntropy(Function):
     """The cross-entropy without gathering the logits: three numbers per token are sent over the
     tensor axis.
 
-    One buffer holds the logits and then their gradient. Logits of wide types need no copy: in
-    between the buffer holds their exponentials.
+    One buffer contains first the logits and later their gradient. Logits of wide types need no
+    copy, because between the two passes the same buffer contains their exponentials.
     """
 
     @staticmethod
@@ -147,7 +148,8 @@ class _CrossEntropy(Function):
 
 
 class _TokenLosses(Function):
-    """The same losses, one for each token, for a loss that is no weighted sum of them."""
+    """The cross-entropy of each token separately, for a loss that is not a weighted sum over
+    tokens."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: TensorAxis) -> Tensor:
@@ -170,12 +172,12 @@ def _exponentials(chunk: Tensor, top: Tensor) -> Tensor:
 def cross_entropy(
     logits: Tensor, labels: Tensor, weights: Tensor | None, axis: TensorAxis
 ) -> Tensor:
-    """Return the sum over tokens of weight * -log softmax(logits)[label], in nats, float32 at
-    least.
+    """Return the sum over tokens of weight * -log softmax(logits)[label], in nats, in float32 or
+    wider.
 
-    It overwrites the logits, and its backward pass can run only once. logits [s, b, V/t] are this
-    rank's columns, labels [s, b] are ids of the whole vocabulary, weights [s, b] (None: 1 each).
-    Shoeybi et al. 2019, section 3.
+    The function overwrites the logits, so its backward pass can run only once. `logits` [s, b, V/t]
+    are this rank's columns, and `labels` [s, b] are ids of the full vocabulary. `weights` are [s,
+    b]; None means a weight of 1 for each token. Shoeybi et al. 2019, section 3.
     """
     return _CrossEntropy.apply(logits, labels, weights, axis)
 

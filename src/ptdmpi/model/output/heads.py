@@ -1,7 +1,7 @@
 """The outputs of a model: logits, scores and losses from the activations of the last layer.
 
-Each output has modules, whose names are those of the stage's parameters, and turns activations into
-losses by name. A rank of the tensor axis has its part of the vocabulary.
+Each output has modules, under the names of the stage's parameters, and computes losses by name from
+activations. Each rank of the tensor axis has a part of the vocabulary.
 """
 
 from abc import ABC, abstractmethod
@@ -26,8 +26,8 @@ from ptdmpi.plan.shape import parameters
 
 
 class Output(ABC):
-    """The part of a model after the last layer. `modules` are registered by the stage under their
-    names. `loss` makes losses of the logits of tokens; None: the cross-entropy."""
+    """The part of a model after the last layer. The stage registers `modules` under their names.
+    `loss` computes losses from the logits of tokens; None means the cross-entropy."""
 
     loss: OwnLoss | PreferenceLoss | None = None
 
@@ -47,12 +47,12 @@ class Output(ABC):
 
     @abstractmethod
     def losses(self, batch: Microbatch, x: Tensor, context: Context) -> dict[str, Tensor]:
-        """Return the losses of a microbatch, each summed, from the normalized activations; the
-        first is the task's."""
+        """Return the losses by name, each summed over the microbatch, from the normalized
+        activations. The task's loss is the first."""
 
 
 class TokenOutput(Output):
-    """The logits of tokens: at each position, those of the next token."""
+    """The logits of tokens. The logits at each position predict the next token."""
 
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__(model, parts, axis)
@@ -80,8 +80,8 @@ class TokenOutput(Output):
         return self.token_logits(x)
 
     def of_all(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the output of each head for activations [s, b, h], without sequence
-        parallelism."""
+        """Return the output of each head for activations [s, b, h] of full sequences (without
+        sequence parallelism)."""
         return (self.token_logits(x),)
 
     def losses(self, batch: Microbatch, x: Tensor, context: Context) -> dict[str, Tensor]:
@@ -89,14 +89,15 @@ class TokenOutput(Output):
         return self.token_losses(batch, self.token_logits(x))
 
     def token_losses(self, batch: Microbatch, logits: Tensor) -> dict[str, Tensor]:
-        """Return the losses of the logits."""
+        """Return the losses by name, computed from the logits."""
         if self.loss is None:
             return {TASK: cross_entropy(logits, batch.labels, batch.weights, self.axis)}
         return self.loss(logits, batch)
 
 
 class MaskedOutput(TokenOutput):
-    """The logits of masked tokens, and of the order of two segments, if the model predicts it."""
+    """The logits of masked tokens and, if the model predicts the order of two segments, the logits
+    of that order."""
 
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__(model, parts, axis)
@@ -112,7 +113,7 @@ class MaskedOutput(TokenOutput):
             self.modules["mlm"] = self.mlm
 
     def _head_axis(self) -> TensorAxis:
-        # masked positions are few: each rank of the tensor axis computes all of them
+        # there are few masked positions, so each rank of the tensor axis computes all of them
         return TensorAxis(self.axis.comm)
 
     def transformed(self, x: Tensor) -> Tensor:
@@ -128,14 +129,14 @@ class MaskedOutput(TokenOutput):
         return self.token_logits(select_positions(x, batch.masked, self.axis))
 
     def of_all(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the logits at all positions, and those of a sentence order [b, 2]."""
+        """Return the logits at all positions, and the logits of the segment order [b, 2]."""
         tokens = self.token_logits(x)
         if self.sentence is None:
             return (tokens,)
         return tokens, self.sentence(x[0])
 
     def losses(self, batch: Microbatch, x: Tensor, context: Context) -> dict[str, Tensor]:
-        """Return the loss of the masked tokens, and that of the sentence orders."""
+        """Return the loss of the masked tokens, and the loss of the segment orders."""
         if batch.masked is None:
             return super().losses(batch, x, context)
         first = torch.zeros_like(batch.masked[:1])
@@ -183,15 +184,15 @@ class ClassOutput(Output):
 def loss_of(
     config: Config, vocab_size: int, axis: TensorAxis, context: ContextAxis
 ) -> OwnLoss | PreferenceLoss | None:
-    """Return the loss that a run has instead of the cross-entropy; None if it has none. Raises
-    InputError for a loss that cannot be imported."""
+    """Return the loss that a run uses instead of the cross-entropy; None if it uses the
+    cross-entropy. Raise InputError for a loss that cannot be imported."""
     if config.preference.compares:
         return PreferenceLoss(config.preference, axis, context)
     return OwnLoss.of(config.run.loss, vocab_size, axis, context)
 
 
 def output_of(model: ModelConfig, vocab_size: int, axis: TensorAxis) -> Output:
-    """Return the output of a model, its modules according to the table of parameters."""
+    """Return the output of a model, with the modules that the table of parameters describes."""
     parts = parameters.head(model, vocab_size)
     if model.classifies:
         return ClassOutput(model, parts, axis)

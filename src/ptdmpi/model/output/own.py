@@ -1,8 +1,8 @@
 """A loss of the user's own in place of the cross-entropy.
 
-It is a function `loss(inputs) -> (sum, count)`. The sum and the number of its terms are those of
-one microbatch on one rank. The trainer adds both over all microbatches and ranks and minimizes sum
-/ count, so the mean is exact in every layout.
+The user writes a function `loss(inputs) -> (sum, count)`, which returns the sum and the number of
+its terms for one microbatch on one rank. The trainer adds both over all microbatches and ranks and
+minimizes sum / count, so the mean is exact in every layout.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ from ptdmpi.model.tensor_parallel import TensorAxis
 
 @dataclass(frozen=True)
 class LossInput:
-    """What a loss is computed from: the logits and the batch of one microbatch on one rank.
+    """The inputs of a loss: the logits and the batch of one microbatch on one rank.
 
-    `logits` [s, b, V/t] are at this rank's positions, and have the columns of the vocabulary from
-    `first_column` on. If t does not divide V = `vocab_size`, the last ranks have fewer columns. All
-    ranks of the tensor axis compute the loss together, each from its own columns. `batch` has the
-    `labels` [s, b], their `weights` [s, b] (None: 1 each), the `inputs` and the numbers of the
-    `samples` [b]. In a masked language model only the k masked positions have logits, labels and
-    weights.
+    `logits` [s, b, V/t] are the logits at this rank's positions, for the columns of the vocabulary
+    from `first_column` on. If t does not divide V = `vocab_size`, the last ranks have fewer
+    columns. All ranks of the tensor axis compute the loss together, each from its own columns.
+    `batch` has the `labels` [s, b], their `weights` [s, b] (None: 1 each), the `inputs` and the
+    numbers of the `samples` [b]. In a masked language model only the k masked positions have
+    logits, labels and weights.
     """
 
     logits: Tensor
@@ -43,8 +43,8 @@ class LossInput:
     context: ContextAxis
 
     def log_softmax(self) -> Tensor:
-        """Return log softmax(logits) over the whole vocabulary, at this rank's columns [s, b, V/t],
-        in float32 at least."""
+        """Return log softmax(logits) over the full vocabulary, at this rank's columns [s, b, V/t],
+        in float32 or wider."""
         wide = self.logits.to(torch.promote_types(self.logits.dtype, torch.float32))
         top = self.tensor.comm.all_reduce(wide.detach().amax(-1), "max")
         shifted = wide - top[..., None]
@@ -59,8 +59,8 @@ class LossInput:
         return self.sum_over_vocabulary(own * here)
 
     def sum_over_vocabulary(self, values: Tensor) -> Tensor:
-        """Return the sum over the tensor axis: `values`, of any shape, are sums over this rank's
-        columns. The result is equal on all ranks of the axis."""
+        """Return the sum of `values` over the tensor axis. `values`, of any shape, are sums over
+        this rank's columns. The result is equal on all ranks of the axis."""
         return sum_over(values, self.tensor.comm)
 
     def sum_over_sequence(self, values: Tensor) -> Tensor:
@@ -69,24 +69,27 @@ class LossInput:
         return sum_over(values.sum(0), self.context.comm)
 
     def of_tokens(self, losses: Tensor) -> tuple[Tensor, float]:
-        """Return (sum, count) of a loss of each label [s, b], counted by the labels' weights."""
+        """Return (sum, count) for the losses [s, b] of the labels, each multiplied by the label's
+        weight."""
         if self.batch.weights is not None:
             losses = losses * self.batch.weights
         return losses.sum(), self.batch.tokens
 
     def of_sequences(self, losses: Tensor) -> tuple[Tensor, float]:
-        """Return (sum, count) of a loss of each sequence [b], which all ranks of the context axis
-        have computed: each of them counts its share."""
+        """Return (sum, count) for the losses [b] of the sequences. All ranks of the context axis
+        have computed the same losses, so each rank returns its share of sum and count."""
         return losses.sum() / self.context.size, len(losses) / self.context.size
 
 
 def sum_over(values: Tensor, comm: Communicator) -> Tensor:
-    """Return the sum of `values` over the ranks of an axis, all of whose losses use the result."""
+    """Return the sum of `values` over the ranks of an axis. The losses of all these ranks use the
+    sum."""
     return _Sum.apply(values, comm)
 
 
 class _Sum(Function):
-    """A sum over an axis. The losses of all ranks depend on it, so its gradient is summed, too."""
+    """A sum over an axis. The losses of all ranks depend on the sum, so its gradient is summed over
+    the ranks, too."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, comm: Communicator) -> Tensor:
@@ -99,8 +102,8 @@ class _Sum(Function):
 
 
 class _CountedOnce(Function):
-    """A loss that all ranks of an axis have computed together: as `_Sum` adds the gradients of all
-    their losses, each has a share of the gradient."""
+    """A loss that all ranks of an axis have computed together. Each rank uses 1 / ranks of the
+    gradient, because `_Sum` adds the gradients of all ranks' losses."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, ranks: int) -> Tensor:
@@ -126,16 +129,16 @@ class OwnLoss:
     def of(
         cls, name: str, vocab_size: int, tensor: TensorAxis, context: ContextAxis
     ) -> "OwnLoss | None":
-        """Return the loss of this name; None if the name is "", for the cross-entropy. Raises
-        InputError for a name that cannot be imported."""
+        """Return the loss of this name. Return None if the name is "", which means the
+        cross-entropy. Raise InputError for a name that cannot be imported."""
         if not name:
             return None
         return cls(name, vocab_size, plugin("losses", name), tensor, context)
 
     def __call__(self, logits: Tensor, batch: Microbatch) -> dict[str, Tensor]:
-        """Return the sum and the count of a microbatch, without dims, from the logits
-        [s, b, ceil(V/t)] with padded columns. Raises InputError unless the function returns them,
-        and the sum depends on logits that have gradients."""
+        """Return the sum and the count of a microbatch, as tensors without dims, from the logits
+        [s, b, ceil(V/t)] with padded columns. Raise InputError if the user's function does not
+        return a sum and a count, or if the sum does not depend on logits that have gradients."""
         share = logits.shape[-1]
         first = self.tensor.rank * share
         own = logits[..., : max(1, self.vocab_size - first)]  # padded columns are -inf

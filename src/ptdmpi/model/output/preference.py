@@ -1,9 +1,10 @@
 """The loss of pairs of answers: direct preference optimization (DPO; Rafailov et al. 2023, arXiv
 2305.18290, equation 7).
 
-The reward of an answer is beta times the sum, over its tokens, of log pi - log ref: pi is the
-trained model, ref the reference model, whose log-probabilities are stored with the data. The loss
-of a pair is -log sigmoid(reward of the preferred answer - reward of the other one).
+The reward of an answer is beta times the sum, over its tokens, of log pi - log ref. Here pi is the
+probability in the trained model, and ref that in the reference model, whose log-probabilities are
+stored with the data. The loss of a pair is -log sigmoid(reward of the preferred answer - reward of
+the other one).
 """
 
 from dataclasses import dataclass
@@ -29,9 +30,9 @@ class PreferenceLoss:
     context: ContextAxis
 
     def __call__(self, logits: Tensor, batch: Microbatch) -> dict[str, Tensor]:
-        """Return the losses of the pairs of a microbatch from the logits [s, b, ceil(V/t)], their
-        reward margins, and how many preferred answers have the greater reward; each is summed. It
-        overwrites the logits.
+        """Return three sums over the pairs of a microbatch, computed from the logits [s, b,
+        ceil(V/t)]: the losses, the reward margins, and the number of preferred answers that have
+        the greater reward. The logits are overwritten.
 
         All ranks of the context axis compute the same pairs, and the first one counts them.
         """

@@ -1,1 +1,2 @@
-"""How a sequence is cut over ranks: the positions of a rank, and attention across them."""
+"""The division of a sequence over ranks: the positions of each rank, and attention to the keys of
+all ranks."""

@@ -1,8 +1,8 @@
 """The context axis: its ranks have different positions of the same samples, and attention on each
 rank sees the keys of all ranks.
 
-In "all_gather" keys and values are gathered (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2).
-`heads.py` has "ulysses".
+This module has the method "all_gather", which gathers keys and values (Dubey et al. 2024, arXiv
+2407.21783, section 3.3.2). `heads.py` has the method "ulysses".
 """
 
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ from ptdmpi.model.sequence.positions import Positions
 
 @dataclass(frozen=True)
 class ContextAxis:
-    """The context communicator, whose ranks have two chunks of every sequence each, in zigzag, and
-    the method by which attention sees all positions."""
+    """The context communicator, and the method by which attention sees all positions. Each rank of
+    the communicator has two chunks of every sequence, in zigzag order."""
 
     comm: Communicator = field(default_factory=OneRank)
     method: ContextMethod = "all_gather"
@@ -36,29 +36,35 @@ class ContextAxis:
 
     @property
     def exchange(self) -> str:
-        """Return the method; "none" if each rank has all positions (see `Layout.exchange`)."""
+        """Return the method by which attention sees all positions; "none" if each rank has all
+        positions (see `Layout.exchange`)."""
         return self.method if self.size > 1 else "none"
 
     def whole_keys(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values at all positions [b, heads, s, d], from those at this rank's
-        positions [b, heads, s / c, d]; their gradients are summed over the axis."""
+        """Gather keys and values at all positions, [b, heads, s, d], from the keys and values at
+        each rank's positions, [b, heads, s / c, d]. Their gradients are summed over the c ranks of
+        the axis."""
         keys, values = _WholeKeys.apply(k, v, self)
         return keys, values
 
     def in_order(self, dealt: Tensor) -> Tensor:
-        """Return [s, ...] in the order of positions, from the chunks of rank after rank."""
+        """Return `dealt` [s, ...], which has the chunks of rank after rank, in the order of
+        positions."""
         chunks = dealt.unflatten(0, (self.size, 2, -1))
-        # the first chunks of the ranks ascend, their second ones descend
+        # with ascending rank, first chunks have ascending positions, and second chunks descending
+        # positions
         return torch.cat((chunks[:, 0], chunks[:, 1].flip(0))).flatten(0, 1)
 
     def dealt(self, whole: Tensor) -> Tensor:
-        """Return [s, ...] as the chunks of rank after rank: the inverse of `in_order`."""
+        """Return `whole` [s, ...] in the order of ranks' chunks, rank after rank: the inverse of
+        `in_order`."""
         chunks = whole.unflatten(0, (2 * self.size, -1))
         return torch.stack((chunks[: self.size], chunks[self.size :].flip(0)), 1).flatten(0, 2)
 
 
 class _WholeKeys(Function):
-    """One gather of keys and values side by side, and one sum of both gradients."""
+    """The gather of keys and values in one message, and the sum of their gradients in one
+    message."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, axis: ContextAxis) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,9 @@
-"""Attention by heads: for its core each rank of the context axis has all positions of a part of the
-heads (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509, section 3.1).
+"""Attention divided by heads. For the core of attention, each rank of the context axis has all
+positions of a part of the heads (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509, section
+3.1).
 
-A head is computed whole on one rank, so its bits are those of one rank.
+Each head is computed completely on one rank, so it has the same bits as without context
+parallelism.
 """
 
 from typing import Any
@@ -17,25 +19,27 @@ from ptdmpi.plan.layer.context import key_copies
 def part_of_heads(
     q: Tensor, k: Tensor, v: Tensor, axis: ContextAxis
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values at all positions of this rank's part of the heads,
-    [b, heads / c, s, d], from those at this rank's positions [b, heads, s / c, d].
+    """Exchange queries, keys and values. The input has all heads at this rank's positions, [b,
+    heads, s / c, d]; the result has this rank's part of the heads at all positions, [b, heads / c,
+    s, d].
 
-    If c does not divide the key heads, each is repeated (`key_copies`). The gradients of its copies
-    are summed in float32 at least.
+    If the number of ranks c does not divide the number of key heads, each key head is repeated
+    (`key_copies`). The gradients of its copies are summed in float32 or wider.
     """
     queries, keys, values = _PartOfHeads.apply(q, k, v, axis)
     return queries, keys, values
 
 
 def all_heads(y: Tensor, axis: ContextAxis) -> Tensor:
-    """Return the outputs of all heads at this rank's positions, [s / c, b, heads d], from those of
-    this rank's part of the heads at all positions [s, b, heads d / c]."""
+    """Exchange the outputs of heads. The input has this rank's part of the heads at all positions,
+    [s, b, heads d / c]; the result has all heads at this rank's positions, [s / c, b, heads d]."""
     joined: Tensor = _AllHeads.apply(y, axis)
     return joined
 
 
 class _PartOfHeads(Function):
-    """One exchange of queries, keys and values next to each other, and one of their gradients."""
+    """The exchange of queries, keys and values in one message, and of their gradients in one
+    message."""
 
     @staticmethod
     def forward(
@@ -44,7 +48,7 @@ class _PartOfHeads(Function):
         ctx.axis = axis
         ctx.copies = key_copies(k.shape[1], axis.size)
         keys, values = (x.repeat_interleave(ctx.copies, 1) for x in (k, v))
-        # by rank: [c, s / c, b, heads / c, d]
+        # the first dim is the rank: [c, s / c, b, heads / c, d]
         each = [x.unflatten(1, (axis.size, -1)).permute(1, 3, 0, 2, 4) for x in (q, keys, values)]
         arrived = axis.comm.all_to_all(torch.cat(each, 3).contiguous().flatten(0, 1))
         parts = arrived.split([x.shape[3] for x in each], dim=2)
@@ -75,7 +79,7 @@ def _summed(gradient: Tensor, copies: int) -> Tensor:
 
 
 class _AllHeads(Function):
-    """One exchange of the heads' outputs, and one of their gradients."""
+    """The exchange of the heads' outputs, and of the gradients of these outputs."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, axis: ContextAxis) -> Tensor:

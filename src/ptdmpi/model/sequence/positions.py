@@ -1,7 +1,7 @@
 """The positions of the sequence that a rank has.
 
-Labels, rotary angles, learned positions, documents, masks, dropout and sequence parallelism ask a
-`Positions`; nothing else computes where a rank's part of a sequence begins.
+Labels, rotary angles, learned positions, documents, masks, dropout and sequence parallelism use a
+`Positions` object. No other code computes where a rank's part of a sequence begins.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from torch import Tensor
 class Positions:
     """Some positions of every sequence, in ascending order; by default all of them.
 
-    If an axis of c = `size` ranks cuts the sequence, it is cut into 2c equal chunks, and rank r has
-    the chunks r and 2c - 1 - r. In this zigzag, causal attention is the same work on every rank
-    (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). Sequence parallelism cuts a rank's
-    positions again, into `shares` equal shares; between blocks each rank of the tensor axis has
-    number `share`.
+    If an axis of c = `size` ranks divides the sequence, the sequence is cut into 2c equal chunks,
+    and rank r has the chunks r and 2c - 1 - r. In this zigzag order, causal attention takes the
+    same work on every rank (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). Sequence
+    parallelism divides a rank's positions again, into `shares` equal shares. Between blocks, each
+    rank of the tensor axis has the share with the number `share`.
     """
 
     rank: int = 0
@@ -28,13 +28,15 @@ class Positions:
     shares: int = 1
 
     def shared(self, share: int, shares: int) -> "Positions":
-        """Return one of `shares` equal shares of these positions, which are not a share yet."""
+        """Return one of `shares` equal shares of these positions. The positions must not be a share
+        already."""
         assert self.shares == 1, "shares of shares have no meaning"
         return replace(self, share=share, shares=shares)
 
     @property
     def parts(self) -> int:
-        """Return the number of equal parts of the sequence, of which this is one."""
+        """Return the number of equal parts into which the sequence is divided; these positions are
+        one part."""
         return self.size * self.shares
 
     @property
@@ -45,7 +47,7 @@ class Positions:
     def runs(self, length: int) -> Iterator[range]:
         """Yield the runs of consecutive positions of a sequence of `length`.
 
-        Raise ValueError if it cannot be cut into equal chunks and shares.
+        Raise ValueError if a sequence of this length cannot be cut into equal chunks and shares.
         """
         if length % self.parts or (self.size > 1 and length % (2 * self.size)):
             raise ValueError(f"{length} positions cannot be cut for {self}")
@@ -56,7 +58,7 @@ class Positions:
             chunks = [range(number * each, (number + 1) * each) for number in numbers]
         begin = length // self.parts * self.share
         end = begin + length // self.parts
-        before = 0  # positions in the chunks before
+        before = 0  # the number of positions in the earlier chunks
         for chunk in chunks:
             run: range = chunk[max(0, begin - before) : max(0, end - before)]
             before += len(chunk)
@@ -64,8 +66,8 @@ class Positions:
                 yield run
 
     def of(self, whole: Tensor, dim: int = 0) -> Tensor:
-        """Return the part of a tensor that has all positions in `dim`: a view, or a copy of several
-        runs."""
+        """Select these positions in `dim` of a tensor that has all positions. Return a view, or a
+        copy if the positions form several runs."""
         if self.are_all:
             return whole
         runs = self.runs(whole.shape[dim])
@@ -73,7 +75,8 @@ class Positions:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def numbers(self, count: int, device: torch.device) -> Tensor:
-        """Return the positions int64 [count], counted from 0, if a rank has `count` of them."""
+        """Return the positions, int64 [count], counted from 0. `count` is the number of positions
+        that this rank has."""
         runs = self.runs(count * self.parts)
         parts = [torch.arange(run.start, run.stop, device=device) for run in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,12 +1,12 @@
 """Communication of a stage while it computes: sharded gradients are reduced and sharded weights
 gathered (`zero` = 2, 3), and all-reduces of gradients may begin early.
 
-A stage tells its `Walk` which of its modules it reaches, in the forward, in the backward, and in
-recomputation. A module (`place`) is the embedding, a layer, or the head. Under `zero` = 3, weights
-are gathered one module ahead and dropped after their module, whether they train or not. Only frozen
-quantized matrices stay unsharded. Under `zero` = 2 and 3, the gradient of a module is unsharded
-only while it is computed, and is then reduced to each rank's part (Rajbhandari et al. 2020, arXiv
-1910.02054, sections 5.2 and 5.3).
+A stage notifies its `Walk` when it reaches each of its modules in the forward, in the backward, and
+in recomputation. A module (`place`) is the embedding, a layer, or the head. Under `zero` = 3,
+weights are gathered one module ahead and dropped after their module, whether they train or not.
+Only frozen quantized matrices stay unsharded. Under `zero` = 2 and 3, the gradient of a module is
+unsharded only while it is computed, and is then reduced to each rank's part (Rajbhandari et al.
+2020, arXiv 1910.02054, sections 5.2 and 5.3).
 """
 
 import contextlib
@@ -124,8 +124,8 @@ class GatheredWeights:
 
 
 class PlacedGradients(Protocol):
-    """A receiver of the progress of the backward: it is told for which shard units gradients are
-    computed."""
+    """A receiver of the progress of the backward. The stage notifies it of the shard units for
+    which gradients are computed."""
 
     def begin(self, numbers: Sequence[int]) -> None:
         """Record that gradients are now computed for these shard units, and for no others."""

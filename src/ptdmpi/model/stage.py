@@ -144,8 +144,8 @@ class Stage(nn.Module):
             self.walk.begin_step()
         for mixture in self.mixtures.values():
             mixture.begin_step()
-        # an input has a gradient if a layer before it trains; it may be that no weight of this
-        # stage does
+        # an input has a gradient if a layer before it trains, even if no weight of this stage
+        # trains
         self._idle = self.foremost and not any(weight.requires_grad for weight in self.parameters())
 
     @property

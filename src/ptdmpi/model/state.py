@@ -3,11 +3,12 @@ name.
 
 A kind has one number for each element of a parameter. The kinds are the master `weights`, each
 moment of the optimizer, and the values that the data-parallel method keeps. For each kind, replicas
-have equal or different values. A few counters belong to the state too. Code that stores or compares
-state (checkpoints, parity) iterates over `State.pieces`: slices of logical tensors with their
-values. A piece says which ranks have the same values. Only this module knows how a rank stores its
-part, which may differ from entry to entry and from kind to kind. One exception exists: survivors of
-a lost rank send `State.flats` unchanged, since the receivers store the same part.
+have equal or different values. The state also contains a few counters (`Counters`). Code that
+stores or compares state (checkpoints, parity) iterates over `State.pieces`: slices of logical
+tensors with their values. Each piece has the axes along which ranks have different slices, so the
+code knows which ranks have the same values. Only this module knows how a rank stores its part,
+which may differ from entry to entry and from kind to kind. One exception exists: survivors of a
+lost rank send `State.flats` unchanged, since the receivers store the same part.
 """
 
 import contextlib
@@ -114,7 +115,7 @@ class Resident:
 @dataclass(frozen=True)
 class Kind:
     """One kind of the state: a flat tensor for this rank's part of each shard unit of the buffer,
-    the positions of parameters in these tensors, and how replicas differ in the kind."""
+    the positions of parameters in these tensors, and the properties of the kind (`Kept`)."""
 
     parts: Sequence[Tensor]
     held: Mapping[str, OwnPart]
@@ -160,7 +161,7 @@ class State:
         # memory
         self.begin([name for name, kind in self.kinds.items() if kind.kept.begins != "zero"])
         self.counters = Counters()
-        # a mark that is passed when a copy of the state is complete; updates wait for it
+        # an event that has passed when a copy of the state is complete; updates wait for it
         self.read: Passed = copies_of(buffer.device).passed()
         # a function that completes unfinished operations before pieces, or their mean, are read
         self.settle: Callable[[], None] = lambda: None

@@ -47,7 +47,7 @@ class Table(nn.Module):
         return self.weight[:count]
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return the rows of the table with the numbers `rows`, [..., h]."""
+        """Return the rows [..., h] of the table whose numbers are `rows` [...]."""
         return _Look.apply(rows, self.weight)
 
 

@@ -48,54 +48,55 @@ class TensorAxis:
 
     @property
     def rank(self) -> int:
-        """Return this rank's place on the axis."""
+        """Return this rank's number on the axis."""
         return self.comm.rank
 
     @property
     def divides_sequence(self) -> bool:
-        """Return True if each rank has its own positions between blocks."""
+        """Return True if each rank has different positions between blocks (sequence
+        parallelism)."""
         return self.sequence_parallel and self.size > 1
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the input of a block: whole sequences on every rank."""
+        """Return the input of a block, which has all positions on every rank."""
         whole, arrived = self.gather_begin(x)
         arrived.wait()
         return whole
 
     def gather_begin(self, x: Tensor) -> tuple[Tensor, Handle]:
-        """Begin `gather`; the sequences are complete once the handle has been waited for."""
+        """Begin `gather`. The result is complete after the caller has waited for the handle."""
         if not self.divides_sequence:
             return x, DONE
         return self.comm.all_gather_begin(x.contiguous())
 
     def reduce(self, partial: Tensor) -> Tensor:
-        """Return the output of a block: the sum of the ranks' parts, or this rank's positions of
-        it."""
+        """Return the output of a block, which is the sum of the ranks' partial outputs. Under
+        sequence parallelism, return this rank's positions of the sum."""
         total, summed = self.reduce_begin(partial)
         summed.wait()
         return total
 
     def reduce_begin(self, partial: Tensor) -> tuple[Tensor, Handle]:
-        """Begin `reduce`; the sum is complete once the handle has been waited for."""
+        """Begin `reduce`. The sum is complete after the caller has waited for the handle."""
         partial = partial.contiguous()
         if self.divides_sequence:
             return self.comm.reduce_scatter_begin(partial)
         return partial, self.comm.all_reduce_begin(partial)
 
     def share(self, x: Tensor) -> Tensor:
-        """Return this rank's 1/t of `x`, flat: a view of it. All ranks hold `x`, and t divides
-        it."""
+        """Return this rank's share of `x`, a flat view of 1/t of its elements. All ranks have `x`,
+        and t divides its number of elements."""
         flat = x.detach().contiguous().view(-1)
         elements = len(flat) // self.size
         return flat.narrow(0, self.rank * elements, elements)
 
     def from_shares(self, share: Tensor) -> Tensor:
-        """Return `x`, flat, from the `share` that each rank has of it."""
+        """Return the flat tensor x, gathered from the `share` of each rank."""
         return self.comm.all_gather(share)
 
     def between_blocks(self, positions: Positions = ALL) -> Positions:
-        """Return those of a tensor group's positions whose activations this rank holds between
-        blocks."""
+        """Return the positions, among those of the tensor group, whose activations this rank has
+        between blocks."""
         return positions.shared(self.rank, self.size) if self.divides_sequence else positions
 
 
@@ -103,15 +104,16 @@ def accumulate_bias_gradient(bias: Parameter | None, dy: Tensor) -> None:
     """Add the gradient of a bias to its `main_grad`; do nothing if there is no bias or it does not
     train."""
     if bias is not None and bias.requires_grad:
-        # sum in the gradient's type: a sum over all positions in a half type loses small terms
+        # sum in the gradient's type, because a sum over all positions in a half type loses small
+        # terms
         summed = dy.flatten(0, -2).sum(0, dtype=bias.main_grad.dtype)
         bias.accumulate(lambda total: total.add_(summed))
 
 
 class Gathered:
-    """An activation at all positions, for the gradients that need it. It is gathered from the
-    ranks' positions. The gather begins now if `early`, otherwise at the first call, which comes
-    later in a split backward."""
+    """An activation at all positions, gathered from the ranks' positions for the gradients that
+    need it. The gather begins immediately if `early`, otherwise at the first call. In a split
+    backward the first call is in the second part."""
 
     def __init__(self, axis: TensorAxis, x: Tensor, early: bool = False) -> None:
         self._axis = axis
@@ -122,7 +124,8 @@ class Gathered:
             self._begun = axis.gather_begin(x)
 
     def __call__(self) -> Tensor:
-        """Return the activation, [s, b, h]; wait for it, or gather it now."""
+        """Return the activation, [s, b, h]. Wait for the gather, after beginning it if
+        necessary."""
         if self._whole is None:
             self._whole, arrived = self._begun or self._axis.gather_begin(self._x)
             self._begun = None
@@ -132,8 +135,9 @@ class Gathered:
 
 @dataclass(frozen=True)
 class LinearPass:
-    """One forward pass of a linear, as its backward needs it: the parameters, the tensor axis, the
-    kernels, the adapters that are added to the product, and the random stream of their dropout."""
+    """The objects of one forward pass of a linear that its backward needs: the parameters, the
+    tensor axis, the kernels, the adapters that are added to the product, and the random stream for
+    the adapters' dropout."""
 
     weight: Parameter
     bias: Parameter | None
@@ -144,24 +148,24 @@ class LinearPass:
 
     @property
     def parameters(self) -> list[Parameter | None]:
-        """Return all parameters that are used, for autograd to see."""
+        """Return all parameters of the pass, so that they can be passed to autograd."""
         pairs = [weight for adapter in self.adapters for weight in (adapter.a, adapter.b)]
         return [self.weight, self.bias, *pairs]
 
     def kept(self, x: Tensor) -> Tensor | None:
-        """Return the input if a gradient of a parameter needs it, else None."""
+        """Return the input `x` if the gradient of any parameter needs it, else None."""
         if self.weight.requires_grad or self.adapters:
             return x
         return None
 
     def add_adapters(self, y: Tensor, x: Tensor) -> list[Tensor]:
-        """Add the adapters' products with x [s, b, i] to y [s, b, o], in place; return the inner
-        activation [s, b, r] of each."""
+        """Add the adapters' products with x [s, b, i] to y [s, b, o], in place. Return the inner
+        activation [s, b, r] of each adapter."""
         return [adapter.add_to(y, x, self.stream) for adapter in self.adapters]
 
     def input_gradient(self, dy: Tensor, ups: Sequence[Tensor]) -> Tensor:
-        """Return the gradient [s, b, i] of the input, the adapters' included: `ups` [s, b, r] are
-        those of their inner activations."""
+        """Return the gradient [s, b, i] of the input, including the adapters' contributions. `ups`
+        [s, b, r] are the gradients of the adapters' inner activations."""
         dx = self.kernels.input_gradient(dy, self.weight)
         for adapter, up in zip(self.adapters, ups, strict=True):
             adapter.add_input_gradient(dx, up, self.stream)
@@ -174,8 +178,9 @@ class LinearPass:
         downs: Sequence[Tensor],
         ups: Sequence[Tensor],
     ) -> None:
-        """Add the gradients of the weight and of the adapters, at once or later; `x` and `dy`
-        return the activation and its gradient at that time."""
+        """Add the gradients of the weight and of the adapters, immediately or in the second part of
+        a split backward. The functions `x` and `dy` return the input and the gradient of the output
+        when the gradients are computed."""
         kernels = self.kernels
         if self.weight.requires_grad:
             self.weight.accumulate(lambda total: kernels.add_weight_gradient(total, dy(), x()))
@@ -184,8 +189,9 @@ class LinearPass:
 
 
 class _ColumnLinear(Function):
-    """The operator f, then x W^T + b plus the adapters' products. It saves only this rank's
-    positions, if a gradient needs them, and gathers them again in backward."""
+    """A column-parallel linear: the operator f, then x W^T + b plus the adapters' products. If a
+    gradient needs the input, the forward saves only this rank's positions of it, and the backward
+    gathers all positions again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: LinearPass, *parameters: Parameter | None) -> Tensor:
@@ -203,17 +209,17 @@ class _ColumnLinear(Function):
         x, *downs = ctx.saved_tensors
         whole = None
         if x is not None:
-            # Gather x again instead of keeping it whole (Korthikanti et al. 2022, section 4.2.2).
-            # If communication makes progress meanwhile, begin early, to overlap with the input's
-            # gradient; otherwise that would only take memory for longer. Detach x, which would keep
-            # its graph
+            # Gather x again instead of saving all positions (Korthikanti et al. 2022, section
+            # 4.2.2). If communication makes progress during computation, begin the gather early, to
+            # overlap it with the input's gradient. Otherwise an early gather would only take memory
+            # for longer. Detach x, because it would keep its autograd graph in memory.
             early = axis.comm.overlaps and not layer.weight.puts_off
             whole = Gathered(axis, x.detach(), early)
         ups = [adapter.up(dy) for adapter in layer.adapters]
         dx = None
         summed = DONE
         if ctx.needs_input_grad[0]:
-            # this reduction overlaps the weights' gradients, which do not need it
+            # this reduction overlaps with the weights' gradients, which do not need its result
             dx, summed = axis.reduce_begin(layer.input_gradient(dy, ups))
         if whole is not None:
             layer.accumulate(whole, lambda: dy, downs, ups)
@@ -223,7 +229,8 @@ class _ColumnLinear(Function):
 
 
 class _RowLinear(Function):
-    """The product x W^T plus the adapters' products, then the operator g, then + b."""
+    """A row-parallel linear: the product x W^T plus the adapters' products, then the operator g,
+    and last the sum with b."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: LinearPass, *parameters: Parameter | None) -> Tensor:
@@ -237,8 +244,8 @@ class _RowLinear(Function):
             return y
         y = layer.axis.reduce(y)
         if layer.bias is not None:
-            # added after the sum; before it, every rank would add it (Shoeybi et al. 2019, section
-            # 3)
+            # add the bias after the sum over ranks, because otherwise every rank would add it
+            # (Shoeybi et al. 2019, section 3)
             y.add_(layer.bias)
         return y
 
@@ -247,14 +254,15 @@ class _RowLinear(Function):
         layer: LinearPass = ctx.layer
         axis = layer.axis
         x, *downs = ctx.saved_tensors
-        # before the gather: each rank adds its own positions, and the parts are summed later
+        # do this before the gather: each rank adds the gradient of its own positions, and the
+        # ranks' parts are summed later
         accumulate_bias_gradient(layer.bias, dy)
         whole = axis.gather(dy)
         ups = [adapter.up(whole) for adapter in layer.adapters]
         if x is not None:
             x = x.detach()
             if layer.weight.puts_off and axis.divides_sequence:
-                # a split backward keeps this rank's positions, and gathers them again
+                # a split backward saves only this rank's positions, and its second part gathers all
                 layer.accumulate(lambda: x, Gathered(axis, dy), downs, ups)
             else:
                 layer.accumulate(lambda: x, lambda: whole, downs, ups)
@@ -265,14 +273,14 @@ class _RowLinear(Function):
 
 
 def _no_gradients(ctx: Any) -> list[None]:
-    """Return what a backward returns for its arguments after the first: their gradients are added
-    to `main_grad`."""
+    """Return None for each argument of a Function after the first, because the gradients of these
+    arguments are added to `main_grad`."""
     return [None] * (len(ctx.needs_input_grad) - 1)
 
 
 def _declared_bias(wanted: bool, axis_size: int, outputs: int, **options: Any) -> Parameter | None:
-    """Return the bias of a linear with so many outputs, or None if it has none; `options` are those
-    of `Declaration`."""
+    """Return the declared bias of a linear with the given number of outputs, or None if the linear
+    has no bias. `options` are those of `Declaration`."""
     if not wanted:
         return None
     return declare(axis_size, (outputs,), "zeros", **options)
@@ -281,8 +289,8 @@ def _declared_bias(wanted: bool, axis_size: int, outputs: int, **options: Any) -
 class ColumnParallelLinear(Computing):
     """A linear y = x W^T + b with the rows of W divided: [s, b, i] -> [s, b, o/t].
 
-    `parts` are the output sizes, such as those of q, k and v. Each is divided separately, into at
-    most `most` shares (see `Split`).
+    `parts` are the output sizes, such as those of q, k and v. Each part is divided separately, into
+    at most `most` shares (see `Split`).
     """
 
     def __init__(
@@ -304,7 +312,8 @@ class ColumnParallelLinear(Computing):
         self.scales: Sequence[ScaleAdapter] = ()
 
     def forward(self, x: Tensor, stream: RandomStream | None = None) -> Tensor:
-        """Return this rank's outputs [s, b, o/t]; `stream`: of the adapters' dropout."""
+        """Return this rank's outputs [s, b, o/t]. `stream` is the random stream for the adapters'
+        dropout."""
         layer = LinearPass(self.weight, self.bias, self.axis, self.kernels, self.adapters, stream)
         return rescaled(_ColumnLinear.apply(x, layer, *layer.parameters), self.scales)
 
@@ -323,14 +332,14 @@ class RowParallelLinear(Computing):
         self.scales: Sequence[ScaleAdapter] = ()
 
     def forward(self, x: Tensor, stream: RandomStream | None = None) -> Tensor:
-        """Return the sum over all ranks' inputs [s, b, o], or this rank's positions of it;
-        `stream`: of the adapters' dropout."""
+        """Return the sum [s, b, o] over all ranks' products, or this rank's positions of the sum.
+        `stream` is the random stream for the adapters' dropout."""
         layer = LinearPass(self.weight, self.bias, self.axis, self.kernels, self.adapters, stream)
         return _RowLinear.apply(rescaled(x, self.scales), layer, *layer.parameters)
 
 
 class _Linear(Function):
-    """The product x W^T + b with a weight that every rank holds whole."""
+    """The function x W^T + b with a weight of which every rank has a full copy."""
 
     @staticmethod
     def forward(
@@ -355,8 +364,8 @@ class _Linear(Function):
 
 
 class ReplicatedLinear(Computing):
-    """A linear y = x W^T + b on every rank alike: [..., i] -> [..., o], for x that every rank
-    holds."""
+    """A linear y = x W^T + b that every rank computes equally: [..., i] -> [..., o], for an x that
+    every rank has."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, init_std: float) -> None:
         super().__init__()
@@ -369,8 +378,8 @@ class ReplicatedLinear(Computing):
 
 
 class _SelectPositions(Function):
-    """Activations at some positions, gathered; the gradient of each goes to the rank that has
-    it."""
+    """The activations at some positions, gathered on every rank. In the backward, the gradient of
+    each position goes to the rank that has the position."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, positions: Tensor, axis: TensorAxis) -> Tensor:
@@ -385,21 +394,20 @@ class _SelectPositions(Function):
         length = local
         if ctx.axis.divides_sequence:
             length *= ctx.axis.size
-        # every rank has the whole gradient, and keeps its positions of it
+        # every rank has the full gradient, and returns its own positions of it
         dx = dy.new_zeros((length, b, h))
         dx.scatter_add_(0, ctx.positions[..., None].expand(-1, -1, h), dy)
         return ctx.axis.between_blocks().of(dx), None, None
 
 
 def select_positions(x: Tensor, positions: Tensor, axis: TensorAxis) -> Tensor:
-    """Return the activations [k, b, h] at positions [k, b] of each sequence, whole on every
-    rank."""
+    """Return the activations [k, b, h] at the positions [k, b] of each sequence, on every rank."""
     return _SelectPositions.apply(x, positions, axis)
 
 
 class _AddBias(Function):
-    """An addition in place: a product with its bias would be a view, which the loss could not
-    overwrite."""
+    """The addition of a bias in place. The result of a product that includes the bias would be a
+    view, which the loss could not overwrite."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Parameter) -> Tensor:
@@ -446,6 +454,6 @@ class VocabularyHead(Computing):
             logits = soft_cap(logits, self.softcap)
         if self.valid_columns < logits.shape[-1]:
             logits = logits.clone()
-            # exp(-inf) = 0: the softmax sees no token that is not in the vocabulary
+            # exp(-inf) = 0, so padded columns do not contribute to the softmax
             logits[..., self.valid_columns :] = -torch.inf
         return logits

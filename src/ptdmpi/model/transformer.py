@@ -1,7 +1,8 @@
-"""The transformer, described by data: one block for GPT, LLaMA and BERT shapes, written once.
+"""The transformer. One block class, which a table of operators describes, serves models like GPT,
+LLaMA and BERT.
 
-Everything is given a tensor axis; with an axis of size 1 it is the serial model. Activations are
-[s, b, h], or this rank's positions of it between blocks under sequence parallelism.
+All modules use a tensor axis; with an axis of size 1 the model is serial. Activations are [s, b,
+h]; between blocks under sequence parallelism, they have only this rank's positions.
 """
 
 import math
@@ -33,14 +34,15 @@ from ptdmpi.plan.shape import parameters
 def rotary_table(model: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cos and sin [s, 1, 1, head size] of RoPE's angles (Su et al. 2021, arXiv 2104.09864).
 
-    float32. Pairs are (i, i + head size / 2), as in the published LLaMA weights of Hugging Face.
+    Both are float32. The rotated pairs are the channels (i, i + head size / 2), as in the LLaMA
+    weights that Hugging Face publishes.
     """
     size = model.head_size
-    # float32 under every compute type: bfloat16 has no integers between 256 and 258
+    # float32 for every compute type, because bfloat16 cannot represent 257
     exponents = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
     positions = torch.arange(model.seq_length, device=device, dtype=torch.float32)
     frequencies = 1.0 / model.rope_theta**exponents
-    length = 1.0  # of the rotated vectors, relative
+    length = 1.0  # the factor by which rotation changes the length of vectors
     if model.rope_scaling == "llama3":
         frequencies = _stretched(frequencies, model)
     elif model.rope_scaling == "yarn":
@@ -55,9 +57,9 @@ def _stretched(frequencies: Tensor, model: ModelConfig) -> Tensor:
     """Return RoPE's frequencies for longer contexts, as in Llama 3.1.
 
     Frequencies with fewer than `rope_low_factor` turns within the original length are divided by
-    `rope_factor`, those with more than `rope_high_factor` turns are kept, and those in between are
-    interpolated linearly. Dubey et al. 2024 do not print this; it is `apply_scaling` of Meta's
-    llama-models.
+    `rope_factor`, those with more than `rope_high_factor` turns do not change, and those in between
+    are interpolated linearly. This rule is not in Dubey et al. 2024; its source is `apply_scaling`
+    in Meta's llama-models.
     """
     turns = model.rope_original_length * frequencies / (2 * math.pi)
     low, high = model.rope_low_factor, model.rope_high_factor
@@ -70,13 +72,15 @@ def _stretched_by_dimension(frequencies: Tensor, model: ModelConfig) -> Tensor:
     2309.00071, section 3.2).
 
     Frequencies with fewer than `rope_low_factor` turns within the original length are divided by
-    `rope_factor`, those with more than `rope_high_factor` turns are kept. Those in between are
-    interpolated linearly in the number of their dimension (the paper: in their turns), from and to
-    whole dimensions, as in the authors' code and in `transformers`.
+    `rope_factor`, those with more than `rope_high_factor` turns do not change. Frequencies in
+    between are interpolated linearly in the number of their dimension, between two integer
+    dimensions, as in the authors' code and in `transformers`. The paper interpolates linearly in
+    the number of turns.
     """
 
     def dimension(turns: float) -> float:
-        """Return the number, as a fraction, of the frequency with `turns` turns."""
+        """Return the number of the dimension whose frequency makes `turns` turns; it is not an
+        integer in general."""
         ratio = model.rope_original_length / (2 * math.pi * turns)
         return model.head_size * math.log(ratio) / (2 * math.log(model.rope_theta))
 
@@ -88,7 +92,7 @@ def _stretched_by_dimension(frequencies: Tensor, model: ModelConfig) -> Tensor:
 
 
 class Block(nn.Module):
-    """A layer: its sublayers' rows (`plan.layer.describe`), run in order."""
+    """A layer, which runs the rows of its sublayers (`plan.layer.describe`) in order."""
 
     def __init__(
         self,
@@ -102,8 +106,8 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.axis = axis
-        # the first layers of the model, not of each stage, so that recomputation does not depend on
-        # p or v
+        # recompute the first layers of the model, not of each stage, so that recomputation does not
+        # depend on the pipeline size p or the number of chunks v
         limit = model.layers if recompute.layers == "all" else recompute.layers
         self.recompute = recompute.mode == "full" and layer < limit
         self.partition = recompute.partition_activations and axis.size > 1
@@ -116,16 +120,16 @@ class Block(nn.Module):
         self._compiled: Callable[[Tensor, Context], Tensor] | None = None
 
     def place_rotary(self, rotary: tuple[Tensor, Tensor]) -> None:
-        """Take the rotary angles of all positions, cos and sin [s, 1, 1, head size]."""
+        """Store the rotary angles of all positions, cos and sin [s, 1, 1, head size]."""
         for step in self.steps:
             if isinstance(step.compute, Heads):
                 step.compute.rotary = rotary
 
     def compiled_by(self, backend: str) -> None:
-        """From now on train as one forward and one backward graph, by a backend of torch.compile.
-        Layers of one shape share the graphs. The first forward raises if an operation breaks the
-        graph."""
-        # loads torch's compiler, which takes seconds: only here
+        """Compile the layer's training pass to one forward and one backward graph, by a backend of
+        torch.compile. Layers of the same shape share the graphs. The first forward raises an
+        exception if an operation breaks the graph."""
+        # loading torch's compiler takes seconds, so it is loaded only here
         compiler.settle(torch.compiler.assume_constant_result)
         self._compiled = torch.compile(
             self._forward, fullgraph=True, dynamic=False, backend=backend
@@ -133,8 +137,8 @@ class Block(nn.Module):
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
-        """Run the layer without its compiled graph in this context, because a graph calls no hooks
-        of modules."""
+        """Run the layer without its compiled graph within the context, because a compiled graph
+        does not call the hooks of modules."""
         compiled, self._compiled = self._compiled, None
         try:
             yield
@@ -142,7 +146,8 @@ class Block(nn.Module):
             self._compiled = compiled
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Return the layer's output [s, b, h], or this rank's positions of it, for its input."""
+        """Return the layer's output for the input x. Both are [s, b, h], or this rank's positions
+        of that."""
         if not torch.is_grad_enabled():
             return self._forward(x, context)
         run = self._forward if self._compiled is None else self._compiled
@@ -150,20 +155,21 @@ class Block(nn.Module):
             if self.chooses:
                 context = replace(context, chosen=Chosen())
             with self._keeping():
-                # no state of a generator is needed: masks are hashes of coordinates
-                # (model/random.py)
+                # recomputation needs no generator's state, because dropout masks are hashes of
+                # coordinates (model/random.py)
                 return checkpoint(run, x, context, use_reentrant=False, preserve_rng_state=False)
         return run(x, context)
 
     def _keeping(self) -> AbstractContextManager[object]:
-        """Return how recomputation keeps the block's input: whole, or 1/t of it on each tensor
-        rank, gathered in the backward pass (the P_a of Rajbhandari et al. 2020, arXiv 1910.02054,
-        section 6.1)."""
+        """Return a context that decides how recomputation saves the block's input. Each tensor rank
+        saves the full input, or only 1/t of it, which is gathered in the backward pass (the P_a of
+        Rajbhandari et al. 2020, arXiv 1910.02054, section 6.1)."""
         if not self.partition:
             return nullcontext()
-        # the checkpoint's own hooks are inside these, and handle what the layer would keep
+        # torch's checkpoint adds its own hooks inside these, for the tensors that the layer would
+        # save
         return saved_tensors_hooks(
-            lambda x: (self.axis.share(x).clone(), x.shape),  # copied: a view would keep all of x
+            lambda x: (self.axis.share(x).clone(), x.shape),  # copy: a view keeps all of x
             lambda kept: self.axis.from_shares(kept[0]).view(kept[1]),
         )
 
@@ -172,8 +178,8 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token ids [s, b], of types [s, b] -> activations [s, b, h]: word embedding, learned
-    positions, token types, norm, dropout."""
+    """The embedding of token ids [s, b] with token types [s, b] as activations [s, b, h]: word
+    embedding, learned positions, token types, norm and dropout."""
 
     def __init__(self, model: ModelConfig, axis: TensorAxis, vocab_size: int) -> None:
         super().__init__()
@@ -189,7 +195,7 @@ class Embedding(nn.Module):
     def forward(self, ids: Tensor, context: Context, types: Tensor | None = None) -> Tensor:
         """Return the input of the first layer [s, b, h], or this rank's positions of it."""
         x = self.word(ids)
-        if self.scale is not None:  # rounded to the type of x, as Gemma was trained
+        if self.scale is not None:  # round the factor to the type of x, as in Gemma's training
             x = x * torch.tensor(self.scale, dtype=x.dtype).item()
         between = self.axis.between_blocks(context.positions)
         if self.position is not None and context.cache is not None:
@@ -204,13 +210,13 @@ class Embedding(nn.Module):
             x = x + self.token_type(self.axis.between_blocks().of(types))
         if self.norm is not None:
             x = self.norm(x)
-        # the embedding counts as the layer before the first
+        # for random numbers, the embedding has the number of the layer before the first
         return drop_hidden(x, context, self.rate, place=(-1, 0), axis=self.axis)
 
 
 class MaskedTransform(Computing):
-    """BERT's modules before its output head: linear, GELU, norm, on [..., h] that every rank of the
-    tensor axis holds (Devlin et al. 2019)."""
+    """BERT's modules before its output head: linear, GELU and norm (Devlin et al. 2019). Every rank
+    of the tensor axis has the input [..., h] and computes all of it."""
 
     def __init__(self, model: ModelConfig, parts: Parts) -> None:
         super().__init__()
@@ -224,9 +230,10 @@ class MaskedTransform(Computing):
 
 
 class SentenceOrder(nn.Module):
-    """First positions [b, h] -> logits [b, 2] of two segments in their order, or swapped.
+    """The prediction of the order of two segments. Activations [b, h] at the first positions ->
+    logits [b, 2] for segments in order or swapped.
 
-    The pooler of Devlin et al. 2019 with the objective of Lan et al. 2020 (arXiv 1909.11942).
+    It has the pooler of Devlin et al. 2019 and the objective of Lan et al. 2020 (arXiv 1909.11942).
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -240,17 +247,19 @@ class SentenceOrder(nn.Module):
 
 
 class Classes(nn.Module):
-    """Activations at one position of each sequence [1, b, h] -> a score for each class [1, b, n],
-    or for the sequence as one of several candidates (n = 1).
+    """The scores of sequences: activations [1, b, h] at one position of each sequence -> scores [1,
+    b, n]. There is a score for each of n classes, or one score (n = 1) for a sequence that is one
+    of several candidates.
 
-    In a masked model it is after the pooler and dropout (Devlin et al. 2019, sections 4.1, 4.4).
+    In a masked language model, pooler and dropout come before the linear for the scores (Devlin et
+    al. 2019, sections 4.1, 4.4).
     """
 
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__()
         self.rate = model.dropout
         self.place = (model.layers, 0)  # it counts as the layer after the last one
-        self.axis = TensorAxis(axis.comm)  # each rank sees all of the few positions
+        self.axis = TensorAxis(axis.comm)  # each rank has all of the few positions
         self.pooler = None
         if "sentence.pooler" in parts:
             self.pooler = built.replicated_linear(parts["sentence.pooler"])

@@ -1,9 +1,11 @@
-"""Attention in a ring: the keys and values of each rank of the context axis travel from rank to
-rank, and each rank computes its queries with those that it has (Liu et al. 2023, arXiv 2310.01889).
+"""Ring attention: the keys and values of each rank of the context axis are sent from rank to rank,
+and each rank computes attention of its queries to the keys that it has at the time (Liu et al.
+2023, arXiv 2310.01889).
 
-The parts of a softmax are merged by their maxima and sums of exponentials (Milakov and Gimelshein
-2018, arXiv 1805.02867, algorithm 3), in float32 at least. The order is fixed: a rank's own keys are
-first, then those of the ranks before it, and of each rank the later ones first.
+The partial results of a softmax are merged by their maxima and sums of exponentials (Milakov and
+Gimelshein 2018, arXiv 1805.02867, algorithm 3), in float32 or wider. The order of merging is fixed:
+a rank's own keys come first, then the keys of the ranks before it; of each rank, the keys at later
+positions come first.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,27 +28,28 @@ from ptdmpi.model.sequence.positions import Positions
 
 @dataclass(frozen=True)
 class Dropping:
-    """Dropout of the weights of some queries [b, heads, s / c]: the `query_hashes` of their stream,
-    and the rate."""
+    """Dropout of the attention weights of some queries [b, heads, s / c]: the `query_hashes` of
+    their random stream, and the dropout rate."""
 
     hashes: Tensor
     rate: float
 
     @classmethod
     def of(cls, stream: RandomStream, q: Tensor, rate: float) -> "Dropping":
-        """Return the dropout of the weights of queries [b, heads, s / c, d] by their stream."""
+        """Return the dropout of the attention weights of queries q [b, heads, s / c, d], from their
+        random stream."""
         positions = stream.positions.numbers(q.shape[2], q.device)
         return cls(stream.query_hashes(q.shape[1], positions), rate)
 
     def kept(self, queries: Region, keys: range) -> Tensor:
-        """Return the mask of some queries and keys, bool [b, heads, queries, keys]."""
+        """Return the dropout mask for some queries and keys, bool [b, heads, queries, keys]."""
         return kept_keys(self.hashes[queries], keys, self.rate)
 
 
 @dataclass(frozen=True)
 class RingWork:
-    """The axis around which keys travel, the keys that each query of this rank sees, the kernels of
-    products, and the dropout if there is one."""
+    """The settings of ring attention: the axis along which keys are sent, the keys that each query
+    of this rank sees, the kernels for matrix products, and the dropout, if any."""
 
     axis: ContextAxis
     seen: Sight
@@ -57,19 +60,20 @@ class RingWork:
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, work: RingWork) -> Tensor:
     """Return softmax(q k^T) v, [b, heads, s / c, d], over the keys and values of all ranks.
 
-    Queries, keys and values are at this rank's positions, [b, heads, s / c, d]; keys and values may
-    have fewer heads. Their gradients are summed over the axis, in float32 at least.
+    Queries, keys and values are at this rank's positions, [b, heads, s / c, d], for c ranks; keys
+    and values may have fewer heads. The gradients of keys and values are summed over the axis, in
+    float32 or wider.
     """
     out: Tensor = _RingAttention.apply(q, k, v, work)
     return out
 
 
 class _RingTile(NamedTuple):
-    """Scores of some queries and some keys of a visiting block.
+    """The scores of some queries of this rank and some keys of a received block.
 
-    `queries` and `keys` are their places in [b, heads, s / c, d], `positions` those of the keys in
-    the sequence. `scores` are [b, key heads, group queries, keys], and `tangents` have the same
-    shape; None if scores are not capped.
+    `queries` and `keys` are slices of tensors [b, heads, s / c, d], and `positions` are the
+    positions of the keys in the sequence. `scores` are [b, key heads, group queries, keys].
+    `tangents` are tanh(scores / cap), of the same shape, or None if scores are not capped.
     """
 
     queries: Region
@@ -80,8 +84,9 @@ class _RingTile(NamedTuple):
 
 
 class _RingAttention(Function):
-    """The forward keeps its inputs, its output, and the logarithm of each query's sum of
-    exponentials. In the backward keys and values travel again, and their gradients after them."""
+    """Ring attention as an autograd Function. The forward saves its inputs, its output, and the
+    logarithm of each query's sum of exponentials. In the backward, keys and values are sent around
+    the ring again, followed by their gradients."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, work: RingWork) -> Tensor:
@@ -115,7 +120,8 @@ class _RingAttention(Function):
 
 
 class _Visit(NamedTuple):
-    """The keys and values of a rank, [2, b, key heads, s / c, d], on their visit to this rank."""
+    """The keys and values of rank `source`, [2, b, key heads, s / c, d], while they are on this
+    rank."""
 
     source: int
     block: Tensor
@@ -130,8 +136,8 @@ class _Visit(NamedTuple):
 
 
 def _visits(axis: ContextAxis, own: Tensor) -> Iterator[_Visit]:
-    """Yield the keys and values of every rank, this rank's own first. The next ones arrive while
-    the caller computes, on wires that can."""
+    """Yield the keys and values of every rank, this rank's own first. The next keys and values
+    arrive while the caller computes, if the transport makes progress during computation."""
     here = own
     for step in range(axis.size):
         following = None
@@ -143,7 +149,7 @@ def _visits(axis: ContextAxis, own: Tensor) -> Iterator[_Visit]:
 
 
 class _Arriving(NamedTuple):
-    """A tensor that arrives from the rank before."""
+    """A tensor that is being received from the previous rank of the ring."""
 
     tensor: Tensor
     handle: Handle
@@ -155,10 +161,11 @@ class _Arriving(NamedTuple):
 
 
 def _pass_on(axis: ContextAxis, x: Tensor) -> _Arriving:
-    """Begin to send `x` to the next rank of the ring, and to receive that of the rank before.
+    """Begin to send `x` to the next rank of the ring, and to receive the tensor of the previous
+    rank.
 
-    It is an all-to-all in which each rank sends to one other, so every wire has it without a risk
-    of deadlock.
+    The exchange is an all-to-all in which each rank sends to one other rank. Every transport
+    supports all-to-all, and it cannot deadlock.
     """
     rank, size = axis.comm.rank, axis.size
     sent = [len(x) * (peer == (rank + 1) % size) for peer in range(size)]
@@ -167,8 +174,9 @@ def _pass_on(axis: ContextAxis, x: Tensor) -> _Arriving:
 
 
 class _Journey:
-    """The gradients of a block of keys and values on their way around the ring: they follow the
-    block, each rank adds its part, and in the end they are at home."""
+    """The gradients of keys and values while they are sent around the ring. The gradients follow
+    their block of keys and values, each rank adds its part, and at the end they arrive at the
+    block's own rank."""
 
     def __init__(self, axis: ContextAxis) -> None:
         self._axis = axis
@@ -188,8 +196,8 @@ class _Journey:
 
 
 class _Queries:
-    """The queries of this rank, scaled, in the type of sums, and their scores with visiting
-    keys."""
+    """The scaled queries of this rank, in the type in which sums are computed, and their scores
+    with received keys."""
 
     def __init__(self, q: Tensor, work: RingWork) -> None:
         self.wide = torch.promote_types(q.dtype, torch.float32)
@@ -200,11 +208,11 @@ class _Queries:
 
     @property
     def kernels(self) -> Kernels:
-        """Return the kernels of products."""
+        """Return the kernels for matrix products."""
         return self._work.kernels
 
     def tiles(self, visit: _Visit) -> Iterator[_RingTile]:
-        """Yield the scores of the queries that see keys of a visit, in tiles."""
+        """Yield, in tiles, the scores of the queries that see received keys."""
         keys = visit.keys.to(self.wide)
         softcap = self._work.seen.scores.softcap
         for tile, positions in self._places(visit):
@@ -214,13 +222,14 @@ class _Queries:
             yield _RingTile(tile.queries, tile.keys, positions, scores, tangents)
 
     def _places(self, visit: _Visit) -> Iterator[tuple[Tile, range]]:
-        """Yield tiles, and the positions of their keys in the sequence. Queries and keys that see
-        nothing of each other are in no tile."""
+        """Yield tiles, and the positions of their keys in the sequence. The tiles leave out queries
+        that see none of the received keys, and keys that no query sees."""
         size = self._work.axis.size
         length = self._scaled.shape[2] * size
         first, second = Positions(visit.source, size).runs(length)
         for queries, (rows, heads, seen), mask in _query_blocks(self._scaled, self._work.seen):
-            # the later run first: so each query sees itself first, and has a finite maximum
+            # the later run comes first, so that each query first sees its own key, and so has a
+            # finite maximum
             for run, before in ((second, len(first)), (first, 0)):
                 positions = range(max(seen.start, run.start), min(seen.stop, run.stop))
                 if not positions:
@@ -235,20 +244,20 @@ class _Queries:
     def _mask(
         self, queries: Region, seen: slice, mask: Tensor | None, positions: range
     ) -> Tensor | None:
-        """Return the part of a mask that belongs to some of the keys `seen`; None if all queries
-        see all of them."""
+        """Return the part of a mask for the keys at `positions`, which are among the keys `seen`.
+        Return None if all queries see all keys at `positions`."""
         if mask is None:
             return None
         count = queries[2].stop - queries[2].start
         window = self._work.seen.scores.window
-        # the keys that a causal block sees end with its last query
+        # the last key that a causal block sees is that of its last query
         from_all = positions.stop <= seen.stop - count + 1
         if from_all and (not window or positions.start >= seen.stop - window):
             return None
         return mask[:, positions.start - seen.start : positions.stop - seen.start]
 
     def dropped(self, tile: _RingTile) -> Callable[[Tensor], Tensor]:
-        """Return the dropout of values of a tile, of the shape of its scores."""
+        """Return the function that applies dropout to values of the shape of a tile's scores."""
         dropping = self._work.dropping
         if dropping is None:
             return lambda values: values
@@ -257,7 +266,8 @@ class _Queries:
 
 
 def _query_blocks(q: Tensor, seen: Sight) -> Iterator[tuple[Region, Region, Tensor | None]]:
-    """Yield `blocks`, of at most QUERY_BLOCK queries also where these see all keys."""
+    """Yield the same as `blocks`, but with at most QUERY_BLOCK queries in each block, even where
+    queries see all keys."""
     for queries, keys, mask in blocks(q, seen):
         rows, heads, places = queries
         for first in range(places.start, places.stop, QUERY_BLOCK):
@@ -266,19 +276,20 @@ def _query_blocks(q: Tensor, seen: Sight) -> Iterator[tuple[Region, Region, Tens
 
 
 class _Merged:
-    """The parts of softmax(scores) v that have been merged: `out` [b, heads, s / c, d], relative to
-    the maximum of each query's scores and not divided by its sum of exponentials."""
+    """The merged partial results of softmax(scores) v. `out` [b, heads, s / c, d] is relative to
+    the maximum of each query's scores, and not yet divided by the query's sum of exponentials."""
 
     def __init__(self, q: Tensor, wide: torch.dtype) -> None:
         b, heads, s, d = q.shape
-        # in memory [s / c, b, heads, d], as the next operator reads it
+        # in the memory order [s / c, b, heads, d], in which the next operator reads it
         self.out = q.new_zeros((s, b, heads, d), dtype=wide).permute(1, 2, 0, 3)
         self._maxima = q.new_full((b, heads, s), -torch.inf, dtype=wide)
         self._sums = torch.zeros_like(self._maxima)
 
     def weights(self, tile: _RingTile) -> Tensor:
-        """Return the exponentials of a tile's scores, which they replace, relative to new maxima.
-        Scale to these what has been merged, and add to the sums."""
+        """Return the exponentials of a tile's scores relative to the new maxima; they overwrite the
+        scores. Rescale the merged results to the new maxima, and add the exponentials to the
+        sums."""
         queries, scores = tile.queries, tile.scores
         before = self._maxima[queries]
         maxima = torch.maximum(before, scores.amax(-1).view(before.shape))
@@ -290,26 +301,29 @@ class _Merged:
         return weights
 
     def finish(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return softmax(scores) v in a type, and the logarithms of the sums of exponentials
-        [b, heads, s / c]."""
+        """Return softmax(scores) v in the given type, and the logarithms of the sums of
+        exponentials [b, heads, s / c]."""
         out = self.out.div_(self._sums[..., None]).to(dtype)
         return out, self._sums.log().add_(self._maxima)
 
 
 class _Gradients:
-    """The gradients of one rank's attention: `dq` [b, heads, s / c, d] of its queries divided by
-    the scale of scores, and parts of those of visiting keys and values."""
+    """The gradients of one rank's attention: `dq` [b, heads, s / c, d], the gradient of its queries
+    divided by the scale of scores, and this rank's parts of the gradients of received keys and
+    values."""
 
     def __init__(self, queries: _Queries, dout: Tensor, out: Tensor, logsumexp: Tensor) -> None:
         self.dq = torch.zeros_like(dout, dtype=queries.wide)
         self._queries = queries
-        self._dout = dout  # in the type of the queries
+        self._dout = dout  # dy in the type of the queries
         self._logsumexp = logsumexp
-        # sum of w dw over a query's keys w, from its output (Dao et al. 2022, algorithm 4)
+        # sum of w dw over the attention weights w of a query, computed from the query's output (Dao
+        # et al. 2022, algorithm 4)
         self._means = (dout.to(queries.wide) * out).sum(-1)
 
     def add(self, tile: _RingTile, visit: _Visit, gradients: Tensor) -> None:
-        """Add the gradients of a tile to `dq` and to those of the visiting keys and values."""
+        """Add the gradients of a tile to `dq`, and to the gradients of the received keys and
+        values."""
         queries, product = self._queries, self._queries.kernels.wide_product
         dk, dv = gradients
         key = visit.keys[tile.keys]
@@ -328,6 +342,6 @@ class _Gradients:
 
 
 def _column(numbers: Tensor, scores: Tensor) -> Tensor:
-    """Return a number of each query, [b, heads, queries], as a column next to scores [b, key heads,
-    group queries, keys]."""
+    """Return one number for each query, [b, heads, queries], as a column [b, key heads, group
+    queries, 1] that broadcasts over scores."""
     return numbers.reshape(*scores.shape[:-1], 1)

@@ -16,7 +16,7 @@ from ptdmpi.data.shards import Dataset, gather
 # The number of samples whose positions are computed in one call, which spreads numpy's cost per
 # call.
 _WINDOW_SAMPLES = 1 << 14
-# Small steps are read together, up to this number of samples.
+# Several small steps are read together, up to this number of samples.
 _BLOCK_SAMPLES = 64
 
 
@@ -32,7 +32,7 @@ class MicrobatchRows(NamedTuple):
 
     inputs: np.ndarray  # int64 [b, s]
     labels: np.ndarray  # int64 [b, s]: the inputs shifted by one token
-    # float32 [b, s], 0 where a token does not count; None: all tokens count
+    # float32 [b, s], 0 for labels that do not count; None: all labels count
     weights: np.ndarray | None
     # int64 [b]: global sample numbers in training, samples of the dataset in validation
     samples: np.ndarray
@@ -67,8 +67,9 @@ class TrainBatches:
     With B = `global_size`, b = `micro_size`, d = `data_size` and m = B / (d b): step k (from 0)
     trains on global samples k*B to (k+1)*B - 1. If the order starts later in the run, k and the
     samples are counted from that start. Microbatch j of a step contains its samples j*b to (j+1)*b
-    - 1, and data rank r has the contiguous block j = r*m to (r+1)*m - 1. Neither the samples of a
-    step nor their order therefore depend on d, t or p.
+    - 1, and data rank r has the contiguous block j = r*m to (r+1)*m - 1. The samples of a step and
+    their order are therefore independent of the layout (data size d, tensor-parallel size t,
+    pipeline size p).
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class TrainBatches:
                 steps = max(1, _BLOCK_SAMPLES // self._rank_size)
             try:
                 block = self._read(k, steps)
-            except InputError:  # the bad token may be in a later step, which then reports it itself
+            except InputError:  # the bad token may be in a later step, which then raises it
                 block = self._read(k, 1)
             self._block = block
         first = (k - block.steps.start) * self._count
@@ -214,8 +215,8 @@ class Prefetcher:
     def __init__(self, batches: Steps, first_step: int, last_step: int, depth: int = 2):
         self._batches = batches
         self._steps = iter(range(first_step, last_step))
-        # one worker: so steps are read in order, and `TrainBatches` keeps the block that it read
-        # last
+        # one worker, so that steps are read in order and `TrainBatches` needs to cache only the
+        # block that it read last
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._ahead: deque[Future[list[MicrobatchRows]]] = deque()
         for _ in range(depth):

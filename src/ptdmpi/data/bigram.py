@@ -8,7 +8,7 @@ import numpy as np
 from ptdmpi.config import InputError
 from ptdmpi.data.shards import Dataset, map_tokens
 
-LARGEST_VOCABULARY = 8192  # then the V^2 counts of 8 bytes take half a GiB
+LARGEST_VOCABULARY = 8192  # with this vocabulary size V, the V^2 counts of 8 bytes take half a GiB
 CHUNK_TOKENS = 1 << 22  # tokens that are counted in one numpy call
 
 
@@ -40,7 +40,8 @@ class Bigram:
         self.pairs = pairs.reshape(size, size)
         once = int((pairs == 1).sum())
         twice = int((pairs == 2).sum())
-        # used if no pair was seen once: a discount of 0 would leave nothing for unseen pairs
+        # the discount if no pair was seen once; a discount of 0 would leave no probability for
+        # unseen pairs
         self.discount = 0.5
         if once:
             self.discount = once / (once + 2 * twice)

@@ -2,7 +2,7 @@
 are answers.
 
 Templates are rendered by Jinja in a sandbox, with the functions that Hugging Face provides for
-templates, except the clock: the same conversation gives the same text every day.
+templates, except the clock. Without a clock, the same conversation always gives the same text.
 """
 
 import json
@@ -112,9 +112,9 @@ class ChatTemplate:
         return "" if lead.strip(" ") else lead
 
     def end_of_turn(self, special: Collection[str]) -> str | None:
-        """Return the longest of the texts `special` (of special tokens) that the template writes
-        directly after an answer; None if it writes another text there. Raises the same errors as
-        `render`."""
+        """Return the special token's text that the template writes directly after an answer; if
+        several of the texts `special` match, the longest. Return None if the template writes
+        another text there. Raises the same errors as `render`."""
         after = self._around.after.lstrip()
         ends = (text for text in special if after.startswith(text))
         return max(ends, key=len, default=None)
@@ -190,10 +190,10 @@ def find_template(tokenizer: Path | None, given: Path | None, eod: str) -> ChatT
     """Return the chat template for the tokenizer in the file `tokenizer` (None: the tokenizer has
     no file).
 
-    The first existing one of the following is used: the file `given`; TEMPLATE in the tokenizer's
-    folder; `chat_template` in TOKENIZER_CONFIG there; `PLAIN`. `eod` is the text of the end of
-    document, which is used as `eos_token` if the folder does not name one. Raise InputError for a
-    file that cannot be read.
+    The function uses the first of these templates that exists: the file `given`, the file TEMPLATE
+    in the tokenizer's folder, the entry `chat_template` of TOKENIZER_CONFIG in that folder, and
+    `PLAIN`. `eod` is the text of the end of document, which is used as `eos_token` if the folder
+    does not name one. Raise InputError for a file that cannot be read.
     """
     settings: dict[str, Any] = {}
     folder = None if tokenizer is None else tokenizer.parent

@@ -1,4 +1,4 @@
-"""Documents within samples, weights of labels, and microbatches in which they are marked."""
+"""Documents within samples, weights of labels, and the microbatches to which they are added."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -9,8 +9,8 @@ from ptdmpi.config import InputError
 from ptdmpi.data.batches import MicrobatchRows, Steps
 from ptdmpi.data.shards import Dataset
 
-_OPEN_DOCUMENTS = 512  # the number of shards whose document offsets are mapped at a time
-_OPEN_WEIGHTS = 512  # the number of shards whose weights are mapped at a time
+_OPEN_DOCUMENTS = 512  # maximum number of shards whose document offsets are mapped at a time
+_OPEN_WEIGHTS = 512  # maximum number of shards whose weights are mapped at a time
 
 # numbers of global samples [n] -> number of the dataset and sample within it, int64 [n] each
 Locate = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
@@ -100,8 +100,8 @@ def _document_offsets(datasets: Sequence[Dataset], dataset: int, shard: int) -> 
 
 
 def with_documents(windows: Windows, microbatch: MicrobatchRows) -> MicrobatchRows:
-    """Return the microbatch with document numbers, by which attention and positions start again in
-    each document.
+    """Return the microbatch with document numbers. With document numbers, attention and positions
+    start again in each document.
 
     The label of each document's last token has the weight 0, because the next token begins another
     text.

@@ -320,8 +320,9 @@ def listed_headers(directory: Path) -> dict[str, ShardHeader | None]:
     no SUMMARY.
 
     A program therefore starts by reading one file, whatever the number of shards, and opens a shard
-    when it is first needed (`confirmed`). The header is None for a shard of which only the name is
-    listed, as older versions did. Raise InputError if SUMMARY cannot be read or is damaged.
+    when it is first needed (`confirmed`). The header is None if SUMMARY lists only the name of a
+    shard, as SUMMARY files of older versions do. Raise InputError if SUMMARY cannot be read or is
+    damaged.
     """
     path = directory / SUMMARY
     try:

@@ -26,8 +26,8 @@ MOST_SECONDS = 20  # limit for the processor time of one rendering
 
 class _LimitedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with limits on the work of a rendering: on loop iterations, calls and time,
-    on repeated texts and lists, and on powers and products. A template comes with a model, so it
-    may come from anybody.
+    on repeated texts and lists, and on powers and products. The limits are needed because a
+    template comes with a downloaded model and may be malicious.
     """
 
     intercepted_binops = frozenset({"*", "**"})
@@ -38,7 +38,7 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.filters[LIMITED] = self._counted
 
     def begin(self) -> None:
-        """Give the next rendering, which begins now, its turns and its time."""
+        """Reset the limits of loop iterations, calls and time, because a new rendering begins."""
         self.turns_left = MOST_TURNS
         self.ends_s = time.thread_time() + MOST_SECONDS
 

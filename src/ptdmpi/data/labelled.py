@@ -1,5 +1,5 @@
-"""Samples of tasks: a sequence with its class, or several candidates and the number of the right
-one.
+"""Samples of tasks: a sequence with its class, or several candidate sequences and the number of the
+right candidate.
 
 The candidates of one question (Devlin et al. 2019, section 4.4; RACE) are neighbouring rows of a
 microbatch. The order of samples follows the same rule as that of shards: it is a pure function of

@@ -101,11 +101,12 @@ class MaskedSamples:
         """Return global sample `number`, made from a window: its token ids (int [n]) and the
         document numbers of its tokens (int [n]).
 
-        The sample's text is the part of one document that is inside the window. The chosen document
-        is that of a random token of the window, so that in the long run every token is read.
+        The sample's text is the part of one document that is inside the window. The document is
+        chosen by a random token of the window, so that every token is read if training is long
+        enough.
         """
-        # The number of random numbers depends only on the window's length, whether they are used or
-        # not, so that no choice shifts the random numbers of other choices.
+        # The function always draws the same number of random numbers for a window's length, even if
+        # some are not used, so that no choice changes the random numbers of other choices.
         draws = _uniforms(self.seed, number, 3 + 4 * len(window))
         text = self._text(window, documents, draws[0])
         starts = self._word_starts(text)

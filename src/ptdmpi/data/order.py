@@ -1,8 +1,8 @@
 """The training order: a pure function (seed, global sample index) -> (dataset, sample within it).
 
-Only one period of the mixture is stored. A keyed permutation replaces the shuffled index files of
-other trainers. Start-up time and memory therefore do not depend on the size of the corpus, and
-resuming needs one integer: the number of consumed samples.
+Only one period of the mixture is stored. ptdmpi computes the order by a keyed permutation, where
+other trainers store shuffled index files. Start-up time and memory therefore do not depend on the
+size of the corpus, and resuming needs one integer: the number of consumed samples.
 """
 
 import heapq

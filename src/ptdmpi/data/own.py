@@ -1,9 +1,10 @@
 """Samples that the user's own program makes, instead of shards.
 
-The program's class is named by a dataset's path, "module:class". An object of that class is made
-with the sequence length s, and has `vocab_size`, a length, and `sample(number)`: s + 1 token ids,
-or the ids and the weight of each of the s labels. `sample` has to be a pure function. The order of
-the numbers, their mixture with other datasets and their epochs are those of shards.
+The path of a dataset, "module:class", names the program's class. ptdmpi makes an object of that
+class with the sequence length s. The object has `vocab_size`, a length, and a method
+`sample(number)`, which returns s + 1 token ids, or the ids and the weight of each of the s labels.
+`sample` must be a pure function. The order of the samples, their mixture with other datasets and
+their epochs follow the same rules as for shards.
 """
 
 import hashlib
@@ -21,18 +22,18 @@ from ptdmpi.data.order import SampleOrder
 
 
 def is_own(path: str) -> bool:
-    """Return True if a dataset's path names a class of the user's own; directories take
-    precedence."""
+    """Return True if a dataset's path names a class of the user's own. If a file or a
+    directory has the same name, return False."""
     return not Path(path).exists() and is_plugin("datasets", path)
 
 
 class OwnDataset:
-    """A dataset of the user's own, as a run identifies and reads it."""
+    """A dataset of the user's own, in the form in which a run reads and identifies datasets."""
 
     def __init__(self, path: str, seq_length: int) -> None:
-        """Make the user's object for sequences of `seq_length` tokens. Raises InputError if the
-        vocabulary or the length of the object is no number, or if `row` refuses its first or its
-        last sample."""
+        """Make the user's object for sequences of `seq_length` tokens. Raise InputError if the
+        vocabulary size or the length of the object is not an integer, or if `row` raises it for the
+        first or the last sample."""
         self.path = path
         self.seq_length = seq_length
         self._own = plugin("datasets", path)(seq_length)
@@ -48,7 +49,8 @@ class OwnDataset:
             raise InputError(f"{path} has no samples")
         self.tokenizer = str(getattr(self._own, "tokenizer", path))
         self.tokenizer_sha256 = _hash(self.tokenizer, self.vocab_size)
-        # enough to recognize other content without reading all of it
+        # the lengths and two samples are enough to recognize other content, without reading all
+        # of it
         ends = [self.row(number)[0].tolist() for number in (0, len(self._own) - 1)]
         self.sha256 = _hash(path, len(self._own), seq_length, ends)
 
@@ -58,8 +60,8 @@ class OwnDataset:
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the ids [s + 1] of a sample, and the weights [s] of its labels (None: 1 each).
-        Raises InputError if they have other sizes, an id is no integer or outside the vocabulary,
-        or a weight is not finite."""
+        Raise InputError if ids or weights have other sizes, if an id is not an integer or is
+        outside the vocabulary, or if a weight is not finite."""
         sample: Any = self._own.sample(int(number))
         ids, weights = sample if isinstance(sample, tuple) and len(sample) == 2 else (sample, None)
         ids = self._array(ids, "ids", number)
@@ -89,7 +91,8 @@ class OwnDataset:
         return ids, weights.astype(np.float32)
 
     def _array(self, values: Any, name: str, number: int) -> np.ndarray:
-        """Return values of a sample as an array. Raise InputError if they are none."""
+        """Return the values of a sample as an array. Raise InputError if they cannot be converted
+        to an array."""
         try:
             return np.asarray(values)
         except (TypeError, ValueError, OverflowError) as error:
@@ -104,7 +107,7 @@ Row = tuple[np.ndarray, np.ndarray | None]
 
 
 def microbatch(rows: Sequence[Row], numbers: np.ndarray) -> MicrobatchRows:
-    """Return samples as one microbatch; `numbers` [b] are their global numbers."""
+    """Return the samples as one microbatch; `numbers` [b] are the global numbers of the samples."""
     ids = np.stack([ids for ids, _ in rows])
     weights = None
     if any(given is not None for _, given in rows):
@@ -114,9 +117,9 @@ def microbatch(rows: Sequence[Row], numbers: np.ndarray) -> MicrobatchRows:
 
 
 class OwnBatches:
-    """The training microbatches of one data rank, with the samples that `TrainBatches` would have
-    from shards: step k has the global samples k B to (k + 1) B - 1, and data rank r the r-th part
-    of them."""
+    """The training microbatches of one data rank, with the same sample numbers as `TrainBatches`.
+    With the global batch size B, step k has the global samples k B to (k + 1) B - 1, and data rank
+    r has the r-th part of them."""
 
     def __init__(
         self,
@@ -170,7 +173,7 @@ def in_order(
 
 
 def _counted(row: Row, counts: bool) -> Row:
-    """Return a row whose labels have weights of 0 unless it counts."""
+    """Return the row; if the row does not count, set the weights of its labels to 0."""
     if counts:
         return row
     return row[0], np.zeros(len(row[0]) - 1, dtype=np.float32)

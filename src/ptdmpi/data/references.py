@@ -1,7 +1,7 @@
 """The log-probabilities that a reference model gives to the labels in shards of pairs.
 
-They are in the folder REFERENCE of a dataset: one array per shard, float32 [tokens], in numpy's
-format. Number i is the log-probability of token i, given the tokens of its document before it; it
+The folder REFERENCE of a dataset has one array per shard, float32 [tokens], in numpy's format.
+Element i is the log-probability of token i, given the earlier tokens of its document. The element
 is 0 for tokens that do not count as labels. SUMMARY in that folder names the model and the shards,
 with checksums, and is written last.
 """
@@ -25,7 +25,7 @@ from ptdmpi.data.shards import Dataset
 
 REFERENCE = "reference"  # the name of the folder
 SUMMARY = "reference.json"
-_OPEN_SHARDS = 512  # the number of shards whose references are mapped at a time
+_OPEN_SHARDS = 512  # maximum number of shards whose log-probabilities are mapped at a time
 MADE_BY = "make them by ptdmpi-data score MODEL DATA"
 
 
@@ -33,7 +33,8 @@ class References:
     """The stored log-probabilities of one dataset."""
 
     def __init__(self, dataset: Dataset) -> None:
-        """Read the summary. Raise InputError if there is none, or if it is of other shards."""
+        """Read the summary. Raise InputError if there is no summary, or if the summary belongs to
+        other shards."""
         self.folder = dataset.directory / REFERENCE
         self._headers = dataset.headers
         summary = _read_summary(self.folder / SUMMARY)
@@ -69,8 +70,8 @@ class References:
 
 
 class ReferencedSamples:
-    """A dataset of pairs together with its reference, as a run identifies it: other
-    log-probabilities are other data."""
+    """A dataset of pairs together with its reference log-probabilities. A run treats a dataset with
+    other log-probabilities as different data."""
 
     def __init__(self, dataset: Dataset, references: References) -> None:
         self._dataset = dataset
@@ -127,7 +128,7 @@ def write_shard(header: ShardHeader, values: np.ndarray) -> dict[str, Any]:
     path = folder / f"{header.path.stem}.npy"
     try:
         folder.mkdir(exist_ok=True)
-        # a former summary does not describe the new values
+        # remove an earlier summary, because it does not describe the new values
         (folder / SUMMARY).unlink(missing_ok=True)
         with replacing(path) as temporary, open(temporary, "wb") as file:
             np.save(file, values, allow_pickle=False)
@@ -147,7 +148,8 @@ def write_summary(directory: Path, model: str, shards: Mapping[str, Any]) -> Non
 
 
 def _identity(header: ShardHeader) -> list[str]:
-    """Return what the log-probabilities of a shard depend on: its tokens and their weights."""
+    """Return the data on which the log-probabilities of a shard depend: the checksums of its tokens
+    and of their weights."""
     return [header.checksum, header.weights_checksum]
 
 

@@ -131,7 +131,7 @@ class _MappedTokens:
     def __init__(self, header: ShardHeader):
         self._path = header.path
         self._tokens = map_tokens(header)
-        # numpy's annotation says that a memory map is an array, which is too narrow
+        # numpy annotates the memory map of an array with a type that is too narrow
         mapped: Any = self._tokens.base
         while not isinstance(mapped, mmap.mmap):
             mapped = mapped.base

@@ -1,4 +1,5 @@
-"""The training order if each data rank reads only its own datasets (`data.split`)."""
+"""The training order for runs in which each data rank reads only its own datasets
+(`data.split`)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ class SplitOrder(SampleOrder):
     ranks.
 
     Each rank gets a contiguous block of datasets, all blocks having the same number of them, and
-    reads that block alone. In step k data rank r trains on the r-th of `ranks` blocks of the B =
+    reads only that block. In step k data rank r trains on the r-th of `ranks` blocks of the B =
     `global_size` samples, as without a split. The block consists of samples k B / ranks and
     following of the rank's own order: a `SampleOrder` of its datasets, with their weights. Global
     sample n is therefore still a pure function of seed and n, independent of t and p.

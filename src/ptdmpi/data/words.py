@@ -1,4 +1,5 @@
-"""The vocabulary as masking needs it: which tokens begin words, and the ids of special tokens.
+"""The properties of a vocabulary that masking needs: which tokens begin words, and the ids of
+special tokens.
 
 A word is a run of letters, digits, underscores and characters beyond ASCII, however it is divided
 into tokens. If the vocabulary itself marks tokens that continue a word (WordPiece, Devlin et al.

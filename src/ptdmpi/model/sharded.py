@@ -138,7 +138,7 @@ class PlacedGradients(Protocol):
         """Record that the backward of this microbatch has ended."""
 
     def forget(self) -> None:
-        """Discard what remains of an interrupted step."""
+        """Discard the incomplete gradients of an interrupted step."""
 
     def looked_at(
         self, look: Callable[[Parameter], None]
@@ -301,7 +301,7 @@ class Walk:
             self.gradients.finish()
 
     def begin_step(self) -> None:
-        """Discard what remains of an interrupted step."""
+        """Discard the incomplete gradients of an interrupted step."""
         if self.gradients is not None:
             self.gradients.forget()
 

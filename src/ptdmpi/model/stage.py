@@ -137,7 +137,8 @@ class Stage(nn.Module):
                 block.place_rotary(here)
 
     def begin_step(self) -> None:
-        """Discard what remains of an interrupted step. The runner calls this before the ops."""
+        """Discard the incomplete work of an interrupted step. The runner calls this before the
+        ops."""
         self._in_flight = {}
         self._put_off = {}
         if self.walk is not None:

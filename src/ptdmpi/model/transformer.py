@@ -258,7 +258,7 @@ class Classes(nn.Module):
     def __init__(self, model: ModelConfig, parts: Parts, axis: TensorAxis) -> None:
         super().__init__()
         self.rate = model.dropout
-        self.place = (model.layers, 0)  # it counts as the layer after the last one
+        self.place = (model.layers, 0)  # numbered as the layer after the last
         self.axis = TensorAxis(axis.comm)  # each rank has all of the few positions
         self.pooler = None
         if "sentence.pooler" in parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -85,6 +86,37 @@ def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def _row_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add to a command the options for making rows of conversations."""
+    options = (
+        click.option(
+            "--tokenizer", required=True, help="'bytes' or a Hugging Face tokenizer.json."
+        ),
+        click.option(
+            "--seq-length",
+            required=True,
+            type=int,
+            help="Tokens per row: model.seq_length of the run.",
+        ),
+        click.option(
+            "--template",
+            type=_PATH,
+            help="Chat template, a Jinja file [default: the one in the tokenizer's folder].",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _output_options(given: dict[str, Any]) -> OutputOptions:
+    """Take the options of `_shard_options` out of `given`, and return them."""
+    from data_prep.corpus import OutputOptions
+
+    names = [field.name for field in dataclasses.fields(OutputOptions)]
+    return OutputOptions(**{name: given.pop(name) for name in names})
 
 
 def _make_shards(
@@ -172,15 +204,7 @@ def tokenize(
 
 @commands.command()
 @_INPUTS
-@click.option("--tokenizer", required=True, help="'bytes' or a Hugging Face tokenizer.json.")
-@click.option(
-    "--seq-length", required=True, type=int, help="Tokens per row: model.seq_length of the run."
-)
-@click.option(
-    "--template",
-    type=_PATH,
-    help="Chat template, a Jinja file [default: the one in the tokenizer's folder].",
-)
+@_row_options
 @click.option(
     "--messages-field",
     default="messages",
@@ -221,25 +245,15 @@ def chat(
     """
     from data_prep.chat.forms import ChatFields
     from data_prep.chat.pack import ChatOptions, make_chat_shards
-    from data_prep.corpus import OutputOptions
 
-    names = ("output", "valid_output", "valid_fraction", "shard_tokens", "force")
-    output = OutputOptions(**{name: given.pop(name) for name in names})
+    output = _output_options(given)
     fields = ChatFields(messages_field, prompt_field, answer_field)
     _print_table(make_chat_shards(ChatOptions(inputs, fields=fields, **given), output), as_json)
 
 
 @commands.command()
 @_INPUTS
-@click.option("--tokenizer", required=True, help="'bytes' or a Hugging Face tokenizer.json.")
-@click.option(
-    "--seq-length", required=True, type=int, help="Tokens per row: model.seq_length of the run."
-)
-@click.option(
-    "--template",
-    type=_PATH,
-    help="Chat template, a Jinja file [default: the one in the tokenizer's folder].",
-)
+@_row_options
 @_SKIP
 @_shard_options
 def pairs(inputs: tuple[str, ...], *, as_json: bool, **given: Any) -> None:
@@ -251,10 +265,8 @@ def pairs(inputs: tuple[str, ...], *, as_json: bool, **given: Any) -> None:
     `ptdmpi-data score` then stores the log-probabilities of the reference model.
     """
     from data_prep.chat.pack import ChatOptions, make_chat_shards
-    from data_prep.corpus import OutputOptions
 
-    names = ("output", "valid_output", "valid_fraction", "shard_tokens", "force")
-    output = OutputOptions(**{name: given.pop(name) for name in names})
+    output = _output_options(given)
     _print_table(make_chat_shards(ChatOptions(inputs, pairs=True, **given), output), as_json)
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from ptdmpi.base.launched import launched_size
 from ptdmpi.config import InputError, RunConfig, load
-from ptdmpi.terminal.options import Number
+from ptdmpi.terminal.options import SET, Number
 from ptdmpi.terminal.program import Command
 
 
@@ -24,13 +24,7 @@ from ptdmpi.terminal.program import Command
 @click.option("-n", "ranks", type=click.IntRange(1), help="Ranks [default: the scheduler's].")
 @click.option("--hosts", default="", metavar="A:4,B:4", help="Hosts, and ranks on each of them.")
 @click.option("--launcher", default="", help="Launcher and its options [default: the one found].")
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Set a key; no VALUE unsets it.",
-)
+@SET
 @click.option("--layout", type=click.Choice(["auto"]), help="Search the best layout that fits.")
 @click.option(
     "--restarts",
@@ -48,7 +42,7 @@ from ptdmpi.terminal.program import Command
     metavar="SECONDS",
     help="How often a run that has lost nodes asks whether they are back.",
 )
-def command(config: Path, ranks: int | None, overrides: tuple[str, ...], **options: Any) -> None:
+def command(config: Path, ranks: int | None, settings: tuple[str, ...], **options: Any) -> None:
     """Train the model that the TOML file CONFIG describes, and keep it training, for example
 
     ptdmpi run -n 4 CONFIG --set parallel.tensor=2
@@ -64,7 +58,7 @@ def command(config: Path, ranks: int | None, overrides: tuple[str, ...], **optio
 
     if launched_size() > 1:
         raise InputError("ptdmpi run starts the launcher itself: call it without mpirun or srun")
-    tree = load(config, overrides)
+    tree = load(config, settings)
     run = _run_section(config, tree)
     environment = mpi_environment()
     place = place_of(options["hosts"], environment, options["launcher"])
@@ -75,7 +69,7 @@ def command(config: Path, ranks: int | None, overrides: tuple[str, ...], **optio
         place = replace(place, options=(*place.options, "--with-ft", "ulfm"))
     job = SupervisedJob(
         config=str(config),
-        settings=overrides,
+        settings=settings,
         searched=options["layout"] == "auto",
         tree=tree,
         run=run,

@@ -10,7 +10,7 @@ import click
 from ptdmpi.base.disk import write_whole
 from ptdmpi.base.say import note
 from ptdmpi.config import InputError
-from ptdmpi.terminal.options import PATH
+from ptdmpi.terminal.options import PATH, SET
 from ptdmpi.terminal.program import Command
 
 # Scheduler -> the command that takes a script; "<": on its standard input.
@@ -27,13 +27,7 @@ SUBMIT = {
 @click.argument("config", type=PATH)
 @click.option("--site", required=True, metavar="NAME", help="A remembered site, or a site file.")
 @click.option("--nodes", type=click.IntRange(1), help="[default: those that the layout needs]")
-@click.option(
-    "--set",
-    "settings",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Set a key; no VALUE unsets it.",
-)
+@SET
 @click.option("--plan", "planned", is_flag=True, help="Search the layout on the site's cluster.")
 @click.option("--now", is_flag=True, help="Write the script next to CONFIG, and submit it.")
 def command(

@@ -8,6 +8,7 @@ import click
 from ptdmpi.base.say import note
 from ptdmpi.comm import launch, starting
 from ptdmpi.config import InputError, load
+from ptdmpi.terminal.options import SET
 from ptdmpi.terminal.program import Command
 from ptdmpi.watch.requests import StopRequest
 
@@ -18,19 +19,13 @@ from ptdmpi.watch.requests import StopRequest
     "command goes on), else a failure.",
 )
 @click.argument("config", type=click.Path(path_type=Path))
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Set a key; no VALUE unsets it.",
-)
+@SET
 @click.option("--layout", type=click.Choice(["auto"]), help="Search the best layout that fits.")
 @click.option("--dry-run", is_flag=True, help="Check and show everything, and write nothing.")
 @click.option("--ranks", type=click.IntRange(1), help="With --dry-run, without mpirun: how many.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print JSON, for programs.")
 def command(
-    config: Path, overrides: tuple[str, ...], layout: str | None, dry_run: bool, **dry: Any
+    config: Path, settings: tuple[str, ...], layout: str | None, dry_run: bool, **dry: Any
 ) -> None:
     """Train the model that the TOML file CONFIG describes, for example
 
@@ -52,8 +47,8 @@ def command(
         if layout == "auto":
             from ptdmpi.plan.search.choose import require_free
 
-            require_free(overrides)
-        tree = load(config, overrides)
+            require_free(settings)
+        tree = load(config, settings)
         show(tree, dry["ranks"], as_json=dry["as_json"], auto=layout == "auto")
         return
     if dry["ranks"] or dry["as_json"]:
@@ -71,9 +66,9 @@ def command(
                 from ptdmpi.train.run import Launch, Run
 
             note("ptdmpi train: checking configuration and data")
-            tree = world.on_root(lambda: load(config, overrides))
+            tree = world.on_root(lambda: load(config, settings))
             if layout == "auto":
                 from ptdmpi.probe.layout_auto import with_best_layout
 
-                tree = with_best_layout(tree, overrides, world)
+                tree = with_best_layout(tree, settings, world)
             Run(tree, launch=Launch(world, signals)).train()

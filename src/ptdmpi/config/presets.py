@@ -64,11 +64,11 @@ def _family_and_size(name: str) -> tuple[str, float]:
     """Return (the letters and version before the size, the number of parameters) in the name of a
     model. The number is 0 if the name has no size."""
     name = name.lower().rpartition("/")[-1]
-    found = SIZE.search(name)
-    if found is None:
+    match = SIZE.search(name)
+    if match is None:
         return re.sub(r"[^a-z0-9.]", "", name), 0.0
-    experts, number, unit = found.groups()
-    family = re.sub(r"[^a-z0-9.]", "", name[: found.start()])
+    experts, number, unit = match.groups()
+    family = re.sub(r"[^a-z0-9.]", "", name[: match.start()])
     return family, int(experts or 1) * float(number) * UNITS[unit]
 
 

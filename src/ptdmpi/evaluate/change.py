@@ -46,24 +46,24 @@ def perplexities(
     All ranks call this and get the results. `kind` is the kind of state that is loaded as the
     weights of the first model; that of the second are its weights.
     """
-    rows = _perplexities(before, datasets, world, kind=kind, precision=precision)
-    plain = kind_of(average=False)
-    then = _perplexities(after, datasets, world, kind=plain, precision=precision)
-    return [{**row, "after": other["before"]} for row, other in zip(rows, then, strict=True)]
+    first = _perplexities(before, datasets, world, kind=kind, precision=precision)
+    second = _perplexities(after, datasets, world, kind=kind_of(average=False), precision=precision)
+    return [
+        {
+            "dataset": row["dataset"],
+            "tokens": row["tokens"],
+            "precision": row["precision"],
+            "before": row["perplexity"],
+            "after": other["perplexity"],
+        }
+        for row, other in zip(first, second, strict=True)
+    ]
 
 
 def _perplexities(
     path: Path, datasets: Sequence[Path], world: World, *, kind: str, precision: str | None
 ) -> list[dict[str, Any]]:
-    """Return a model's perplexity on each dataset, under the key "before"."""
+    """Return the result of `perplexity` on each dataset, with the `precision` of the model."""
     model, _ = open_inference(path, world, None, precision, kind=kind)
-    rows = [perplexity(model, Dataset(data)) for data in datasets]
-    return [
-        {
-            "dataset": row["dataset"],
-            "tokens": row["tokens"],
-            "precision": model.config.precision.compute,
-            "before": row["perplexity"],
-        }
-        for row in rows
-    ]
+    computed_in = {"precision": model.config.precision.compute}
+    return [perplexity(model, Dataset(data)) | computed_in for data in datasets]

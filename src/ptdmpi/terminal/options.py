@@ -13,6 +13,13 @@ from ptdmpi.config.section import MOST_BATCH
 
 PATH = click.Path(path_type=Path)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
+SET = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Set a key; no VALUE unsets it.",
+)
 EMA = click.option("--ema", is_flag=True, help="Take the weights' average (optimizer.ema_decay).")
 
 _OF_A_TRAINED_MODEL = (

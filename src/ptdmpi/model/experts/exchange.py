@@ -137,15 +137,15 @@ class SentDispatch:
 def _in_turn(arriving: Sequence[Sequence[int]], device: torch.device) -> list[Segment]:
     """Return the segments of the received rows, which are ordered by source rank and then by
     expert. Rank r sends `arriving[r][n]` rows for expert n."""
-    found = []
+    held = []
     begin = 0
     for of_rank in arriving:
         for expert, count in enumerate(of_rank):
             if count:
                 rows = torch.arange(begin, begin + count, device=device)
-                found.append(Segment(expert, rows, rows))
+                held.append(Segment(expert, rows, rows))
             begin += count
-    return found
+    return held
 
 
 @dataclass(frozen=True)

@@ -167,8 +167,8 @@ class MixturePass:
         them."""
         if not self.factors or self.axis.rank > 0:
             return []
-        found = self.losses(logits, chosen, sequences)
-        return [self.factors[name] * loss for name, loss in found.items()]
+        losses = self.losses(logits, chosen, sequences)
+        return [self.factors[name] * loss for name, loss in losses.items()]
 
     def route_back(self, rows: Tensor, by_logits: Tensor) -> Tensor:
         """Add to the gradient of the router's weight, given the gradient of the router's outputs
@@ -297,8 +297,8 @@ class Mixture(Computing):
         y: Tensor = _Mixture.apply(x, layer, chosen, *layer.parameters)
         if is_new and torch.is_grad_enabled():
             assert chosen.indices is not None, "the forward has left it"
-            found = chosen.indices.flatten().bincount(minlength=len(self.counts))
-            self.counts = self.counts.to(found.device) + found
+            counts = chosen.indices.flatten().bincount(minlength=len(self.counts))
+            self.counts = self.counts.to(counts.device) + counts
             for name, loss in chosen.losses.items():
                 self.losses[name] = loss.double() + self.losses.get(name, 0.0)
         return y

@@ -79,7 +79,7 @@ class Routing:
         shares = self.scores(logits)
         if model.router == "sigmoid":
             shares = shares / shares.sum(-1, keepdim=True)
-        found: dict[str, Tensor] = {}
+        losses: dict[str, Tensor] = {}
         for name in model.router_losses:
             match name:
                 case "sequence_balance":
@@ -92,8 +92,8 @@ class Routing:
                     loss = model.balance_coefficient * (shares * loads).sum()
                 case _:  # Zoph et al. 2022 (arXiv 2202.08906), equation 5
                     loss = model.z_loss_coefficient * logits.logsumexp(-1).square().sum()
-            found[name] = loss
-        return found
+            losses[name] = loss
+        return losses
 
 
 def _by_sequence(shares: Tensor, chosen: Tensor, sequences: int) -> Tensor:

@@ -106,6 +106,7 @@ class StageMemory:
         self.software = software
         self._parts = cache(self._counted)
         self.layers_of = cache(self._split)
+        self._parts_of = cache(self._counted_parts)
         self.elements_of = cache(self._counted_elements)
         self.largest_places = cache(self._counted_places)
         # the work of each rank of a shard group, if the optimizer updates whole matrices
@@ -129,6 +130,14 @@ class StageMemory:
             split_model(self.model, self.vocab_size, cut.placed, balanced=balanced, first=cut.first)
         )
 
+    def stage_parts(self, layout: Layout) -> tuple[ModelPart, ...]:
+        """Return the part of the model that each stage has on a tensor rank."""
+        return self._parts_of(Cut.of(layout), layout.tensor)
+
+    def _counted_parts(self, cut: Cut, tensor: int) -> tuple[ModelPart, ...]:
+        layers = self.layers_of(cut)
+        return parameters.stage_parts(self.model, layers, tensor=tensor, expert=cut.expert)
+
     def trained(self, layout: Layout, rank: int) -> int:
         """Return the number of trained parameters of a pipeline rank."""
         return self.elements_of(Cut.of(layout), layout.tensor, rank)[1]
@@ -147,14 +156,12 @@ class StageMemory:
 
     def _part(self, cut: Cut, tensor: int, rank: int) -> ModelPart:
         """Return the part of the model that a pipeline rank has."""
-        stages = cut.placed.stages_of(rank)
-        layers = self.layers_of(cut)
-        return ModelPart.of(self.model, layers, stages, tensor=tensor, expert=cut.expert)
+        parts = self._parts_of(cut, tensor)
+        return ModelPart.joined([parts[stage] for stage in cut.placed.stages_of(rank)])
 
     def _backward(self, layout: Layout, stage: int) -> range:
         """Return the layers of a stage that have a backward; no other layer keeps anything."""
-        own = self.split(layout)[stage]
-        return own[self.model.idle(own) :]
+        return self.split(layout)[stage][self.stage_parts(layout)[stage].idle :]
 
     def frozen_bytes(self, cut: Cut, tensor: int, rank: int, *, frozen: int, shards: int) -> int:
         """Return the bytes of a pipeline rank's `frozen` weights in `shards` shards.
@@ -252,10 +259,10 @@ class StageMemory:
         if self.software.zero_unit == "tensor":
             up = parameters.first_linear(self.model)
             return (up.inputs * sum(up.outputs) // tensor,) * 3
+        parts = self._parts_of(cut, tensor)
         most = (0, 0, 0)
         for stage in cut.placed.stages_of(rank):
-            layers = self.layers_of(cut)
-            held = ModelPart.of(self.model, layers, (stage,), tensor=tensor, expert=cut.expert)
+            held = parts[stage]
             sizes = [*map(sum, parameters.places(self.model, self.vocab_size, held)), 0]
             frozen = [*map(sum, frozen_places(self.model, self.vocab_size, held)), 0]
             every = [sum(both) for both in zip(sizes, frozen, strict=True)]

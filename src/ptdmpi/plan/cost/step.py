@@ -75,17 +75,18 @@ class StepTimes:
         idle_forward, most = self.idle_layer(layout).forward.launched, layout.recompute_layers
         alike: dict[tuple[int, int, int], tuple[Seconds, Seconds]] = {}
         stages = []
-        for every in self.memory.stages.split(layout):
-            idle = self.model.config.idle(every)
-            own = every[idle:]
+        held = self.memory.stages
+        for layers, part in zip(held.split(layout), held.stage_parts(layout), strict=True):
+            idle, own = part.idle, part.layers - part.idle
             # this stage's share of the first `most` layers of the model
-            recomputed = len(own) if most is None else min(max(0, most - own.start), len(own))
-            key = (idle, len(own), recomputed)
+            before = layers.start + idle
+            recomputed = own if most is None else min(max(0, most - before), own)
+            key = (idle, own, recomputed)
             if key not in alike:
                 backward = again * recomputed
-                if recomputed < len(own):
-                    backward = backward + layer_backward * (len(own) - recomputed)
-                forward = layer_forward * len(own)
+                if recomputed < own:
+                    backward = backward + layer_backward * (own - recomputed)
+                forward = layer_forward * own
                 alike[key] = (forward + idle_forward * idle if idle else forward, backward)
             stages.append(alike[key])
         forward, back = stages[0]
@@ -100,10 +101,8 @@ class StepTimes:
         if not splits(layout):
             return []
         layer, ends = self.kernels(layout)
-        counts = (
-            len(own) - self.model.config.idle(own) for own in self.memory.stages.split(layout)
-        )
-        stages = [layer.weights.launched * count for count in counts]
+        parts = self.memory.stages.stage_parts(layout)
+        stages = [layer.weights.launched * (part.layers - part.idle) for part in parts]
         stages[0] = stages[0] + ends.embedding_backward
         stages[-1] = stages[-1] + ends.head_weights
         return stages
@@ -148,8 +147,8 @@ class StepTimes:
             return [(0.0, 0.0)] * len(seconds)
         alike: dict[ModelPart, InOps] = {}  # most stages of a layout are alike
         added = []
-        for stage, (forward, backward) in enumerate(seconds):
-            part = self._part(layout, stage)
+        parts = self.memory.stages.stage_parts(layout)
+        for part, (forward, backward) in zip(parts, seconds, strict=True):
             if part not in alike:
                 alike[part] = self.data.in_ops(layout, part)
             forward_s, backward_s, _ = alike[part]
@@ -158,13 +157,6 @@ class StepTimes:
                 backward_s = max(0.0, backward_s - backward.total)
             added.append((forward_s, backward_s))
         return added
-
-    def _part(self, layout: Layout, stage: int) -> ModelPart:
-        """Return the part of the model that a stage has on a tensor rank."""
-        layers = self.memory.stages.split(layout)
-        return ModelPart.of(
-            self.model.config, layers, (stage,), tensor=layout.tensor, expert=layout.expert
-        )
 
     def _way_s(self, layout: Layout, crosses: bool) -> float:
         """Return the seconds of one message between two stages.
@@ -200,7 +192,7 @@ class StepTimes:
             data_s = sum(max(whole / own, whole - over) for whole, over in hidden)
             # the last message of each microbatch is exposed, because no op follows that could hide
             # it
-            data_s += self.data.in_ops(layout, self._part(layout, 0)).last_s
+            data_s += self.data.in_ops(layout, self.memory.stages.stage_parts(layout)[0]).last_s
         data_s += self.update.own_norm_s(elements, self.method.noise_every)
         optimizer_s = self.update.optimizer_s(layout, elements)
         return data_s, optimizer_s + self.matrices_s(layout, ranks)

@@ -42,7 +42,7 @@ from ptdmpi.plan.schedule.orders import KINDS, build
 from ptdmpi.plan.schedule.places import gathers
 from ptdmpi.plan.shape.dealt import Dealt, dealt
 from ptdmpi.plan.shape.matrices import gathered_bytes, iteration_bytes
-from ptdmpi.plan.shape.parameters import ModelPart
+from ptdmpi.plan.shape.parameters import ModelPart, stage_parts
 
 LOAD_BYTES = 8  # the number of tokens of an expert, or a loss
 
@@ -319,11 +319,10 @@ def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
     """Return a rank's work in an update of whole matrices."""
     if not of.method.matrices:
         return Dealt()
-    stages, layout = of.placed.stages_of(rank), of.layout
-    part = ModelPart.of(
-        of.model, of.held.layers, stages, tensor=layout.tensor, expert=layout.expert
-    )
-    return dealt(of.model, of.vocab_size, part, layout.sharing)[shard]
+    layout = of.layout
+    parts = stage_parts(of.model, of.held.layers, tensor=layout.tensor, expert=layout.expert)
+    held = ModelPart.joined([parts[stage] for stage in of.placed.stages_of(rank)])
+    return dealt(of.model, of.vocab_size, held, layout.sharing)[shard]
 
 
 def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:

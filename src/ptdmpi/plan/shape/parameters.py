@@ -34,25 +34,25 @@ class ModelPart(NamedTuple):
         return cls(model.layers, True, True, idle=model.idle())
 
     @classmethod
-    def of(
-        cls,
-        model: ModelConfig,
-        layers: Sequence[range],
-        stages: Sequence[int],
-        *,
-        tensor: int,
-        expert: int,
-    ) -> "ModelPart":
-        """Return the part of a model with some of its stages; `layers` has the layers of every
-        stage."""
-        return cls(
-            sum(len(layers[stage]) for stage in stages),
-            0 in stages,
-            len(layers) - 1 in stages,
-            tensor,
-            sum(model.idle(layers[stage]) for stage in stages),
-            expert,
+    def joined(cls, parts: Sequence["ModelPart"]) -> "ModelPart":
+        """Return the part of a pipeline rank that has the stages `parts`."""
+        return parts[0]._replace(
+            layers=sum(part.layers for part in parts),
+            first=any(part.first for part in parts),
+            last=any(part.last for part in parts),
+            idle=sum(part.idle for part in parts),
         )
+
+
+def stage_parts(
+    model: ModelConfig, layers: Sequence[range], *, tensor: int, expert: int
+) -> tuple[ModelPart, ...]:
+    """Return the part of the model that each stage has; `layers` has the layers of every stage."""
+    last = len(layers) - 1
+    return tuple(
+        ModelPart(len(own), stage == 0, stage == last, tensor, model.idle(own), expert)
+        for stage, own in enumerate(layers)
+    )
 
 
 def layer(model: ModelConfig, number: int | None = None, expert: int = 1) -> dict[str, Part]:

@@ -112,7 +112,7 @@ class MixExperts(Operator):
         """Return the products of all experts' rows [rows, k] with their matrices [k, n], one after
         the other."""
         used, rows = self._groups(sizes)
-        return MatrixProduct(rows, n, k, used, used)
+        return MatrixProduct(m=rows, n=n, k=k, batch=used, launches=used)
 
     # -- time -------------------------------------------------------------------------------------
 

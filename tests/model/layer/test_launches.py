@@ -15,7 +15,8 @@ from ptdmpi.plan.layer.experts import MixExperts
 from ptdmpi.plan.layer.products import Multiply
 from ptdmpi.plan.layer.sizes import Sizes
 from tests._layers import random_tensor, tensor_axis
-from tests.model.layer.test_rows import SHAPES, B, H, S, layer_of, replace_last, row_is_capped
+from tests._rows import SHAPES
+from tests.model.layer.test_rows import B, H, S, layer_of, replace_last, row_is_capped
 
 LEAST_LAUNCHED = 6 * H  # elements; gradients of a bias and a norm's statistics have fewer
 # Allocations, a view that PyTorch does not call one, and the copy of a leaf's gradient into the

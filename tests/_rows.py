@@ -5,9 +5,12 @@ Each table of models holds shapes whose rows differ.
 
 import math
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -141,3 +144,27 @@ def foreseen_products(row, sizes: Sizes) -> tuple[int, int]:
         sum(kernel.launches for kernel in kernels if isinstance(kernel, MatrixProduct))
         for kernels in (row.forward(sizes), back)
     )
+
+
+def held(node: Node | None) -> Iterator[Tensor]:
+    """Yield the tensors that a graph's own Functions hold as attributes."""
+    nodes, seen = [node], {None}
+    while nodes:
+        one = nodes.pop()
+        if one not in seen:
+            seen.add(one)
+            yield from tensors(vars(one) if hasattr(one, "__dict__") else ())
+            nodes += [following for following, _ in one.next_functions]
+
+
+def tensors(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in a value, its entries or its fields."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from tensors(one)
+    elif is_dataclass(value):
+        yield from tensors(vars(value))

@@ -37,7 +37,8 @@ from ptdmpi.plan.shape.parameters import layer_elements
 from tests._configs import layout, small
 from tests._engines import build, steps_of
 from tests._layers import tensor_axis
-from tests.model.layer.test_rows import SHAPES, wrong
+from tests._rows import SHAPES
+from tests.model.layer.test_rows import wrong
 from tests.parallel import parallel
 
 TAPS = 3

@@ -6,7 +6,6 @@ Half types are run both ways: multiplied as they are, and widened as on a proces
 instructions.
 """
 
-import math
 from collections import Counter
 from dataclasses import replace
 from typing import get_args
@@ -16,18 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from ptdmpi.comm.communicator import OneRank
 from ptdmpi.comm.mpi import MpiCommunicator
 from ptdmpi.config import Layout, RecomputeConfig
 from ptdmpi.config.choices import ContextMethod
-from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.model import transformer
 from ptdmpi.model.experts.routing import Chosen
-from ptdmpi.model.kernels import Kernels, compute_by
-from ptdmpi.model.kernels.choice import HostChoice
+from ptdmpi.model.kernels import compute_by
 from ptdmpi.model.operators import Context, run
 from ptdmpi.model.random import RandomStream
 from ptdmpi.model.sequence.context import ContextAxis
@@ -35,7 +30,7 @@ from ptdmpi.model.sequence.positions import ALL
 from ptdmpi.model.tensor_parallel import TensorAxis
 from ptdmpi.model.transformer import Block, rotary_table
 from ptdmpi.plan.layer import describe
-from ptdmpi.plan.layer.account import FusedAttention, MatrixProduct, kept, total_bytes
+from ptdmpi.plan.layer.account import kept, total_bytes
 from ptdmpi.plan.layer.attention import Attend
 from ptdmpi.plan.layer.context import JoinHeads
 from ptdmpi.plan.layer.elementwise import Activate, AddResidual, Normalize
@@ -43,39 +38,24 @@ from ptdmpi.plan.layer.experts import MixExperts
 from ptdmpi.plan.layer.folds import items, operators
 from ptdmpi.plan.layer.products import Multiply
 from ptdmpi.plan.layer.sizes import Sizes
-from ptdmpi.plan.machine.cluster import TRAINER
 from ptdmpi.plan.shape.parameters import layer
 from tests._configs import small
 from tests._layers import CPU, DTYPES, Placed, positions, random_tensor, tensor_axis
+from tests._rows import (
+    ADAPTED,
+    HALF,
+    SHAPES,
+    Counted,
+    chosen_kernels,
+    foreseen_flops,
+    foreseen_messages,
+    foreseen_products,
+    program,
+)
 from tests.parallel import parallel
 
 S, B, H = 8, 2, 32
-EXPERTS = {"model.kind": "llama", "model.expert_hidden": 24}
-SHAPES = {
-    "gpt": {},
-    "llama": {"model.kind": "llama", "model.ffn_hidden": 48, "model.kv_heads": 4},
-    "qwen3": {"model.kind": "qwen3", "model.kv_heads": 4, "model.head_size": 6},
-    "qwen2": {"model.kind": "qwen2", "model.kv_heads": 4},
-    "gemma2": {"model.kind": "gemma2", "model.kv_heads": 4, "model.sliding_window": 4},
-    "bert": {"model.kind": "bert"},
-    "dropout": {"model.dropout": 0.1},
-    "attention dropout": {"model.dropout": 0.1, "model.attention_dropout": 0.1},
-    "experts": {**EXPERTS, "model.experts": 4, "model.experts_per_token": 2},
-    "shared experts": {
-        **EXPERTS,
-        "model.experts": 2,
-        "model.experts_per_token": 1,
-        "model.router_normalize": False,
-        "model.shared_experts": 1,
-    },
-}
-ADAPTED = {  # frozen layers next to what trains
-    "lora": {"model.kind": "llama", "adapt.method": "lora", "adapt.rank": 2},
-    "ia3": {"model.kind": "llama", "adapt.method": "ia3"},
-}
 METHODS = get_args(ContextMethod)
-WIDENED = HostChoice(half="widened")
-HALF = ("bf16", "fp16")
 
 
 def layer_of(
@@ -99,9 +79,8 @@ def layer_of(
     placed = Placed(block, axis, precision)
     here = ALL if context is None else context.positions
     placed.counted = axis.comm if context is None else context.comm
-    kernels = Kernels(WIDENED if widens else None, PRECISIONS[precision])
+    kernels = chosen_kernels(precision, widens)
     compute_by(placed.layer, kernels)
-    widens = kernels.widens("cpu", placed.buffer.precision.compute)
     placed.rotary = ()
     if model.positions == "rope":
         dtype = placed.buffer.precision.compute
@@ -113,10 +92,8 @@ def layer_of(
     if context is not None:
         layout = replace(layout, context_method=context.method)
     stream = RandomStream.of(1, 2, torch.arange(B), here) if "dropout" in name else None
-    gradient_bytes = PRECISIONS[precision].master.bytes
-    program = {"wide_products": widens, "gradient_bytes": gradient_bytes}
-    software = TRAINER.model_copy(update=program)
-    return placed, Sizes(model, layout, precision, software), Context(stream, positions=here)
+    sizes_here = Sizes(model, layout, precision, program(kernels, precision))
+    return placed, sizes_here, Context(stream, positions=here)
 
 
 class Row:
@@ -166,88 +143,6 @@ def replace_last(step):
 
 def placed_precision(placed: Placed) -> str:
     return next(name for name, kind in DTYPES.items() if kind == placed.buffer.precision.compute)
-
-
-def _linear_flops(x: object, weight: object, *rest: object, **named: object) -> int:
-    """FLOPs of oneDNN's fused linear."""
-    *rows, inner = getattr(x, "shape", x)
-    columns, _ = getattr(weight, "shape", weight)
-    return 2 * math.prod(rows) * inner * columns
-
-
-def _added_flops(total: Tensor, left: Tensor, right: Tensor, **rest: object) -> int:
-    """FLOPs of a product that is added in place; the counter passes shapes or tensors."""
-    rows, inner = getattr(left, "shape", left)
-    _, columns = getattr(right, "shape", right)
-    return 2 * rows * inner * columns
-
-
-class Products(TorchDispatchMode):
-    """Counts the products of matrices that are launched."""
-
-    NAMES = ("mm", "bmm", "addmm", "addmm_", "_linear_pointwise")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function.overloadpacket.__name__ in self.NAMES
-        return function(*args, **(kwargs or {}))
-
-
-class Counted:
-    """FLOPs and messages of what is computed inside."""
-
-    def __init__(self, comm) -> None:
-        self.comm = comm
-        # gradients of weights are added in place, which the counter does not know
-        in_place = {
-            torch.ops.aten.addmm_: _added_flops,
-            torch.ops.aten.addmm.dtype_out: _added_flops,
-            torch.ops.mkldnn._linear_pointwise: _linear_flops,
-        }
-        self.counter = FlopCounterMode(display=False, custom_mapping=in_place)
-
-    def __enter__(self) -> "Counted":
-        self.before = self.comm.tally.copy()
-        self.launched = Products()
-        self.counter.__enter__()
-        self.launched.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.launched.__exit__(*error)
-        self.counter.__exit__(*error)
-        since = self.comm.tally.since(self.before)
-        sent = {kind: size for kind, size in since.whole_bytes.items() if size}
-        self.messages = Counter(sent)
-        self.flops = self.counter.get_total_flops()
-        self.products = self.launched.count
-
-
-def foreseen_messages(row, sizes: Sizes, phase) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for message in row.messages(sizes, phase):
-        found[message.collective] += message.whole_bytes
-    return found
-
-
-def foreseen_flops(row, sizes: Sizes) -> tuple[float, float]:
-    """Return the FLOPs of products; PyTorch counts none of its attention kernel on a CPU."""
-    forward = [k for k in row.forward(sizes) if not isinstance(k, FusedAttention)]
-    back = [*row.backward(sizes), *row.weights(sizes)]
-    backward = [k for k in back if not isinstance(k, FusedAttention)]
-    return sum(k.flops for k in forward), sum(k.flops for k in backward)
-
-
-def foreseen_products(row, sizes: Sizes) -> tuple[int, int]:
-    """Return the launches of the row's products of matrices, forward and backward."""
-    back = [*row.backward(sizes), *row.weights(sizes)]
-    return tuple(
-        sum(kernel.launches for kernel in kernels if isinstance(kernel, MatrixProduct))
-        for kernels in (row.forward(sizes), back)
-    )
 
 
 def saved_by(rows: dict[str, Row], row) -> int:

@@ -325,7 +325,11 @@ def head(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
     if model.classifies:
         return (*rows, *_task(model))
     if model.masked:
-        rows.append(SelectPositions("head.select", ("x",), ("x", "first"), predicted=True))
+        rows.append(
+            SelectPositions(
+                "head.select", ("x",), ("x", "first"), predicted=True, feeds_trained=trains
+            )
+        )
     if model.output_head == "mlm":
         rows += _masked_transform(model, trains)
     # BERT's output head is the only one with a bias (Devlin et al. 2019, the published weights)
@@ -377,8 +381,8 @@ def _masked_transform(model: ModelConfig, trains: bool) -> list[Operator]:
 
 
 def _sentence_order(model: ModelConfig, trains: bool) -> list[Operator]:
-    """Return the pooler and its two logits, which tell whether two segments are in their order (Lan
-    et al. 2020, arXiv 1909.11942)."""
+    """Return the pooler, its two logits, which tell whether two segments are in their order, and
+    their loss (Lan et al. 2020, arXiv 1909.11942)."""
     h, std = model.hidden, model.init_std
     pooler = Linear(h, (h,), model.head_bias, std, trains=trains)
     order = Linear(h, (2,), model.head_bias, std, trains=trains)
@@ -386,6 +390,7 @@ def _sentence_order(model: ModelConfig, trains: bool) -> list[Operator]:
         _of_samples("sentence.pooler", "first", "first", pooler, shares_input=True),
         Tanh("sentence.tanh", ("first",), ("first",)),
         _of_samples("sentence.order", "first", "order", order, shares_input=True),
+        CrossEntropy("sentence.loss", ("order",), ("order_loss",), 2, split=False),
     ]
 
 

@@ -106,13 +106,15 @@ class DropEmbedding(Operator):
 class SelectPositions(Operator):
     """Activations [local, h] -> [k, b, h] at some positions of each sequence, whole on every rank.
 
-    These are the predicted positions, or, if `samples` is set, one position of each sequence.
-    `has_backward`: a part before this row trains.
+    These are the predicted positions and, if `samples` is set, one position of each sequence.
+    `has_backward`: a part before this row trains. `feeds_trained`: a linear that trains reads the
+    activations, so they are kept.
     """
 
     predicted: bool
     samples: bool = True
     has_backward: bool = True
+    feeds_trained: bool = True
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
         if phase == "forward" and sizes.divides_sequence:
@@ -123,11 +125,15 @@ class SelectPositions(Operator):
         return count + (sizes.layout.micro_size if self.samples else 0)
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
+        """Yield the joined predicted and first positions, and the activations at them. The one
+        position of each sequence for a task is part of the batch."""
         if not self.has_backward:
             return
         positions = self._positions(sizes)
-        yield Item("head.positions", positions, 8)
-        yield Item("head.selected", positions * sizes.model.hidden, sizes.compute_bytes)
+        if self.predicted:
+            yield Item("head.positions", positions, 8)
+        if self.feeds_trained:
+            yield Item("head.selected", positions * sizes.model.hidden, sizes.compute_bytes)
 
 
 @dataclass(frozen=True)
@@ -221,7 +227,8 @@ class Predict(Operator):
 class CrossEntropy(Operator):
     """Logits [predicted, V/t] and labels -> the summed loss, in float32 or wider.
 
-    `columns`: the whole vocabulary, or the classes of a task, which are not divided over ranks.
+    `columns`: the whole vocabulary. Without `split` they are classes of each sequence, [samples,
+    columns], which are not divided over ranks.
     """
 
     columns: int
@@ -232,7 +239,7 @@ class CrossEntropy(Operator):
 
     def logits(self, sizes: Sizes) -> int:
         """Return the elements of this rank's logits."""
-        return sizes.predicted * self._local_columns(sizes)
+        return sizes.rows("predicted" if self.split else "samples") * self._local_columns(sizes)
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the kernels that widen the logits, take their maximum, shift them, take
@@ -260,7 +267,7 @@ class CrossEntropy(Operator):
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
         """Yield the logits, and the maximum and sum of exponentials of each row. Programs of 2021,
-        and a task's head, keep probabilities in float32."""
+        and losses of classes, keep probabilities in float32."""
         logits = self.logits(sizes)
         if sizes.fused_attention and self.split:
             yield Item("loss.logits", logits, sizes.compute_bytes)

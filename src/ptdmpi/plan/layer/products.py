@@ -102,6 +102,15 @@ class Multiply(Operator):
             # Megatron-LM of 2021 adds the bias of query, key and value in a separate kernel
             outputs = self.linear.local(sizes.layout.tensor)[1]
             yield MemoryPass(rows * outputs * 2 * sizes.compute_bytes)
+        yield from self._added_bias(sizes)
+
+    def _added_bias(self, sizes: Sizes) -> Iterator[Kernel]:
+        """Yield the kernel that adds the bias after the sum over the tensor axis. It is not priced.
+        Megatron-LM of 2021 adds the bias in the kernel of dropout and residual."""
+        summed_before = self.linear.split == "rows" and sizes.layout.tensor > 1
+        if self.linear.bias and summed_before and sizes.fused_attention:
+            elements = self._rows_of_ends(sizes)[1] * sum(self.linear.outputs)
+            yield MemoryPass(elements * 2 * sizes.compute_bytes, priced=False)
 
     @property
     def is_attention(self) -> bool:

@@ -30,6 +30,7 @@ from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate, Message, find_template
 from ptdmpi.data.shard_writer import ShardWriter
 
+MOST_LENGTH = 1 << 28  # tokens of a row, which are in memory at once
 OPEN_ROWS = 64  # a conversation is added to the first of these rows that has room for it
 # The names of the CorpusCounters that the final table shows.
 COUNTED = (
@@ -214,8 +215,8 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
     """
     started = time.perf_counter()
     output.check()
-    if options.seq_length < 2:
-        raise InputError(f"--seq-length {options.seq_length}: at least 2")
+    if not 2 <= options.seq_length <= MOST_LENGTH:
+        raise InputError(f"--seq-length {options.seq_length}; legal: 2 to {MOST_LENGTH}")
     tokenizer = _tokenizer(options.tokenizer)
     file = tokenizer_file(options.tokenizer)
     eod = tokenizer.decode(np.array([tokenizer.eod_id]))

@@ -145,10 +145,14 @@ def place_of(hosts: str, environment: Mapping[str, str], launch: str = "") -> La
     those of the scheduler's allocation, or this machine.
 
     `launch` is the launcher with options, such as "mpiexec --cpu-bind depth". If `launch` is empty,
-    an installed launcher is chosen. Raise InputError if there is no launcher, or a host has no
-    number of ranks after its colon.
+    an installed launcher is chosen. Raise InputError if there is no launcher, a quotation of
+    `launch` has no end, or a host has no number of ranks after its colon.
     """
-    program, *options = shlex.split(launch) or [_found(hosts, environment)]
+    try:
+        words = shlex.split(launch)
+    except ValueError as error:
+        raise InputError(f"--launcher {launch}: {error}; quote it as for a shell") from None
+    program, *options = words or [_found(hosts, environment)]
     if not shutil.which(program, path=environment.get("PATH")):
         raise InputError(f"no {program} on PATH: load the site's MPI, or pip install 'ptdmpi[mpi]'")
     nodes = tuple(_host(word) for word in hosts.split(",") if word)

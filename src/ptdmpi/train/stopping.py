@@ -32,8 +32,9 @@ class Stopping:
         self.journal = journal
 
     def before_save(self, asked: Asked, step: int) -> None:
-        """Report that the run saves after `step` and stops, if the ranks asked for a stop."""
-        if asked.stop and step < self.config.run.steps:
+        """Report that the run, which is not complete, saves after `step` and stops, if the ranks
+        asked for a stop."""
+        if asked.stop:
             self.lookout.stops()
             self.attempt.why = f"stopped: {asked.stop}"
             self.journal.say(

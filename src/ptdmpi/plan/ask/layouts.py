@@ -163,8 +163,8 @@ def answer(request: LayoutRequest) -> LayoutPlan:
     """
     pricer = _pricer(request)
     searched = pricer.keeping_free(request.headroom / 100)
-    asked = request.layout or request.why
-    given = _given_layout(pricer, asked, request) if asked else None
+    asked = request.why if request.layout is None else request.layout
+    given = None if asked is None else _given_layout(pricer, asked, request)
     request.check()
     ranks = request.ranks if given is None else given.ranks
     if ranks is None:

@@ -12,8 +12,8 @@ from ptdmpi.base.outside import mendable_paths
 
 @dataclass(frozen=True)
 class Team:
-    """The position of this process among those that work together. A single process is rank 0 of
-    1."""
+    """The number of this process among the processes that work together. A single process is rank 0
+    of 1."""
 
     rank: int
     size: int

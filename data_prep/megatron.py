@@ -178,7 +178,8 @@ class MegatronIndex:
         self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray
     ) -> Iterator[TokenBlock]:
         """Yield one block of complete documents with the lengths `documents`, or the blocks of a
-        single longer document. `starts` and `lengths` are those of the document's sequences."""
+        single longer document. `starts` and `lengths` have the start and the length of each
+        sequence of the document."""
         total = int(documents.sum())
         if total <= BLOCK_TOKENS:
             runs = [self.tokens[start:stop] for start, stop in _runs(starts, lengths)]
@@ -313,10 +314,10 @@ def export(directory: Path, prefix: Path) -> dict[str, Any]:
     """Write a dataset as PREFIX.bin and PREFIX.idx, with one sequence per document that ends with
     its end-of-document token, and return the final table.
 
-    Tokens are uint16 if those of the shards are, else int32. A document that was cut at the end of
-    a shard is joined again. Raise InputError for a directory that is not a dataset, for files that
-    already exist, for a full disk, and for a document or an id that is too large; then neither file
-    is written.
+    The exported tokens are uint16 if the tokens of the shards are uint16, and otherwise int32. A
+    document that was cut at the end of a shard is joined again. Raise InputError for a directory
+    that is not a dataset, for files that already exist, for a full disk, and for a document or an
+    id that is too large; then neither file is written.
     """
     dataset = Dataset(directory)
     headers = [confirmed(header) for header in dataset.headers]

@@ -34,7 +34,7 @@ OF_CONVERSATIONS = ("answers", "answer_tokens", "truncated", "too_long", "paddin
 
 @dataclass(frozen=True)
 class CorpusCounters:
-    """Sums over documents. Bytes are those of UTF-8 text, decompressed."""
+    """Sums over documents. Numbers of bytes are sizes of decompressed UTF-8 text."""
 
     documents: int = 0
     empty_documents: int = 0

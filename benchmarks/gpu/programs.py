@@ -14,7 +14,7 @@ from ptdmpi.comm.nccl.library import loaded
 class Program(NamedTuple):
     """`python -m benchmarks.gpu.MODULE WIRE` on `ranks` ranks, for each transport in `wires`.
 
-    `turn` and `s` are those of `timing.Measurement`.
+    `turn` and `s` have the same meaning as in `timing.Measurement`.
     """
 
     module: str

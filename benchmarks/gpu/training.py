@@ -170,7 +170,7 @@ def in_turn(
     the machine's speed affects both equally.
 
     All rounds are one row, which is "left" until the last round is done. `named` has the names of
-    the two settings. Raises Left if a side was not measured.
+    the two settings. Raises Left if ptdmpi or the peer was not measured.
     """
     rounds_of: list[dict[str, dict[str, Any]]] = []
 
@@ -186,8 +186,8 @@ def in_turn(
 
 
 def _compared(rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return each side's tokens per second in each round, and the ratios of ptdmpi's to the
-    peer's."""
+    """Return the tokens per second of ptdmpi and of the peer in each round, and the ratios of these
+    two rates."""
     rates_of: dict[str, list[float]] = {"ours": [], "theirs": []}
     for sides in rounds:
         for side, row in sides.items():

@@ -26,8 +26,8 @@ TENSORS = ("output", "dq", "dk", "dv")
 
 
 class Inputs(NamedTuple):
-    """Queries, keys and values [b, heads, s, d], and a gradient of the output, in float64; their
-    values are those of float32 numbers."""
+    """Queries, keys and values [b, heads, s, d], and a gradient of the output, in float64; every
+    value can be represented in float32."""
 
     q: "Tensor"
     k: "Tensor"

@@ -89,7 +89,8 @@ class RingAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients; those of keys and values travel behind their keys."""
+        """Return the gradients. The gradients of keys and values are sent around the ring after the
+        keys."""
         q, both, out, sums = ctx.saved_tensors
         rank, ranks = dist.get_rank(), dist.get_world_size()
         grad = grad.contiguous()

@@ -1,4 +1,5 @@
-"""The sides of a row, which are groups of processes that train on command."""
+"""The sides of a row. A side is one of the compared trainers: a group of processes that train on
+command."""
 
 import contextlib
 import json

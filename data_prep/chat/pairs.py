@@ -4,7 +4,8 @@ prompt.
 A record has the fields "chosen" and "rejected", each of which is one of these:
 
 - a text, or one message: the answer to the prompt, which is in another field (`_prompt`)
-- a list of messages that begins with an answer, likewise (TRL's conversational format)
+- a list of messages that begins with an answer; the prompt is in another field here, too (TRL's
+  conversational format)
 - a list of messages that begins with a question: the whole conversation
 - a text "\\n\\nHuman: ...\\n\\nAssistant: ...": the whole conversation (Bai et al. 2022,
   arXiv 2204.05862)

@@ -98,7 +98,7 @@ def places(model: ModelConfig, adapt: AdaptConfig) -> Iterator[AdapterPlace]:
 @dataclass(frozen=True)
 class LoadedAdapter:
     """Adapters in memory: their configuration and base (`adapted`), the shape of their model, and
-    all their tensors by logical name, which include those of a head for a task."""
+    all their tensors by logical name, including the tensors of a head for a task."""
 
     adapted: Adapted
     model: ModelConfig
@@ -172,9 +172,9 @@ def _merged(
 ) -> Iterator[Outgoing]:
     """Yield every weight of the merged model, in pieces that consist of complete rows.
 
-    The merged weights are those of the base, changed by the adapters, and those of a task head that
-    was trained with the adapters. If the base has more learned positions than the model, only the
-    first ones are used.
+    The result has the weights of the base, to which the adapters are added, and the weights of a
+    task head that was trained with the adapters. If the base has more learned positions than the
+    model, only the first ones are used.
     """
     changes: dict[str, list[AdapterPlace]] = {}
     for place in adapter.places:

@@ -94,9 +94,9 @@ def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: 
 
 
 def _settled(plan: Plan, model: ModelConfig, theirs: WeightFiles) -> Plan:
-    """Return the plan without those repetitions that differ from the tensor that they should
-    repeat: they are parameters of their own. Raise InputError if repeated tensors differ in a model
-    whose embeddings are tied."""
+    """Return the plan after comparing each tensor that should repeat another one with that tensor.
+    If their values differ, the repeating tensor becomes the parameter, and the other one is unused.
+    Raise InputError if the values differ in a model whose embeddings are tied."""
     for head, word in plan.again.items():
         if _equal(theirs, head, word):
             continue

@@ -389,8 +389,8 @@ MAKERS: Mapping[type[Operator], Maker] = {
 
 
 def maker_of(row: Operator) -> Maker:
-    """Return the function that makes and registers the module of a row. If the row belongs to the
-    user's own sublayer, the row itself makes the module."""
+    """Return the function that makes and registers the module of the operator that `row` describes.
+    If the row belongs to the user's own sublayer, the row itself makes the module."""
     return _own if isinstance(row, OwnOperator) else MAKERS[type(row)]
 
 

@@ -293,8 +293,8 @@ def covering_set(ranks: int = MOST_RANKS) -> list[Case]:
     """Return cases with at most `ranks` ranks that together contain every pair that any legal case
     has.
 
-    Pairs are of settings and of effects. The first cases have the most pairs for the time they
-    take.
+    A pair is two settings or effects of one case. The first cases have the most pairs for the time
+    they take.
     """
     combinations = itertools.product(*LAYOUT_FACTORS.values(), models())
     cases = (

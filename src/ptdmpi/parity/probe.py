@@ -114,7 +114,8 @@ def faults(engine: Engine, batch: Microbatch, tokens: Sequence[int]) -> list[str
 
 def losses_of(engine: Engine, batch: Microbatch) -> Tensor:
     """Return the loss of each label of the first sample, and then the sum of those of all other
-    samples, in nats. Each is asked for alone, by weights. All ranks call it."""
+    samples, in nats. Each loss is computed separately, with weight 0 for all other labels. All
+    ranks call it."""
     labels, samples = batch.labels.shape
     losses = []
     for label in range(labels + (samples > 1)):
@@ -129,7 +130,8 @@ def losses_of(engine: Engine, batch: Microbatch) -> Tensor:
 
 
 def perturbed(batch: Microbatch, token: int, vocab_size: int) -> Microbatch:
-    """Return the batch with another token in its first sample, as an input and as a label."""
+    """Return a copy of the batch in which one input token of the first sample has another id. The
+    label at the position before it changes, too, unless the batch has masked tokens."""
     inputs = batch.inputs.clone()
     inputs[token, 0] = (inputs[token, 0] + 1) % vocab_size
     if batch.masked is not None:

@@ -100,8 +100,8 @@ class Verdict:
 def comparisons(ranks: int, *, short: bool = False, exact: bool = True) -> list[Comparison]:
     """Return all comparisons that `ranks` ranks can make.
 
-    `short`: only a few comparisons of each kind, which take little time. `exact` False: leave out
-    those that need an exact transport.
+    `short`: only a few comparisons of each kind, which take little time. If `exact` is False, leave
+    out the comparisons of reproducible runs, which require equal bits.
     """
     covering = layouts.covering_set(ranks)
     sections = {

@@ -93,8 +93,8 @@ class Run:
 
     def __iter__(self) -> Iterator[Completed]:
         """Train, and yield each step. Raises SystemExit (75) after a save if the run was asked to
-        stop, for example by a signal. In all other cases the exit codes are those of `ptdmpi
-        train`.
+        stop, for example by a signal. In all other cases the exit code is the one with which
+        `ptdmpi train` would end.
         """
         source = self._survivors or self._loop
         assert source is not None

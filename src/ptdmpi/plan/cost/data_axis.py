@@ -86,8 +86,8 @@ class DataAxis:
 
     def shard_group(self, layout: Layout) -> Group:
         """Return the group of ranks that shard one state. Neighbours in the group differ by t e in
-        their rank, where t is the tensor-parallel size and e the number of ranks that experts are
-        dealt over."""
+        their rank, where t is the tensor-parallel size and e the number of ranks over which experts
+        are distributed."""
         return self._group(layout.shards, layout.tensor * layout.expert)
 
     def replicas(self, layout: Layout) -> Group:
@@ -243,7 +243,7 @@ class DataAxis:
     # -- tensor by tensor ------------------------------------------------------------------------
 
     def layer_tensors(self, tensor: int) -> list[int]:
-        """Return the elements of each trainable weight of a layer on one tensor rank."""
+        """Return the number of elements of each trainable weight of a layer on one tensor rank."""
         every = trained(parameters.layer(self.model).values())
         return [size for part in every for size in part.weights(tensor)]
 

@@ -66,8 +66,8 @@ class HeldParts:
         return weights - tied
 
     def elements(self, rank: int) -> int:
-        """Return the number of trained elements on a rank. A tied table that the rank uses twice
-        counts once."""
+        """Return the number of trained elements on a rank. A tied table that the rank uses twice is
+        counted once."""
         every = sum(sum(part.weights(self.tensor)) for _, part in self.of_rank(rank))
         both = self._holds_last(rank) and self.placed.rank_of(0) == rank
         return every - self.tied * both
@@ -81,13 +81,13 @@ class HeldParts:
         """Return (elements of each unit, units that each place uses). A unit is a set of parameters
         that data ranks send in one message.
 
-        Elements are rounded up so that a unit divides into `shards` equal shards. Without `apart`
-        all parts form one unit. With `apart` (ZeRO 2 and 3, and exchanges that overlap the forward)
-        each layer, the embedding and the head is a unit. A tied table is a unit of its own if there
-        are several shards. Its `SECOND` gradient, which has no weights, is always a unit of its
-        own. If experts are dealt, they are in units of their own (`of_experts`). If `trains` is
-        False, the units are those of the frozen weights that ZeRO 3 gathers, and the frozen units
-        have other names. Quantized weights are in no unit.
+        Elements are rounded up so that a unit divides into `shards` equal shards. If `apart` is
+        False, all parts form one unit. If it is True (ZeRO 2 and 3, and exchanges that overlap the
+        forward), each layer, the embedding and the head is a unit. A tied table is a separate unit
+        if there are several shards. Its `SECOND` gradient, which has no weights, is always a
+        separate unit. If experts are distributed over ranks, they are in separate units
+        (`of_experts`). If `trains` is False, the units contain the frozen weights that ZeRO 3
+        gathers, and have other names. Quantized weights are in no unit.
         """
         units: dict[str, int] = {}
         uses: dict[str, list[str]] = {}
@@ -168,7 +168,7 @@ class HeldParts:
 
 
 def of_experts(unit: str) -> bool:
-    """Return True if a unit has the parameters of experts that are dealt over ranks."""
+    """Return True if a unit has the parameters of experts that are distributed over ranks."""
     return unit.endswith(OF_EXPERTS)
 
 

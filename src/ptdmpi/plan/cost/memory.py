@@ -38,9 +38,9 @@ Sort = tuple[int, tuple[tuple[str, int], ...], bool, bool]  # the properties of 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one rank at its peak, by part. `host` counts the bytes in the memory of a separate
-    host: offloaded state, buffers for tensors that are updated on the host, and copies of the
-    state."""
+    """Bytes of one rank at its peak, by part. `host` is the number of bytes in the host's memory,
+    if the device has its own memory: offloaded state, buffers for tensors that are updated on the
+    host, and copies of the state."""
 
     weights: float
     gradients: float
@@ -87,7 +87,8 @@ class StateBytes(NamedTuple):
 
 
 def _placed(offload: str, optimizer: int, rooms: int, on_host: bool) -> tuple[int, int]:
-    """Return (bytes of the optimizer on the device, bytes in the memory of a separate host)."""
+    """Return (bytes of the optimizer on the device, bytes in the host's memory). If the device is
+    the host (`on_host`), all bytes count as the device's."""
     held = optimizer
     if offload == "disk":
         held = min(optimizer, 2 * CHUNK_BYTES)
@@ -292,12 +293,13 @@ class MemoryModel:
         )
 
     def uses_host(self, layout: Layout) -> bool:
-        """Return True if ranks have state, or copies of it, in the memory of a separate host."""
+        """Return True if ranks store state, or copies of state, in host memory that is separate
+        from the device's memory."""
         return not self.on_host and (layout.offload != "none" or self.method.copies > 0)
 
     def host_bytes(self, layout: Layout, rank: int) -> int:
-        """Return the bytes of a pipeline rank's state, and of its copies, in the memory of a
-        separate host."""
+        """Return the number of bytes of a pipeline rank's state, and of its copies, in host memory
+        that is separate from the device's memory."""
         copies = self.copies_bytes(layout, rank)
         return self._state(layout, rank).host + copies * (not self.on_host)
 
@@ -347,8 +349,8 @@ class MemoryModel:
         if self.method.matrices:  # the shard with the fewest matrix elements has most state
             fewest = min(work.elements for work in self.stages.dealt(cut, tensor, rank, sharing))
             optimizer -= fewest * self.wide_bytes
-        # buffers on a separate host for each parameter that is updated there: for its gradient, and
-        # for its weight if the master is the weight
+        # buffers in the host's memory for each parameter that the host updates: for its gradient,
+        # and for its weight if the master is the weight
         rooms = (1 + (self.compute_bytes >= FLOAT32.bytes)) * self.wide_bytes
         rooms *= -(-train // sharing.state_shards)
         held, host = _placed(offload, optimizer, rooms, self.on_host)

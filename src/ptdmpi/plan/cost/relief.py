@@ -83,8 +83,8 @@ class Step:
         return self.memory.fits(self.layout, self.microbatches, capacity_bytes)
 
     def on_hosts(self) -> int:
-        """Return the bytes of state, and of its copies, in the memory of a separate host, for the
-        rank that has most there."""
+        """Return the number of bytes of state, and of its copies, in host memory that is separate
+        from the device's memory, for the rank with the most such bytes."""
         if not self.memory.uses_host(self.layout):
             return 0
         ranks = self.memory.distinct_ranks(self.layout)
@@ -112,7 +112,7 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
     """Yield (settings, memory needed then) of changes that fit.
 
     Small sets of changes come before larger ones, and sets of one size are sorted by the time that
-    they cost. Changes with more ranks come last. No set contains another one, and no two sets
+    they cost. Sets that need more ranks come last. No set contains another one, and no two sets
     change the same keys.
     """
     fitting: list[Keys] = []

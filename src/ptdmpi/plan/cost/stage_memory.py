@@ -58,9 +58,9 @@ class SplitBytes:
 
 
 class Cut(NamedTuple):
-    """The key of the parts into which a model is cut: the placement of stages on ranks, the number
-    of layers that the first stage was given, and the number of ranks over which experts are
-    dealt."""
+    """The properties of a layout that decide which part of the model each rank has: the placement
+    of stages on ranks, the number of layers that the first stage was given, and the number of ranks
+    over which experts are distributed."""
 
     placed: Placement
     first: int | None
@@ -121,7 +121,7 @@ class StageMemory:
         }
 
     def split(self, layout: Layout) -> tuple[range, ...]:
-        """Return the layers of each stage."""
+        """Return, for each stage, the range of its layers."""
         return self.layers_of(Cut.of(layout))
 
     def _split(self, cut: "Cut") -> tuple[range, ...]:
@@ -145,8 +145,8 @@ class StageMemory:
     def elements(self, layout: Layout, rank: int) -> int:
         """Return the number of parameters of a pipeline rank.
 
-        A tied table counts on each rank that has the first or the last stage; it counts once if a
-        rank has both.
+        A tied table is counted on the rank with the first stage and on the rank with the last
+        stage; if one rank has both stages, the table is counted only once.
         """
         return self.elements_of(Cut.of(layout), layout.tensor, rank)[0]
 

@@ -92,8 +92,8 @@ class StepTraffic:
     @property
     def is_exact(self) -> bool:
         """Return True if the counts equal those of a run, to the byte and message. If experts are
-        dealt, the number of tokens that a rank sends depends on the router, and the bytes are those
-        of equally full experts."""
+        distributed over ranks, the number of tokens that a rank sends depends on the router. The
+        counts then assume that all experts have equally many tokens."""
         return not encodes(self.method.section) and self.layout.expert == 1
 
     def of(self, rank: int, shard: int = 0, data: int = 0, step: int = 0) -> Traffic:
@@ -123,8 +123,8 @@ class StepTraffic:
         return Traffic(named)
 
     def _add_loads(self, tallies: dict[str, Tally]) -> None:
-        """Add the sums of the numbers of tokens that each expert of each layer has had, and of the
-        losses of routers."""
+        """Add the messages that sum, over ranks, the number of tokens of each expert in each layer,
+        and the losses of the routers."""
         layout, losses = self.layout, len(self.model.router_losses)
         size = self.model.layers * (self.model.experts + losses) * LOAD_BYTES
         tallies.setdefault(LOSSES, Tally(layout.token_ranks)).add("all_reduce", size)
@@ -232,9 +232,10 @@ class StepTraffic:
                      (less those still there from the op before); frozen ones, too
 
         If shards have copies, each part of the gradients is summed over the copies at the end. If
-        experts are dealt, other parameters are also summed over the ranks of different experts. For
-        the norm of all gradients, the ranks gather the norms of rows of gradients. If the optimizer
-        updates whole matrices, their parts travel to the owners of the matrices and back.
+        experts are distributed over ranks, the gradients of all other parameters are also summed
+        over ranks with different experts. For the norm of all gradients, the ranks gather the norms
+        of rows of gradients. If the optimizer updates whole matrices, their parts travel to the
+        owners of the matrices and back.
         """
         layout, m, shards = self.layout, self.microbatches, self.layout.shards
         if self.reproducible:
@@ -272,9 +273,10 @@ class StepTraffic:
         return {SHARDS: sharing, **copying}
 
     def _whole_sums(self, rank: int) -> dict[str, Tally]:
-        """Return the traffic of gradients that are whole: those of dealt experts are summed along
-        one axis after the other, and all others over all ranks that see different tokens. In the
-        buffer, the second gradient of a tied table is after those of the experts."""
+        """Return the traffic of gradients that are not sharded. The gradients of distributed
+        experts are summed along one axis after the other, and all other gradients over all ranks
+        that see different tokens. In the buffer, the second gradient of a tied table comes after
+        the gradients of experts."""
         grid, units = layout_grid(self.layout), self.held.units(rank, False, 1)[0]
         element = self.sizes.wide_bytes
         apart = sum(size for unit, size in units.items() if of_experts(unit))

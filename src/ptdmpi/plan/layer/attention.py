@@ -314,13 +314,14 @@ def _in_ring(sizes: Sizes) -> bool:
 
 
 def _rows(sizes: Sizes) -> int:
-    """Return the queries of a microbatch that a head of this rank has."""
+    """Return the number of queries of a microbatch for each head of this rank."""
     return _core_shape(sizes).queries * sizes.layout.micro_size
 
 
 def seen_share(sizes: Sizes) -> float:
-    """Return the share of a causal layer's scores that lie in its window, on the busiest context
-    rank and as the mean over layers: for a window of r s keys and one rank, 1 - (1 - r)^2."""
+    """Return the number of scores that lie in the window, as a share of all scores of a causal
+    layer. The share is the mean over layers, on the context rank with the most such scores. On one
+    rank, a window of r s keys gives 1 - (1 - r)^2."""
     model = sizes.model
     s, window = model.seq_length, model.sliding_window
     if not 0 < window < s:

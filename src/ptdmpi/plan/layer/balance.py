@@ -17,7 +17,8 @@ def scores_before(position: float, window: float) -> float:
 
 
 def imbalance(length: int, window: int, context: int) -> float:
-    """Return the scores of the busiest of `context` ranks, divided by those of the mean rank.
+    """Return the number of scores of the busiest of `context` ranks, divided by the mean number
+    over these ranks.
 
     The sequence has `length` positions; `window` is the number of keys that a query sees at most.
     """

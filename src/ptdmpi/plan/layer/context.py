@@ -25,8 +25,8 @@ MERGE_PASSES = 5
 
 
 def key_copies(kv_heads: int, ranks: int) -> int:
-    """Return how often each key head is repeated, so that the heads can be dealt to `ranks` ranks:
-    the least number with which each rank has as many key heads as any other.
+    """Return how many copies of each key head are needed, so that the heads can be distributed over
+    `ranks` ranks: the least number with which each rank has as many key heads as any other.
 
     If the ranks divide the query heads, the copies divide the query heads of a key head.
     """
@@ -87,8 +87,8 @@ class _Exchange(Operator, ABC):
 
 @dataclass(frozen=True)
 class GatherKeys(_Exchange):
-    """The gather of keys and values, from those of this rank's positions to those of all positions,
-    with a copy of this rank's queries. Only "all_gather" does it.
+    """The gather of the keys and values of all positions from the ranks that have them, with a copy
+    of this rank's queries. Only the method "all_gather" needs it.
 
     The gradients of keys and values are summed over the context axis (Dubey et al. 2024, arXiv
     2407.21783, section 3.3.2).
@@ -149,8 +149,9 @@ class _Dealing(_Exchange):
 
 @dataclass(frozen=True)
 class DealHeads(_Dealing):
-    """Queries, keys and values of this rank's positions -> those of all positions, of this rank's
-    part of the heads. Key heads are repeated if the ranks do not divide them."""
+    """Queries, keys and values of all heads at this rank's positions -> queries, keys and values of
+    this rank's part of the heads at all positions. Key heads are repeated if the ranks do not
+    divide them."""
 
     def _elements(self, sizes: Sizes) -> int:
         heads, kv_heads = sizes.local_heads
@@ -160,7 +161,7 @@ class DealHeads(_Dealing):
 
 @dataclass(frozen=True)
 class JoinHeads(_Dealing):
-    """The outputs of this rank's part of the heads at all positions -> those of all heads at this
+    """Outputs of this rank's part of the heads at all positions -> outputs of all heads at this
     rank's positions."""
 
     def _elements(self, sizes: Sizes) -> int:
@@ -235,8 +236,9 @@ class RingCore:
         """Yield the messages of a phase: each block of keys and values visits c - 1 other ranks. In
         a backward its gradients follow it, and return to its own rank.
 
-        The products of a visit hide the messages of the next one. In a backward those that make
-        scores hide keys and values, and the others hide gradients, except at their return.
+        The products of a visit hide the messages of the next one. In a backward the products that
+        compute scores overlap with the messages of keys and values. All other products overlap with
+        the messages of gradients, except when the gradients return to their own rank.
         """
         if phase == "weights" or (phase != "forward" and not input_trains):
             return

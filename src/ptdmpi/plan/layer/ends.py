@@ -134,8 +134,8 @@ class SelectPositions(Operator):
 class Predict(Operator):
     """[predicted, h] -> this rank's logits [predicted, V/t], capped if the model caps them.
 
-    `selected`: every rank has all rows of the input, because positions were selected before.
-    `shares_input`: the input is part of a tensor that another row keeps.
+    `selected`: an earlier operator has already selected the predicted positions, so every rank has
+    all rows of the input. `shares_input`: the input is part of a tensor that another row keeps.
     """
 
     linear: Linear
@@ -231,7 +231,7 @@ class CrossEntropy(Operator):
         return sizes.share(self.columns) if self.split else self.columns
 
     def logits(self, sizes: Sizes) -> int:
-        """Return the elements of this rank's logits."""
+        """Return the number of this rank's logits."""
         return sizes.predicted * self._local_columns(sizes)
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:

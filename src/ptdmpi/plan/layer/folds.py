@@ -25,8 +25,8 @@ def operators(sublayers: Iterable[Sublayer]) -> tuple[Operator, ...]:
 
 
 def parts_of(rows: Iterable[Operator], expert: int = 1) -> dict[str, Part]:
-    """Return the parts of these rows with weights, trained or frozen, by name. If experts are dealt
-    over `expert` ranks, the parts are those of the first of these ranks."""
+    """Return the parts of these rows with weights, trained or frozen, by name. If experts are
+    distributed over `expert` ranks, the result has the experts of the first rank only."""
     parts: dict[str, Part] = {}
     for row in rows:
         parts |= row.held(expert)
@@ -73,8 +73,9 @@ def recomputed(rows: Rows, sizes: Sizes) -> Rows:
 
 
 def items(rows: Rows, sizes: Sizes, mode: str) -> list[Item]:
-    """Return every tensor that a layer's backward needs. `kept` selects those that stay in memory
-    under a mode of recomputation. Full recomputation keeps only the layer's input."""
+    """Return every tensor that a layer's backward needs. `account.kept` selects the tensors that
+    stay in memory under a mode of recomputation. Full recomputation keeps only the layer's
+    input."""
     first = f"{rows[0].name}.input"
     tensors = [Item(first, sizes.local_tokens * sizes.model.hidden, sizes.compute_bytes, "full")]
     for row in rows:

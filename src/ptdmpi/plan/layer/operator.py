@@ -40,8 +40,9 @@ class Operator:
         return {}
 
     def held(self, expert: int) -> dict[str, Part]:
-        """Return the operator's `parts` that one rank has if experts are dealt over `expert` ranks.
-        The result is that of the first rank, because all ranks have parts of the same shapes."""
+        """Return the operator's `parts` that one rank has if experts are distributed over `expert`
+        ranks. The result has the names of the first rank; all other ranks have parts of the same
+        shapes."""
         return self.parts()
 
     @property

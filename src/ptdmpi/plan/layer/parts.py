@@ -168,7 +168,8 @@ class LowRankPair:
         yield outputs * self.rank
 
     def partial(self, sequence_parallel: bool) -> int:
-        """Return the elements whose gradient is a part: of A or of B, whichever is not divided."""
+        """Return the number of elements whose gradient must be summed over the tensor axis: the
+        elements of A or of B, whichever is not divided."""
         return self.rank * (self.inputs if self.split == "columns" else self.outputs)
 
     def copied(self, tensor: int) -> Iterator[int]:
@@ -224,12 +225,13 @@ def as_table(part: Part, split: bool) -> Table:
 
 
 def aligned(size: int) -> int:
-    """Return the elements that a parameter of `size` takes in a flat buffer."""
+    """Return the number of elements that a parameter of `size` elements takes in a flat buffer,
+    including padding."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def elements(parts: Iterable[Part], tensor: int = 1) -> int:
-    """Return the elements of all these parts on one of `tensor` tensor ranks."""
+    """Return the number of elements of all these parts on one of `tensor` tensor ranks."""
     return sum(sum(part.weights(tensor)) for part in parts)
 
 

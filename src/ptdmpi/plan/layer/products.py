@@ -54,8 +54,8 @@ class Multiply(Operator):
         return self.linear.split == "columns"
 
     def _rows_of_ends(self, sizes: Sizes) -> tuple[int, int]:
-        """Return the rows of this rank's input and of its output, before and after the
-        collectives."""
+        """Return (number of rows of this rank's input before the collective, number of rows of its
+        output after the collective)."""
         rows = sizes.rows(self.rows)
         if self.rows != "whole" or self.linear.split is None:
             return rows, rows

@@ -122,7 +122,8 @@ class Edges(Topology):
 class Circulant(Topology):
     """A directed graph that looks the same from each rank, with equal weights.
 
-    In step k every rank i averages its values with those of ranks i - s, s in `offsets[k]`.
+    In step k every rank i averages its values with the values of ranks i - s, for all s in
+    `offsets[k]`.
     """
 
     def __init__(self, name: str, size: int, offsets: Sequence[Sequence[int]]) -> None:

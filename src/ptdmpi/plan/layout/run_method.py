@@ -157,8 +157,9 @@ class RunMethod:
     ) -> None:
         """Add to `tally` what data rank `rank` sends in step `step` (from 0), except codes.
 
-        `gradients` is the number of elements of the gradients, `weights` those of the weights of
-        each unit. Raises InputError if a file of the topology does not fit.
+        `gradients` is the number of elements of the gradients, and `weights` has the number of
+        elements of the weights of each unit. Raises InputError if a file of the topology does not
+        fit.
         """
         n = tally.ranks
         method = self.section.method

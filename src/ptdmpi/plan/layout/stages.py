@@ -32,10 +32,10 @@ def split_model(
     balanced: bool = True,
     first: int | None = None,
 ) -> list[range]:
-    """Return the layers of each stage.
+    """Return, for each stage, the range of its layers.
 
-    `balanced`: the output head counts as work of some layers. `first` is the number of layers in
-    the first stage; None: the best number.
+    If `balanced` is True, the split treats the output head as the work of several layers. `first`
+    is the number of layers in the first stage; None: the best number.
     """
     head = 0.0
     if balanced:
@@ -46,7 +46,7 @@ def split_model(
 def split_layers(
     layers: int, placed: Placement, head: float, first: int | None = None
 ) -> list[range]:
-    """Return the layers of each of p v stages, in order.
+    """Return, for each of p v stages in order, the range of its layers.
 
     `head` is the head's work in layers, `placed` has the rank of each stage, v stages per rank.
     The last stage also has the head, so it may hold fewer layers than the others. The first stage

@@ -68,8 +68,8 @@ class AttentionTimes(FrozenTable):
 class Messages(FrozenTable):
     """The times of a collective over `ranks`, in seconds, by the bytes of the whole tensor.
 
-    The ranks are on `nodes` nodes: all on one, or each on its own. For "send" the times are those
-    of one message while another one travels in the opposite direction.
+    The ranks are on `nodes` nodes: all on one node, or each on a different node. The times of
+    "send" are for one message while another message travels in the opposite direction.
     """
 
     collective: Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]

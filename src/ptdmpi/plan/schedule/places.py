@@ -1,8 +1,8 @@
 """The places that an op passes in a stage, in order, and the places whose weights are gathered.
 
 A place is a part of a stage whose parameters are used together: the embedding, a layer, the head.
-If weights are sharded (`zero` = 3), a rank gathers those of the current place and of the next one.
-The runtime (`ptdmpi.model.sharded`) and the planner's count of bytes both use this file.
+If weights are sharded (`zero` = 3), a rank gathers the weights of the current place and of the next
+one. The runtime (`ptdmpi.model.sharded`) and the planner's count of bytes both use this file.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

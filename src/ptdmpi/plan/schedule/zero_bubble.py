@@ -1,9 +1,10 @@
 """Zero-bubble orders, which split the backward and compute weight gradients in the idle time.
 
 No other rank waits for weight gradients (Qi et al. 2023, arXiv 2401.10241; Qi et al. 2024, arXiv
-2405.15362). I is the part of a backward that computes the gradient of the stage's input, W the part
-that computes those of its weights. The properties of the orders are from these papers. The end of
-the step is synchronous here: every rank's gradients are summed before any rank updates.
+2405.15362). I is the part of a backward that computes the gradient of the stage's input, and W is
+the part that computes the gradients of its weights. The properties of the orders are from these
+papers. The end of the step is synchronous here: every rank's gradients are summed before any rank
+updates.
 """
 
 from collections.abc import Iterator, Sequence

@@ -117,7 +117,8 @@ def difference(layout: Layout, changed: Layout) -> str:
 
 
 def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
-    """Return the number of changes and the layouts that help most, at most `MOST_ADVICE`.
+    """Return how many changes lead to the best layouts (1 or 2), and these layouts, at most
+    `MOST_ADVICE`.
 
     If the layout fits, these are the fastest layouts that are one change away. If it does not fit,
     they are the fastest layouts that fit, one or two changes away. If no such layout fits, the

@@ -129,9 +129,9 @@ class _Collected:
 def search(pricer: Pricer, space: Space, count: int = 5, *, tie: float = 0.0) -> list[Price]:
     """Return the `count` fastest layouts that fit, fastest first, each at its best settings.
 
-    Layouts whose step is longer than the fastest one by less than the share `tie` count as equally
-    fast. The simplest of them comes first, even if it is not among the `count` fastest layouts.
-    Raises InputError if no layout is legal, or none fits.
+    Layouts whose step is longer than the fastest one by less than the share `tie` are treated as
+    equally fast. The simplest of them comes first, even if it is not among the `count` fastest
+    layouts. Raises InputError if no layout is legal, or none fits.
     """
     collected = _collect(pricer, space)
     best = Best(count, same=str)
@@ -323,8 +323,8 @@ def _named(layout: Layout) -> list[str]:
 
 
 def _all_ways(pricer: Pricer, space: Space, layouts: Iterable[Layout]) -> list[Layout]:
-    """Return the layouts with every legal sharding: those without offload first, and in both groups
-    those with the lowest stage of ZeRO first."""
+    """Return the layouts with every legal sharding. Layouts without offload come first, and then
+    layouts with it; each group is sorted by the stage of ZeRO, ascending."""
     sharded = (
         sharding.of(layout) for layout in layouts for sharding in shardings(space, pricer, layout)
     )
@@ -343,8 +343,8 @@ def _more_ranks(pricer: Pricer, space: Space) -> Iterator[str]:
 
 
 def _legal_ranks(pricer: Pricer, space: Space) -> list[int]:
-    """Return the numbers of ranks next to `space.ranks` that have a legal layout: the nearest one
-    below and the nearest one above, if there are such."""
+    """Return the two numbers of ranks nearest to `space.ranks` for which there is a legal layout:
+    the nearest smaller number and the nearest greater number, as far as they exist."""
     config = pricer.model.config
     tensors = [t for t in divisors(config.heads) if is_legal(Layout(t, 1, 1), config, 1)]
     model_rows = {t * c for t in tensors for c in contexts(space, config)}

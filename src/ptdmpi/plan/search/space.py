@@ -97,7 +97,7 @@ def contradiction(space: Space) -> str:
 
 def contexts(space: Space, model: ModelConfig) -> list[int]:
     """Return the sizes of the context axis that the search tries, ascending from 1: those that cut
-    a sequence into equal chunks and leave each rank `LEAST_POSITIONS` positions of it."""
+    a sequence into equal chunks and leave each rank at least `LEAST_POSITIONS` positions of it."""
     most = 1
     if space.cuts_sequences:
         most = model.seq_length // LEAST_POSITIONS
@@ -105,8 +105,8 @@ def contexts(space: Space, model: ModelConfig) -> list[int]:
 
 
 def expert_sizes(space: Space, model: ModelConfig, layout: Layout) -> list[int]:
-    """Return the numbers of ranks over which the search deals the experts of a layout, ascending
-    from 1: those that give each rank equally many experts."""
+    """Return the sizes of expert groups that the search tries for a layout, ascending from 1: the
+    sizes that give each rank equally many experts."""
     if not space.deals_experts or not model.experts:
         return [1]
     sizes = shard_groups(layout.data, layout.context)
@@ -146,9 +146,10 @@ class Sharding(NamedTuple):
 
 
 def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
-    """Return the shardings that the search tries. The groups are all ranks with the same part of
-    the model or those of a node, and the places of state are those that the cluster file knows. One
-    such rank shards nothing, and only the lowest stage of ZeRO is tried."""
+    """Return the shardings that the search tries. A shard group has all ranks with the same part of
+    the model, or all such ranks on one node. State is stored on the device, or in a memory whose
+    speed the cluster file states. If only one rank has each part of the model, nothing can be
+    sharded, and only the lowest stage of ZeRO is tried."""
     stages: list[tuple[int, int | None]] = [(min(space.zero), None)]
     if layout.copies > 1:
         shared = _shard_groups(space, pricer, layout)
@@ -289,9 +290,9 @@ def uneven_firsts(space: Space, pricer: Pricer, layout: Layout) -> Iterator[Layo
 
 
 def least_recomputed(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """Yield a layout that recomputes nothing with as few recomputed layers as make it fit, found by
-    bisection. The first layers are recomputed. Yield nothing if it does not fit even with all
-    layers recomputed."""
+    """Change a layout without recomputation: find by bisection the smallest number of layers whose
+    recomputation makes the layout fit, and yield the layout that recomputes this number of first
+    layers. Yield nothing if the layout fits only with all layers recomputed, or not even then."""
     shared = layout.tensor > 1 and not layout.sequence_parallel
     partitions = space.partition_activations and shared
     full = replace(layout, recompute="full", partition_activations=partitions)

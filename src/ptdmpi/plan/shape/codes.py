@@ -27,15 +27,16 @@ MORE_NUMBERS = {"ef21": 2, "double_squeeze": 6, "neolithic": 9}
 
 
 def largest_tile(model: ModelConfig, vocab_size: int) -> int:
-    """Return the elements of the largest tile of a model's trained parameters, as
-    `ptdmpi.engine.compress.units` cuts them."""
+    """Return the number of elements of the largest tile into which `ptdmpi.engine.compress.units`
+    cuts the trained parameters of a model."""
     cut = math.gcd(model.heads, model.ffn_hidden)
     tables = (layer(model), embedding(model, vocab_size), head(model, vocab_size))
     return max(_tile(part, cut) for parts in tables for part in parts.values() if part.trains)
 
 
 def _tile(part: Part, cut: int) -> int:
-    """Return the elements of the largest tile of a part; `cut`: gcd(heads, ffn_hidden)."""
+    """Return the number of elements of the largest tile of a part. `cut` is gcd(heads,
+    ffn_hidden)."""
     if isinstance(part, Norm):
         return part.size
     if isinstance(part, Scale):

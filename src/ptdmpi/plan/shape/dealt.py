@@ -146,8 +146,9 @@ def _cut(
 
 
 def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> tuple[int, int]:
-    """Return the elements of a part's embedding and head in a flat buffer, without a tied table:
-    (those of tables, which come before the layers; all of them)."""
+    """Return two numbers of elements of a part's embedding and head in a flat buffer, without a
+    tied table: of the tables, which come before the layers; and of all parameters of embedding and
+    head."""
     first = parameters.embedding(model, vocab_size)
     tied = _aligned([first[WORD_TABLE]], part.tensor) * model.tie_embeddings
     front = every = 0
@@ -161,5 +162,5 @@ def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> t
 
 
 def _aligned(parts: Iterable[Part], tensor: int) -> int:
-    """Return the elements that the trained ones of `parts` take in a flat buffer."""
+    """Return the number of elements that the trained ones of `parts` take in a flat buffer."""
     return sum(aligned(size) for part in trained(parts) for size in part.weights(tensor))

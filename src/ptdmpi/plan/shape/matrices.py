@@ -28,13 +28,13 @@ class Whole(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Return the elements of all its matrices, over all tensor ranks."""
+        """Return the number of elements of all its matrices, over all tensor ranks."""
         return sum(map(math.prod, self.shapes))
 
 
 def wholes(model: ModelConfig, tensor: int, expert: int = 1) -> list[Whole]:
-    """Return the matrices of a layer that train, in their order, if experts are dealt over `expert`
-    ranks."""
+    """Return the matrices of a layer that train, in their order, for the first of `expert` ranks
+    over which experts are distributed."""
     matrices = list[Whole]()
     for part in layer(model, expert=expert).values():
         if isinstance(part, Linear) and part.trains:

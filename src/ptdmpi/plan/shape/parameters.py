@@ -18,7 +18,7 @@ class ModelPart(NamedTuple):
 
     It has `layers` layers, of which `idle` have no backward; these come first. It has the embedding
     if it is the `first` stage, or has it, and the head if it is the `last`. The experts of its
-    layers are dealt over `expert` ranks.
+    layers are distributed over `expert` ranks.
     """
 
     layers: int
@@ -57,8 +57,8 @@ def stage_parts(
 
 def layer(model: ModelConfig, number: int | None = None, expert: int = 1) -> dict[str, Part]:
     """Return the parts of layer `number`; None: of the last layer, which has adapters if any layer
-    has. If experts are dealt over `expert` ranks, the parts are those of the first of these
-    ranks."""
+    has. If experts are distributed over `expert` ranks, the result has the experts of the first
+    rank only."""
     return parts_of(operators(describe.layer(model, number)), expert)
 
 
@@ -103,8 +103,8 @@ def layer_elements(model: ModelConfig, tensor: int = 1) -> int:
 
 
 def trained_elements(model: ModelConfig, tensor: int = 1, expert: int = 1) -> int:
-    """Return the number of trained parameters of one layer on one tensor rank, if experts are dealt
-    over `expert` ranks."""
+    """Return the number of trained parameters of one layer on one tensor rank, if experts are
+    distributed over `expert` ranks."""
     return elements(trained(layer(model, expert=expert).values()), tensor)
 
 
@@ -133,11 +133,12 @@ def head_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
 def places(
     model: ModelConfig, vocab_size: int, stage: ModelPart, *, trains: bool = True
 ) -> list[list[int]]:
-    """Return the elements of each unit that sharding gathers and sums at once, on a tensor rank.
-    Units are listed by place of the stage (embedding, a layer, the head).
+    """Return the number of elements of each unit on a tensor rank. A unit is a set of parameters
+    that sharding gathers or sums in one message. The units are listed by their place in the stage
+    (embedding, a layer, the head).
 
-    A tied table is a unit of its own at both places. With `trains` the units are those of trained
-    parameters. Without it they are those of frozen parameters, which are gathered alone
+    A tied table is a separate unit at both places. If `trains` is True, the units contain the
+    trained parameters. Otherwise they contain the frozen parameters, which are gathered separately
     (`frozen_places`).
     """
 

@@ -5,10 +5,9 @@ lost.
 
 `kinds.py` lists the kinds. Each run dies up to 20 times at random moments: one rank, all ranks, a
 rank while the ranks start, or the launcher is killed. The job must then complete by itself, with
-the losses and the last state of an undisturbed run, bit by bit. Every second run of a kind
-continues from checkpoints, the others from copies in memory. The kind with the fewest deaths is
-next. With --folder the results stay in `results.jsonl` of this folder, and another call adds to
-them.
+the losses and the last state of an undisturbed run, bit by bit. In each kind, runs continue
+alternately from checkpoints and from copies in memory. The kind with the fewest deaths is next.
+With --folder the results stay in `results.jsonl` of this folder, and another call adds to them.
 """
 
 import argparse

@@ -101,7 +101,7 @@ class StartedRun:
             time.sleep(0.002)
 
     def wait(self) -> int:
-        """Return the exit code. A run that takes longer than LIMIT_S is ended, and counts as
+        """Return the exit code. A run that takes longer than LIMIT_S is killed and reported as
         failed."""
         try:
             return self.process.wait(LIMIT_S)

@@ -1,4 +1,4 @@
-"""Measured times of attention and of weights' gradients as entries in the table of kernels."""
+"""Measured times of attention and of weight gradients as entries in the table of kernels."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -42,7 +42,7 @@ def filled(text: str, device: str, rows: Mapping[str, Mapping[str, Any]], source
 def with_weight_gradients(
     text: str, device: str, rows: Mapping[str, Mapping[str, Any]], source: str
 ) -> str:
-    """Return the table `text` with an entry for weights' gradients on a device such as "cuda 9.0".
+    """Return the table `text` with an entry for weight gradients on a device such as "cuda 9.0".
 
     The entry is the faster of the two methods in `rows`, but "adds" only if its result is not
     further from float32 than the result of "rounds". The table is returned unchanged if "rounds"

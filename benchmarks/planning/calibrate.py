@@ -102,8 +102,8 @@ def _recomputation(experiment: str) -> str:
 
 def small_rows(cluster: Cluster, recomputation: str) -> Iterator[tuple[str, float, float]]:
     """Yield (name, predicted, measured) for the points of Figure 7. The paper does not say whether
-    its FLOP/s include recomputation: `recomputation` is "counted", as in the file, or "not
-    counted"."""
+    its FLOP/s include the FLOPs of recomputation. `recomputation` says which case is assumed:
+    "counted", as in the file, or "not counted"."""
     for row in published(SMALL):
         if row.calibrates:
             price = Pricer.of(cluster, row.model, row.batch, "fp16").price(row.layout)
@@ -180,8 +180,8 @@ def kernels(
 def calibrate() -> tuple[dict[str, dict[str, float]], str]:
     """Return the sections of the file, and the reading of Figure 7 that fits better.
 
-    The errors of both readings are printed, and for comparison those with other `gradient_bytes`
-    than the scripts of the runs state.
+    The errors of both readings are printed. For comparison, the errors with other values of
+    `gradient_bytes` than in the scripts of the runs are printed, too.
     """
     cluster = load_cluster("selene")
     volta = load_cluster("v100-dgx2")

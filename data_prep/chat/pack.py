@@ -234,7 +234,7 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
     if done is None:
         try:
             state.save(0, _write(corpus, output))
-            # for users who talk to a model that was trained on the shards
+            # copy the template for users who talk to a model that was trained on the shards
             for directory in output.outputs:
                 write_file(directory / TEMPLATE, template.source.encode())
             done = state.finish(1, file)

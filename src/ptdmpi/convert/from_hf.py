@@ -88,7 +88,7 @@ def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: 
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     layers = config.model.layers
-    if layers > len(bases):  # a typing error, which is detected before so many layers are declared
+    if layers > len(bases):  # probably a typo: report it before this number of layers is declared
         raise InputError(f"{name}: {layers} layers, but {len(bases)} tensors in all")
     return config
 

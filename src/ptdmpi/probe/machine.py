@@ -26,8 +26,8 @@ from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Layers, ProbedModel
 from ptdmpi.train.capacity import process_bytes, rank_memory_bytes, ranks_sharing
 from ptdmpi.train.records.rates import device_name
 
-# A fraction of 1 means that layers reach the measured rate completely. `Layers.fit` replaces the
-# fractions by those that layers reach.
+# A fraction of 1 means that layers reach the measured rate completely. `Layers.fit` replaces these
+# values by the fractions that layers reach.
 WHOLE = {
     "gemm_fraction": 1.0,
     "memory_fraction": 1.0,
@@ -35,7 +35,7 @@ WHOLE = {
     "link_step_s": 0.0,
     "collective_s": 0.0,
 }
-UNLIMITED = 1e15  # for rates of data sheets, which a measured cluster does not need
+UNLIMITED = 1e15  # value for the rates of data sheets, which a measured cluster does not need
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ class TrainingWork(NamedTuple):
         return factor * self.tokens * self.parameters / (self.ranks * flops_per_s) / DAY_S
 
     def flops_per_s(self, days: float, factor: int = MODEL_FLOPS) -> float:
-        """Return the FLOP/s of a rank in a training of so many days."""
+        """Return the FLOP/s that each rank must reach for a training in the given number of
+        days."""
         return factor * self.tokens * self.parameters / (self.ranks * days * DAY_S)
 
 

@@ -14,7 +14,7 @@ from ptdmpi.plan.search.space import Space
 from ptdmpi.plan.shape.parameters import active_count, parameter_count
 from ptdmpi.plan.show import table
 
-LEAST_STATE_BYTES = 2  # of a parameter on a device, whatever is sharded and offloaded
+LEAST_STATE_BYTES = 2  # least bytes of a parameter on a device in any layout
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from ptdmpi.plan.schedule.places import EMBEDDING, HEAD, places_of
 from ptdmpi.plan.shape import parameters
 
 TIED, SECOND = "tied", "second"
-OF_EXPERTS = " experts"  # ends the name of a unit whose gradients are summed over fewer ranks
+OF_EXPERTS = " experts"  # end of the name of a unit that consists of experts
 
 
 class HeldParts:
-    """The stages and parts of a model that each rank of a layout holds. `table` has the parts of
-    each kind of place, by name."""
+    """The stages and parts of a model that each rank of a layout holds. `table` maps each kind of
+    place to its parts by name."""
 
     def __init__(self, model: Model, layout: Layout) -> None:
         self.model, self.tensor, self.expert = model.config, layout.tensor, layout.expert
@@ -59,8 +59,8 @@ class HeldParts:
         return [part for stage in self.placed.stages_of(rank) for part in self.of_stage(stage)]
 
     def counted(self, rank: int) -> int:
-        """Return the number of parameters whose norm a rank counts. A tied table counts on the
-        first stage only."""
+        """Return the number of parameters whose norms a rank adds to the norm of the gradient. For
+        a tied table only the rank with the first stage does so."""
         weights = sum(len(list(part.weights(1))) for _, part in self.of_rank(rank))
         tied = self.tied > 0 and self._holds_last(rank)
         return weights - tied
@@ -129,8 +129,8 @@ class HeldParts:
                 yield places[self._skipped(places) :], -1
 
     def _skipped(self, places: Sequence[str]) -> int:
-        """Return how many of a stage's places have no backward: those before everything that
-        trains, and a lookup table."""
+        """Return how many of a stage's first places have no backward: the places before all trained
+        parts, and an embedding that only looks up rows of its tables."""
         count = 0
         for place in places:
             parts = self._parts_of(place).values()
@@ -143,8 +143,8 @@ class HeldParts:
     def crossings(self, rank: int) -> int:
         """Return the number of neighbours of a rank's stages that are on other ranks.
 
-        For each microbatch the rank sends one activation, or gradient of one, to each of them, and
-        receives one from it.
+        For each microbatch the rank sends an activation or the gradient of an activation to each of
+        these neighbours, and receives the other of the two.
         """
         stages = range(self.placed.stages)
         return sum(
@@ -159,8 +159,8 @@ class HeldParts:
 
     @property
     def tied(self) -> int:
-        """Return the elements, on a tensor rank, of the trained table that embedding and head
-        share, or 0."""
+        """Return the number of elements, on a tensor rank, of the trained table that embedding and
+        head share; 0 if there is none."""
         word = self.table["embedding"][WORD_TABLE]
         if not self.model.tie_embeddings or not word.trains:
             return 0

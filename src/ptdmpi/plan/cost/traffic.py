@@ -7,8 +7,8 @@ and an input that a linear has not kept whole is gathered once more (Korthikanti
 2205.05198, section 4.2.2). For each microbatch, a stage sends S bytes in each direction, or S/t if
 messages are scattered over t tensor ranks (Narayanan et al. 2021, arXiv 2104.04473, section 4.1).
 Over the data axis, data ranks sum their gradients (psi on each rank) once in a step. `_data` has
-the closed forms of ZeRO's stages, `ptdmpi.plan.layout.run_method` those of communication-efficient
-methods.
+the closed forms of ZeRO's stages, and `ptdmpi.plan.layout.run_method` has the closed forms of
+communication-efficient methods.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -50,11 +50,11 @@ LOAD_BYTES = 8  # the number of tokens of an expert, or a loss
 class StepTraffic:
     """The traffic of one step of a model, layout, global batch and compute type.
 
-    `predictions` is the number of masked positions of a sample; None: that of the default fraction.
-    If `reproducible`, gradients are summed along the tree of `run.reproducible`. `method` describes
-    the messages of data ranks, by default one sum of the gradients. All counts are exact, except
-    those of codes, whose length depends on random draws and on how parameters are cut, and those of
-    tokens on their way to experts.
+    `predictions` is the number of masked positions of a sample; None: the number that follows from
+    the default fraction. If `reproducible`, gradients are summed along the tree of
+    `run.reproducible`. `method` describes the messages of data ranks, by default one sum of the
+    gradients. All counts are exact, with two exceptions: the bytes of codes, whose length depends
+    on random draws and on how parameters are cut, and the bytes of tokens that are sent to experts.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class StepTraffic:
         """Return the bytes and messages that each rank sends in step `step` (from 0), by group.
         Groups with the same ranks are counted as one group, because they share a communicator.
 
-        `rank` is the place on the pipeline axis, `shard` the place in the shard group, `data` the
-        place on the data axis. A sum of partial gradients over the tensor axis counts as a sum of
-        whole gradients, although with shards it covers only a rank's part.
+        `rank`, `shard` and `data` are this rank's coordinates on the pipeline axis, in its shard
+        group and on the data axis. A sum of partial gradients over the tensor axis is counted as if
+        it covered all elements, although each rank sums only its own part if gradients are sharded.
         """
         norms = self.method.norms(step)
         tallies = {
@@ -191,8 +191,8 @@ class StepTraffic:
 
     @property
     def _is_scattered(self) -> bool:
-        """Return True if each tensor rank sends only a share, because all hold equal
-        activations."""
+        """Return True if each tensor rank sends only a share of the activations, because all tensor
+        ranks hold the same activations."""
         layout, elements = self.layout, self.sizes.tokens * self.model.hidden
         return (
             layout.scatter_gather
@@ -203,8 +203,9 @@ class StepTraffic:
 
     def _norms(self, norms: int) -> Tally:
         """Return the traffic of gathering gradient norms between ranks that have different
-        parameters. All ranks send rows of one length, which is that of the rank with most norms.
-        Steps that measure the consensus distance also gather the norms of that distance."""
+        parameters. All ranks send rows of the same length, which is the largest number of norms of
+        any rank. Steps that measure the consensus distance also gather the norms of that
+        distance."""
         ranks = layout_grid(self.layout).size_of(PARAMETERS)
         longest = max(map(self.held.counted, range(self.layout.pipeline)))
         tally = Tally(ranks)
@@ -357,8 +358,7 @@ def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
 
 def tree_nodes(leaves: int, first: int, end: int) -> int:
     """Return the least number of nodes of the binary tree over `leaves` that together cover the
-    leaves `first` to `end` - 1. If a node has no sibling, the node and its parent count as one
-    node."""
+    leaves `first` to `end` - 1. A node without a sibling and its parent are counted as one node."""
     nodes = 0
     while first < end:
         span = 1

@@ -1,8 +1,9 @@
 """Mixture of experts: several MLPs, of which a router chooses some for each token.
 
 Shazeer et al. 2017 (arXiv 1701.06538), without capacities: a chosen expert computes all of its
-tokens. The tensor axis divides the width of each expert, so tensor ranks choose alike, and their
-outputs and all gradients, that of the router included, are parts, which the usual sums add.
+tokens. The tensor axis divides the width of each expert. All tensor ranks choose the same experts,
+and each computes a part of the outputs and of all gradients, including the router's. The usual sums
+over the tensor axis add these parts.
 """
 
 from collections.abc import Iterator
@@ -111,15 +112,15 @@ class MixExperts(Operator):
         return used, -(-pairs // used)
 
     def _products(self, sizes: Sizes, n: int, k: int) -> MatrixProduct:
-        """Return the products of all experts' rows [rows, k] with their matrices [k, n], one after
-        the other."""
+        """Return the matrix products of each expert's rows [rows, k] with its matrix [k, n], one
+        expert after the other."""
         used, rows = self._groups(sizes)
         return MatrixProduct(rows, n, k, used, used)
 
     # -- time -------------------------------------------------------------------------------------
 
     def _activated(self, sizes: Sizes, kind: str, numbers: int) -> Elementwise:
-        """Return the kernels of an activation, one for each expert, that move so many numbers for
+        """Return the kernels of an activation, one for each expert. They move `numbers` numbers for
         each element of the width."""
         used, rows = self._groups(sizes)
         moved = (numbers * sizes.compute_bytes,) * used
@@ -250,9 +251,10 @@ class MixExperts(Operator):
         return whole + scores + expert + self.adding_bytes(sizes)
 
     def adding_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes that one expert's largest gradient of a weight needs until it is added,
-        if it is not added in the sum's own type. The expert may have every token of the microbatch.
-        If experts are distributed over ranks, each product is complete before it is added."""
+        """Return the number of bytes that the largest weight gradient of one expert needs until it
+        is added to the sum, if the two have different types. The expert may have every token of the
+        microbatch. If experts are distributed over ranks, each product is complete before it is
+        added."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         shape = self.up.local(sizes.layout.tensor)
         inputs, outputs = shape

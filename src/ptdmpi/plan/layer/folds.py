@@ -54,8 +54,8 @@ def messages(
 ) -> Iterator[Message]:
     """Yield the messages of these rows in a phase.
 
-    `input_trains`: a part before the rows trains, so the first row computes its input's gradient.
-    Otherwise only the rows after the first trained row compute one.
+    `input_trains`: a part before these rows trains, so the first row also computes the gradient of
+    its input. Otherwise only the rows after the first trained row compute such a gradient.
     """
     for row in rows:
         yield from row.messages(sizes, phase, input_trains)
@@ -89,7 +89,8 @@ def kept_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
 
 
 def operand_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
-    """Return the bytes that a split backward keeps of rows from its I to its W."""
+    """Return the number of bytes of the operands that a split backward keeps from its I to its
+    W."""
     return sum(total_bytes(row.operands(sizes)) for row in rows)
 
 
@@ -109,8 +110,8 @@ def value_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
 
 def idle_bytes(rows: Rows, sizes: Sizes) -> int:
     """Return the bytes that the forward of a layer without a backward needs. They are the larger of
-    two amounts: the tensors that it would keep for a backward, and one row next to the residual
-    stream."""
+    two amounts: the tensors that it would keep for a backward; and the residual stream together
+    with the tensors of one row."""
     most = max(row.forward_bytes(sizes) for row in rows) + sizes.boundary_bytes
     return max(total_bytes(kept(items(rows, sizes, "none"), "none")), most)
 
@@ -132,9 +133,10 @@ class LayerBytes:
 def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> LayerBytes:
     """Walk a layer's backward from its last row to its first, and return its maximum of memory.
 
-    Each row needs its own memory, the gradient of the residual stream, and the recomputed tensors.
-    By then the tensors of later sublayers are freed. The inputs of later rows of the same sublayer
-    are freed too, except the input of the next row, which its gradient has replaced.
+    Each row needs its own working memory, the gradient of the residual stream, and the recomputed
+    tensors. The tensors of later sublayers have already been freed. The inputs of later rows of the
+    same sublayer have been freed, too. Only the memory of the next row's input is still in use,
+    because this input's gradient is as large.
     """
     rows = operators(sublayers)
     tensors = items(rows, sizes, mode)

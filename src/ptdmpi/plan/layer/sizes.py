@@ -1,4 +1,4 @@
-"""The sizes that symbols such as s b, h and a/t have on one rank."""
+"""The values of symbols such as s b, h and a/t on one rank."""
 
 from dataclasses import dataclass
 from typing import Literal

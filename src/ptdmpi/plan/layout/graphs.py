@@ -71,7 +71,7 @@ class Topology(ABC):
 
     @property
     def description(self) -> str:
-        """Return a description for people: the graph, and its spectral gap."""
+        """Return a description of the graph, with its spectral gap, for messages."""
         again = "another graph in each step" if self.period is None else f"{self.period} graphs"
         turns = "" if self.period == 1 else f", {again}"
         most = self.most_neighbours

@@ -11,11 +11,11 @@ from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.plan.schedule.orders import Placement, placement
 from ptdmpi.plan.shape.flops import head_forward_flops, layer_forward_flops
 
-DECIMALS = 9  # of work in layers; smaller differences are rounding errors
+DECIMALS = 9  # decimals of work in layers; smaller differences are rounding errors
 
 
 def head_in_layers(model: ModelConfig, vocab_size: int) -> float:
-    """Return the ratio of the output head's forward FLOPs to those of one layer."""
+    """Return the forward FLOPs of the output head divided by the forward FLOPs of one layer."""
     return head_forward_flops(model, vocab_size) / layer_forward_flops(model)
 
 
@@ -107,7 +107,7 @@ def _around(layers: int, placed: Placement, head: float, first: int) -> list[int
 
 
 def _largest_rank(base: int, odd: int, sizes: tuple[int, int], last_work: float) -> float:
-    """Return the work of the most loaded rank after `_spread`, in layers.
+    """Return the work, in layers, of the rank with the most work after `_spread`.
 
     Each rank without the last stage gets k odd layers, and the rank with it gets the rest. k is the
     smallest number that leaves that rank with no more work than the others. `sizes` are p and v.

@@ -24,7 +24,8 @@ KIND_AND_STAGE = itemgetter(0, 1)  # of an op
 
 
 class RankOrder(NamedTuple):
-    """The key of the order of one rank: the schedule `kind` with p, v and m, and the rank."""
+    """The properties that determine the order of one rank's ops: the schedule `kind` with p, v and
+    m, and the rank."""
 
     kind: str
     pipeline: int

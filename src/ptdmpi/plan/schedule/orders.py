@@ -174,7 +174,7 @@ def gpipe(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) ->
     descending one, so that gradients are summed in the same order in every schedule.
     """
     yield from (Op(FORWARD, stage, i) for stage in chunks for i in range(microbatches))
-    # the last chunk first: the others wait for its gradients
+    # the last chunk first, because the other chunks wait for its gradients
     yield from (Op(BACKWARD, stage, i) for stage in reversed(chunks) for i in range(microbatches))
 
 

@@ -47,21 +47,21 @@ class Space:
     ranks: int
     schedule: str | None = None
     recompute: str | None = None
-    recompute_layers: int | None = None  # for "full"; they are free if the mode is
+    recompute_layers: int | None = None  # for "full"; None: the search chooses
     sequence_parallel: bool | None = None
     scatter_gather: bool | None = None
     first_layers: int | None = None
-    uneven: bool = False  # also fewer first_layers and, in pipelines, some layers recomputed
+    uneven: bool = False  # also try fewer first_layers and, in pipelines, partial recomputation
     zero: tuple[int, ...] = STAGES
     shard_group: int | Literal["all", "node"] | None = None
     offload: str | None = None
     dp_overlap: bool = False
     partition_activations: bool = False
     data: tuple[int, ...] | None = None  # sizes of the data axis
-    sequences: int = 1  # per question in a microbatch (one for each candidate answer)
-    cuts_sequences: bool = True  # if sequences are long enough
-    context_method: str | None = None  # of layouts that cut sequences
-    deals_experts: bool = True  # if the model has experts
+    sequences: int = 1  # sequences per question in a microbatch (one for each candidate answer)
+    cuts_sequences: bool = True  # try to cut sequences, if they are long enough
+    context_method: str | None = None  # method of the layouts that cut sequences
+    deals_experts: bool = True  # try to distribute experts, if the model has any
 
     @property
     def settings(self) -> dict[str, Any]:

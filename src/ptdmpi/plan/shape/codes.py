@@ -1,5 +1,5 @@
-"""The lengths of the codes of compressed gradients, as closed forms. The planner prices them, and
-the encoders produce exactly these bytes.
+"""The lengths of the codes of compressed gradients, as closed forms. The planner computes times
+from these lengths, and the encoders produce codes of exactly these lengths.
 
 Numbers are compressed in units, which are runs of a parameter's elements. A unit at the end of a
 parameter or in a bias may be shorter; its scale then serves fewer elements.
@@ -84,8 +84,8 @@ def bits_per_element(
 ) -> float:
     """Return the bits of a code per element of a large matrix whose numbers have `number_bits`.
 
-    The bits are those of one round, as a mean over steps. `tile` is (lines, length) of the tiles
-    that PowerSGD factors.
+    The bits are for one round, as the mean over steps. `tile` is (lines, length) of the tiles that
+    PowerSGD factors.
     """
     match section.compressor:
         case "top_k":

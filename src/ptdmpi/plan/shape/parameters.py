@@ -1,4 +1,4 @@
-"""Counts of a model's parameters, by part: folds over its description (`plan.layer.describe`)."""
+"""Numbers of a model's parameters, by part: sums over its description (`plan.layer.describe`)."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,9 +16,9 @@ from ptdmpi.plan.layer.parts import Linear, Part, as_linear, elements, trained
 class ModelPart(NamedTuple):
     """A part of a model on one of `tensor` tensor ranks: a stage, or all stages of a pipeline rank.
 
-    It has `layers` layers, of which `idle` have no backward; these come first. It has the embedding
-    if it is the `first` stage, or has it, and the head if it is the `last`. The experts of its
-    layers are distributed over `expert` ranks.
+    It has `layers` layers; the first `idle` of them have no backward. `first` is True if it has the
+    embedding, and `last` is True if it has the head. The experts of its layers are distributed over
+    `expert` ranks.
     """
 
     layers: int
@@ -159,10 +159,10 @@ def places(
 
 
 def rank_elements(model: ModelConfig, vocab_size: int, held: ModelPart) -> tuple[int, int, int]:
-    """Return (parameters, trained parameters, trained parameters with a second use) of a rank that
-    has the part `held` of a model.
-
-    A tied table is counted once; its second use has its own gradient.
+    """Return three numbers for a rank that has the part `held` of a model: its parameters, its
+    trained parameters, and those trained parameters that it uses twice, because it has both ends of
+    a model with a tied table. The first two numbers count the table once. Its second use has its
+    own gradient.
     """
     table = embedding(model, vocab_size)
     own = partial(layer, model, expert=held.expert)
@@ -195,8 +195,8 @@ def trained_count(model: ModelConfig, vocab_size: int) -> int:
 
 
 def active_count(model: ModelConfig, vocab_size: int) -> int:
-    """Return the number of parameters that compute a token: all but those of the experts that it
-    does not choose."""
+    """Return the number of parameters that are used for one token: all except the parameters of the
+    experts that are not chosen."""
     count = parameter_count(model, vocab_size)
     if not model.experts:
         return count
@@ -225,7 +225,7 @@ def frozen_layer(model: ModelConfig, tensor: int) -> tuple[int, int]:
 def frozen_places(model: ModelConfig, vocab_size: int, stage: ModelPart) -> list[list[int]]:
     """Return `places` for the frozen weights that are not quantized, which ZeRO 3 gathers.
 
-    Idle layers have as many as others.
+    Layers without a backward have as many of them as other layers.
     """
     units_of_places = places(model, vocab_size, stage, trains=False)
     packed, _ = frozen_layer(model, stage.tensor)

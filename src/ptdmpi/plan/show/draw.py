@@ -1,5 +1,5 @@
-"""Pictures of a timeline, for a terminal, as PNG or as SVG. A planned and a measured timeline are
-drawn alike.
+"""Pictures of a timeline, for a terminal, as PNG or as SVG. A planned timeline and a measured one
+are drawn in the same way.
 
 Each kind of op has its mark and its colour in the table of op kinds, with a shade per model chunk.
 Forwards are blue and backwards green, as in Narayanan et al. 2021, Figure 4. Idle time is grey, and
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-_SHADES = 4  # of each colour, for the chunks of a rank
+_SHADES = 4  # number of shades of each colour, for the chunks of a rank
 _DARK_SHADES = 2  # the darkest shades, on which letters are white
 _WHITE, _BLACK = (15, "white"), (16, "#1c2733")  # letters: in a terminal, in a picture
-# how a number is written into its bar, by whether it lies there: else it stands upright
+# how a number is written into its bar: horizontally if it fits, or else vertically
 _TURNS: dict[bool, dict[str, Any]] = {
     True: {"va": "center_baseline", "rotation": "horizontal"},
     False: {"va": "center", "rotation": "vertical"},

@@ -21,7 +21,7 @@ from ptdmpi.train.checks import checked_data, with_form
 UNWARNED = ("pbs", "lsf", "flux")
 # The default of a key in a configuration, where it is not that of `Layout`.
 UNSET = {"parallel": {"data": "auto"}}
-MARGIN_MINUTES = 10  # for the last step and its checkpoint
+MARGIN_MINUTES = 10  # time that is reserved for the last step and its checkpoint
 
 
 @dataclass(frozen=True)

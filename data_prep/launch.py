@@ -40,8 +40,8 @@ def launcher_ranks() -> Team:
 
 def score_pairs(run: Path, paths: tuple[Path, ...], **options: Any) -> list[dict[str, Any]]:
     """Store the log-probabilities of the model `run` with pairs of answers, on all ranks of this
-    launch. Return a table for each dataset on rank 0, and nothing on others. Raise the same errors
-    as `ptdmpi.evaluate.reference.score`."""
+    launch. Return a table for each dataset on rank 0, and nothing on all other ranks. Raise the
+    same errors as `ptdmpi.evaluate.reference.score`."""
     from ptdmpi.comm.launch import loading, prepare
 
     prepare()

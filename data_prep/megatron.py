@@ -227,7 +227,7 @@ def _joined(headers: Sequence[ShardHeader], eod_id: int) -> list[bool]:
 
 def _document_lengths(headers: Sequence[ShardHeader], eod_id: int) -> Iterator[np.ndarray]:
     """Yield the lengths in tokens of all documents, int64 [n] at a time. A document that continues
-    in the next shard counts as one. Raise InputError for a document that is too long for
+    in the next shard is counted once. Raise InputError for a document that is too long for
     Megatron."""
     carried = 0  # number of tokens of a document that continues in the next shard
     joined = [*_joined(headers, eod_id), False]

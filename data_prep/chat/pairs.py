@@ -59,7 +59,7 @@ def pair_of(record: Mapping[str, Any]) -> list[list[Message]]:
 
 
 def _as_context(message: Message) -> Message:
-    """Return a message that does not count for the loss."""
+    """Return a message whose tokens are not labels of the loss."""
     if message["role"] != ANSWER:
         return message
     return {**message, "weight": 0}

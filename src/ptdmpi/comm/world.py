@@ -227,8 +227,8 @@ class World:
     def abort_wires(self) -> None:
         """End all operations on this rank's device after a rank has failed. Any thread may call
         this. Without this call, a thread that waits for the device would wait for a message that
-        never comes. After this call, messages can be sent through MPI only; a new world connects
-        again."""
+        never comes. After this call, messages can be sent only through MPI. A new `World` opens the
+        connections again."""
         _abort(self.connected)
 
     def on_root(self, work: Callable[[], T]) -> T:

@@ -4,12 +4,13 @@ other parameters.
 
 A matrix must be complete to be orthogonalized, so its slices are first gathered over the tensor
 axis. If the state is sharded over data ranks, each slice is divided among several ranks. One of
-these ranks first receives the parts of the others, and later sends them their parts of the update.
+these ranks first receives the parts of all other ranks, and later sends them their parts of the
+update.
 
 One parameter may contain several matrices of the model's equations that are multiplied at once:
 query, key and value, or a gate and the values that it multiplies. Each matrix is orthogonalized
-separately, as if it were a parameter of its own, and its update does not depend on the assignment
-of heads to ranks.
+separately, as if it were a separate parameter, and its update does not depend on the assignment of
+heads to ranks.
 """
 
 import math

@@ -254,8 +254,8 @@ class _RowLinear(Function):
         layer: LinearPass = ctx.layer
         axis = layer.axis
         x, *downs = ctx.saved_tensors
-        # do this before the gather: each rank adds the gradient of its own positions, and the
-        # ranks' parts are summed later
+        # add before the gather: each rank adds the gradient of its own positions, and the ranks'
+        # parts are summed later
         accumulate_bias_gradient(layer.bias, dy)
         whole = axis.gather(dy)
         ups = [adapter.up(whole) for adapter in layer.adapters]

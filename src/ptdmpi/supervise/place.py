@@ -20,8 +20,9 @@ from ptdmpi.base.launched import COPIES
 from ptdmpi.config import InputError
 from ptdmpi.supervise.environment import PASSED_ON
 
-# A node counts as lost if it cannot start the program `true` within this time. Each node is tested
-# twice, because the first test may fail while an earlier launcher still cleans up on the node.
+# A node is treated as lost if it cannot start the program `true` within this time. Each node is
+# tested twice, because the first test may fail while an earlier launcher still cleans up on the
+# node.
 PROBE_S = 20.0
 PROBES = 2
 PAUSE_S = 1.0

@@ -22,8 +22,8 @@ class SlowRanks:
     """Rank 0's comparison of the times that all ranks need for their own work, as reported to its
     judge.
 
-    With `shares_cores` no rank counts as slow: with more ranks than cores, the operating system's
-    scheduler slows down different ranks at different times.
+    With `shares_cores` no rank is reported as slow: if there are more ranks than cores, the
+    operating system's scheduler slows down different ranks at different times.
     """
 
     def __init__(

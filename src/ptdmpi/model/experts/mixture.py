@@ -71,8 +71,9 @@ class ExpertWeights(NamedTuple):
 @dataclass(frozen=True)
 class MixturePass:
     """The objects of one forward pass of a mixture that its backward needs. `experts` are the
-    weights of this rank's experts, which are divided among the ranks of `dealt`. `factors` has, by
-    name, the factor of each router loss in the gradient; it is empty if nothing is trained."""
+    weights of this rank's experts; the experts of the layer are divided among the ranks of `dealt`.
+    `factors` has, by name, the factor of each router loss in the gradient; it is empty if nothing
+    is trained."""
 
     router: Router
     experts: Sequence[ExpertWeights]
@@ -145,8 +146,8 @@ class MixturePass:
 
     def _accumulate(self, weight: Parameter, dy: Tensor, x: Tensor, *, alone: bool = False) -> None:
         """Add a weight's gradient dy^T x, immediately or in the second part of a split backward. If
-        `alone` is True, the product is completed before it is added, as if it came from another
-        rank."""
+        `alone` is True, the product is computed in a separate tensor before it is added, as if it
+        came from another rank."""
 
         def add(total: Tensor) -> None:
             """Add the gradient to `total`."""

@@ -180,7 +180,8 @@ def rank_elements(model: ModelConfig, vocab_size: int, held: ModelPart) -> tuple
 
 
 def parameter_count(model: ModelConfig, vocab_size: int) -> int:
-    """Return the number of parameters of the whole model; a tied head counts once."""
+    """Return the number of parameters of the whole model; the table of a tied head is counted
+    once."""
     idle = model.idle()
     count = idle * elements(layer(model, 0).values())
     count += (model.layers - idle) * layer_elements(model)
@@ -189,7 +190,8 @@ def parameter_count(model: ModelConfig, vocab_size: int) -> int:
 
 
 def trained_count(model: ModelConfig, vocab_size: int) -> int:
-    """Return the number of trained parameters of the whole model; a tied head counts once."""
+    """Return the number of trained parameters of the whole model; the table of a tied head is
+    counted once."""
     _, train, _ = rank_elements(model, vocab_size, ModelPart.whole(model))
     return train
 

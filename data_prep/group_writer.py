@@ -32,7 +32,7 @@ class GroupWriter:
         self._tokens = 0  # number of tokens in the shards that are being written
 
     def add(self, encoded: Encoded) -> None:
-        """Write the tokens of a task, except those that are already in finished shards."""
+        """Write the tokens of a task, except the tokens that are already in finished shards."""
         # The first segment of a document, which may be in an earlier task, decides for all its
         # segments.
         first = np.maximum.accumulate(np.where(encoded.begins, np.arange(encoded.begins.size), -1))

@@ -29,7 +29,7 @@ _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = (6, 7)
 _CODES = {"<u2": 8, "<i4": 4}
 BLOCK_TOKENS = 1 << 20
-# number of sequences that are read together; at least those of one document
+# number of sequences that are read together; at least the sequences of one document
 _WINDOW_SEQUENCES = 1 << 18
 _MAX_LENGTH = (1 << 31) - 1  # maximum number of tokens in a sequence, whose length is an int32
 

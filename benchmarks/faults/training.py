@@ -151,8 +151,8 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 
 def deviation(run: Path, reference: Path, steps: int = STEPS) -> str | None:
-    """Return how the checkpoint of a run after its last step, `steps`, differs from that of an
-    undisturbed run; None if all bits are equal."""
+    """Return how the checkpoint of a run after its last step, `steps`, differs from the checkpoint
+    of an undisturbed run; None if all bits are equal."""
     last = files.name_of(steps)
     try:
         changed = check.differences(reference / "checkpoints" / last, run / "checkpoints" / last)

@@ -84,9 +84,9 @@ def engine_on(
 def drawn_there() -> Iterator[None]:
     """Draw initial weights on the device on which they are stored.
 
-    The random numbers of the device differ from those of a run, which are computed on the host. For
-    6.7e9 weights the host needs a minute and a half. The training speed is the same for both kinds
-    of random numbers.
+    The random numbers of the device differ from the initial weights of a run, which are computed on
+    the host. For 6.7e9 weights the host needs a minute and a half. The training speed is the same
+    for both kinds of random numbers.
     """
     with mock.patch.object(buffer, "_fill", _draw):
         yield

@@ -269,9 +269,9 @@ class Variant:
     `cast` is one of these: "fp32"; "microbatch" or "step" (bf16 autocast, entered once in each
     microbatch or step; with "step" each weight is cast once per step); "masters" (bf16 weights and
     gradients, fp32 master weights); "policy" (fp32 shards are gathered as bf16, gradients reduced
-    in fp32). `loss_parallel` and `sequence_parallel` are those of DTensor. `reduce_each`: gradients
-    are reduced into shards after each microbatch and never stored unsharded; otherwise after the
-    last microbatch.
+    in fp32). `loss_parallel` and `sequence_parallel` are options of torch's DTensor. `reduce_each`:
+    gradients are reduced into shards after each microbatch and never stored unsharded; otherwise
+    after the last microbatch.
     """
 
     tool: str = "torch"

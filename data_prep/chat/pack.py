@@ -271,7 +271,8 @@ def _size(group: Group) -> int:
 
 def _kept(group: Group, options: ChatOptions) -> Group | None:
     """Return the parts of conversations that fit into a row together. Return None if they are left
-    out, because they are too long or because no token of an answer would count in one of them."""
+    out: because they are too long, or because no token of an answer in one of them would be a
+    label."""
     length = options.seq_length
     if _size(group) > length and (options.pairs or options.too_long == "drop"):
         return None

@@ -292,7 +292,8 @@ class Reader:
         if self._open is None or self._open[0] != file:
             self.__exit__(None, None, None)
             try:
-                # a pipe in place of the file has no offsets: an error, not an endless wait
+                # if the path is a pipe, which has no offsets, raise an error instead of waiting for
+                # ever
                 flags = os.O_RDONLY | os.O_NONBLOCK
                 self._open = file, os.open(self.directory / file, flags)
                 # let the kernel read farther ahead: it reads the next chunk while this chunk's
@@ -315,8 +316,8 @@ class Reader:
 
 @cache
 def _levels(form: LowBit) -> Array:
-    """Return the values that each byte encodes, those of its low bits first: [256, elements of a
-    byte]."""
+    """Return the values that each byte encodes, beginning with the value in its lowest bits: [256,
+    elements of a byte]."""
     levels = np.array(form.levels, np.float32)
     codes = np.arange(256)
     if form.bits == 8:

@@ -2,9 +2,9 @@
 on the host, they do nothing.
 
 A device takes work from queues (CUDA streams) and runs each queue in the order of the calls. Copies
-have a queue of their own, so that they overlap with matrix multiplications. Marks (events) order
-the two queues: one queue waits for a mark of the other, and the host does not wait. Only
-page-locked memory is copied in this way, because a copy of pageable memory makes the host wait.
+have a separate queue, so that they overlap with matrix multiplications. Marks (events) order the
+two queues: one queue waits for a mark of the other, and the host does not wait. Only page-locked
+memory is copied in this way, because a copy of pageable memory makes the host wait.
 """
 
 import contextlib

@@ -287,8 +287,8 @@ def fail_together(world: World) -> Iterator[None]:
             print(printable(f"ptdmpi: error: {error}"), file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     except InputError as error:
-        # Ranks that read the same bytes fail in the same way: the first rank prints, and ends the
-        # others.
+        # Ranks that read the same bytes fail in the same way: the first rank prints the error, and
+        # ends all other ranks.
         time.sleep(min(6.0, 2.0 * world.rank))
         print(printable(f"ptdmpi: error: {error}"), file=sys.stderr, flush=True)
         # a single rank exits as usual, because MPI's abort would print additional lines

@@ -363,9 +363,9 @@ def _write_config(path: Path, stored: StoredModel, config: Config) -> None:
 
 
 def _template(stored: StoredModel, adapter: StoredAdapter) -> tuple[Path | None, str]:
-    """Return the file with the chat template for the merged model: that of the adapter's
-    conversations, else that of the base, else None. Also return a note if the adapter's template is
-    not found."""
+    """Return the file with the chat template for the merged model: the template of the adapter's
+    conversations, or else the base's template, or else None. Also return a note if the adapter's
+    template is not found."""
     # import h5py only here: adapters of imported models have no shards
     from ptdmpi.inference.tokenizer import template_file
 

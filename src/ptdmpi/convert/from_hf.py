@@ -52,8 +52,8 @@ def from_hf(source: Path, target: Path) -> Converted:
         raise InputError(f"{config.name}: vocab_size = {vocab_size!r}; legal: 1 or more")
     keys = family.keys(config)
     with WeightFiles(source) as theirs, new_directory(target) as folder:
-        # vocab_size is a key of its own, because the tables of `transformers` may have more rows
-        # than the tokenizer has ids
+        # vocab_size is a separate key, because the tables of `transformers` may have more rows than
+        # the tokenizer has ids
         ours = _config({**keys, "vocab_size": vocab_size}, family, theirs, config.name)
         model = ours.model
         needed = declarations(ours, vocab_size)

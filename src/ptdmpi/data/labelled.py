@@ -70,8 +70,8 @@ class LabelledForm:
         """Return a microbatch of n samples, which are n * `sequences` rows.
 
         `samples` names each sample by its file and its number in the file. `ids` (int [n]) has the
-        global numbers of the samples. `counts` (float [n]) is 1 if a sample counts in the loss,
-        else 0.
+        global numbers of the samples. `counts` (float [n]) is 1 if a sample contributes to the
+        loss, and 0 if not.
         """
         sequences = samples[0][0].sequences
         rows = [

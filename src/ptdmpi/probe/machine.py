@@ -42,7 +42,8 @@ UNLIMITED = 1e15  # value for the rates of data sheets, which a measured cluster
 class Effort:
     """The amount of measuring: which sizes are measured.
 
-    If `ways` is None, the fastest kernels are not searched. For a device, `make gpu` does that.
+    If `ways` is None, the fastest implementations of kernels are not determined. For a device,
+    `make gpu` does that.
     """
 
     extent: kernels.Extent
@@ -75,7 +76,7 @@ def probe(
     memory = min(
         bench.everyone.all_gather_object(rank_memory_bytes(device, ranks_sharing(world, device)))
     )
-    # The memory of the program itself is not available for tensors, but counts as memory of a run.
+    # The memory of the program itself is not available for tensors, but a run needs it, too.
     program = _program_bytes(compute) if device.type == "cpu" else 0
     program = max(bench.everyone.all_gather_object(program))
     own = _quickest_kernels(bench, compute, effort.ways)

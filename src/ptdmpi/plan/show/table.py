@@ -126,8 +126,8 @@ def settings(entry: dict[str, Any]) -> str:
 
 
 def lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield rows as lines of aligned columns: the first and the last column to the left, the others
-    to the right."""
+    """Yield rows as lines of aligned columns: the first and the last column are aligned to the
+    left, all other columns to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [row[0].ljust(widths[0])]

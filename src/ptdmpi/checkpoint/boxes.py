@@ -122,8 +122,8 @@ class Reader:
     """A reader of slices of logical tensors, however the checkpoint cuts the tensors.
 
     A piece that is read completely is compared with its checksum at the same time. `checked` has an
-    entry for each of `pieces`, 1 if the piece was compared. `means` is that of the manifest.
-    Threads must not share a reader.
+    entry for each of `pieces`, 1 if the piece was compared. `means` is the property of the
+    manifest. Threads must not share a reader.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:

@@ -37,9 +37,9 @@ class LayoutRequest:
     codes of the kind `base_bits`, in blocks of `base_block` elements. A search keeps `headroom`
     percent of a device's memory free. If `order` is "simplest", the first layout is the simplest
     among the layouts that are almost as fast as the fastest one. If it is "best", the first layout
-    is the fastest. If a setting of the layout is None, the search chooses it. For a given layout
-    they have the defaults of `Layout`, except `sequence_parallel` and `scatter_gather`, for which
-    the faster choice is taken.
+    is the fastest. If a setting of the layout is None, the search chooses it. If `layout` is given,
+    such settings have the defaults of `Layout`, except `sequence_parallel` and `scatter_gather`,
+    for which the faster choice is taken.
     """
 
     model: str
@@ -156,7 +156,7 @@ class LayoutPlan:
 
 
 def answer(request: LayoutRequest) -> LayoutPlan:
-    """Return the best layouts for a request, or the price of the one that it names.
+    """Return the best layouts for a request, or the price of the layout that the request names.
 
     Raises InputError for unknown names, illegal sizes, options that contradict each other, and if
     no layout fits.

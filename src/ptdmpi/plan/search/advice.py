@@ -30,8 +30,8 @@ SWITCHES = ("sequence_parallel", "scatter_gather", "partition_activations", "dp_
 
 
 def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
-    """Yield every legal layout that differs in one decision: in a setting, or by ranks moved from
-    one axis to another."""
+    """Yield every legal layout that differs from `layout` in one decision: one setting, or the move
+    of some ranks from one axis to another."""
     tried = list(_moved_ranks(layout, pricer))
     for micro_size in {layout.micro_size // 2, layout.micro_size * 2} - {0}:
         tried.append(replace(layout, micro_size=micro_size))
@@ -165,7 +165,7 @@ def heuristic(pricer: Pricer, space: Space) -> Price | None:
 
     The tensor-parallel size t is as large as a node's devices and the model allow. The
     pipeline-parallel size p is the least with which the model fits. The remaining ranks are
-    data-parallel. The microbatch size b is the one of equation 1. Recomputation is full. Returns
+    data-parallel. The microbatch size b follows from equation 1. Recomputation is full. Returns
     None if no such layout fits.
     """
     devices = pricer.cluster.node.devices

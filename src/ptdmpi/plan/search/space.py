@@ -42,7 +42,7 @@ LEAST_POSITIONS = 8192
 
 @dataclass(frozen=True)
 class Space:
-    """The choices of a search. A setting that is None is left to the search."""
+    """The choices of a search. If a setting is None, the search chooses it."""
 
     ranks: int
     schedule: str | None = None
@@ -246,8 +246,9 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
 
 
 def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[Layout]:
-    """Yield the layouts of a group, one for every v that the search tries. Their schedule is that
-    of the space, or the default one. A single stage has nothing to interleave."""
+    """Yield the layouts of a group, one for every v that the search tries. Their schedule is the
+    one that the space names, or else the default schedule. A single stage has nothing to
+    interleave."""
     most = 1
     if group.pipeline > 1:
         p = group.pipeline

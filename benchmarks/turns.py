@@ -29,7 +29,7 @@ def spread(values: Sequence[float], unit: str = "") -> str:
 
 
 def compare(sides: Mapping[str, Side], plain: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Return for each side its rate ("per_s") and the ratio of this rate to that of the side
+    """Return for each side its rate ("per_s") and the ratio of this rate to the rate of the side
     `plain` ("ratio", "least", "greatest"). Rates and ratios are medians over the rounds."""
     # the first round is a warm-up
     done = [round_of(sides, number) for number in range(rounds + 1)][1:]

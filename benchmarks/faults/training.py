@@ -165,6 +165,6 @@ def deviation(run: Path, reference: Path, steps: int = STEPS) -> str | None:
 
 
 def records_deviate(run: Path, reference: Path) -> str | None:
-    """Return how the records of a run differ from those of an undisturbed run, which has each step
-    once; None if they have the same steps and losses."""
+    """Return how the records of a run differ from the records of an undisturbed run, which has each
+    step once; None if they have the same steps and losses."""
     return None if losses(run) == losses(reference) else "metrics.jsonl differs"

@@ -208,8 +208,8 @@ def calibrate() -> tuple[dict[str, dict[str, float]], str]:
 
 def others(values: dict[str, float]) -> dict[str, dict[str, float]]:
     """Return the values for devices without a published layer. The `gemm_fraction` of such a device
-    is that of an A100, multiplied by the ratio of the fractions of the peak that the fastest matrix
-    multiplications reach."""
+    is the A100's, multiplied by a ratio: the fraction of the peak that the fastest matrix
+    multiplications reach on this device, divided by the same fraction on an A100."""
     reached = {
         row["section"]: float(row["tflops"]) / float(row["theory_tflops"]) for row in read(DEVICES)
     }

@@ -119,7 +119,7 @@ class Result:
     peak_memory_bytes: int
     peer_peak_memory_bytes: int | None
     gemm_share: float
-    limit_share: float  # time of GEMMs and attention, divided by that of ptdmpi's step
+    limit_share: float  # time of GEMMs and attention, divided by the time of ptdmpi's step
     # number of rounds that the figures are computed from, which are the least disturbed ones
     counted: int
     rounds: list[dict[str, float]]

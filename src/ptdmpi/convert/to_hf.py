@@ -195,7 +195,7 @@ def _with_keys(contents: Contents, family: Family, kept: Path, stored: StoredMod
     keys = family.keys(ConfigJson(contents.config, str(kept / "config.json")))
     before = config_of({**keys, **{key: getattr(now, key) for key in family.told_by}}).model
     same = {key: getattr(before, key) for key in ("dropout", "attention_dropout", "init_std")}
-    if now.positions == "rope":  # training on shorter samples does not shorten the model
+    if now.positions == "rope":  # if the samples were shorter, keep the model's maximum length
         same["seq_length"] = max(before.seq_length, now.seq_length)
     old = family.config(before, 0)
     new = contents.family.config(now.model_copy(update=same), 0)

@@ -192,8 +192,8 @@ def _by_members(members: Sequence[Members], values: Sequence[int]) -> dict[Membe
 def _agree(
     sums: dict[Members, bytes], rank: int, every: Sequence[tuple[dict[Members, bytes], object]]
 ) -> bool:
-    """Return True if the hashes `sums` of rank `rank` equal those of all later ranks that should
-    have the same values. `every` has the hashes of each rank."""
+    """Return True if the hashes `sums` of rank `rank` equal the hashes of all later ranks that
+    should have the same values. `every` has the hashes of each rank."""
     return all(
         every[other][0].get(ranks) == value
         for ranks, value in sums.items()

@@ -192,7 +192,7 @@ class Muon:
 def scale(config: OptimizerConfig, rows: int, columns: int) -> float:
     """Return the factor of the learning rate for an orthogonal update. By default the update
     becomes as large as AdamW's, so that AdamW's learning rate and weight decay can be used (Liu et
-    al. 2025, equation 4). With `muon_scale = "original"` the factor is that of Jordan et al.
+    al. 2025, equation 4). With `muon_scale = "original"` the result is the factor of Jordan et al.
     2024."""
     if config.muon_scale == "original":
         return math.sqrt(max(1, rows / columns))

@@ -136,7 +136,7 @@ class Optimizer:
         method has already updated this rank's weights, and `State.changed` updates only the weights
         of other ranks. Raise OSError if the disk with the state fails.
 
-        The arithmetic of clipping is that of torch.nn.utils.clip_grad_norm_.
+        Clipping uses the same arithmetic as torch.nn.utils.clip_grad_norm_.
         """
         factor = 1.0
         if self.config.clip_norm > 0.0 and self.gradients:

@@ -2,8 +2,8 @@
 
 Every data rank has a complete model, divided over its tensor and pipeline ranks, and computes
 different batches. The model has no gradients, optimizer or schedule: each stage sends its
-activations to the next stage, and then computes its next batch. The weights of the model are those
-of a checkpoint or of a run.
+activations to the next stage, and then computes its next batch. The weights of the model come from
+a checkpoint or from a run.
 """
 
 from collections.abc import Callable, Mapping

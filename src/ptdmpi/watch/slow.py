@@ -12,7 +12,7 @@ from ptdmpi.watch.heartbeat import Judge
 from ptdmpi.watch.stopwatch import COMPUTE_STEPS
 from ptdmpi.watch.whereabouts import Ranks
 
-# a rank is slow if its own work takes this many times as long as that of its peers
+# a rank is slow if its own work takes this many times as long as the work of its peers
 SLOW_FACTOR = 1.3
 SLOW_EVERY_S = 300.0  # minimum time between two printed lines about slow ranks
 MOST_PRINTED = 8

@@ -5,9 +5,9 @@ No token is dropped, and a token's output is a sum in ascending order of its exp
 neither on other tokens nor on how the batch is divided. The tensor axis divides each expert's
 width. Tensor ranks then have partial outputs, as after a row-parallel linear, and partial
 gradients. The router's gradient is linear in the partial gradients, so the router sends no message
-of its own in the layer. Its contribution to the input's gradient is summed together with that of
-the experts. The gradient of its weight is summed together with other partial gradients at the end
-of a step.
+of its own in the layer. Its contribution to the input's gradient is summed together with the
+contribution of the experts. The gradient of its weight is summed together with other partial
+gradients at the end of a step.
 
 If the experts are divided among ranks (`exchange.py`), the rank of an expert computes the rows that
 all of these ranks send. To get the bits of data parallelism, it computes the gradient of a weight

@@ -91,9 +91,9 @@ class StepTraffic:
 
     @property
     def is_exact(self) -> bool:
-        """Return True if the counts equal those of a run, to the byte and message. If experts are
-        distributed over ranks, the number of tokens that a rank sends depends on the router. The
-        counts then assume that all experts have equally many tokens."""
+        """Return True if the counts equal the counts of a run, to the byte and message. If experts
+        are distributed over ranks, the number of tokens that a rank sends depends on the router.
+        The counts then assume that all experts have equally many tokens."""
         return not encodes(self.method.section) and self.layout.expert == 1
 
     def of(self, rank: int, shard: int = 0, data: int = 0, step: int = 0) -> Traffic:

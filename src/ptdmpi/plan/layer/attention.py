@@ -51,8 +51,8 @@ class SplitHeads(Operator):
         return dict(self.norms)
 
     def _normalised(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
-        """Yield the kernels of the norm of queries and the norm of keys. Their price is that of one
-        norm over both."""
+        """Yield the kernels of the norm of queries and the norm of keys. Their time is computed as
+        for one norm over both."""
         if not self.norms:
             return
         heads, kv_heads = sizes.priced_heads

@@ -148,7 +148,7 @@ def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
 def microbatch_model(pricer: Pricer, layout: Layout) -> dict[int, float]:
     """Return the seconds (b'/b + p - 1)(t_f(b) + t_b(b)), b' = B / d, for each microbatch size b.
 
-    The times are those of the slowest stage (Narayanan et al. 2021, equation 1).
+    The times are taken from the slowest stage (Narayanan et al. 2021, equation 1).
     """
     per_replica = pricer.batch // layout.data
     times = {}

@@ -110,7 +110,12 @@ class GroupWriter:
         self._tokens = 0
         shards = self._progress.shards + 1
         self._progress = GroupProgress(
-            shards, task, token, self._held_out, self._counters, complete
+            shards=shards,
+            task=task,
+            token=token,
+            held_out=self._held_out,
+            counters=self._counters,
+            complete=complete,
         )
         self._state.save(self._group, self._progress)
 

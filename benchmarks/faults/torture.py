@@ -320,7 +320,7 @@ def trial(torture: Torture, work: Callable[[Path], None], fault: str, number: in
         why = str(lost)
     if torture.drawn is None:
         raise RuntimeError(f"{fault} has drawn no layout")
-    return Outcome(fault, number, torture.drawn, came, why)
+    return Outcome(fault=fault, number=number, way=torture.drawn, came=came, why=why)
 
 
 def can_mount() -> bool:

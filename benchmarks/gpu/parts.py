@@ -149,7 +149,11 @@ def _workload(shape: Shape, device: torch.device) -> peers.Workload:
         config = configuration(shape.model, "bf16", *WAYS[-1])
     batch = config.batch
     return peers.Workload(
-        device, config.model, shape.vocab_size, batch.global_size, batch.micro_size
+        device=device,
+        model=config.model,
+        vocab_size=shape.vocab_size,
+        sequences=batch.global_size,
+        micro_size=batch.micro_size,
     )
 
 

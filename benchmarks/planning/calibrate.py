@@ -78,11 +78,11 @@ def layer_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
         parallel = "Sequence" in row["experiment"]
         mode = _recomputation(row["experiment"])
         layout = Layout(
-            int(row["t"]),
-            1,
-            1,
-            1,
-            int(row["b"]),
+            tensor=int(row["t"]),
+            pipeline=1,
+            data=1,
+            virtual=1,
+            micro_size=int(row["b"]),
             recompute=mode,
             sequence_parallel=parallel,
         )

@@ -83,7 +83,13 @@ def _measure(length: int) -> None:
         _, peak = measured(partial(engine.step, STEPS - 1, [batch]))
         formula = MemoryModel.of(config, VOCAB_SIZE).peak(layout, 0, 1)
         needed = round(formula.activations + formula.working)
-        result = LongStep(world.size, length, peak, needed, min(times[1:]))
+        result = LongStep(
+            context=world.size,
+            length=length,
+            peak_bytes=peak,
+            formula_bytes=needed,
+            step_s=min(times[1:]),
+        )
         if world.rank == 0:
             print(json.dumps(asdict(result)))
 

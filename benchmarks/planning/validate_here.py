@@ -39,8 +39,16 @@ LAYOUTS = (
     Layout(1, 2, 1, micro_size=1),
     Layout(1, 2, 1, micro_size=4),
     Layout(1, 2, 1, micro_size=2, schedule="gpipe"),
-    Layout(1, 2, 1, 2, 1, "interleaved"),
-    Layout(1, 2, 1, 3, 2, "interleaved", "full"),
+    Layout(tensor=1, pipeline=2, data=1, virtual=2, micro_size=1, schedule="interleaved"),
+    Layout(
+        tensor=1,
+        pipeline=2,
+        data=1,
+        virtual=3,
+        micro_size=2,
+        schedule="interleaved",
+        recompute="full",
+    ),
 )
 
 

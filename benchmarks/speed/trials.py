@@ -83,9 +83,14 @@ class Trials:
         if best is None:
             at_most = max(trial.tokens_per_s for trial in tried.values())
             return Rival(
-                tool, f"{name}, {row.precision}: no way finished", row, None, tried, at_most
+                tool=tool,
+                name=f"{name}, {row.precision}: no way finished",
+                row=row,
+                variant=None,
+                tried=tried,
+                at_most=at_most,
             )
-        return Rival(tool, f"{name}, {best.name}", row, best, tried)
+        return Rival(tool=tool, name=f"{name}, {best.name}", row=row, variant=best, tried=tried)
 
     def fastest(
         self, row: Row, tool: str, tokens_per_s: float = 0.0

@@ -96,7 +96,13 @@ def write(path: Path, parts: Sequence[Outgoing]) -> Written:
     with open(path, "xb") as file:
         file.write(head)
         for key, part in zip(keys, parts, strict=True):
-            piece = StoredPiece(path.name, key, part.box, offset, _write_block(file, part.values()))
+            piece = StoredPiece(
+                file=path.name,
+                key=key,
+                box=part.box,
+                offset=offset,
+                crc32=_write_block(file, part.values()),
+            )
             known = tensors.get(part.tensor) or StoredTensor(part.shape, part.dtype, ())
             tensors[part.tensor] = replace(known, pieces=(*known.pieces, piece))
             offset += part.nbytes

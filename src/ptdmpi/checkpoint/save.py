@@ -170,7 +170,14 @@ class Checkpoints:
         loss = None
         if self.validated is not None and self.validated[0] == step:
             loss = self.validated[1]
-        self._flight = _Flight(temporary, self._progress(step), loss, self.extras(), since, writing)
+        self._flight = _Flight(
+            temporary=temporary,
+            progress=self._progress(step),
+            validation_loss=loss,
+            extras=self.extras(),
+            since=since,
+            writing=writing,
+        )
         self._flight.stall_s = time.perf_counter() - begin
         if self.config.asynchronous:
             return done

@@ -215,7 +215,13 @@ class World:
             for group in grid.groups
             if grid.same_as(group) in connected
         }
-        return Axes(grid, grid.coordinates(self.rank), groups, wire.clock, carried_by)
+        return Axes(
+            grid=grid,
+            coordinates=grid.coordinates(self.rank),
+            groups=groups,
+            clock=wire.clock,
+            carried_by=carried_by,
+        )
 
     def tensor_axis_crosses_nodes(self, grid: Grid) -> bool:
         """Return True on every rank if some tensor group has ranks on more than one node."""

@@ -134,7 +134,13 @@ def write_adapter(target: Path, adapter: LoadedAdapter) -> int:
 def _float32_part(name: str, values: Tensor) -> Outgoing:
     """Return an unsharded weight in the form in which a checkpoint is written, as float32."""
     shape = tuple(values.shape)
-    return Outgoing(key(WEIGHTS, name), shape, Box.whole(shape), "float32", partial(_numpy, values))
+    return Outgoing(
+        tensor=key(WEIGHTS, name),
+        shape=shape,
+        box=Box.whole(shape),
+        dtype="float32",
+        values=partial(_numpy, values),
+    )
 
 
 def merge(base: Path, adapter: Path, target: Path, kind: str = WEIGHTS) -> tuple[int, str]:
@@ -190,7 +196,9 @@ def _merged(
         dtype = reader.manifest[stored].dtype
         merged = partial(_merged_slab, reader, stored, adapter, changes.get(name, []))
         for box in slabs(shape, np.dtype(dtype).itemsize):
-            yield Outgoing(stored, shape, box, dtype, partial(merged, box=box))
+            yield Outgoing(
+                tensor=stored, shape=shape, box=box, dtype=dtype, values=partial(merged, box=box)
+            )
 
 
 def _merged_slab(

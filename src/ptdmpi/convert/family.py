@@ -170,7 +170,13 @@ def counterparts(family: Family, needed: Mapping[str, Declaration]) -> Iterator[
             base = f"{theirs}.{kind}"
             for letter, number in numbers.items():
                 base = base.replace(letter, number)
-            yield Counterpart(name, shape, box, family.again.get(base, base), transposed)
+            yield Counterpart(
+                ours=name,
+                whole=shape,
+                box=box,
+                theirs=family.again.get(base, base),
+                transposed=transposed,
+            )
             start += size
 
 

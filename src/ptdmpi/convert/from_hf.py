@@ -128,11 +128,11 @@ def _outgoing(theirs: WeightFiles, plan: Plan) -> Iterator[Outgoing]:
         read = partial(_read, theirs, name, tensor.transposed)
         for slab in slabs(tensor.box.size, dtype.itemsize):
             yield Outgoing(
-                key(WEIGHTS, tensor.ours),
-                tensor.whole,
-                slab.within(tensor.box),
-                str(dtype).removeprefix("torch."),
-                partial(read, slab, dtype=dtype),
+                tensor=key(WEIGHTS, tensor.ours),
+                shape=tensor.whole,
+                box=slab.within(tensor.box),
+                dtype=str(dtype).removeprefix("torch."),
+                values=partial(read, slab, dtype=dtype),
             )
 
 

@@ -309,7 +309,14 @@ def _new_contents(stored: StoredModel, needed: Mapping[str, Declaration]) -> Con
         for name, repeated in family.again.items():
             described[family.full(name)] = described[family.full(repeated)]
     headers = tensors.new_headers(described)
-    return Contents(family, config, headers, None, tokenizer.files, tokenizer.note)
+    return Contents(
+        family=family,
+        config=config,
+        headers=headers,
+        kept=None,
+        others=tokenizer.files,
+        note=tokenizer.note,
+    )
 
 
 def _with_template(contents: Contents, stored: StoredModel) -> Contents:

@@ -126,7 +126,7 @@ class MaskedSamples:
         masked = self._choose(words, budget, chances[:2])
         labels = tokens[masked]
         tokens[masked] = self._hide(labels, chances[2:, : len(masked)])
-        return Sample(tokens, np.array(types), masked, labels, order)
+        return Sample(ids=tokens, types=np.array(types), masked=masked, labels=labels, order=order)
 
     def _text(self, window: np.ndarray, documents: np.ndarray, draw: float) -> np.ndarray:
         """Return the tokens of one document of the window, without the end of document."""

@@ -169,16 +169,16 @@ def _alike(config: OptimizerConfig, state: State) -> list[Alike]:
         cut = partial(_cut, ranges)
         groups.append(
             Alike(
-                cut(buffer.masters),
-                [] if buffer.one_type else cut(buffer.weight_parts),
-                cut(buffer.reduced),
-                tuple(
+                masters=cut(buffer.masters),
+                weights=[] if buffer.one_type else cut(buffer.weight_parts),
+                gradients=cut(buffer.reduced),
+                moments=tuple(
                     [some.of(kind) for some in ranges]
                     for kind in kinds
                     if kind.kept.names is None or ranges[0].name in kind.kept.names
                 ),
-                decay,
-                share,
+                decay=decay,
+                share=share,
             )
         )
     return groups

@@ -239,7 +239,13 @@ class FlatOrder:
         begin, end = (min(max(at, entry.start), stop) for at in (first, last))
         if begin >= end:
             return None
-        return OwnPart(entry, begin - entry.start, end - entry.start, number, begin - first)
+        return OwnPart(
+            entry=entry,
+            begin=begin - entry.start,
+            end=end - entry.start,
+            unit=number,
+            offset=begin - first,
+        )
 
     def slices(self, entry: Entry) -> list[Slice]:
         """Return, for each shard, the slice of an entry that it has. The entry must be one that

@@ -243,7 +243,14 @@ class State:
         place = (self.buffer.portion.tensor_rank, self.buffer.portion.tensor_size)
         for name, entry in self.buffer.packed.items():
             for kind, shape, box, values in self.buffer.few_bits.boxes(entry, *place):
-                yield Piece(kind, name, shape, box, values, entry.declaration.cut_by)
+                yield Piece(
+                    kind=kind,
+                    name=name,
+                    shape=shape,
+                    box=box,
+                    values=values,
+                    cut_by=entry.declaration.cut_by,
+                )
 
     def residents(self) -> Iterator[Resident]:
         """Yield all tensors that stay in this rank's memory from step to step: the state, the
@@ -351,7 +358,15 @@ def pieces_of(
     declaration = held.entry.declaration
     name = held.entry.name
     for box, view, share in held.logical(values.detach(), tensor_rank, tensor_size):
-        yield Piece(kind, name, declaration.shape, box, view, declaration.cut_by, share.counts)
+        yield Piece(
+            kind=kind,
+            name=name,
+            shape=declaration.shape,
+            box=box,
+            values=view,
+            cut_by=declaration.cut_by,
+            owned=share.counts,
+        )
 
 
 def assemble(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], list[str]]:

@@ -314,7 +314,14 @@ class ColumnParallelLinear(Computing):
     def forward(self, x: Tensor, stream: RandomStream | None = None) -> Tensor:
         """Return this rank's outputs [s, b, o/t]. `stream` is the random stream for the adapters'
         dropout."""
-        layer = LinearPass(self.weight, self.bias, self.axis, self.kernels, self.adapters, stream)
+        layer = LinearPass(
+            weight=self.weight,
+            bias=self.bias,
+            axis=self.axis,
+            kernels=self.kernels,
+            adapters=self.adapters,
+            stream=stream,
+        )
         return rescaled(_ColumnLinear.apply(x, layer, *layer.parameters), self.scales)
 
 
@@ -334,7 +341,14 @@ class RowParallelLinear(Computing):
     def forward(self, x: Tensor, stream: RandomStream | None = None) -> Tensor:
         """Return the sum [s, b, o] over all ranks' products, or this rank's positions of the sum.
         `stream` is the random stream for the adapters' dropout."""
-        layer = LinearPass(self.weight, self.bias, self.axis, self.kernels, self.adapters, stream)
+        layer = LinearPass(
+            weight=self.weight,
+            bias=self.bias,
+            axis=self.axis,
+            kernels=self.kernels,
+            adapters=self.adapters,
+            stream=stream,
+        )
         return _RowLinear.apply(rescaled(x, self.scales), layer, *layer.parameters)
 
 

@@ -161,7 +161,13 @@ def train(task: TrainingTask, axes: Axes) -> Training | None:
         return None
     first, torn = assemble(piece for of_rank in everyone for piece in of_rank[0])
     last, also_torn = assemble(piece for of_rank in everyone for piece in of_rank[1])
-    return Training(losses, norms, first, last, list(dict.fromkeys(torn + also_torn)))
+    return Training(
+        losses=losses,
+        norms=norms,
+        gradients=first,
+        parameters=last,
+        torn=list(dict.fromkeys(torn + also_torn)),
+    )
 
 
 class Blocks:

@@ -91,8 +91,16 @@ def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline
         messages_s = sum(forward.messages + backward.messages for forward, backward in own)
         inside_s[rank] = {"tensor": microbatches * messages_s}
         reduced_s = end_s + price.parts.data
-        spans.append(Span(rank, "reduce", "", end_s, reduced_s))
-        spans.append(Span(rank, "optimizer", "", reduced_s, reduced_s + price.parts.optimizer))
+        spans.append(Span(rank=rank, kind="reduce", op="", start_s=end_s, end_s=reduced_s))
+        spans.append(
+            Span(
+                rank=rank,
+                kind="optimizer",
+                op="",
+                start_s=reduced_s,
+                end_s=reduced_s + price.parts.optimizer,
+            )
+        )
     return replace(timeline, spans=tuple(spans), inside_s=inside_s)
 
 

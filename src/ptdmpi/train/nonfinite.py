@@ -168,13 +168,27 @@ def _weights(engine: Engine) -> Iterator[Finding]:
                 # a value that came from another rank's shard is an effect and not the cause, so it
                 # is later in the order
                 depth = (number, place, int(own))
-                yield Finding(ValueKind.WEIGHT, -1, depth, rank, f"weight {name}", ())
+                yield Finding(
+                    kind=ValueKind.WEIGHT,
+                    microbatch=-1,
+                    depth=depth,
+                    rank=rank,
+                    what=f"weight {name}",
+                    samples=(),
+                )
     for held in buffer.own_frozen():
         if not _finite(held.view(buffer.idle_parts)):
             # a frozen weight was already not finite when it was loaded, because training does not
             # change it
             name = f"frozen weight {held.entry.name}"
-            yield Finding(ValueKind.FROZEN_WEIGHT, -1, (), rank, name, ())
+            yield Finding(
+                kind=ValueKind.FROZEN_WEIGHT,
+                microbatch=-1,
+                depth=(),
+                rank=rank,
+                what=name,
+                samples=(),
+            )
     engine.state.let_go()
 
 
@@ -255,7 +269,16 @@ class _Watcher(OpHook):
         engine = self.engine
         number = engine.axes["data"].rank * engine.schedule.microbatches + microbatch
         rank = engine.axes.world.rank
-        self.findings.append(Finding(kind, number, depth, rank, what, self.samples[microbatch]))
+        self.findings.append(
+            Finding(
+                kind=kind,
+                microbatch=number,
+                depth=depth,
+                rank=rank,
+                what=what,
+                samples=self.samples[microbatch],
+            )
+        )
 
 
 def _finite(values: Tensor) -> bool:

@@ -275,7 +275,19 @@ class Judge:
         self.stall_s = stall_s
         self.say = say
         self.step_s = 0.0
-        beginning = Seen(Report("start-up", 0, "", "", None, "", "", 0.0), time.monotonic())
+        beginning = Seen(
+            Report(
+                phase="start-up",
+                step=0,
+                kind="",
+                op="",
+                peer=None,
+                axis="",
+                collective="",
+                age_s=0.0,
+            ),
+            time.monotonic(),
+        )
         self.table: dict[int, Seen] = dict.fromkeys(range(ranks.grid.size), beginning)
         self.verdict: str | None = None
         self.stop_at_once = False

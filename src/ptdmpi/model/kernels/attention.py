@@ -117,7 +117,7 @@ class AttentionCore:
     ) -> AttentionResult:
         """Return the result of `__call__`, and, if `with_logsumexp` and the kernel has them, the
         logarithms of sums of exponentials."""
-        given = Input(q, k, v, documents, positions)
+        given = Input(q=q, k=k, v=v, documents=documents, positions=positions)
         for implementation in self.implementations:
             if implementation.takes(given):
                 return implementation.forward(given, with_logsumexp)

@@ -219,7 +219,13 @@ class _Queries:
             scores, tangents = tile_scores(
                 self._scaled[tile.queries], keys[tile.keys], tile.mask, scale=1.0, softcap=softcap
             )
-            yield _RingTile(tile.queries, tile.keys, positions, scores, tangents)
+            yield _RingTile(
+                queries=tile.queries,
+                keys=tile.keys,
+                positions=positions,
+                scores=scores,
+                tangents=tangents,
+            )
 
     def _places(self, visit: _Visit) -> Iterator[tuple[Tile, range]]:
         """Yield tiles, and the positions of their keys in the sequence. The tiles leave out queries

@@ -63,24 +63,22 @@ def days_answer(
         taken = training.days(peak * utilisation)
     model = training.flops_per_s(taken)
     hardware = training.flops_per_s(taken, HARDWARE_FLOPS)
+    chip = pricer.cluster.device.name
     if model > peak:
         raise InputError(
             f"{tokens:.3g} tokens in {taken:g} days are {model / 1e12:.0f} TFLOP/s per rank, and "
-            f"{pricer.cluster.device.name} has {peak / 1e12:.0f}: at least "
-            f"{training.days(peak):.1f} days"
+            f"{chip} has {peak / 1e12:.0f}: at least {training.days(peak):.1f} days"
         )
-    shares = [0.1 + 0.6 * i / (CURVE - 1) for i in range(CURVE)]
-    line = [(100 * u, training.days(peak * u)) for u in shares]
     return Reply(
-        f"{short(count)} parameters on {short(tokens)} tokens with {ranks:,} ranks: "
+        short=f"{short(count)} parameters on {short(tokens)} tokens with {ranks:,} ranks: "
         f"{taken:.1f} days are {model / 1e12:.1f} TFLOP/s per rank, {model / peak:.1%} of the peak "
-        f"of {pricer.cluster.device.name}.",
-        [
+        f"of {chip}.",
+        rows=[
             ["counted", "TFLOP/s per rank", "of the peak", ""],
             _speed_row("6 P T", model, peak, "the model's work"),
             _speed_row("8 P T", hardware, peak, RECOMPUTED),
         ],
-        {
+        numbers={
             "parameters": count,
             "tokens": tokens,
             "ranks": ranks,
@@ -90,16 +88,22 @@ def days_answer(
             "mfu": model / peak,
             "hfu": hardware / peak,
         },
-        f"{pricer.model.name}, {short(tokens)} tokens, {ranks:,} x {pricer.cluster.device.name}",
-        [
+        title=f"{pricer.model.name}, {short(tokens)} tokens, {ranks:,} x {chip}",
+        panels=[
             Panel(
                 "utilisation of the peak, %",
                 "days",
-                {"6 P T": line},
+                {"6 P T": _days_curve(training, peak)},
                 mark=(100 * model / peak, f"{taken:.1f} days"),
             )
         ],
     )
+
+
+def _days_curve(training: TrainingWork, peak: float) -> list[tuple[float, float]]:
+    """Return points (utilisation in %, days) from 10 % to 70 % of the peak."""
+    shares = [0.1 + 0.6 * i / (CURVE - 1) for i in range(CURVE)]
+    return [(100 * share, training.days(peak * share)) for share in shares]
 
 
 def _speed_row(counted: str, flops_per_s: float, peak: float, meaning: str) -> list[str]:
@@ -157,18 +161,18 @@ def size_answer(flops: float) -> Reply:
     span = [best * 10 ** (-1 + 2 * i / (CURVE - 1)) for i in range(CURVE)]
     curve = [(n / 1e9, loss.at(n, flops / (MODEL_FLOPS * n))) for n in span]
     return Reply(
-        f"{flops:.3g} FLOPs train best {short(best)} parameters on "
+        short=f"{flops:.3g} FLOPs train best {short(best)} parameters on "
         f"{short(TOKENS_PER_PARAMETER * best)} tokens, 20 of them a parameter.",
-        rows,
-        {
+        rows=rows,
+        numbers={
             "flops": flops,
             "parameters": best,
             "tokens": TOKENS_PER_PARAMETER * best,
             "parameters_of_the_fit": fitted,
             "presets": entries,
         },
-        f"{flops:.3g} FLOPs: loss by size of the model",
-        [
+        title=f"{flops:.3g} FLOPs: loss by size of the model",
+        panels=[
             Panel(
                 "billions of parameters",
                 "loss (nats per token)",
@@ -177,7 +181,7 @@ def size_answer(flops: float) -> Reply:
                 logarithmic="x",
             )
         ],
-        (
+        notes=(
             "Hoffmann et al. 2022: Table 3 has 20 tokens a parameter; the fit of their equation 10 "
             f"alone would have {short(fitted)}",
         ),

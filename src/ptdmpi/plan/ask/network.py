@@ -178,11 +178,13 @@ def _told(pricer: Pricer, ranks: int, changes: Sequence[What]) -> Reply:
     where = f"{counted(ranks, 'rank')} of {pricer.cluster.name}"
     half = next(change for change in changes if change.name == "adapters half as fast")
     return Reply(
-        f"{pricer.model.name} on {where} takes {half.same_s / base_s - 1:+.1%} with adapters half "
-        f"as fast ({half.best.step_time_s / base_s - 1:+.1%} in the layout that is best then); "
+        short=f"{pricer.model.name} on {where} takes {half.same_s / base_s - 1:+.1%} with "
+        f"adapters half as fast ({half.best.step_time_s / base_s - 1:+.1%} in the layout that is "
+        "best then); "
         f"the largest effect of these changes: {worst.name}, {worst.same_s / base_s - 1:+.1%}.",
-        rows,
-        {"ranks": ranks, "changes": entries},
-        f"{pricer.model.name} on {where}, {changes[0].best.layout}: what if the network changed",
-        [Panel("step time, % more", "", bars=bars)],
+        rows=rows,
+        numbers={"ranks": ranks, "changes": entries},
+        title=f"{pricer.model.name} on {where}, {changes[0].best.layout}: "
+        "what if the network changed",
+        panels=[Panel("step time, % more", "", bars=bars)],
     )

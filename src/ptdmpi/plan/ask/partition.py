@@ -89,18 +89,18 @@ def answer(pricer: Pricer, tensor: int, micro_size: int) -> Reply:
         amount = f"{moved[way.name] / 1e6:.1f} MB"
         rows.append([way.name, f"{len(way.sends)}", amount, time, f"x {ratio:.2f}"])
     return Reply(
-        f"Columns, then rows: with t = {tensor} a rank sends {first / 1e6:.1f} MB for an MLP and a "
-        f"microbatch, any other way at least {second / first:.2f} times that: nothing goes "
+        short=f"Columns, then rows: with t = {tensor} a rank sends {first / 1e6:.1f} MB for an MLP "
+        f"and a microbatch, any other way at least {second / first:.2f} times that: nothing goes "
         f"between the two products, and nothing {columns['g']} wide.",
-        rows,
-        {
+        rows=rows,
+        numbers={
             "tensor": tensor,
             "ways": [
                 {"way": name, "sent_bytes": moved[name], "seconds": took_s[name]} for name in moved
             ],
         },
-        f"MLP of {pricer.model.name}, t = {tensor} on {pricer.cluster.name}: how it is cut",
-        [
+        title=f"MLP of {pricer.model.name}, t = {tensor} on {pricer.cluster.name}: how it is cut",
+        panels=[
             Panel(
                 "ms of messages per layer and microbatch",
                 "",

@@ -177,11 +177,11 @@ def _reply(
         level = (days, f"{days:g} days")
     in_time = " in time" if days else ""
     return Reply(
-        _sentence(pricer, best, days, price),
-        rows,
-        {"best_ranks": best.ranks, "choices": entries},
-        f"{pricer.model.name} on {pricer.cluster.name}: how many ranks",
-        [
+        short=_sentence(pricer, best, days, price),
+        rows=rows,
+        numbers={"best_ranks": best.ranks, "choices": entries},
+        title=f"{pricer.model.name} on {pricer.cluster.name}: how many ranks",
+        panels=[
             Panel(
                 "ranks",
                 "days",
@@ -197,7 +197,7 @@ def _reply(
                 logarithmic="x",
             ),
         ],
-        (
+        notes=(
             "without failures: `ptdmpi ask restarts` says what they cost; energy: nodes under "
             "load, without network and cooling",
         ),

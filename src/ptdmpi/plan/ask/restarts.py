@@ -96,11 +96,11 @@ def answer(
         count = f"{max(1, round(interval_s / step_time_s))}"
         rows.append([every, count, f"{failures.useful(interval_s):.1%}", mark])
     return Reply(
-        f"{nodes} nodes fail every {failures.between_s / HOUR_S:.1f} h: save every "
+        short=f"{nodes} nodes fail every {failures.between_s / HOUR_S:.1f} h: save every "
         f"{best_s / 60:.0f} minutes (checkpoint.every_steps = {steps}), and {useful:.1%} of the "
         f"time counts.",
-        rows,
-        {
+        rows=rows,
+        numbers={
             "nodes": nodes,
             "failures": {
                 "between_s": failures.between_s,
@@ -115,9 +115,9 @@ def answer(
             "young_s": failures.young_s,
             "useful": useful,
         },
-        f"{pricer.model.name} on {ranks} ranks of {pricer.cluster.name}: when to save",
-        [_curve(failures)],
-        (
+        title=f"{pricer.model.name} on {ranks} ranks of {pricer.cluster.name}: when to save",
+        panels=[_curve(failures)],
+        notes=(
             f"a save of {state / 1e12:.2f} TB takes {failures.save_s:.0f} s, a restart "
             f"{restart_s:.0f} s; Young's interval would be {failures.young_s / 60:.0f} min",
         ),

@@ -44,11 +44,11 @@ class Seconds:
 
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(
-            self.compute + other.compute,
-            self.messages + other.messages,
-            self.host + other.host,
-            self.context + other.context,
-            self.expert + other.expert,
+            compute=self.compute + other.compute,
+            messages=self.messages + other.messages,
+            host=self.host + other.host,
+            context=self.context + other.context,
+            expert=self.expert + other.expert,
         )
 
     def __mul__(self, times: int) -> "Seconds":
@@ -77,7 +77,13 @@ class Seconds:
 def sizes_on(machine: Machine, model: Model, layout: Layout) -> Sizes:
     """Return the sizes of a microbatch on a rank of `layout`."""
     cluster = machine.cluster
-    return Sizes(model.config, layout, machine.dtype, cluster.software, cluster.on_host)
+    return Sizes(
+        model=model.config,
+        layout=layout,
+        precision=machine.dtype,
+        software=cluster.software,
+        on_host=cluster.on_host,
+    )
 
 
 class TensorRank:
@@ -144,7 +150,13 @@ class TensorRank:
             waited[message.axis] += self.message_s(message)
             launches += 1
         host_s = self.machine.host_s(launches)
-        return Seconds(compute, waited["tensor"], host_s, waited["context"], waited[EXPERTS])
+        return Seconds(
+            compute=compute,
+            messages=waited["tensor"],
+            host=host_s,
+            context=waited["context"],
+            expert=waited[EXPERTS],
+        )
 
 
 class LayerTimes(TensorRank):

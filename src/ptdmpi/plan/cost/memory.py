@@ -250,7 +250,13 @@ class MemoryModel:
 
     def _in_flight(self, layout: Layout, rank: int, microbatches: int) -> tuple[int, int]:
         examples, alike = self.sorts(Cut.of(layout), layout.recompute_layers, rank)
-        order = RankOrder(layout.schedule, layout.pipeline, layout.virtual, microbatches, rank)
+        order = RankOrder(
+            kind=layout.schedule,
+            pipeline=layout.pipeline,
+            virtual=layout.virtual,
+            microbatches=microbatches,
+            rank=rank,
+        )
         flight = fullest_alike(order, alike)
         keeps = [
             self.stages.stored_bytes[name](layout, examples[like]) for name, like in flight.stores
@@ -380,7 +386,13 @@ class MemoryModel:
         """Return the bytes of a quantized weight after a product has unpacked it, on one of
         `tensor` ranks."""
         layout = Layout(tensor, 1, 1)
-        sizes = Sizes(self.model, layout, self.precision, self.software, self.on_host)
+        sizes = Sizes(
+            model=self.model,
+            layout=layout,
+            precision=self.precision,
+            software=self.software,
+            on_host=self.on_host,
+        )
         return folds.value_bytes(folds.operators(describe.layer(self.model)), sizes)
 
     def least_frozen_bytes(

@@ -236,7 +236,7 @@ class Pricer:
         moments = itertools.accumulate(self.times.after_s(layout), initial=end_s)
         lasts = zip(("reduce", "optimizer"), itertools.pairwise(moments), strict=True)
         spans = [
-            Span(rank, kind, "", start_s, end_s)
+            Span(rank=rank, kind=kind, op="", start_s=start_s, end_s=end_s)
             for kind, (start_s, end_s) in lasts
             for rank in drawn.ranks
             if end_s > start_s

@@ -57,7 +57,13 @@ class Step:
         section, whole = config.data_parallel, config.optimizer.has_matrices
         most_zero = max(may_share(section, config.run.reproducible))
         offloads = not (replicas_differ(section) or whole)
-        return cls(memory, config.layout, config.batch.global_size, most_zero, offloads)
+        return cls(
+            memory=memory,
+            layout=config.layout,
+            batch=config.batch.global_size,
+            most_zero=most_zero,
+            may_offload=offloads,
+        )
 
     @property
     def microbatches(self) -> int:

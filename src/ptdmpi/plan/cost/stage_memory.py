@@ -276,14 +276,14 @@ class StageMemory:
     def parts(self, layout: Layout) -> PartBytes:
         """Return the bytes of each part that the stages of a layout may consist of."""
         key = ActivationKey(
-            layout.tensor,
-            layout.context,
-            layout.context_method,
-            layout.expert,
-            layout.micro_size,
-            layout.sequence_parallel,
-            layout.partition_activations,
-            layout.pipeline > 1,
+            tensor=layout.tensor,
+            context=layout.context,
+            context_method=layout.context_method,
+            expert=layout.expert,
+            micro_size=layout.micro_size,
+            sequence_parallel=layout.sequence_parallel,
+            partition_activations=layout.partition_activations,
+            sends=layout.pipeline > 1,
         )
         return self._parts(key)
 

@@ -125,13 +125,17 @@ class StepTimes:
             ]
         sent = self.in_ops_s(layout, seconds)
         return StageTimes(
-            tuple(part.total + more[0] for (part, _), more in zip(seconds, sent, strict=True)),
-            tuple(part.total + more[1] for (_, part), more in zip(seconds, sent, strict=True)),
-            tuple(ways[:-1]),
-            tuple(ways[1:]),
-            self.cluster.software.overlap_pipeline,
-            placement_of(layout),
-            tuple(part.total for part in self.weight_seconds(layout)),
+            forward_s=tuple(
+                part.total + more[0] for (part, _), more in zip(seconds, sent, strict=True)
+            ),
+            backward_s=tuple(
+                part.total + more[1] for (_, part), more in zip(seconds, sent, strict=True)
+            ),
+            forward_in_s=tuple(ways[:-1]),
+            backward_in_s=tuple(ways[1:]),
+            overlap=self.cluster.software.overlap_pipeline,
+            placed=placement_of(layout),
+            weight_s=tuple(part.total for part in self.weight_seconds(layout)),
         )
 
     def in_ops_s(

@@ -151,7 +151,13 @@ class Attend(Operator):
         capped = sizes.model.attention_softcap > 0.0
         if sizes.fused_attention and not capped:
             rows = batch * queries
-            yield FusedAttention(rows, s, d, 5 if backward else 2, seen_share(sizes))
+            yield FusedAttention(
+                rows=rows,
+                columns=s,
+                head_size=d,
+                products=5 if backward else 2,
+                seen=seen_share(sizes),
+            )
             return
         # forward Q K^T, P V; backward dO V^T, then P^T dO, dS K and dS^T Q
         yield MatrixProduct(queries, s, d, batch)

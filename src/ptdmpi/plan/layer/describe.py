@@ -70,7 +70,14 @@ class LayerBuild:
         if self.model.adapt.adapts:
             linear = replace(linear, trains=False)
         quantized = LowBit.of(self.model.quantize)
-        return Multiply(name, (source,), (target,), linear, adapters, quantized=quantized)
+        return Multiply(
+            name=name,
+            inputs=(source,),
+            outputs=(target,),
+            linear=linear,
+            adapters=adapters,
+            quantized=quantized,
+        )
 
     def norm(self, name: str, source: str, target: str) -> Normalize:
         """Return the row of a norm over [h]."""
@@ -85,7 +92,13 @@ class LayerBuild:
         2105.13290). `place` is the number of the sublayer's dropout mask. No other mask of the
         layer has this number (`OTHER_MASKS`).
         """
-        residual = AddResidual(f"{name}.residual", ("x", "y"), ("x",), f"{name}.mask", place)
+        residual = AddResidual(
+            name=f"{name}.residual",
+            inputs=("x", "y"),
+            outputs=("x",),
+            mask=f"{name}.mask",
+            place=place,
+        )
         if self.model.block_norm == "post":
             first = replace(operators[0], inputs=("x",))
             last = self.norm(f"{name}_norm", "x", "x")
@@ -103,14 +116,20 @@ def attention(build: LayerBuild) -> Sublayer:
     query = model.attention_width
     key_value = model.kv_heads * model.head_size
     qkv = Linear(
-        model.hidden,
-        (query, key_value, key_value),
-        model.qkv_bias,
-        model.init_std,
-        "columns",
-        (model.heads, model.kv_heads, model.kv_heads),
+        inputs=model.hidden,
+        outputs=(query, key_value, key_value),
+        bias=model.qkv_bias,
+        init_std=model.init_std,
+        split="columns",
+        most=(model.heads, model.kv_heads, model.kv_heads),
     )
-    out = Linear(query, (model.hidden,), model.attention_bias, build.residual_std, "rows")
+    out = Linear(
+        inputs=query,
+        outputs=(model.hidden,),
+        bias=model.attention_bias,
+        init_std=build.residual_std,
+        split="rows",
+    )
     norms: tuple[tuple[str, Norm], ...] = ()
     if model.qk_norm:
         trains = not model.adapt.adapts
@@ -121,7 +140,13 @@ def attention(build: LayerBuild) -> Sublayer:
         "attention",
         0,
         build.product("attention.qkv", qkv, "y", "y"),
-        SplitHeads("attention.heads", ("y",), ("q", "k", "v"), norms, rotates),
+        SplitHeads(
+            name="attention.heads",
+            inputs=("y",),
+            outputs=("q", "k", "v"),
+            norms=norms,
+            rotates=rotates,
+        ),
         GatherKeys("attention.keys", ("q", "k", "v"), ("q", "k", "v")),
         DealHeads("attention.dealt", ("q", "k", "v"), ("q", "k", "v")),
         Attend("attention.core", ("q", "k", "v"), ("y",)),
@@ -141,8 +166,20 @@ def mlp(build: LayerBuild) -> Sublayer:
 def _linears(build: LayerBuild, width: int) -> tuple[Linear, Linear]:
     """Return the two linears of an MLP of a width."""
     model = build.model
-    up = Linear(model.hidden, (width,) * model.gates, model.mlp_bias, model.init_std, "columns")
-    return up, Linear(width, (model.hidden,), model.mlp_bias, build.residual_std, "rows")
+    up = Linear(
+        inputs=model.hidden,
+        outputs=(width,) * model.gates,
+        bias=model.mlp_bias,
+        init_std=model.init_std,
+        split="columns",
+    )
+    return up, Linear(
+        inputs=width,
+        outputs=(model.hidden,),
+        bias=model.mlp_bias,
+        init_std=build.residual_std,
+        split="rows",
+    )
 
 
 def _feed_forward(
@@ -153,7 +190,14 @@ def _feed_forward(
     up, down = _linears(build, width)
     return (
         build.product(f"{name}.up", up, "y", value),
-        Activate(f"{name}.activation", (value,), (value,), model.activation, width, model.gates),
+        Activate(
+            name=f"{name}.activation",
+            inputs=(value,),
+            outputs=(value,),
+            function=model.activation,
+            width=width,
+            gates=model.gates,
+        ),
         build.product(f"{name}.down", down, value, value),
     )
 
@@ -173,12 +217,12 @@ def _mixture(build: LayerBuild) -> Sublayer:
     router = Linear(*sizes, remembers, model.init_std, partial_gradient=True)
     up, down = _linears(build, model.expert_hidden)
     mix = MixExperts(
-        "mlp.experts",
-        inputs,
-        ("y",),
-        router,
-        up,
-        down,
+        name="mlp.experts",
+        inputs=inputs,
+        outputs=("y",),
+        router=router,
+        up=up,
+        down=down,
         count=model.experts,
         chosen=model.experts_per_token,
         function=model.activation,
@@ -236,15 +280,15 @@ def adapters_of(
             continue
         assert linear.split is not None
         pair = LowRankPair(
-            linear.inputs,
-            linear.outputs[output],
-            adapt.rank,
-            adapt.scale,
-            adapt.dropout,
-            number,
-            output,
-            linear.split,
-            most,
+            inputs=linear.inputs,
+            outputs=linear.outputs[output],
+            rank=adapt.rank,
+            scale=adapt.scale,
+            dropout=adapt.dropout,
+            number=number,
+            output=output,
+            split=linear.split,
+            most=most,
         )
         adapters.append((f"{name}.lora_{leaf}", pair))
     return tuple(adapters)
@@ -287,10 +331,26 @@ def head(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
         rows += _masked_transform(model, trains)
     # BERT's output head is the only one with a bias (Devlin et al. 2019, the published weights)
     bias = model.output_head == "mlm" and model.head_bias
-    linear = Linear(model.hidden, (vocab_size,), bias, model.init_std, "columns", trains=trains)
+    linear = Linear(
+        inputs=model.hidden,
+        outputs=(vocab_size,),
+        bias=bias,
+        init_std=model.init_std,
+        split="columns",
+        trains=trains,
+    )
     selected = model.masked
     shares = selected and model.output_head != "mlm"
-    rows.append(Predict("head", ("x",), ("logits",), linear, selected, shares))
+    rows.append(
+        Predict(
+            name="head",
+            inputs=("x",),
+            outputs=("logits",),
+            linear=linear,
+            selected=selected,
+            shares_input=shares,
+        )
+    )
     rows.append(CrossEntropy("loss", ("logits",), ("loss",), vocab_size))
     if model.sentence_order:
         rows += _sentence_order(model, trains)
@@ -305,11 +365,11 @@ def _masked_transform(model: ModelConfig, trains: bool) -> list[Operator]:
     return [
         Multiply("mlm.dense", ("x",), ("x",), dense, rows="predicted", shares_input=True),
         Activate(
-            "mlm.activation",
-            ("x",),
-            ("x",),
-            model.activation,
-            h,
+            name="mlm.activation",
+            inputs=("x",),
+            outputs=("x",),
+            function=model.activation,
+            width=h,
             rows="predicted",
             split=False,
         ),

@@ -115,7 +115,7 @@ class MixExperts(Operator):
         """Return the matrix products of each expert's rows [rows, k] with its matrix [k, n], one
         expert after the other."""
         used, rows = self._groups(sizes)
-        return MatrixProduct(rows, n, k, used, used)
+        return MatrixProduct(m=rows, n=n, k=k, batch=used, launches=used)
 
     # -- time -------------------------------------------------------------------------------------
 

@@ -283,7 +283,7 @@ def weight_gradient(
     The adding kernel reads the product, and reads and writes the sum. It is not needed if the
     product is added to the sum by the product's own kernel, in the sum's type.
     """
-    yield MatrixProduct(inputs, outputs, rows, weights, weights)
+    yield MatrixProduct(m=inputs, n=outputs, k=rows, batch=weights, launches=weights)
     e, g = sizes.compute_bytes, sizes.software.gradient_bytes
     if not (sizes.software.adds_in_place and e == g):
         yield MemoryPass(weights * inputs * outputs * (e + 2 * g), weights)

@@ -198,13 +198,13 @@ class Machine:
         node = self.cluster.node
         gather, scatter, both = node.ll128_bytes_per_s
         return nccl.Fabric(
-            group.ranks,
-            group.nodes,
-            self.ring_rate(group),
-            self.cluster.efficiency.link_step_s,
-            self.network_step_s,
-            node.tree_bytes_per_s,
-            (rings * gather, rings * scatter, rings * both),
+            ranks=group.ranks,
+            nodes=group.nodes,
+            rate=self.ring_rate(group),
+            link_step_s=self.cluster.efficiency.link_step_s,
+            network_step_s=self.network_step_s,
+            tree_rate=node.tree_bytes_per_s,
+            ll128_rates=(rings * gather, rings * scatter, rings * both),
         )
 
     def all_gather_s(self, gathered_bytes: float, group: Group) -> float:

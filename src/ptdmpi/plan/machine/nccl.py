@@ -64,7 +64,7 @@ class Fabric:
 # LL has a flag next to each 4 bytes, so it reaches a quarter of the rate, and at most 19 GB/s on
 # more than two nodes with AMD hosts (Intel: 20.4). A step over a link takes 1.8 times as long as in
 # a group on one node.
-LL = Protocol(0.47 * 1.8 / 1.9, 2.7e-6, 0.25, 0.25, 19.0e9)
+LL = Protocol(link_steps=0.47 * 1.8 / 1.9, hop_s=2.7e-6, share=0.25, lone_share=0.25, most=19.0e9)
 RINGS = (Protocol(1.0, 4.0e-6, 0.92, 0.7), Protocol(1.8, 9.6e-6, 1.0, 1.0), LL)
 TREES = (Protocol(0.6, 8.5e-6, 0.915, 0.915), Protocol(15.0, 50e-6, 1.0, 1.0))
 TREE_SHARE = 0.9  # fraction of a ring's rate that a tree reaches

@@ -257,7 +257,17 @@ def simulate(schedule: Schedule, costs: OpCosts) -> Timeline:
         for op in order:
             start_s, end_s = times[op]
             if start_s > clock_s:  # a rank waits only for inputs from other ranks
-                spans.append(Span(rank, "receive", str(schedule.source(op)), clock_s, start_s))
-            spans.append(Span(rank, op.row.span, str(op), start_s, end_s))
+                spans.append(
+                    Span(
+                        rank=rank,
+                        kind="receive",
+                        op=str(schedule.source(op)),
+                        start_s=clock_s,
+                        end_s=start_s,
+                    )
+                )
+            spans.append(
+                Span(rank=rank, kind=op.row.span, op=str(op), start_s=start_s, end_s=end_s)
+            )
             clock_s = end_s
     return Timeline(tuple(spans))

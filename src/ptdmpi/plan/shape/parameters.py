@@ -50,7 +50,14 @@ def stage_parts(
     """Return the part of the model that each stage has; `layers` has the layers of every stage."""
     last = len(layers) - 1
     return tuple(
-        ModelPart(len(own), stage == 0, stage == last, tensor, model.idle(own), expert)
+        ModelPart(
+            layers=len(own),
+            first=stage == 0,
+            last=stage == last,
+            tensor=tensor,
+            idle=model.idle(own),
+            expert=expert,
+        )
         for stage, own in enumerate(layers)
     )
 

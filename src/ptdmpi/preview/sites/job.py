@@ -76,7 +76,9 @@ def job_of(
     if site.scheduler in UNWARNED and "max_minutes" not in run:
         margin = min(MARGIN_MINUTES, site.minutes // 2)
         added.append(f"run.max_minutes={max(1, site.minutes - margin)}")
-    return TrainingJob(config, tuple(added), site, nodes, per_node)
+    return TrainingJob(
+        config=config, settings=tuple(added), site=site, nodes=nodes, ranks_per_node=per_node
+    )
 
 
 def _needed_nodes(tree: Mapping[str, Any], site: Site) -> tuple[int, int]:

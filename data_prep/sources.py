@@ -262,9 +262,9 @@ def _cut(window: bytes) -> int:
 
     The cut is in the second half of the window, after the last single line end that is between two
     non-space characters. The usual pre-tokenizers (GPT-2's and its successors') have a boundary on
-    both sides of such a line end, so that the tokens are the same as those of the undivided
-    document. If there is no such line end, the cut is after the last line end, or else before the
-    last complete UTF-8 character.
+    both sides of such a line end, so that the tokens are the same as for the undivided document. If
+    there is no such line end, the cut is after the last line end, or else before the last complete
+    UTF-8 character.
     """
     low = PIECE_BYTES // 2
     end = PIECE_BYTES

@@ -160,7 +160,7 @@ def _workload(shape: Shape, device: torch.device) -> peers.Workload:
 def parts(device: torch.device, folder: Path) -> Iterator[Measurement]:
     """Yield all parts that are measured within a single process.
 
-    `folder` is that of latest.json, in which later parts find the results of earlier ones.
+    `folder` contains latest.json, from which later parts read the results of earlier parts.
     """
     yield Measurement("machine", 0, 15, lambda: machine(device))
     yield Measurement("parity", 0, 25, lambda: parity(device))
@@ -179,8 +179,8 @@ def parts(device: torch.device, folder: Path) -> Iterator[Measurement]:
 def _comparisons(
     device: torch.device, folder: Path, name: str, shape: Shape
 ) -> Iterator[Measurement]:
-    """Yield the parts that measure other trainers, and those that alternate ptdmpi with the fastest
-    of them."""
+    """Yield the parts that measure other trainers, and the parts that measure ptdmpi and the
+    fastest of these trainers alternately."""
     llama = shape.model.get("kind") == "llama"
     yield Measurement(
         f"{name} by transformers",

@@ -2,8 +2,8 @@
 
     .venv/bin/python -m benchmarks.planning.host_time
 
-The layers are so small, and on the CPU, that only the time of Python, autograd and the library's
-calls remains. Launching on a device takes some microseconds more.
+The layers are so small that, on the CPU, only the time of Python, autograd and the library's calls
+remains. Launching on a device takes some microseconds more.
 """
 
 import torch

@@ -28,8 +28,8 @@ STEPS = 4  # the first one warms up, and memory is measured in the last one
 
 @dataclass(frozen=True)
 class LongStep:
-    """A step of one sequence on `context` ranks: the most bytes of tensors on a rank in addition to
-    the state, as allocated and by the formula, and the least seconds of a step."""
+    """A step with one sequence on `context` ranks: the maximum number of bytes of tensors on a rank
+    in addition to the state, as measured and as predicted, and the seconds of the fastest step."""
 
     context: int
     length: int

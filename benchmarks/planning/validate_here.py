@@ -1,8 +1,8 @@
 """`make validate-plan-here`: compare predictions for this machine with measured steps.
 
 The machine is probed on two ranks, then the steps of sixteen layouts on one and two ranks are
-measured. The order of two layouts counts only if their times differ by more than the spread of the
-rounds.
+measured. The order of two layouts is compared only if their times differ by more than the spread of
+the rounds.
 """
 
 import itertools
@@ -63,7 +63,8 @@ class Order(NamedTuple):
 
 
 def kendall(predicted: Sequence[float], measured: Sequence[Sequence[float]]) -> Order:
-    """Return how well the order of predictions agrees with that of step times measured by round."""
+    """Return how well the order of predictions agrees with the order of the step times, which were
+    measured in rounds."""
     signs = []
     ties = 0
     for i, j in itertools.combinations(range(len(measured)), 2):

@@ -235,7 +235,7 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
     if done is None:
         try:
             state.save(0, _write(corpus, output))
-            # for users who talk to a model that was trained on the shards
+            # copy the template for users who talk to a model that was trained on the shards
             for directory in output.outputs:
                 write_file(directory / TEMPLATE, template.source.encode())
             done = state.finish(1, file)
@@ -272,7 +272,8 @@ def _size(group: Group) -> int:
 
 def _kept(group: Group, options: ChatOptions) -> Group | None:
     """Return the parts of conversations that fit into a row together. Return None if they are left
-    out, because they are too long or because no token of an answer would count in one of them."""
+    out: because they are too long, or because no token of an answer in one of them would be a
+    label."""
     length = options.seq_length
     if _size(group) > length and (options.pairs or options.too_long == "drop"):
         return None

@@ -10,7 +10,7 @@ bytes.
 
 A thread of each rank writes its file, and a thread of rank 0 does the remaining work. When ranks
 must agree, their main threads use the world communicator between two steps. MPI therefore need not
-support threads, and the messages of a save are not mixed with those of a step.
+support threads, and the messages of a save are not mixed with the messages of a step.
 """
 
 import contextlib
@@ -243,7 +243,8 @@ class Checkpoints:
             return True
         if not all(self.world.all_gather_object(wait or flight.writing.done())):
             return False
-        # no rank may raise an error alone: the others would wait for it in the next collective
+        # if only one rank raised the error, all other ranks would wait for it in the next
+        # collective
         part, error = _result(flight.writing)
         text = None
         if error is not None:

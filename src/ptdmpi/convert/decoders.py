@@ -32,7 +32,7 @@ BIASES = {(True, True): True, (True, False): "attention", (False, True): "mlp"}
 
 @dataclass(frozen=True)
 class Decoder:
-    """A description of how one family differs from the others.
+    """A description of how one family of decoders differs from all others.
 
     `defaults`: values of keys that config.json lacks, since `transformers` leaves out defaults.
     `keys`: a function that makes further keys of [model] from a config.json. `config`: a function

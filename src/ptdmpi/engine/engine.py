@@ -249,8 +249,8 @@ class Engine:
 
     def evaluate(self, batches: Sequence[Microbatch]) -> dict[str, SummedLoss]:
         """Return the losses, by name, of the `batches` of all data ranks, without training. The
-        losses are equal on all ranks. The loss of the task counts only tokens, so that the
-        exponential of its mean is a perplexity."""
+        losses are equal on all ranks. The loss of the task does not include any other loss, so that
+        for a model of text the exponential of its mean is a perplexity."""
         schedule = schedules.forwards(self.schedule, len(batches))
         program = _program(self.axes["pipeline"], schedule)
         passes = [MicrobatchPass(number, batch) for number, batch in enumerate(batches)]
@@ -336,7 +336,7 @@ def _stages(
     *,
     context: ContextAxis,
 ) -> dict[int, Stage]:
-    """Return the stages of this rank by number. The schedule alone decides which rank has which
+    """Return the stages of this rank by number. Only the schedule decides which rank has which
     stages."""
     axis = TensorAxis(axes["tensor"], config.parallel.sequence_parallel)
     experts = ExpertAxis(axes[EXPERTS])

@@ -65,9 +65,9 @@ class Portion:
 
 @dataclass(frozen=True)
 class Unit:
-    """A shard unit: consecutive entries at [start, stop) of the flat buffer, those with weight
-    decay first. `apart` are the axes along which their gradients are not summed, according to their
-    declarations."""
+    """A shard unit: consecutive entries at [start, stop) of the flat buffer. Entries with weight
+    decay come first. `apart` are the axes along which the gradients of these entries are not
+    summed, because each rank has different parameters there (see `Declaration`)."""
 
     name: str
     start: int

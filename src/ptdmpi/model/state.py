@@ -71,8 +71,8 @@ class Piece:
     `cut_by` are the axes along which ranks have different slices; along all other axes ranks have
     the same slice. `owned` is False in a special case: ranks along an axis of `cut_by` have the
     same slice nevertheless, and they write it to checkpoints. The special case is a tied table, or
-    a share of which neighbours on the tensor axis have copies. In all other cases the slice is
-    written by this rank and those that have it along the other axes. `replica` is the number of the
+    a share of which neighbours on the tensor axis have copies. In all other cases this rank and the
+    ranks with the same slice along the other axes write it together. `replica` is the number of the
     replica if replicas differ in this kind; None if they are equal.
     """
 
@@ -226,8 +226,8 @@ class State:
 
     def pieces(self, mean: bool = False) -> Iterator[Piece]:
         """Yield all pieces of the state that this rank has, parameter by parameter and then kind by
-        kind. `mean`: if replicas differ, the pieces are those that are equal on all replicas while
-        the kind is `averaged`, instead of each replica's own."""
+        kind. `mean`: although replicas differ, describe the pieces as equal on all replicas, as
+        they are while the kind is `averaged`."""
         self.settle()
         for name in self.buffer.entries:
             for kind, all_held in self.kinds.items():

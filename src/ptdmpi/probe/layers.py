@@ -1,5 +1,5 @@
-"""Times of the trainer's own stages, and the fit of a cluster's fractions. A fraction is the part
-of a measured rate with which predictions agree with these times.
+"""Times of the trainer's own stages, and the fit of a cluster's fractions. A fraction is chosen so
+that predictions with this fraction of a measured rate agree with these times.
 
 Layers are slower than a loop of their kernels: Python, autograd and the allocator take time between
 the kernels, and operands are not always in the cache.

@@ -4,7 +4,7 @@ steps.
 Every step tests only the loss and the global norm, which are computed anyway. If the loss or the
 norm is not finite, nothing is updated. Sums over ranks have then spread the value to all ranks. To
 find its origin, the step is computed a second time, and every output is tested. Dropout masks
-depend on the samples alone, so the second computation equals the first.
+depend only on the samples, so the second computation equals the first.
 """
 
 import contextlib
@@ -254,7 +254,8 @@ class _Watcher(OpHook):
         # with ZeRO stages 2 and 3 gradients are reduced as soon as they are computed; they are
         # freed by now, and `see` has tested them
         still_here = not self.engine.buffer.portion.shards_gradients
-        # from the last layer to the first, because the last layer's gradient causes the others
+        # from the last layer to the first, because each layer's gradient is computed from the
+        # gradient of the layer after it
         for place, (name, weight) in enumerate(reversed(stage.trained_parameters())):
             if id(weight) in self._broken or (still_here and not _finite(weight.main_grad)):
                 what = f"gradient of {name}"

@@ -11,7 +11,7 @@ from ptdmpi.watch.lookout import Lookout
 from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked
 
 # Exit codes for a corrupt state. With 3 a person should check the named hosts before the run is
-# started again. With 4 the run should be started again at once, from a checkpoint and not from
+# started again. With 4 the run should be started again immediately, from a checkpoint and not from
 # copies in memory.
 CORRUPT_EXIT_CODES = {"stop": 3, "restart": 4}
 MOST_FAULTS = 8  # maximum number of faults that are printed one by one

@@ -256,7 +256,7 @@ class _Queries:
             return None
         count = queries[2].stop - queries[2].start
         window = self._work.seen.scores.window
-        # the last key that a causal block sees is that of its last query
+        # the last key that a causal block sees is at the position of its last query
         from_all = positions.stop <= seen.stop - count + 1
         if from_all and (not window or positions.start >= seen.stop - window):
             return None

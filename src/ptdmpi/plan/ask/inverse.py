@@ -13,7 +13,7 @@ from ptdmpi.plan.machine.cluster import model_of
 from ptdmpi.plan.shape.parameters import active_count, parameter_count
 
 DAY_S = 86400
-MODEL_FLOPS, HARDWARE_FLOPS = 6, 8  # per token and parameter, without and with recomputation
+MODEL_FLOPS, HARDWARE_FLOPS = 6, 8  # FLOPs per token and parameter, without and with recomputation
 RECOMPUTED = "full recomputation counted: Narayanan et al. 2021, equation 4"
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), Table 3
 CURVE = 60  # points of a curve
@@ -35,7 +35,8 @@ class TrainingWork(NamedTuple):
         return factor * self.tokens * self.parameters / (self.ranks * flops_per_s) / DAY_S
 
     def flops_per_s(self, days: float, factor: int = MODEL_FLOPS) -> float:
-        """Return the FLOP/s of a rank in a training of so many days."""
+        """Return the FLOP/s that each rank must reach for a training in the given number of
+        days."""
         return factor * self.tokens * self.parameters / (self.ranks * days * DAY_S)
 
 

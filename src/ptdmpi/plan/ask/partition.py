@@ -16,7 +16,7 @@ columns of its tensor.
 A sum is an all-reduce. It sends as much as a reduce-scatter and a gather together, and each of
 these sends (t - 1)/t of the tensor. The first way, A by columns and B by rows, sends least (Shoeybi
 et al. 2019, arXiv 1909.08053, section 3). It sends nothing between the two products, and it never
-sends the wider tensor. Attention is cut the same way, with its heads in place of columns.
+sends the wider tensor. Attention is cut in the same way: its heads take the place of the columns.
 """
 
 from collections.abc import Mapping

@@ -20,7 +20,7 @@ from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.shape.parameters import parameter_count
 
-STATE_BYTES = 12  # per parameter: float32 weight and AdamW's two moments
+STATE_BYTES = 12  # bytes per parameter: float32 weight and AdamW's two moments
 HOUR_S, DAY_S = 3600, 86400
 CURVE = 60  # points of a curve
 
@@ -36,8 +36,8 @@ class Failures:
     restart_s: float
 
     def useful(self, interval_s: float) -> float:
-        """Return the goodput, the share of time spent on steps that count, with a save every
-        `interval_s` of training."""
+        """Return the goodput, the share of time spent on steps that are not lost, with a save after
+        every `interval_s` of training."""
         mean = self.between_s
         try:
             spent = mean * math.exp(self.restart_s / mean)

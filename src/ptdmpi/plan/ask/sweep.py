@@ -24,7 +24,7 @@ def lengths(pricer: Pricer, sizes: Sequence[int]) -> dict[int, Pricer]:
     """Return pricers of the same model at other sequence lengths, by length, with as many tokens in
     a step.
 
-    Raises InputError if that is not a whole number of sequences.
+    Raises InputError if these tokens are not a whole number of sequences.
     """
     tokens = pricer.batch * pricer.model.config.seq_length
     pricers = {}

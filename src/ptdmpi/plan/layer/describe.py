@@ -38,7 +38,7 @@ from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Scale, Sees, Tabl
 from ptdmpi.plan.layer.products import Multiply
 
 WORD_TABLE = "word"  # the part of the embedding that a tied head shares
-# numbers of a layer's dropout masks outside of residual sums (`RandomStream.at`)
+# numbers of a layer's dropout masks, except the masks of residual sums (`RandomStream.at`)
 OTHER_MASKS = {2: "attention's weights", 3: "the adapters"}
 
 
@@ -203,8 +203,8 @@ def _feed_forward(
 
 
 def _mixture(build: LayerBuild) -> Sublayer:
-    """Return experts and their router, next to shared experts, if there are any: one MLP that
-    computes every token (Dai et al. 2024, arXiv 2401.06066)."""
+    """Return the experts and their router. If there are shared experts, the result also has their
+    MLP, which computes every token (Dai et al. 2024, arXiv 2401.06066)."""
     model = build.model
     shared: tuple[Operator, ...] = ()
     inputs: tuple[str, ...] = ("y",)
@@ -243,7 +243,8 @@ def layer(model: ModelConfig, number: int | None = None) -> tuple[Sublayer, ...]
 
 
 def _require_own_masks(sublayers: Iterable[Sublayer]) -> None:
-    """Raise ValueError if two dropout masks of a layer have one number and so equal values."""
+    """Raise ValueError if two dropout masks of a layer have the same number, and therefore equal
+    values."""
     users = dict(OTHER_MASKS)
     for sublayer in sublayers:
         for row in sublayer.operators:
@@ -405,10 +406,10 @@ def _of_samples(
 def _task(model: ModelConfig) -> list[Operator]:
     """Return the head for a task.
 
-    BERT classifies from its first token, through the pooler (Devlin et al. 2019, section 4.1), a
-    decoder from its last one, by a linear alone (Radford et al. 2018). The head is trained even if
-    the rest of the model trains only adapters, because a frozen head would not have learned the
-    task.
+    BERT classifies from its first token, through the pooler (Devlin et al. 2019, section 4.1). A
+    decoder classifies from its last token, by only a linear (Radford et al. 2018). The head is
+    trained even if the rest of the model trains only adapters, because a frozen head would not have
+    learned the task.
     """
     h, std = model.hidden, model.init_std
     has_backward = model.idle() < model.layers

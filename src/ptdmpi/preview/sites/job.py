@@ -19,9 +19,9 @@ from ptdmpi.train.checks import checked_data, with_form
 
 # Schedulers that send no usable warning before the time limit: the run itself stops before it.
 UNWARNED = ("pbs", "lsf", "flux")
-# The default of a key in a configuration, where it is not that of `Layout`.
+# The default of a key in a configuration, where it differs from the default of `Layout`.
 UNSET = {"parallel": {"data": "auto"}}
-MARGIN_MINUTES = 10  # for the last step and its checkpoint
+MARGIN_MINUTES = 10  # time that is reserved for the last step and its checkpoint
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,17 @@ def test_a_site_has_a_template_and_a_container_of_its_own(folder):
     assert "LAUNCH=${LAUNCH:-srun --mpi=cray_shasta}" in lines
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "template"),
+    [("slurm", "pbs-gpu.sh"), ("slurm", "site.toml"), ("kubernetes", "slurm-gpu.sbatch")],
+)
+def test_a_template_of_another_scheduler_is_refused(folder, scheduler, template):
+    image = IMAGE if scheduler == "kubernetes" else ""
+    file = site(scheduler, more=f'{image}\ntemplate = "{template}"')
+    with pytest.raises(InputError, match=f"template: {template} is no template for {scheduler}"):
+        submit("--site", file, "--nodes", "2")
+
+
 def test_a_layout_is_planned_for_the_nodes(folder):
     (folder / "train").mkdir()
     with ShardWriter(folder / "train" / "a.h5", "t", "0" * 64, vocab_size=64, eod_id=63) as writer:

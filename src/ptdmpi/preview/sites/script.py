@@ -9,7 +9,13 @@ from ptdmpi.preview.sites.job import TrainingJob
 from ptdmpi.supervise.environment import jobs_folder
 
 # For each scheduler, the beginning of a line with an option. A further # switches the line off.
-DIRECTIVES = {"slurm": "#SBATCH ", "pbs": "#PBS ", "lsf": "#BSUB ", "flux": "# flux: "}
+DIRECTIVES = {
+    "slurm": "#SBATCH ",
+    "pbs": "#PBS ",
+    "lsf": "#BSUB ",
+    "flux": "# flux: ",
+    "kubernetes": "apiVersion: ",
+}
 START = '. "${PTDMPI_HOME'  # the last line of a template: it starts the training
 
 
@@ -66,12 +72,16 @@ def script_of(job: TrainingJob, file: Path) -> str:
     """Return the script of a job, which will be in `file`."""
     folder = jobs_folder()
     template = Template((folder / job.site.template_name).read_text(encoding="utf-8"))
+    directive = DIRECTIVES[job.site.scheduler]
+    needed = (directive,) if job.site.scheduler == "kubernetes" else (directive, START)
+    if not all(any(line.startswith(begin) for line in template.lines) for begin in needed):
+        raise InputError(
+            f"site {job.site.name}: template: {job.site.template_name} is no template for "
+            f"{job.site.scheduler}"
+        )
     if job.site.scheduler == "kubernetes":
         _fill(template, job)
         return "\n".join(template.lines) + "\n"
-    directive = DIRECTIVES[job.site.scheduler]
-    if not any(line.startswith(START) for line in template.lines):
-        raise InputError(f"site {job.site.name}: template: {job.site.template_name} is no template")
     options = {"slurm": _slurm, "pbs": _pbs, "lsf": _lsf, "flux": _flux}[job.site.scheduler]
     for option, value in options(job, template).items():
         if value:

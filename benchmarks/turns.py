@@ -1,7 +1,8 @@
-"""Rounds of a comparison, in which each side runs once, in changing order.
+"""Rounds of a comparison. A side is one of the compared programs or methods, and runs once in each
+round, in changing order.
 
 The machines are shared, and their speed drifts. For this reason only figures of the same round are
-compared, and each round begins with another side, so that a drift favours no side.
+compared, and each round begins with a different side, so that no side benefits from a drift.
 """
 
 import statistics
@@ -13,7 +14,7 @@ Side = Callable[[], float]  # returns the rate of the side, per second
 
 
 def round_of(sides: Mapping[str, Callable[[], T]], number: int) -> dict[str, T]:
-    """Return the result of each side in round `number`. Each round begins with another side."""
+    """Return the result of each side in round `number`. Each round begins with a different side."""
     names = list(sides)
     first = number % len(names)
     return {name: sides[name]() for name in names[first:] + names[:first]}
@@ -28,7 +29,7 @@ def spread(values: Sequence[float], unit: str = "") -> str:
 
 
 def compare(sides: Mapping[str, Side], plain: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Return for each side its rate ("per_s") and the ratio of this rate to that of the side
+    """Return for each side its rate ("per_s") and the ratio of this rate to the rate of the side
     `plain` ("ratio", "least", "greatest"). Rates and ratios are medians over the rounds."""
     # the first round is a warm-up
     done = [round_of(sides, number) for number in range(rounds + 1)][1:]

@@ -198,7 +198,9 @@ def tokenize(
         valid_fraction=given["valid_fraction"],
         skip_bad_lines=given.pop("skip_bad_lines"),
     )
-    options = TextOptions(inputs, encode, suffixes, workers, deduplicate)
+    options = TextOptions(
+        inputs=inputs, encode=encode, suffixes=suffixes, workers=workers, deduplicate=deduplicate
+    )
     _make_shards(lambda output: TextCorpus(options, output), **given)
 
 
@@ -415,7 +417,13 @@ def _training_texts(
     share = 1.0  # fraction of the texts that is used
     if sample_bytes is not None:
         share = sample_bytes / max(1, total)
-    options = EncodeOptions("", text_field, errors, 0.0, skip_bad_lines)
+    options = EncodeOptions(
+        tokenizer="",
+        text_field=text_field,
+        errors=errors,
+        valid_fraction=0.0,
+        skip_bad_lines=skip_bad_lines,
+    )
     empty = True
     bad: list[int] = []
     with progress("reading", total, "B") as advance:

@@ -144,7 +144,13 @@ class _Run:
             cores = len(os.sched_getaffinity(0))
         total = sum(self._corpus.group_bytes[group] for group in groups)
         with progress(what, total, "B") as advance:
-            yield Work(groups, self._first_block, cores, advance, self._ranks.rank)
+            yield Work(
+                groups=groups,
+                first_block=self._first_block,
+                cores=cores,
+                advance=advance,
+                rank=self._ranks.rank,
+            )
 
     def _mine(self) -> Sequence[int]:
         return range(self._ranks.rank, len(self._corpus.group_bytes), self._ranks.size)

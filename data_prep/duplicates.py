@@ -87,7 +87,7 @@ class ExactKeys:
         return _exact_hash(np.concatenate(pieces).tobytes().hex())
 
     def __call__(self, task: Task) -> TaskKeys:
-        """Read a task and hash its pieces, except those of empty documents."""
+        """Read a task and hash its pieces, without the pieces of empty documents."""
         pieces = [piece for piece in read_pieces(task, self._options) if not piece.is_nothing]
         hashes = [self.hash(piece.text) for piece in pieces]
         return TaskKeys(
@@ -238,8 +238,8 @@ def repeated(column: Callable[[int], np.ndarray], columns: int, size: int) -> np
 
     `column` returns the keys in one of `columns` columns, uint64 [size]; only keys in the same
     column are compared. Every document takes the lowest number among the documents with the same
-    key, one column after the other, until nothing changes. At the end, the number of a document is
-    that of the first document to which it is connected.
+    key, one column after the other, until nothing changes. At the end, each document has the number
+    of the first document to which it is connected.
     """
     labels = np.arange(size)
     changed = size > 0

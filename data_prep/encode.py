@@ -269,14 +269,26 @@ def read_pieces(
         if chunk.kind == TEXT:
             text = _decode(chunk.data, chunk.path, chunk.start, options.errors)
             held_out = chunk.first and _held_out(chunk.data, options)
-            yield TextPiece(text, len(chunk.data), held_out, chunk.first, chunk.last)
+            yield TextPiece(
+                text=text,
+                size_bytes=len(chunk.data),
+                held_out=held_out,
+                first=chunk.first,
+                last=chunk.last,
+            )
             continue
         read = _documents if chunk.kind == JSONL else _rows
         for document in read(chunk, options, bad):
             first = True
             for data, last in document:
                 held_out = first and _held_out(data, options)
-                yield TextPiece(data.decode(), len(data), held_out, first, last)
+                yield TextPiece(
+                    text=data.decode(),
+                    size_bytes=len(data),
+                    held_out=held_out,
+                    first=first,
+                    last=last,
+                )
                 first = False
 
 

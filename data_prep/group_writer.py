@@ -32,12 +32,12 @@ class GroupWriter:
         self._tokens = 0  # number of tokens in the shards that are being written
 
     def add(self, encoded: Encoded) -> None:
-        """Write the tokens of a task, except those that are already in finished shards."""
+        """Write the tokens of a task, except the tokens that are already in finished shards."""
         # The first segment of a document, which may be in an earlier task, decides for all its
         # segments.
         first = np.maximum.accumulate(np.where(encoded.begins, np.arange(encoded.begins.size), -1))
         sides = np.where(first < 0, self._held_out, encoded.held_out[first])
-        mixed = None  # bool [tokens]: held out or not; None: all tokens go to the same side
+        mixed = None  # bool [tokens]: held out or not; None: all go to the same shard
         if sides.any() and not sides.all():
             mixed = np.repeat(sides, encoded.lengths)
         ends = np.cumsum(encoded.lengths)[encoded.ended]  # int64 [documents that end here]
@@ -68,11 +68,11 @@ class GroupWriter:
         self._counters += encoded.counters
 
     def _deal(self, tokens: np.ndarray, held_out: np.ndarray, ends: np.ndarray) -> None:
-        """Write tokens (int [n]) to both sides: those with `held_out` (bool [n]) to the second
-        side, the others to the first.
+        """Write the tokens (int [n]) with `held_out` (bool [n]) to the shard of held-out documents,
+        and all other tokens to the shard of training documents.
 
         `ends` (int [documents]) counts from the first token. All tokens of a document go to the
-        same side.
+        same shard.
         """
         for side, chosen in enumerate((~held_out, held_out)):
             if chosen.any():
@@ -110,7 +110,12 @@ class GroupWriter:
         self._tokens = 0
         shards = self._progress.shards + 1
         self._progress = GroupProgress(
-            shards, task, token, self._held_out, self._counters, complete
+            shards=shards,
+            task=task,
+            token=token,
+            held_out=self._held_out,
+            counters=self._counters,
+            complete=complete,
         )
         self._state.save(self._group, self._progress)
 

@@ -12,8 +12,8 @@ from ptdmpi.base.outside import mendable_paths
 
 @dataclass(frozen=True)
 class Team:
-    """The position of this process among those that work together. A single process is rank 0 of
-    1."""
+    """The number of this process among the processes that work together. A single process is rank 0
+    of 1."""
 
     rank: int
     size: int
@@ -40,8 +40,8 @@ def launcher_ranks() -> Team:
 
 def score_pairs(run: Path, paths: tuple[Path, ...], **options: Any) -> list[dict[str, Any]]:
     """Store the log-probabilities of the model `run` with pairs of answers, on all ranks of this
-    launch. Return a table for each dataset on rank 0, and nothing on others. Raise the same errors
-    as `ptdmpi.evaluate.reference.score`."""
+    launch. Return a table for each dataset on rank 0, and nothing on all other ranks. Raise the
+    same errors as `ptdmpi.evaluate.reference.score`."""
     from ptdmpi.comm.launch import loading, prepare
 
     prepare()

@@ -29,7 +29,7 @@ _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = (6, 7)
 _CODES = {"<u2": 8, "<i4": 4}
 BLOCK_TOKENS = 1 << 20
-# number of sequences that are read together; at least those of one document
+# number of sequences that are read together; at least the sequences of one document
 _WINDOW_SEQUENCES = 1 << 18
 _MAX_LENGTH = (1 << 31) - 1  # maximum number of tokens in a sequence, whose length is an int32
 
@@ -178,7 +178,8 @@ class MegatronIndex:
         self, documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray
     ) -> Iterator[TokenBlock]:
         """Yield one block of complete documents with the lengths `documents`, or the blocks of a
-        single longer document. `starts` and `lengths` are those of the document's sequences."""
+        single longer document. `starts` and `lengths` have the start and the length of each
+        sequence of the document."""
         total = int(documents.sum())
         if total <= BLOCK_TOKENS:
             runs = [self.tokens[start:stop] for start, stop in _runs(starts, lengths)]
@@ -226,7 +227,7 @@ def _joined(headers: Sequence[ShardHeader], eod_id: int) -> list[bool]:
 
 def _document_lengths(headers: Sequence[ShardHeader], eod_id: int) -> Iterator[np.ndarray]:
     """Yield the lengths in tokens of all documents, int64 [n] at a time. A document that continues
-    in the next shard counts as one. Raise InputError for a document that is too long for
+    in the next shard is counted once. Raise InputError for a document that is too long for
     Megatron."""
     carried = 0  # number of tokens of a document that continues in the next shard
     joined = [*_joined(headers, eod_id), False]
@@ -313,10 +314,10 @@ def export(directory: Path, prefix: Path) -> dict[str, Any]:
     """Write a dataset as PREFIX.bin and PREFIX.idx, with one sequence per document that ends with
     its end-of-document token, and return the final table.
 
-    Tokens are uint16 if those of the shards are, else int32. A document that was cut at the end of
-    a shard is joined again. Raise InputError for a directory that is not a dataset, for files that
-    already exist, for a full disk, and for a document or an id that is too large; then neither file
-    is written.
+    The exported tokens are uint16 if the tokens of the shards are uint16, and otherwise int32. A
+    document that was cut at the end of a shard is joined again. Raise InputError for a directory
+    that is not a dataset, for files that already exist, for a full disk, and for a document or an
+    id that is too large; then neither file is written.
     """
     dataset = Dataset(directory)
     headers = [confirmed(header) for header in dataset.headers]

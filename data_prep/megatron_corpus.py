@@ -57,7 +57,7 @@ class MegatronCorpus:
         given: GivenVocabulary | None,
         valid_fraction: float,
     ):
-        """Open the datasets. The vocabulary is that of a `tokenizer`, or is `given`. Raise
+        """Open the datasets. The vocabulary is `given`, or is the vocabulary of `tokenizer`. Raise
         InputError for a prefix or a vocabulary that cannot be used."""
         if (tokenizer is None) == (given is None):
             raise InputError("give either --tokenizer, or --vocab-size and --eod-id")

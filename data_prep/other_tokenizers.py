@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ptdmpi.base.disk import read_file
 from ptdmpi.config import InputError
 from ptdmpi.data.header import token_dtype
 
@@ -81,7 +82,7 @@ class SentencePieceTokenizer:
             raise InputError(f"tokenizer {path} needs sentencepiece: {MISSING}") from error
         self._model = SentencePieceProcessor()
         try:
-            content = path.read_bytes()
+            content = read_file(path)
             self._model.LoadFromSerializedProto(content)
         except (OSError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]

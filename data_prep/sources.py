@@ -154,7 +154,15 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
         for path, name in zip(paths, names, strict=True):
             status = path.stat()
             kind = _kind(path, suffixes) or TEXT
-            sources.append(CorpusFile(path, name, kind, status.st_size, status.st_mtime_ns))
+            sources.append(
+                CorpusFile(
+                    path=path,
+                    name=name,
+                    kind=kind,
+                    size_bytes=status.st_size,
+                    modified_ns=status.st_mtime_ns,
+                )
+            )
     seen: set[Path] = set()
     for source in sources:
         resolved = source.path.resolve()
@@ -254,9 +262,9 @@ def _cut(window: bytes) -> int:
 
     The cut is in the second half of the window, after the last single line end that is between two
     non-space characters. The usual pre-tokenizers (GPT-2's and its successors') have a boundary on
-    both sides of such a line end, so that the tokens are the same as those of the undivided
-    document. If there is no such line end, the cut is after the last line end, or else before the
-    last complete UTF-8 character.
+    both sides of such a line end, so that the tokens are the same as for the undivided document. If
+    there is no such line end, the cut is after the last line end, or else before the last complete
+    UTF-8 character.
     """
     low = PIECE_BYTES // 2
     end = PIECE_BYTES
@@ -303,7 +311,15 @@ def _text_chunks(source: CorpusFile, blocks: Iterable[bytes]) -> Iterator[Chunk]
     """Yield the pieces of a text file, whose content is one document."""
     start = 0
     for data, last in split_document(blocks):
-        yield Chunk(str(source.path), TEXT, data, start, 1, start == 0, last)
+        yield Chunk(
+            path=str(source.path),
+            kind=TEXT,
+            data=data,
+            start=start,
+            line=1,
+            first=start == 0,
+            last=last,
+        )
         start += len(data)
 
 
@@ -351,7 +367,16 @@ def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]
 
     def chunk(data: bytes) -> Chunk:
         """Return a chunk of lines that begins at `start`."""
-        return Chunk(str(source.path), JSONL, data, start, line, True, True, source_start)
+        return Chunk(
+            path=str(source.path),
+            kind=JSONL,
+            data=data,
+            start=start,
+            line=line,
+            first=True,
+            last=True,
+            source_start=source_start,
+        )
 
     for block in _lines_of_slice(source, start, blocks):
         buffer += block
@@ -383,7 +408,17 @@ def _row_chunks(
     def chunk() -> Chunk:
         """Return a chunk that consists of `texts`."""
         lengths = tuple(map(len, texts))
-        return Chunk(str(source.path), PARQUET, b"".join(texts), 0, first, True, True, 0, lengths)
+        return Chunk(
+            path=str(source.path),
+            kind=PARQUET,
+            data=b"".join(texts),
+            start=0,
+            line=first,
+            first=True,
+            last=True,
+            source_start=0,
+            lengths=lengths,
+        )
 
     for row, text in read_rows(source.path, text_field, source.start, source.stop):
         if not texts:

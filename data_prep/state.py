@@ -34,7 +34,7 @@ OF_CONVERSATIONS = ("answers", "answer_tokens", "truncated", "too_long", "paddin
 
 @dataclass(frozen=True)
 class CorpusCounters:
-    """Sums over documents. Bytes are those of UTF-8 text, decompressed."""
+    """Sums over documents. Numbers of bytes are sizes of decompressed UTF-8 text."""
 
     documents: int = 0
     empty_documents: int = 0
@@ -44,7 +44,7 @@ class CorpusCounters:
     valid_tokens: int = 0
     bad_lines: int = 0  # number of lines that are left out
     eods_added: int = 0  # number of end-of-document tokens added to imported documents
-    answers: int = 0  # this and the following are for conversations only
+    answers: int = 0  # this field and the following fields are used only for conversations
     answer_tokens: int = 0
     truncated: int = 0
     too_long: int = 0

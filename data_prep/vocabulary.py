@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from data_prep.other_tokenizers import MISSING, SentencePieceTokenizer, TiktokenTokenizer
+from ptdmpi.base.disk import read_file
 from ptdmpi.base.hub import downloaded, is_hub_name
 from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import TOKENIZER_CONFIG, json_object
@@ -128,7 +129,7 @@ class HuggingFaceTokenizer:
 
         path = Path(path)
         try:
-            content = path.read_bytes()
+            content = read_file(path)
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises the class Exception for a malformed file
             raise InputError(

@@ -111,6 +111,19 @@ def over_budget(name: str, source: str) -> list[str]:
     return found
 
 
+def unnamed_values(name: str, source: str) -> list[str]:
+    """Constructor calls that pass more values by position than a reader can tell apart."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return [
+        f"{name}:{call.lineno}: {call.func.id} gets {len(call.args)} values by position"
+        for call in calls
+        if isinstance(call.func, ast.Name)
+        and call.func.id[0].isupper()
+        and len(call.args) > MAX_POSITIONAL
+        and not any(isinstance(value, ast.Starred) for value in call.args)
+    ]
+
+
 def forbidden(name: str, source: str) -> list[str]:
     """Statements and comments that no file may have, as one line each."""
     found = [
@@ -235,6 +248,12 @@ def continues_a_name(source: str) -> list[str]:
 def test_docstrings_stand_alone():
     assert [text for file in FILES for text in continues_a_name(file.read_text())] == []
     assert continues_a_name('def size():\n    """Of a file, in bytes."""\n') != []
+
+
+def test_values_have_names():
+    kept = [f for f in FILES if f.relative_to(ROOT).parts[0] in ("src", "data_prep")]
+    assert [line for f in kept for line in unnamed_values(str(f), f.read_text())] == []
+    assert len(unnamed_values("f.py", "Size(1, 2, 3, 4, 5)\nSize(1, 2, 3, 4)\n")) == 1
 
 
 def test_exceptions_name_what_exists():

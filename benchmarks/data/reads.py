@@ -9,8 +9,8 @@ start     time and memory from the start of a process to its first batch: 10^8 t
 write     token ids written to shards, against h5py's create_dataset(data=...)
 tokenize  `ptdmpi-data tokenize` against the bare calls of the tokenizer, and other tools
 
-All sides alternate, in changing order, and a ratio is taken within one round. The output has
-medians and, in brackets, the least and the greatest value.
+The compared programs alternate, in changing order, and a ratio is taken within one round. The
+output has medians and, in brackets, the least and the greatest value.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def write_dataset(directory: Path, tokens: int, seed: int) -> Dataset:
 
 
 def timed_steps(batches: TrainBatches, samples: int, global_size: int) -> Side:
-    """Return a side (a timed function) that reads the next `samples` samples, step by step."""
+    """Return a timed function that reads the next `samples` samples, step by step."""
     places = iter(range(10**9))
 
     def side() -> float:
@@ -73,7 +73,7 @@ def timed_steps(batches: TrainBatches, samples: int, global_size: int) -> Side:
 
 
 def timed_prefetch(batches: TrainBatches, samples: int, global_size: int) -> Side:
-    """Return a side that reads `samples` samples through the prefetching thread."""
+    """Return a timed function that reads `samples` samples through the prefetching thread."""
 
     def side() -> float:
         steps = samples // global_size
@@ -103,8 +103,8 @@ def in_order(datasets: list[Dataset], global_size: int, micro_size: int) -> Trai
 
 
 def timed_slices(datasets: list[Dataset], picks: np.ndarray, chance: np.random.Generator) -> Side:
-    """Return a side that reads the samples `picks` as slices of memory-mapped files, each from a
-    random dataset."""
+    """Return a timed function that reads the samples `picks` as slices of memory-mapped files, each
+    from a random dataset."""
     headers = [dataset.headers[0] for dataset in datasets]
     maps = [np.memmap(h.path, h.dtype, "r", h.byte_offset, (h.tokens,)) for h in headers]
     shares = np.array([float(weight) for weight in WEIGHTS[: len(datasets)]])
@@ -121,7 +121,7 @@ def timed_slices(datasets: list[Dataset], picks: np.ndarray, chance: np.random.G
 
 
 def timed_reads(dataset: Dataset, picks: np.ndarray, group: int) -> Side:
-    """Return a side that reads the samples `picks`, `group` at a time."""
+    """Return a timed function that reads the samples `picks`, `group` at a time."""
 
     def side() -> float:
         groups = [picks[n : n + group] for n in range(0, len(picks), group)]

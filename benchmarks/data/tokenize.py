@@ -184,7 +184,7 @@ def _tools(folder: Path, tokenizer: Path, peers: Peers) -> dict[str, Tool]:
     """Return the tools that are available, by their names in the table."""
     here = sys.executable
     there = str(peers.python)
-    model = folder / "hf-tokenizer"  # in the format of transformers
+    model = folder / "hf-tokenizer"  # a folder in the format of transformers
     model.mkdir()
     shutil.copy(tokenizer, model / "tokenizer.json")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}

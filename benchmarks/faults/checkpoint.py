@@ -3,9 +3,9 @@ bytes, and with torch.distributed.checkpoint.
 
     python -m benchmarks.faults.checkpoint [--layers 3] [--rounds 5] [--folder DIR]
 
-The sides alternate in the same processes, on the same file system, in changing order, and every
-ratio is taken within one round. The plain side writes a rank's share from one buffer with one
-fsync, and reads the same files into one buffer. Before each reading, the files are synced and
+The three methods alternate in the same processes, on the same file system, in changing order, and
+every ratio is taken within one round. The method "plain" writes a rank's share from one buffer with
+one fsync, and reads the same files into one buffer. Before each reading, the files are synced and
 removed from the page cache (posix_fadvise DONTNEED).
 """
 
@@ -30,7 +30,7 @@ LIMIT_S = 1800.0
 
 
 class Rank:
-    """One rank. A rank has the same state on all three sides."""
+    """One rank. It saves and loads the same state by all three methods."""
 
     def __init__(self, layers: int, folder: Path) -> None:
         from ptdmpi.comm.world import World
@@ -76,7 +76,7 @@ class Rank:
         )
 
     def save(self, side: str, number: int) -> None:
-        """Save the state by the method of a side, in round `number`."""
+        """Save the state by method `side`, in round `number`."""
         if side == "ours":
             self.checkpoints.save(number)
         elif side == "plain":
@@ -93,7 +93,7 @@ class Rank:
             dcp.save(self.state, checkpoint_id=self.folder / f"torch-{number}")
 
     def load(self, side: str, number: int) -> None:
-        """Load the files that `save` wrote for a side in round `number`."""
+        """Load the files that `save` wrote by method `side` in round `number`."""
         if side == "ours":
             self.checkpoints.resume("auto")
         elif side == "plain":
@@ -128,7 +128,7 @@ class Rank:
         return self.clock(partial(self.load, side, number))
 
     def round(self, number: int) -> dict[str, dict[str, float]]:
-        """Return the seconds of saving and loading for each side, and the time for which an
+        """Return the seconds of saving and loading by each method, and the time for which an
         asynchronous save stops training."""
         saves = {side: partial(self.clock, partial(self.save, side, number)) for side in SIDES}
         loads = {side: partial(self.load_cold, side, number) for side in SIDES}

@@ -4,7 +4,7 @@
 
 A GPT is trained on random tokens, with d data ranks that have the same state. "A verification"
 consists of the hashes after an update, the hashes before the next update, and their comparison by
-all ranks. `run.verify_every` = 1 adds this to every step, and N to every N-th step.
+all ranks. With `run.verify_every` = N every N-th step takes this additional time.
 """
 
 import argparse

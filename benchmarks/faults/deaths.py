@@ -24,7 +24,7 @@ class Death:
 @dataclass(frozen=True)
 class KilledRun:
     """One run of a kind: its deaths, and the reason `why` the run is lost. `why` is empty if the
-    losses and the last state equal those of an undisturbed run.
+    losses and the last state are the same as in an undisturbed run.
 
     `copies` is True if the ranks continued from copies in memory, and False if they continued from
     checkpoints.

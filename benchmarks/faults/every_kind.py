@@ -3,12 +3,11 @@ lost.
 
     python -m benchmarks.faults.every_kind [--deaths 500] [--minutes 60] [--folder F] [--kinds zb-v]
 
-The kinds are those of `kinds.py`. Each run dies up to 20 times at random moments: one rank, all
-ranks, a rank while the ranks start, or the launcher is killed. The job must then complete by
-itself, with the losses and the last state of an undisturbed run, bit by bit. Every second run of a
-kind continues from checkpoints, the others from copies in memory. The kind with the fewest deaths
-is next. With --folder the results stay in `results.jsonl` of this folder, and another call adds to
-them.
+`kinds.py` lists the kinds. Each run dies up to 20 times at random moments: one rank, all ranks, a
+rank while the ranks start, or the launcher is killed. The job must then complete by itself, with
+the losses and the last state of an undisturbed run, bit by bit. In each kind, runs continue
+alternately from checkpoints and from copies in memory. The kind with the fewest deaths is next.
+With --folder the results stay in `results.jsonl` of this folder, and another call adds to them.
 """
 
 import argparse

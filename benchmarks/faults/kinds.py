@@ -1,6 +1,7 @@
 """Every kind of run that `every_kind` kills, from the tables of the program.
 
-A kind is a data-parallel method, compressor, ZeRO stage, schedule, adapter, task or axis. A new
+A kind is a data-parallel method, compressor, ZeRO stage, schedule, adapter, format of quantized
+weights, task, preference method or axis. A new
 name in a table is therefore tested, too. If the settings of a name are incomplete, the error of the
 configuration stops the benchmark.
 """
@@ -10,12 +11,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
-from benchmarks.faults.training import BASE, Way, prepare
+import numpy as np
+
+from benchmarks.faults.training import BASE, VOCAB_SIZE, Way, prepare
 from ptdmpi.config.adapt import AdaptMethod
 from ptdmpi.config.choices import ScheduleName
 from ptdmpi.config.methods import CompressorName, MethodName
+from ptdmpi.config.model import CodesName
 from ptdmpi.config.section import Section
-from ptdmpi.config.sections import ParallelConfig, TaskConfig
+from ptdmpi.config.sections import ParallelConfig, PreferenceConfig, TaskConfig
+from ptdmpi.data.references import write_shard, write_summary
+from ptdmpi.data.shard_writer import ShardWriter
+from ptdmpi.data.shards import Dataset
 
 STEPS = 120  # a run trains some tens of steps between two deaths
 # The additional settings that some names in the tables need.
@@ -32,6 +39,9 @@ TASKS: Mapping[str, tuple[str, ...]] = {
     "classification": ('task.labels=["a","b"]', 'data.train=[{path="labelled.jsonl"}]'),
     "choice": ("task.choices=2", 'data.train=[{path="choices.jsonl"}]', "batch.micro_size=2"),
 }
+PAIRED = ("data.document_boundaries=true", 'data.train=[{path="pairs"}]')
+EXPERTS = ("model.kind=llama", "model.experts=4", "model.experts_per_token=2")
+SEQUENCE = 8  # tokens in a row of pairs: model.seq_length
 
 
 def names_of(literal: object) -> tuple[str, ...]:
@@ -62,6 +72,11 @@ def every_kind() -> dict[str, Way]:
         add(task, 2, f"task.kind={task}", "task.tokenizer=bytes", *TASKS[task])
     add("tensor", 2, "parallel.tensor=2")
     add("context", 2, "parallel.context=2")
+    for method in names_of(PreferenceConfig.model_fields["method"].annotation):
+        add(method, 2, f"preference.method={method}", *PAIRED)
+    for codes in names_of(CodesName):
+        add(f"quantized-{codes}", 2, f"quantize.weights={codes}", "quantize.block=8")
+    add("expert", 2, "parallel.expert=2", *EXPERTS)
     add("three", 3, "batch.global_size=6")
     return ways
 
@@ -81,3 +96,22 @@ def prepare_all(folder: Path) -> None:
     for name, rows in (("labelled", labelled), ("choices", choices)):
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(lines)
+    prepare_pairs(folder / "pairs")
+
+
+def prepare_pairs(folder: Path) -> None:
+    """Write rows of one pair of answers each, and log-probabilities of a reference model."""
+    folder.mkdir()
+    draws = np.random.default_rng(2)
+    counts = np.arange(SEQUENCE) % (SEQUENCE // 2) > 1  # two tokens of a prompt, then an answer
+    ends = np.array([SEQUENCE // 2, SEQUENCE])
+    path = folder / "shard-00000.h5"
+    sizes = {"vocab_size": VOCAB_SIZE, "eod_id": VOCAB_SIZE - 1, "row_length": SEQUENCE}
+    with ShardWriter(path, "torture", "0" * 64, **sizes, pairs=True) as writer:
+        for _ in range(64):
+            writer.write_row(draws.integers(0, VOCAB_SIZE - 1, SEQUENCE), ends, counts)
+        # every shard of rows ends with one more token: a row's labels are its next tokens
+        writer.write_row(np.array([VOCAB_SIZE - 1]), np.array([1]), np.array([False]))
+    (header,) = Dataset(folder).headers
+    values = draws.normal(-3.0, 0.5, header.tokens).astype(np.float32)
+    write_summary(folder, "drawn", {path.name: write_shard(header, values)})

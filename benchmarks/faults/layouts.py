@@ -88,8 +88,8 @@ SHRINKING = (
 
 
 class Deck:
-    """Layouts in random order. All are returned before any is returned again, so that a few dozen
-    trials contain every layout."""
+    """Layouts in random order. `deal` returns each layout once before it returns a layout for the
+    second time, so that a few dozen trials contain every layout."""
 
     def __init__(
         self, source: random.Random, layouts: Sequence[Weighted], kinds: Collection[str] = KINDS

@@ -261,7 +261,7 @@ def corpus(folder: Path) -> None:
 
 def straight(folder: Path, setup: Setup) -> Path:
     """Return the run directory of the undisturbed run for a setup. The bits of the undisturbed run
-    depend on t alone."""
+    depend only on t."""
     name = f"straight-{setup.tensor}"
     if not (folder / "runs" / name).exists():
         whole = replace(setup, ranks=setup.ranks - setup.spare, spare=0)

@@ -4,8 +4,8 @@
         [--layouts "zero-3 groups"]
 
 Each trial disturbs a training run, removes the cause, and repeats the same command until the run is
-complete. The run's parameters, moments and losses must then be those of an undisturbed run, bit by
-bit, and no step that was reported as saved may be lost. A refusal (exit code 2 and one line) is
+complete. The run's parameters, moments and losses must then have the same bits as in an undisturbed
+run, and no step that was reported as saved may be lost. A refusal (exit code 2 and one line) is
 counted separately. A refusal is right only if the disk is full or read-only, or if no complete
 checkpoint is left. Each trial prints a line with its layout in short words; counts by fault and by
 kind of layout follow at the end. The exit code is 1 if anything was lost.
@@ -227,8 +227,9 @@ class Torture:
     def starve(
         self, run: Path, deck: str, begin: Callable[[Path], None], end: Callable[[Path], None]
     ) -> None:
-        """Let `begin` make the disk refuse writes from a random moment on. In half of the trials
-        `end` ends that shortly afterwards, in the others after the run has ended."""
+        """Let `begin` make the disk refuse writes from a random moment on. In half of the trials,
+        `end` lets the disk accept writes again shortly afterwards; in the other half, only after
+        the run has ended."""
         case = self.case(deck)
         self.reference(case)
         run.mkdir()
@@ -319,7 +320,7 @@ def trial(torture: Torture, work: Callable[[Path], None], fault: str, number: in
         why = str(lost)
     if torture.drawn is None:
         raise RuntimeError(f"{fault} has drawn no layout")
-    return Outcome(fault, number, torture.drawn, came, why)
+    return Outcome(fault=fault, number=number, way=torture.drawn, came=came, why=why)
 
 
 def can_mount() -> bool:

@@ -101,7 +101,7 @@ class StartedRun:
             time.sleep(0.002)
 
     def wait(self) -> int:
-        """Return the exit code. A run that takes longer than LIMIT_S is ended, and counts as
+        """Return the exit code. A run that takes longer than LIMIT_S is killed and reported as
         failed."""
         try:
             return self.process.wait(LIMIT_S)
@@ -151,8 +151,8 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 
 def deviation(run: Path, reference: Path, steps: int = STEPS) -> str | None:
-    """Return how the checkpoint of a run after its last step, `steps`, differs from that of an
-    undisturbed run; None if all bits are equal."""
+    """Return how the checkpoint of a run after its last step, `steps`, differs from the checkpoint
+    of an undisturbed run; None if all bits are equal."""
     last = files.name_of(steps)
     try:
         changed = check.differences(reference / "checkpoints" / last, run / "checkpoints" / last)
@@ -165,6 +165,6 @@ def deviation(run: Path, reference: Path, steps: int = STEPS) -> str | None:
 
 
 def records_deviate(run: Path, reference: Path) -> str | None:
-    """Return how the records of a run differ from those of an undisturbed run, which has each step
-    once; None if they have the same steps and losses."""
+    """Return how the records of a run differ from the records of an undisturbed run, which has each
+    step once; None if they have the same steps and losses."""
     return None if losses(run) == losses(reference) else "metrics.jsonl differs"

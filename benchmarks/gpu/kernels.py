@@ -36,8 +36,8 @@ def _distance(result: Tensor, exact: Tensor) -> float:
 
 def weight_gradients(device: torch.device, size: int = 4096) -> dict[str, Any]:
     """Return the seconds, and the distance from float32, for the gradient of a weight [size, size],
-    for each way in which it can be added in float32: by the matrix multiplication itself ("adds"),
-    by a second kernel ("rounds"), or as the trainer chooses on this machine."""
+    for each method that adds it in float32: by the matrix multiplication itself ("adds"), by a
+    second kernel ("rounds"), or as the trainer chooses on this machine."""
     generator = torch.Generator().manual_seed(1)
     dy = torch.randn(size // 2, size, generator=generator).bfloat16().to(device)
     x = torch.randn(size // 2, size, generator=generator).bfloat16().to(device)

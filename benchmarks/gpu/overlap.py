@@ -51,7 +51,7 @@ def shared(some: Iterable[Interval], others: Iterable[Interval]) -> float:
 
 def under_kernels(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return how long NCCL's kernels ran, and for how much of that time other kernels of the same
-    rank ran, too. `events` are those of a Chrome trace, with times in microseconds."""
+    rank ran, too. `events` are the events of a Chrome trace, with times in microseconds."""
     kernels = [event for event in events if event.get("ph") == "X" and event.get("cat") == "kernel"]
     nccl: list[Interval] = []
     others: list[Interval] = []

@@ -35,7 +35,7 @@ def page(everything: dict[str, Any]) -> str:
 
 
 def _section(part: dict[str, Any]) -> str:
-    """Return a part's reason, and its rows as a table. A part without rows counts as one row."""
+    """Return a part's reason, and its rows as a table. A part without rows is shown as one row."""
     why = reasons(part)
     reason = ""
     if "" in why:

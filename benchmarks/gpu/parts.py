@@ -149,14 +149,18 @@ def _workload(shape: Shape, device: torch.device) -> peers.Workload:
         config = configuration(shape.model, "bf16", *WAYS[-1])
     batch = config.batch
     return peers.Workload(
-        device, config.model, shape.vocab_size, batch.global_size, batch.micro_size
+        device=device,
+        model=config.model,
+        vocab_size=shape.vocab_size,
+        sequences=batch.global_size,
+        micro_size=batch.micro_size,
     )
 
 
 def parts(device: torch.device, folder: Path) -> Iterator[Measurement]:
     """Yield all parts that are measured within a single process.
 
-    `folder` is that of latest.json, in which later parts find the results of earlier ones.
+    `folder` contains latest.json, from which later parts read the results of earlier parts.
     """
     yield Measurement("machine", 0, 15, lambda: machine(device))
     yield Measurement("parity", 0, 25, lambda: parity(device))
@@ -175,8 +179,8 @@ def parts(device: torch.device, folder: Path) -> Iterator[Measurement]:
 def _comparisons(
     device: torch.device, folder: Path, name: str, shape: Shape
 ) -> Iterator[Measurement]:
-    """Yield the parts that measure other trainers, and those that alternate ptdmpi with the fastest
-    of them."""
+    """Yield the parts that measure other trainers, and the parts that measure ptdmpi and the
+    fastest of these trainers alternately."""
     llama = shape.model.get("kind") == "llama"
     yield Measurement(
         f"{name} by transformers",

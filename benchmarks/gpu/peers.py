@@ -1,6 +1,6 @@
 """Other trainers on one GPU, each in several settings: with bfloat16 parts, with and without
-compilation, and with the largest microbatch that fits. All use fused attention and torch's fused
-AdamW."""
+compilation, and with the largest microbatch that fits. All trainers use fused attention and torch's
+fused AdamW."""
 
 import importlib
 import importlib.metadata
@@ -80,8 +80,8 @@ def _ids(workload: Workload, micro_size: int, step: int) -> list[Tensor]:
 def _timed(
     workload: Workload, size: Size, loss_of: Callable[[Tensor], Tensor], model: torch.nn.Module
 ) -> dict[str, Any]:
-    """Return the numbers for some steps of a model. The first steps, which compile, do not
-    count."""
+    """Return the numbers for some steps of a model. The first steps, which compile, are left
+    out."""
     update = torch.optim.AdamW(model.parameters(), fused=True)
     module = torch.get_device_module(workload.device)
     times = []
@@ -176,8 +176,9 @@ def _largest_that_fits(
 ) -> dict[str, Any]:
     """Return the numbers for a setting with the largest microbatch that fits.
 
-    `fits` has the sizes that fit, by `half`, and those of this setting are added. With compilation
-    a model takes hardly more memory than without, so sizes that did not fit are not compiled.
+    `fits` has the sizes that fit, by `half`. The sizes that fit in this setting are added to it.
+    With compilation a model takes hardly more memory than without, so sizes that did not fit are
+    not compiled.
     """
     tried = fits.get(setting.half, sizes(workload))
     numbers = first_that_fits(workload.device, tried, partial(transformers_way, workload, setting))

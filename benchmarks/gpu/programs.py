@@ -14,7 +14,7 @@ from ptdmpi.comm.nccl.library import loaded
 class Program(NamedTuple):
     """`python -m benchmarks.gpu.MODULE WIRE` on `ranks` ranks, for each transport in `wires`.
 
-    `turn` and `s` are those of `timing.Measurement`.
+    `turn` and `s` have the same meaning as in `timing.Measurement`.
     """
 
     module: str
@@ -57,8 +57,9 @@ def run_program(
 ) -> dict[str, Any]:
     """Return the output of a program of `PROGRAMS` for each transport, within `limit_s` seconds.
 
-    A transport that cannot connect so many ranks on `gpus` GPUs is skipped with the reason, before
-    anything is started. `so_far` is called with the rows so far about every ten seconds.
+    If a transport cannot connect this number of ranks on `gpus` GPUs, it is skipped, with the
+    reason, before anything is started. `so_far` is called with the rows so far about every ten
+    seconds.
     """
     program = PROGRAMS[name]
     end_s = time.monotonic() + limit_s

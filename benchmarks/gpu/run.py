@@ -103,7 +103,7 @@ def asked() -> dict[str, float]:
 
     every = [(part.turn, part.name, part.s) for part in parts(torch.device("cpu"), RESULTS)]
     every += [(program.turn, name, program.s) for name, program in PROGRAMS.items()]
-    every.sort(key=lambda part: part[0])  # the sort is stable: within a turn the order stays
+    every.sort(key=lambda part: part[0])  # stable: equal turns keep their order
     return {name: s for _, name, s in every}
 
 
@@ -209,7 +209,7 @@ def better(before: Part, now: Part) -> Part:
 
 
 def fill(everything: dict[str, Any], path: Path) -> None:
-    """Enter the measured times of attention and of weights' gradients into the table of kernels."""
+    """Write the measured times of attention and of weight gradients into the table of kernels."""
     parts = everything["parts"]
     device = parts.get("machine", {}).get("capability", "")
     if not device:

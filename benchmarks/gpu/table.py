@@ -1,4 +1,4 @@
-"""Measured times of attention and of weights' gradients as entries in the table of kernels."""
+"""Measured times of attention and of weight gradients as entries in the table of kernels."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -42,12 +42,12 @@ def filled(text: str, device: str, rows: Mapping[str, Mapping[str, Any]], source
 def with_weight_gradients(
     text: str, device: str, rows: Mapping[str, Mapping[str, Any]], source: str
 ) -> str:
-    """Return the table `text` with an entry for weights' gradients on a device such as "cuda 9.0".
+    """Return the table `text` with an entry for weight gradients on a device such as "cuda 9.0".
 
-    The entry has the faster of the two ways in `rows`; "adds" only if it is not further from
-    float32 than "rounds". The table is returned unchanged if "rounds" was not measured, or if the
-    table has no entry for the vendor yet: the first version of torch whose library can add was not
-    measured.
+    The entry is the faster of the two methods in `rows`, but "adds" only if its result is not
+    further from float32 than the result of "rounds". The table is returned unchanged if "rounds"
+    was not measured, or if the table has no entry for the vendor yet: the first version of torch
+    whose library can add was not measured.
     """
     vendor = device.partition(" ")[0]
     table = tomlkit.parse(text)

@@ -82,11 +82,11 @@ def engine_on(
 
 @contextlib.contextmanager
 def drawn_there() -> Iterator[None]:
-    """Make initial weights random numbers of the device on which they are stored.
+    """Draw initial weights on the device on which they are stored.
 
-    The random numbers of the device differ from those of a run, which are computed on the host. For
-    6.7e9 weights the host needs a minute and a half. The training speed is the same for both kinds
-    of random numbers.
+    The random numbers of the device differ from the initial weights of a run, which are computed on
+    the host. For 6.7e9 weights the host needs a minute and a half. The training speed is the same
+    for both kinds of random numbers.
     """
     with mock.patch.object(buffer, "_fill", _draw):
         yield
@@ -169,8 +169,8 @@ def in_turn(
     """Yield rounds of the fastest settings of ptdmpi and of a peer, alternating, so that a drift in
     the machine's speed affects both equally.
 
-    All rounds are one row, which is "left" until the last round is done. `named` has the names of
-    the two settings. Raises Left if a side was not measured.
+    All rounds together are one row, which has the key "left" until the last round is done. `named`
+    has the names of the two settings. Raises Left if ptdmpi or the peer was not measured.
     """
     rounds_of: list[dict[str, dict[str, Any]]] = []
 
@@ -186,8 +186,8 @@ def in_turn(
 
 
 def _compared(rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return each side's tokens per second in each round, and the ratios of ptdmpi's to the
-    peer's."""
+    """Return the tokens per second of ptdmpi and of the peer in each round, and the ratios of these
+    two rates."""
     rates_of: dict[str, list[float]] = {"ours": [], "theirs": []}
     for sides in rounds:
         for side, row in sides.items():

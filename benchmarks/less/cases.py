@@ -21,7 +21,7 @@ TOP_K: Settings = {"compressor": "top_k"}
 @dataclass(frozen=True)
 class MethodCase:
     """A training method: its name in tables, its section [data_parallel], and the keys of
-    [optimizer] that differ from those for AdamW."""
+    [optimizer] that differ from the settings of AdamW."""
 
     name: str
     section: Settings

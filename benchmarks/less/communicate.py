@@ -231,8 +231,8 @@ def label_groups(points: Sequence[tuple[float, float]]) -> list[list[int]]:
     """Return the indices of `points` (bytes, loss), grouped by the label that they share.
 
     The labels of two points would overlap if both distances are small: in the logarithm of the
-    bytes, and in the loss, relative to the range of all points. A group of labels grows around its
-    first point.
+    bytes, and in the loss, relative to the range of all points. A point belongs to a group if its
+    label would overlap with the label of the group's first point.
     """
     places = [(math.log10(sent), loss) for sent, loss in points]
     spans = [max(values) - min(values) or 1.0 for values in zip(*places, strict=True)]

@@ -3,7 +3,7 @@
 Worker i of n has the loss f_i(x) = |H_i x - y_i|^2 / 2 m; together they minimize the mean of all
 f_i, whose minimum x* is known. A stochastic gradient is the true gradient plus normal noise with
 standard deviation `noise`. The rows of X [repeats, n, dim] are the workers' parameters, and a step
-of a method is a line or two on X.
+of a method takes one or two lines of code on X.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,8 @@ class Problem:
     def drawn(
         cls, workers: int, dim: int, *, noise: float, apart: float, seed: int = 0, of: int = 16
     ) -> "Problem":
-        """Return a random problem with Gaussian rows. The minima of the workers are `apart` from
-        each other in each element. The problem is made for `of` workers and divided among them, so
+        """Return a random problem with Gaussian rows. `apart` is the distance between the minima of
+        the workers in each element. The problem is made for `of` workers and divided among them, so
         that the mean problem is the same for every number of workers."""
         random = np.random.default_rng(seed)
         rows = random.standard_normal((of, 4 * dim, dim))

@@ -100,8 +100,8 @@ def local(lengths: Lengths, size: int = 8) -> dict[int, float]:
 
 
 def compressed(lengths: Lengths, size: int = 8, dim: int = 200) -> dict[tuple[str, float], Array]:
-    """Return the errors at the recorded steps for each kind of feedback and ratio, and those of
-    ("PSGD", 1.0)."""
+    """Return the errors at the recorded steps for each (kind of feedback, ratio), and for parallel
+    SGD under the key ("PSGD", 1.0)."""
     problem = Problem.drawn(size, dim, noise=0.3, apart=0.3)
 
     def errors_of(update: quadratic.Update) -> Array:

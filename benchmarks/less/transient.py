@@ -8,10 +8,10 @@ X <- W (X - rate (X - b + noise)), the form that the trainer reproduces to 1e-10
 linear: means and covariances of all workers are computed exactly, and nothing is sampled. With the
 learning rate 1 / (k + k0), SGD over all n workers has an error of sigma^2 / (n k), and
 decentralized SGD reaches the same in the end. The steps before that are its transient iterations
-(Pu, Olshevsky, Paschalidis 2020, arXiv 1906.02702): those until its mean square error stays below
-1.25 times that of SGD over all workers. The number of transient iterations is of the order n / gap
-if the workers' data is the same, and n / gap^2 if it differs (strongly convex; Ying et al. 2021,
-arXiv 2110.13363).
+(Pu, Olshevsky, Paschalidis 2020, arXiv 1906.02702): the steps until its mean square error stays
+below 1.25 times the error of SGD over all workers. The number of transient iterations is of the
+order n / gap if the workers' data is the same, and n / gap^2 if it differs (strongly convex; Ying
+et al. 2021, arXiv 2110.13363).
 """
 
 import argparse
@@ -58,8 +58,8 @@ def errors(graph: Topology, steps: int, apart: float) -> np.ndarray:
 
 
 def transient(graph: Topology, steps: int, apart: float) -> int | None:
-    """Return the number of steps after which the error stays below `ABOVE` times that of SGD over
-    all workers; None if it is more than `steps`."""
+    """Return the number of steps after which the error stays below `ABOVE` times the error of SGD
+    over all workers; None if it is more than `steps`."""
     whole = errors(topology("complete", graph.size), steps, apart)
     above = np.flatnonzero(errors(graph, steps, apart) > ABOVE * whole)
     if not len(above):
@@ -69,8 +69,9 @@ def transient(graph: Topology, steps: int, apart: float) -> int | None:
 
 
 class TransientRow(NamedTuple):
-    """The spectral gap of a topology, and its transient iterations on data that is `alike` on all
-    workers and on data that is `different`; None if they are more than were computed."""
+    """The spectral gap of a topology, and its numbers of transient iterations: `alike` for equal
+    data on all workers, and `different` for different data. None means more iterations than were
+    computed."""
 
     topology: str
     gap: float

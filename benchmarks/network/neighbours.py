@@ -131,8 +131,8 @@ def measured(nodes: int, rounds: int) -> dict[str, Any]:
 
 
 def row(rounds: Sequence[dict[str, Any]], side: str) -> list[str]:
-    """Return a row of the table: the method, the seconds of a step, their ratio to those of the
-    average over all replicas, and the bytes that leave a node."""
+    """Return a row of the table: the method, the seconds of a step, the speed-up compared with
+    averaging over all replicas, and the bytes that leave a node."""
     mine = [sides[side] for sides in rounds]
     ratios = [sides["all_reduce"]["step_s"] / sides[side]["step_s"] for sides in rounds]
     sent = statistics.median(turn["sent_bytes"] for turn in mine)

@@ -116,7 +116,7 @@ class Nodes:
     def start(
         self, ranks_per_node: int, words: Sequence[str], output: IO[str] | int
     ) -> subprocess.Popen[str]:
-        """Start `python WORDS...` on the ranks of all nodes, in the way of `launch.start`."""
+        """Start `python WORDS...` on the ranks of all nodes, as `launch.start` does."""
         hosts = ",".join(f"{name}:{ranks_per_node}" for name in self.names)
         options = ["--prtemca", "plm_ssh_agent", str(self.agent), "--host", hosts]
         # jobs/mpi-env.sh would allow one node to have all ranks
@@ -133,7 +133,8 @@ def answer(
     `link`. The object must contain the number of `nodes` that MPI sees.
 
     Raises NoNodes if this machine cannot simulate nodes, RuntimeError if the ranks fail or MPI does
-    not see two nodes, and subprocess.TimeoutExpired. The ranks end together with the nodes.
+    not see two nodes, and subprocess.TimeoutExpired. All ranks have ended when the function
+    returns, because removing the simulated nodes ends their processes.
     """
     with Nodes(2, link) as nodes:
         process = nodes.start(ranks_per_node, words, subprocess.PIPE)

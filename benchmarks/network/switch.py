@@ -27,7 +27,7 @@ ETH_P_ALL = 3
 HEADER = 10  # size of struct virtio_net_hdr, which precedes the frame
 LARGEST = 70_000  # maximum size of a frame with segmentation offload and its headers
 BUFFER = 32 << 20
-BATCH = 16  # maximum number of frames that are taken from one port before the others
+BATCH = 16  # maximum number of frames that are taken from one port before the next port's turn
 
 
 def card(name: str) -> socket.socket:

@@ -3,7 +3,8 @@ the steps.
 
     mpirun ... python -m benchmarks.network.train JOB
 
-Both engines are in the same processes, so that the one that waits takes no time from the other.
+Both engines are in the same processes, so that the engine that waits takes no time from the other
+engine.
 """
 
 import json
@@ -21,7 +22,7 @@ from ptdmpi.comm import launch
 from ptdmpi.config import Config
 from ptdmpi.plan.layout.grid import grid_of
 
-LOSSES_AGREE = 1e-4  # relative, in fp32: the two layouts add in different orders
+LOSSES_AGREE = 1e-4  # relative difference of losses, from different orders of sums
 
 
 def sent_bytes() -> int:

@@ -78,11 +78,11 @@ def layer_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
         parallel = "Sequence" in row["experiment"]
         mode = _recomputation(row["experiment"])
         layout = Layout(
-            int(row["t"]),
-            1,
-            1,
-            1,
-            int(row["b"]),
+            tensor=int(row["t"]),
+            pipeline=1,
+            data=1,
+            virtual=1,
+            micro_size=int(row["b"]),
             recompute=mode,
             sequence_parallel=parallel,
         )
@@ -102,8 +102,8 @@ def _recomputation(experiment: str) -> str:
 
 def small_rows(cluster: Cluster, recomputation: str) -> Iterator[tuple[str, float, float]]:
     """Yield (name, predicted, measured) for the points of Figure 7. The paper does not say whether
-    its FLOP/s include recomputation: `recomputation` is "counted", as in the file, or "not
-    counted"."""
+    its FLOP/s include the FLOPs of recomputation. `recomputation` says which case is assumed:
+    "counted", as in the file, or "not counted"."""
     for row in published(SMALL):
         if row.calibrates:
             price = Pricer.of(cluster, row.model, row.batch, "fp16").price(row.layout)
@@ -180,8 +180,8 @@ def kernels(
 def calibrate() -> tuple[dict[str, dict[str, float]], str]:
     """Return the sections of the file, and the reading of Figure 7 that fits better.
 
-    The errors of both readings are printed, and for comparison those with other `gradient_bytes`
-    than the scripts of the runs state.
+    The errors of both readings are printed. For comparison, the errors with other values of
+    `gradient_bytes` than in the scripts of the runs are printed, too.
     """
     cluster = load_cluster("selene")
     volta = load_cluster("v100-dgx2")
@@ -208,8 +208,8 @@ def calibrate() -> tuple[dict[str, dict[str, float]], str]:
 
 def others(values: dict[str, float]) -> dict[str, dict[str, float]]:
     """Return the values for devices without a published layer. The `gemm_fraction` of such a device
-    is that of an A100, multiplied by the ratio of the fractions of the peak that the fastest matrix
-    multiplications reach."""
+    is the A100's, multiplied by a ratio: the fraction of the peak that the fastest matrix
+    multiplications reach on this device, divided by the same fraction on an A100."""
     reached = {
         row["section"]: float(row["tflops"]) / float(row["theory_tflops"]) for row in read(DEVICES)
     }

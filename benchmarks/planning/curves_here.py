@@ -52,11 +52,11 @@ def _axes(first: str, second: str, ranks: int, batch: int) -> tuple[Point, ...]:
 
 def _bubble(pipeline: int) -> Curve:
     return Curve(
-        "12",
-        f"interleaved against 1F1B, p = {pipeline}",
-        "batch size",
-        pipeline,
-        {
+        figure="12",
+        title=f"interleaved against 1F1B, p = {pipeline}",
+        axis="batch size",
+        ranks=pipeline,
+        series={
             "interleaved, v = 2": _over_batch(
                 Layout(1, pipeline, 1, virtual=2, schedule="interleaved")
             ),
@@ -68,7 +68,9 @@ def _bubble(pipeline: int) -> Curve:
 def _pair(figure: str, first: str, second: str) -> Curve:
     sizes = {f"batch size {batch}": _axes(first, second, 4, batch) for batch in (4, 16)}
     words = f"{first} against {second} axis"
-    return Curve(figure, words, f"({first}, {second}) parallel size", 4, sizes)
+    return Curve(
+        figure=figure, title=words, axis=f"({first}, {second}) parallel size", ranks=4, series=sizes
+    )
 
 
 CURVES = (
@@ -78,11 +80,11 @@ CURVES = (
     _pair("14", "pipeline", "data"),
     _pair("15", "tensor", "data"),
     Curve(
-        "16",
-        "microbatch size, p = 2",
-        "microbatch size",
-        2,
-        {
+        figure="16",
+        title="microbatch size, p = 2",
+        axis="microbatch size",
+        ranks=2,
+        series={
             f"batch size {batch}": tuple(
                 (str(size), TimedCase(Layout(1, 2, 1, micro_size=size), batch))
                 for size in (1, 2, 4)
@@ -91,21 +93,21 @@ CURVES = (
         },
     ),
     Curve(
-        "17",
-        "recomputation, p = 2",
-        "batch size",
-        2,
-        {
+        figure="17",
+        title="recomputation, p = 2",
+        axis="batch size",
+        ranks=2,
+        series={
             "with recomputation": _over_batch(Layout(1, 2, 1, recompute="full")),
             "without recomputation": _over_batch(Layout(1, 2, 1)),
         },
     ),
     Curve(
-        "18",
-        "scatter/gather, t = 2, p = 2",
-        "batch size",
-        4,
-        {
+        figure="18",
+        title="scatter/gather, t = 2, p = 2",
+        axis="batch size",
+        ranks=4,
+        series={
             "with scatter/gather": _over_batch(Layout(2, 2, 1)),
             "without scatter/gather": _over_batch(Layout(2, 2, 1, scatter_gather=False)),
         },

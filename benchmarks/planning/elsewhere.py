@@ -2,8 +2,8 @@
 was not calibrated.
 
 A source is a file of `published/` with a row for each run, and a mapping to the planner's inputs:
-the machine as far as it is stated, and assumptions where it is not. No constant was chosen by these
-rows.
+the machine as far as it is stated, and assumptions where it is not. No constant of the planner was
+fitted to these rows.
 """
 
 import statistics

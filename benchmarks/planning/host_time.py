@@ -2,8 +2,8 @@
 
     .venv/bin/python -m benchmarks.planning.host_time
 
-The layers are so small, and on the CPU, that only the time of Python, autograd and the library's
-calls remains. Launching on a device takes some microseconds more.
+The layers are so small that, on the CPU, only the time of Python, autograd and the library's calls
+remains. Launching on a device takes some microseconds more.
 """
 
 import torch
@@ -28,7 +28,10 @@ def main() -> None:
     torch.set_num_threads(1)
     world = World(MPI.COMM_WORLD)
     bench = Bench(world.split(training_grid(data=1)).world, torch.device("cpu"), 1)
-    cases = [ProbedModel(count, 16, 8, 8, 32, 1) for count in (FEW, MANY)]
+    cases = [
+        ProbedModel(layers=count, hidden=16, head_size=8, seq_length=8, vocab_size=32, micro_size=1)
+        for count in (FEW, MANY)
+    ]
     few, many = Layers(bench, world, "bf16", cases).taken()
     forward_s = (many.forward_s - few.forward_s) / (MANY - FEW)
     backward_s = (many.backward_s - few.backward_s) / (MANY - FEW)

@@ -28,8 +28,8 @@ STEPS = 4  # the first one warms up, and memory is measured in the last one
 
 @dataclass(frozen=True)
 class LongStep:
-    """A step of one sequence on `context` ranks: the most bytes of tensors on a rank in addition to
-    the state, as allocated and by the formula, and the least seconds of a step."""
+    """A step with one sequence on `context` ranks: the maximum number of bytes of tensors on a rank
+    in addition to the state, as measured and as predicted, and the seconds of the fastest step."""
 
     context: int
     length: int
@@ -83,7 +83,13 @@ def _measure(length: int) -> None:
         _, peak = measured(partial(engine.step, STEPS - 1, [batch]))
         formula = MemoryModel.of(config, VOCAB_SIZE).peak(layout, 0, 1)
         needed = round(formula.activations + formula.working)
-        result = LongStep(world.size, length, peak, needed, min(times[1:]))
+        result = LongStep(
+            context=world.size,
+            length=length,
+            peak_bytes=peak,
+            formula_bytes=needed,
+            step_s=min(times[1:]),
+        )
         if world.rank == 0:
             print(json.dumps(asdict(result)))
 

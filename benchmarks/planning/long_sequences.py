@@ -24,9 +24,9 @@ PICTURE = ROOT / "docs/pictures/long-sequences.png"
 MODEL, CLUSTER, RANKS = "llama3-8b", "dgx-h100", 128
 STEP_TOKENS = 2**22
 LENGTHS = tuple(2**power for power in range(11, 21))
-DATA, TENSOR = 4, 8  # of the layouts whose memory is drawn
+DATA, TENSOR = 4, 8  # sizes of the layouts whose memory is drawn
 HERE_CONTEXTS, HERE_LENGTHS = (1, 2, 4), (1024, 2048, 4096, 8192)
-QUIET_LOAD = 0.5  # processes that run or wait for a core, at most
+QUIET_LOAD = 0.5  # maximum number of processes that run or wait for a core
 GIB, MIB = 2**30, 2**20
 
 

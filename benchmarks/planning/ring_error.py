@@ -26,8 +26,8 @@ TENSORS = ("output", "dq", "dk", "dv")
 
 
 class Inputs(NamedTuple):
-    """Queries, keys and values [b, heads, s, d], and a gradient of the output, in float64; their
-    values are those of float32 numbers."""
+    """Queries, keys and values [b, heads, s, d], and a gradient of the output, in float64; every
+    value can be represented in float32."""
 
     q: "Tensor"
     k: "Tensor"
@@ -68,8 +68,8 @@ def exact(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
 
 
 def errors(comm: "MPI.Comm", length: int) -> dict[str, float]:
-    """Return the error of each of `TENSORS`: the root of the mean square of its differences, over
-    that of its values. All ranks of `comm` call this, and get the same numbers."""
+    """Return the error of each of `TENSORS`: the root mean square of its differences, divided by
+    the root mean square of its values. All ranks of `comm` call this, and get the same numbers."""
     from ptdmpi.comm.mpi import MpiCommunicator
     from ptdmpi.model.kernels import Kernels
     from ptdmpi.model.kernels.attention import AttentionCore

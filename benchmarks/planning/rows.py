@@ -76,11 +76,11 @@ def _row(raw: dict[str, str]) -> PublishedRun:
     )
     batch = int(raw["B"])
     return PublishedRun(
-        dataset,
-        model,
-        layout,
-        batch,
-        float(raw["iter_time_s"]),
-        float(raw["value"]),
-        f"{raw['model']} {layout} B={batch}",
+        dataset=dataset,
+        model=model,
+        layout=layout,
+        batch=batch,
+        step_time_s=float(raw["iter_time_s"]),
+        value=float(raw["value"]),
+        name=f"{raw['model']} {layout} B={batch}",
     )

@@ -1,8 +1,8 @@
 """`make validate-plan-here`: compare predictions for this machine with measured steps.
 
 The machine is probed on two ranks, then the steps of sixteen layouts on one and two ranks are
-measured. The order of two layouts counts only if their times differ by more than the spread of the
-rounds.
+measured. The order of two layouts is compared only if their times differ by more than the spread of
+the rounds.
 """
 
 import itertools
@@ -39,8 +39,16 @@ LAYOUTS = (
     Layout(1, 2, 1, micro_size=1),
     Layout(1, 2, 1, micro_size=4),
     Layout(1, 2, 1, micro_size=2, schedule="gpipe"),
-    Layout(1, 2, 1, 2, 1, "interleaved"),
-    Layout(1, 2, 1, 3, 2, "interleaved", "full"),
+    Layout(tensor=1, pipeline=2, data=1, virtual=2, micro_size=1, schedule="interleaved"),
+    Layout(
+        tensor=1,
+        pipeline=2,
+        data=1,
+        virtual=3,
+        micro_size=2,
+        schedule="interleaved",
+        recompute="full",
+    ),
 )
 
 
@@ -55,7 +63,8 @@ class Order(NamedTuple):
 
 
 def kendall(predicted: Sequence[float], measured: Sequence[Sequence[float]]) -> Order:
-    """Return how well the order of predictions agrees with that of step times measured by round."""
+    """Return how well the order of predictions agrees with the order of the step times, which were
+    measured in rounds."""
     signs = []
     ties = 0
     for i, j in itertools.combinations(range(len(measured)), 2):

@@ -102,7 +102,9 @@ def memory_table() -> list[list[str]]:
     # Table 2: a microbatch of 4 did not fit on 560 GPUs, but did on 640
     (zero,) = [r for r in runs if r.layout.shards_weights and r.layout.data == 640]
     for data in (640, 560):
-        layout = Layout(1, 1, data, 1, 4, recompute="full", zero=3)
+        layout = Layout(
+            tensor=1, pipeline=1, data=data, virtual=1, micro_size=4, recompute="full", zero=3
+        )
         memory = Pricer.of(cluster, zero.model, 4 * data, PRECISION).footprint(layout)
         rows.append(
             [

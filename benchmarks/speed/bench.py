@@ -29,14 +29,14 @@ RESULTS = Path(__file__).resolve().parent / "results"
 OURS = "ours"
 ENDING_S = 60.0  # time reserved for ending processes that do not end by themselves
 TRIALS_SHARE = 0.4  # fraction of a row's time for trials
-# The largest relative difference that is allowed between two sides' losses in each step. In bf16
-# the two sides round the same computation at different points.
+# The largest relative difference that is allowed between two trainers' losses in each step. In bf16
+# the two trainers round the same computation at different points.
 LOSS_LIMITS = {"fp32": 1e-4, "bf16": 2e-3}
 
 
 def check_losses(row: Row, name: str, ours: Sequence[float], peer: Sequence[float]) -> None:
-    """Raise SideFailed unless the losses of both sides agree in every step, as they do if both
-    compute the same."""
+    """Raise SideFailed unless the losses of ptdmpi and of the peer agree in every step. They agree
+    if both do the same computation."""
     limit = LOSS_LIMITS[row.precision]
     for step, (a, b) in enumerate(zip(ours, peer, strict=True)):
         if not abs(a - b) <= limit * abs(b):  # this also rejects NaN
@@ -47,10 +47,10 @@ def check_losses(row: Row, name: str, ours: Sequence[float], peer: Sequence[floa
 
 
 class Contest:
-    """All sides of a row on the same cores, which alternate in each round.
+    """All trainers of a row, which run on the same cores and take turns in each round.
 
-    A side that fails, or whose losses differ from ptdmpi's, leaves the row, and `out` has the
-    reason. If ptdmpi itself fails, the row ends. `end_s` ends all waiting.
+    A trainer that fails, or whose losses differ from ptdmpi's, is removed from the row, and `out`
+    has the reason. If ptdmpi itself fails, the row ends. `end_s` ends all waiting.
     """
 
     def __init__(self, row: Row, against: Sequence[Rival], end_s: float) -> None:
@@ -106,7 +106,7 @@ class Contest:
             say(f"  {self.out[-1]}")
 
     def _turns(self, number: int, count: int) -> dict[str, TimedSteps]:
-        """Train `count` steps on each side that has not left the row."""
+        """Train `count` steps with each trainer that was not removed from the row."""
         timed: dict[str, TimedSteps] = {}
 
         def train(name: str) -> None:
@@ -190,7 +190,8 @@ def positive(text: str) -> int:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """End the program, because a signal asks for it. An exit ends the sides; a signal would not."""
+    """End the program, because a signal asks for it. An exit ends the processes of all trainers; a
+    signal would not."""
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, signal.SIG_IGN)  # a second request must not interrupt the end
     print("bench: stopped; the rows that were measured are in the table of before", file=sys.stderr)

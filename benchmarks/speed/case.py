@@ -161,8 +161,8 @@ class Row:
 
     @property
     def work(self) -> float:
-        """Return the time for a round of all sides, relative to other rows. bf16 takes half as long
-        as fp32."""
+        """Return the time in which all trainers of the row train one round, relative to other rows.
+        bf16 takes half as long as fp32."""
         work = 1 / self.sizes.ranks
         if self.layout in WEAK:
             work *= 2
@@ -264,14 +264,14 @@ def _named(row: Row, words: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way in which another tool can train a row.
+    """One combination of settings with which another tool can train a row.
 
     `cast` is one of these: "fp32"; "microbatch" or "step" (bf16 autocast, entered once in each
     microbatch or step; with "step" each weight is cast once per step); "masters" (bf16 weights and
     gradients, fp32 master weights); "policy" (fp32 shards are gathered as bf16, gradients reduced
-    in fp32). `loss_parallel` and `sequence_parallel` are those of DTensor. `reduce_each`: gradients
-    are reduced into shards after each microbatch and never stored unsharded; otherwise after the
-    last microbatch.
+    in fp32). `loss_parallel` and `sequence_parallel` are options of torch's DTensor. `reduce_each`:
+    gradients are reduced into shards after each microbatch and never stored unsharded; otherwise
+    after the last microbatch.
     """
 
     tool: str = "torch"
@@ -282,7 +282,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Return the name of the way in tables."""
+        """Return the name of the variant for tables."""
         casts = {
             "fp32": "fp32",
             "microbatch": "bf16 autocast",
@@ -322,7 +322,7 @@ def choices(row: Row, tool: str) -> list[list[dict[str, Any]]]:
 
 
 def synthetic_ids(row: Row, step: int) -> "Tensor":
-    """Return token ids [B, s + 1] for a step, the same for all sides. A few ids are frequent and
+    """Return token ids [B, s + 1] for a step, the same for all trainers. A few ids are frequent and
     most are rare (log-uniform): uniform ids cannot be learned, so that the loss would not show a
     missing update.
     """

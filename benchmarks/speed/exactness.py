@@ -33,8 +33,9 @@ def reproducible(wanted: int) -> None:
 def leaves(wanted: int) -> None:
     """Compare steps whose tree has 8 leaves for each 1024 tokens, and one leaf for them.
 
-    The leaves are whole samples of 64 tokens, so attention is the same. They stand for 8 chunks of
-    a longer sample, which would also have their own parts of the gradients of keys and values.
+    The leaves are whole samples of 64 tokens, so attention is the same. They represent 8 chunks of
+    a longer sample. In such a sample each chunk would also have its own part of the gradients of
+    keys and values.
     """
     many = Row("single", "fp32", GptSizes(seq_length=64, global_size=128), reproducible=True)
     few = replace(many, case=replace(many.case, micro_size=16))

@@ -23,7 +23,7 @@ class Embedding(nn.Module):
         model = config.model
         self.word = nn.Embedding(vocab_size, model.hidden)
         self.position = nn.Embedding(model.seq_length, model.hidden)
-        self.positions: Tensor | None = None  # of a rank that has only some
+        self.positions: Tensor | None = None  # the positions of a rank that does not have all
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the embeddings [b, s, h] of ids [b, s]."""

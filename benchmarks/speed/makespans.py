@@ -118,7 +118,14 @@ def rows(comm: MPI.Comm, repeats: int = 3) -> Iterator[Makespan]:
         simulated_s = simulate(schedule, Costs(OP_S, 2 * OP_S)).makespan_s
         per_action_us = 1e6 * taken[0.0] / len(program)
         message_bytes = 4 * math.prod(shape)
-        yield Makespan(kind, comm.size, message_bytes, taken[OP_S], simulated_s, per_action_us)
+        yield Makespan(
+            schedule=kind,
+            ranks=comm.size,
+            message_bytes=message_bytes,
+            taken_s=taken[OP_S],
+            simulated_s=simulated_s,
+            per_action_us=per_action_us,
+        )
 
 
 if __name__ == "__main__":

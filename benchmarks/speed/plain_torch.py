@@ -84,7 +84,8 @@ def layers_of_stages(row: Row) -> list[range]:
 class Optimizer:
     """Fused AdamW on `parameters`, or on fp32 master copies of them (`masters`).
 
-    `divided`: each data rank updates its share of the parameters and sends it to the others.
+    `divided`: each data rank updates its share of the parameters and sends it to all other data
+    ranks.
     """
 
     def __init__(

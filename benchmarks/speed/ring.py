@@ -1,9 +1,9 @@
 """Causal ring attention in plain torch, the peer of this project's context parallelism.
 
 torch's own context parallelism has handlers for the kernels of GPUs only (torch 2.13,
-distributed/tensor/experimental/_context_parallel). This is its method, and that of
-ring-flash-attention: keys and values travel around a ring over gloo while the rank computes with
-torch's fused kernel for CPUs, and results are merged by their log-sum-exp in float32. Ranks have
+distributed/tensor/experimental/_context_parallel). This module uses the same method as torch and
+ring-flash-attention. Keys and values are sent around a ring over gloo while the rank computes with
+torch's fused kernel for CPUs. The results are merged by their log-sum-exp in float32. Ranks have
 two of 2c chunks in zigzag.
 """
 
@@ -43,7 +43,8 @@ def _block(rank: int, source: int, count: int) -> _Block:
 
 
 class _Travelling:
-    """A tensor on its way to the next rank of the ring, while that of the rank before arrives."""
+    """A tensor that is being sent to the next rank of the ring, while the previous rank's tensor
+    arrives."""
 
     def __init__(self, tensor: Tensor) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -89,7 +90,8 @@ class RingAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients; those of keys and values travel behind their keys."""
+        """Return the gradients. The gradients of keys and values are sent around the ring after the
+        keys."""
         q, both, out, sums = ctx.saved_tensors
         rank, ranks = dist.get_rank(), dist.get_world_size()
         grad = grad.contiguous()

@@ -84,7 +84,7 @@ def counted(rounds: Sequence[Round], wanted: int) -> list[Round]:
 
 @dataclass(frozen=True)
 class PeerTrial:
-    """A trial of one of a peer's ways on a small batch. If the way was given up, it is not
+    """A trial of one variant of a peer on a small batch. If the trial was given up, it is not
     `finished`, and its rate is an upper bound."""
 
     tokens_per_s: float
@@ -100,7 +100,7 @@ class Constants:
     limits: LeastTimes  # the least over all rounds
     losses: list[float]  # losses of all steps, including those before the first round
     peer_losses: list[float]
-    peer_trials: dict[str, PeerTrial]  # by the name of the peer's way
+    peer_trials: dict[str, PeerTrial]  # by the name of the peer's variant
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Result:
     layout: str
     precision: str
     tool: str
-    peer: str  # the name of the tool's way
+    peer: str  # the name of the tool's variant
     tokens_per_s: float
     peer_tokens_per_s: float
     ratio_median: float
@@ -119,7 +119,7 @@ class Result:
     peak_memory_bytes: int
     peer_peak_memory_bytes: int | None
     gemm_share: float
-    limit_share: float  # time of GEMMs and attention, divided by that of ptdmpi's step
+    limit_share: float  # time of GEMMs and attention, divided by the time of ptdmpi's step
     # number of rounds that the figures are computed from, which are the least disturbed ones
     counted: int
     rounds: list[dict[str, float]]
@@ -144,8 +144,8 @@ def summarise(
     *,
     tokens: int,
 ) -> Result:
-    """Return the result of the rounds of a row. `names` are layout, precision, tool and its way;
-    `tokens` is the number in one step."""
+    """Return the result of the rounds of a row. `names` are the layout, the precision, the tool,
+    and the variant of the tool. `tokens` is the number of tokens in one step."""
     used = counted(rounds, wanted)
     ratios = [r.ratio for r in used]
     rate = statistics.median(r.tokens_per_s for r in used)

@@ -1,4 +1,5 @@
-"""The sides of a row, which are groups of processes that train on command."""
+"""The sides of a row. A side is one of the compared trainers: a group of processes that train on
+command."""
 
 import contextlib
 import json
@@ -153,7 +154,8 @@ class Side:
         )
 
     def limits(self) -> LeastTimes:
-        """Measure the least times of a step, and return those of the rank with the most work."""
+        """Measure the least times of a step, and return the times of the rank with the most
+        work."""
         times = [LeastTimes(*reply["limits_s"]) for reply in self.ask(limits=True)]
         return LeastTimes(max(rank.gemm_s for rank in times), max(rank.both_s for rank in times))
 

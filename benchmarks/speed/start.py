@@ -3,7 +3,7 @@ step, and the minimum that any trainer needs for this.
 
 The run is that of `make demo` (jobs/demo.toml, on the shards of `make demo`). Alternating with it,
 the same number of processes import only torch and mpi4py. The minimum is the time of these imports
-plus that of a later step, as recorded by the run.
+plus the time of a later step, as recorded by the run.
 """
 
 import argparse

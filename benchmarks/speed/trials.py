@@ -1,4 +1,4 @@
-"""The fastest way in which a peer can train a row, chosen by short trials."""
+"""The choice of the fastest variant of a peer for a row, by short trials."""
 
 import math
 import time
@@ -11,17 +11,18 @@ from benchmarks.speed.sides import ANSWER_LIMIT_S, Side, SideFailed, SideTooSlow
 
 WARM_STEPS = 1
 TRIAL_MICROBATCHES = 2  # number per data rank
-GIVE_UP = 2.0  # a way is given up if it takes this many times as long as the tool's fastest way,
+GIVE_UP = 2.0  # a variant is given up if it takes this many times as long as the tool's fastest,
 GIVE_UP_OURS = 3.0  # or this many times as long as ptdmpi,
 FIRST_STEP_S = 5.0  # plus the time by which a first step may be longer
 
 
 @dataclass(frozen=True)
 class Rival:
-    """A trainer that is compared with ptdmpi in a row, and its fastest way.
+    """A trainer that is compared with ptdmpi in a row, and its fastest variant.
 
-    A `variant` of None is ptdmpi itself, with the layout of `row`. If no way has finished,
-    `at_most` is the upper bound of the rival's tokens per second, and nothing is measured.
+    A `variant` of None is ptdmpi itself, with the layout of `row`. If no variant has finished its
+    trial, `at_most` is an upper bound of the rival's tokens per second, and the rival is not
+    measured.
     """
 
     tool: str
@@ -64,8 +65,9 @@ def rivals(
 class Trials:
     """The trials of all rows. A `cast` that was given up in one row is not tried in other rows.
 
-    After `until_s` (of time.monotonic; set for each row) no new trial begins: the fastest way so
-    far is used, or the first one, and `untried` counts the others. `end_s` ends all waiting.
+    After `until_s` (of time.monotonic; set for each row) no new trial begins. Then the fastest
+    variant so far is used, or the first one if none was tried, and `untried` counts the other
+    variants. `end_s` ends all waiting.
     """
 
     def __init__(self, end_s: float = math.inf) -> None:
@@ -74,24 +76,30 @@ class Trials:
         self.untried = 0
 
     def rival(self, row: Row, tool: str, tokens_per_s: float) -> Rival:
-        """Return the tool with its fastest way. `tokens_per_s` is ptdmpi's rate in the trials."""
+        """Return the tool with its fastest variant. `tokens_per_s` is ptdmpi's rate in the
+        trials."""
         best, tried = self.fastest(row, tool, tokens_per_s)
         name = row.peers[tool]
         if best is None:
             at_most = max(trial.tokens_per_s for trial in tried.values())
             return Rival(
-                tool, f"{name}, {row.precision}: no way finished", row, None, tried, at_most
+                tool=tool,
+                name=f"{name}, {row.precision}: no way finished",
+                row=row,
+                variant=None,
+                tried=tried,
+                at_most=at_most,
             )
-        return Rival(tool, f"{name}, {best.name}", row, best, tried)
+        return Rival(tool=tool, name=f"{name}, {best.name}", row=row, variant=best, tried=tried)
 
     def fastest(
         self, row: Row, tool: str, tokens_per_s: float = 0.0
     ) -> tuple[Variant | None, dict[str, PeerTrial]]:
-        """Return the fastest way, chosen decision by decision, and all trials by the names of their
-        ways.
+        """Return the fastest variant, chosen decision by decision, and all trials by the names of
+        their variants.
 
-        If ptdmpi's rate `tokens_per_s` is given, ways that are much slower are given up, too. The
-        way is None if none is left (bf16 on a CPU without bf16 instructions).
+        If ptdmpi's rate `tokens_per_s` is given, variants that are much slower are given up, too.
+        The variant is None if all were given up (as in bf16 on a CPU without bf16 instructions).
         """
         decisions = choices(row, tool)
         best = Variant(tool)
@@ -121,7 +129,7 @@ class Trials:
     def _try(
         self, row: Row, way: Variant, tried: dict[Variant, PeerTrial], tokens_per_s: float
     ) -> None:
-        """Try a way and add the trial to `tried`, if there is time for it."""
+        """Try a variant and add the trial to `tried`, if there is time for it."""
         if time.monotonic() > self.until_s:
             self.untried += 1
             return
@@ -131,7 +139,7 @@ class Trials:
 
 
 def attempt(row: Row, way: Variant, at_least: float, end_s: float) -> PeerTrial:
-    """Measure one way to run a tool. End the measurement early if the tool does not reach
+    """Measure one variant of a tool. End the measurement early if the tool does not reach
     `at_least` tokens per second."""
     tokens = row.case.tokens
     limit_s = ANSWER_LIMIT_S

@@ -1,4 +1,4 @@
-"""One rank of one side: it builds its model, then trains steps on command.
+"""One rank of one side (a compared trainer): it builds its model, and then trains steps on command.
 
     python -m benchmarks.speed.worker ptdmpi|TOOL SOCKET
 

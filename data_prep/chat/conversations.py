@@ -104,8 +104,8 @@ class Conversations:
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
-    """Yield every text in a message, including those of its keys and of nested values: a template
-    may write any of them (a role, a name, the arguments of a tool call)."""
+    """Yield every text in a message, including its keys and the texts of nested values, because a
+    template may write any of them (a role, a name, the arguments of a tool call)."""
     left: list[Any] = [message]
     while left:
         value = left.pop()

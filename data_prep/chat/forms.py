@@ -162,7 +162,7 @@ def _joined(parts: Sequence[Any]) -> str:
 def counted_answers(
     messages: Sequence[Message], answers: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Return the spans of the answers that count, which are all except those of messages with
+    """Return the spans of the answers that are labels: all answers except those in messages with
     "weight" 0.
 
     `answers` has the spans of all answers in the text, in the order of the messages. Raise

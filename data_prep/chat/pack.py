@@ -30,6 +30,7 @@ from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate, Message, find_template
 from ptdmpi.data.shard_writer import ShardWriter
 
+MOST_LENGTH = 1 << 28  # tokens of a row, which are in memory at once
 OPEN_ROWS = 64  # a conversation is added to the first of these rows that has room for it
 # The names of the CorpusCounters that the final table shows.
 COUNTED = (
@@ -214,8 +215,8 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
     """
     started = time.perf_counter()
     output.check()
-    if options.seq_length < 2:
-        raise InputError(f"--seq-length {options.seq_length}: at least 2")
+    if not 2 <= options.seq_length <= MOST_LENGTH:
+        raise InputError(f"--seq-length {options.seq_length}; legal: 2 to {MOST_LENGTH}")
     tokenizer = _tokenizer(options.tokenizer)
     file = tokenizer_file(options.tokenizer)
     eod = tokenizer.decode(np.array([tokenizer.eod_id]))
@@ -234,7 +235,7 @@ def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, A
     if done is None:
         try:
             state.save(0, _write(corpus, output))
-            # for users who talk to a model that was trained on the shards
+            # copy the template for users who talk to a model that was trained on the shards
             for directory in output.outputs:
                 write_file(directory / TEMPLATE, template.source.encode())
             done = state.finish(1, file)
@@ -271,7 +272,8 @@ def _size(group: Group) -> int:
 
 def _kept(group: Group, options: ChatOptions) -> Group | None:
     """Return the parts of conversations that fit into a row together. Return None if they are left
-    out, because they are too long or because no token of an answer would count in one of them."""
+    out: because they are too long, or because no token of an answer in one of them would be a
+    label."""
     length = options.seq_length
     if _size(group) > length and (options.pairs or options.too_long == "drop"):
         return None

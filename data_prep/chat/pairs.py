@@ -4,7 +4,8 @@ prompt.
 A record has the fields "chosen" and "rejected", each of which is one of these:
 
 - a text, or one message: the answer to the prompt, which is in another field (`_prompt`)
-- a list of messages that begins with an answer, likewise (TRL's conversational format)
+- a list of messages that begins with an answer; the prompt is in another field here, too (TRL's
+  conversational format)
 - a list of messages that begins with a question: the whole conversation
 - a text "\\n\\nHuman: ...\\n\\nAssistant: ...": the whole conversation (Bai et al. 2022,
   arXiv 2204.05862)
@@ -58,7 +59,7 @@ def pair_of(record: Mapping[str, Any]) -> list[list[Message]]:
 
 
 def _as_context(message: Message) -> Message:
-    """Return a message that does not count for the loss."""
+    """Return a message whose tokens are not labels of the loss."""
     if message["role"] != ANSWER:
         return message
     return {**message, "weight": 0}

@@ -47,7 +47,21 @@ def record_tasks(sources: Sequence[CorpusFile], advance: Callable[[int], object]
             yield from read_tasks(0, [source], advance, "")
         else:
             data = _as_lines(source, b"".join(_limited(source, advance)))
-            yield Task(0, 0, (Chunk(str(source.path), JSONL, data, 0, 1, True, True),))
+            yield Task(
+                0,
+                0,
+                (
+                    Chunk(
+                        path=str(source.path),
+                        kind=JSONL,
+                        data=data,
+                        start=0,
+                        line=1,
+                        first=True,
+                        last=True,
+                    ),
+                ),
+            )
 
 
 def _limited(source: CorpusFile, advance: Callable[[int], object]) -> Iterator[bytes]:

@@ -13,7 +13,7 @@ from ptdmpi.terminal.program import CommandGroup, require_own_package, run
 class CommandLine(NamedTuple):
     """The line of a command in the list of commands, which is printed without importing it.
 
-    `all_ranks`: all ranks of a job work on it; else rank 0 alone does.
+    `all_ranks`: all ranks of a job work on the command; otherwise only rank 0 does.
     """
 
     line: str

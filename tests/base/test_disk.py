@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,32 @@ def test_a_block_that_fails_leaves_nothing(tmp_path):
         temporary.write_text("half")
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == []
+
+
+def test_a_pipe_or_a_folder_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for path in (tmp_path / "pipe", tmp_path / "link"):
+        with pytest.raises(OSError, match="is a pipe or a device, not a file"):
+            write_whole(path, "x")
+    for path in (tmp_path, Path(), Path("/")):
+        with pytest.raises(IsADirectoryError):
+            write_whole(path, "x")
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
+
+
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder/a")
+    (tmp_path / "loop").symlink_to("loop")
+    for content in ("new", "newer"):
+        write_whole(tmp_path / "link", content)
+        assert (tmp_path / "folder" / "a").read_text() == content
+    with pytest.raises(OSError, match="symbolic links"):
+        write_whole(tmp_path / "loop", "x")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "loop").is_symlink()
+    assert os.listdir(tmp_path / "folder") == ["a"]
 
 
 def test_the_bytes_are_on_the_disk_before_the_name_is(tmp_path, monkeypatch):

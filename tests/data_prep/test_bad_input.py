@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -128,6 +129,25 @@ def good(tmp_path):
     folder.mkdir()
     (folder / "a.txt").write_text("hello")
     return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer.json",
+        "template",
+        pytest.param(
+            "a.model", marks=pytest.mark.skipif(not find_spec("sentencepiece"), reason="")
+        ),
+    ],
+)
+def test_a_device_without_an_end_is_not_read(good, monkeypatch, capsys, name):
+    (good.parent / name).symlink_to("/dev/null")
+    words = ["tokenize", good, "--output", good.parent / "o", "--tokenizer", good.parent / name]
+    if name == "template":
+        words = ["chat", *words[1:4], "--tokenizer", "bytes", "--seq-length", 16]
+        words += ["--template", good.parent / name]
+    assert "is a pipe or a device, not a file" in fail(monkeypatch, capsys, *words)
 
 
 def test_bad_arguments(good, monkeypatch, capsys):

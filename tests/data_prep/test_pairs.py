@@ -49,6 +49,15 @@ def shards(monkeypatch, folder, records, *more):
     return read_header(shard)
 
 
+@pytest.mark.parametrize("length", [10**21, 10**12, 1, -5])
+def test_a_row_has_a_length_that_fits_into_memory(tmp_path, monkeypatch, capsys, length):
+    with pytest.raises(SystemExit) as end:
+        shards(monkeypatch, tmp_path / "a", [FORMS["texts"]], "--seq-length", str(length))
+    assert end.value.code == 2
+    assert f"--seq-length {length}; legal: 2 to 268435456" in capsys.readouterr().err
+    assert not (tmp_path / "a" / "out").exists()
+
+
 def test_one_pair_gives_the_same_tokens_in_every_format(tmp_path, monkeypatch):
     expected = None
     for name, record in FORMS.items():

@@ -302,6 +302,8 @@ def test_a_launcher_of_the_users(tmp_path):
     assert [word for word in words if word.startswith("--mpi")] == ["--mpi=pmi2"]
     with pytest.raises(InputError, match="no aprun on PATH"):
         place_of("", found, "aprun")
+    with pytest.raises(InputError, match="--launcher srun 'a: No closing quotation"):
+        place_of("", found, "srun 'a")
 
 
 def test_wrong_hosts(tmp_path):

@@ -1,6 +1,10 @@
 """Starts of a run, one after the other: what is said, kept, reported, and left alone."""
 
 import json
+import os
+import signal
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +13,7 @@ from ptdmpi.checkpoint.examine import newest
 from ptdmpi.config import SharedInputError
 from ptdmpi.inference.stored import open_model
 from ptdmpi.lineage.attempts import History, attempts, that_trained
-from tests._runs import log, loop, records, shard
+from tests._runs import after, log, loop, records, shard
 from tests.parallel import parallel
 
 SMALL = {"run.steps": 4, "batch.global_size": 4}
@@ -40,6 +44,45 @@ def test_nothing_to_do_means_nothing_written(comm, tmp_path):
     (tmp_path / "run/done").unlink()  # killed just before the end
     _run(comm, tmp_path)
     assert _contents(tmp_path) == before
+
+
+@parallel(ranks=[2])
+def test_a_validation_after_the_last_step_that_a_stop_interrupts_is_made_up(comm, tmp_path):
+    whole, broken = (Path(tmp_path, name) for name in ("whole", "broken"))
+    if comm.rank == 0:
+        whole.mkdir(), broken.mkdir()
+    comm.Barrier()
+    changes = {**SMALL, "run.steps": 2, "log.validate_every_steps": 2, "checkpoint.keep_best": 1}
+
+    def run(folder, disturb=lambda made: None):
+        with loop(comm, folder, {**changes, "data.valid": f"{folder}/valid"}, disturb) as made:
+            made.run()
+
+    def signal_in_validation(made):
+        if comm.rank == 1:
+            stop = partial(os.kill, os.getpid(), signal.SIGUSR1)
+            made.engine.evaluate = after(made.engine.evaluate, 1, stop)
+
+    run(whole)
+    for _ in range(2):  # the second start is stopped while it makes up for the validation
+        with pytest.raises(SystemExit) as stopped:
+            run(broken, signal_in_validation)
+        assert stopped.value.code == 75
+        assert not (broken / "run/done").exists()
+        assert (broken / "run/checkpoints/latest").read_text() == "step-00000002\n"
+    run(broken)
+    names = ("done", "checkpoints/latest", "checkpoints/best")
+    of = [
+        {name: (folder / "run" / name).read_text() for name in names} for folder in (whole, broken)
+    ]
+    assert of[0] == of[1]
+    (known,), (made_up,) = (_validation_losses(folder) for folder in (whole, broken))
+    assert known == made_up
+
+
+def _validation_losses(folder):
+    made = records(folder / "run")
+    return [record["validation_loss"] for record in made if "validation_loss" in record]
 
 
 @parallel(ranks=[1])

@@ -177,7 +177,7 @@ class TitanTrainer:
         self.optimizer.step()
         if not losses:
             return None
-        # the losses are those of this rank's share of the tokens
+        # the losses are only over this rank's share of the tokens
         return float(torch.stack(losses).double().sum()) * self.row.sizes.data
 
     def _accumulated(self, batch: list[tuple[Tensor, Tensor]]) -> list[Tensor]:

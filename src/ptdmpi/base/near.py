@@ -11,9 +11,9 @@ MOST_TRIED = 10**6
 def divisors(number: int) -> list[int]:
     """Return all divisors of `number` >= 1, ascending.
 
-    Only prime factors up to MOST_TRIED are tried, and the remaining factor counts as a prime. The
-    result is wrong only for numbers above MOST_TRIED**2 with two larger prime factors, which are
-    surely typing mistakes.
+    Only prime factors up to MOST_TRIED are tried, and the remaining factor is assumed to be a
+    prime. The result is wrong only for numbers above MOST_TRIED**2 with two larger prime factors,
+    which are surely typing mistakes.
     """
     products = [1]
     rest = number

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from ptdmpi.base.errors import InputError
 
 PACKAGES = ("ptdmpi", "data_prep")
-# Path errors that the user can correct, which count as bad input. A full or broken disk counts as a
-# failure.
+# Path errors that the user can correct, which are reported as bad input. A full or broken disk is
+# reported as a failure.
 MENDABLE = {
     errno.EACCES,
     errno.EPERM,

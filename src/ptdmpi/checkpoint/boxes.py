@@ -96,7 +96,13 @@ def write(path: Path, parts: Sequence[Outgoing]) -> Written:
     with open(path, "xb") as file:
         file.write(head)
         for key, part in zip(keys, parts, strict=True):
-            piece = StoredPiece(path.name, key, part.box, offset, _write_block(file, part.values()))
+            piece = StoredPiece(
+                file=path.name,
+                key=key,
+                box=part.box,
+                offset=offset,
+                crc32=_write_block(file, part.values()),
+            )
             known = tensors.get(part.tensor) or StoredTensor(part.shape, part.dtype, ())
             tensors[part.tensor] = replace(known, pieces=(*known.pieces, piece))
             offset += part.nbytes
@@ -122,8 +128,8 @@ class Reader:
     """A reader of slices of logical tensors, however the checkpoint cuts the tensors.
 
     A piece that is read completely is compared with its checksum at the same time. `checked` has an
-    entry for each of `pieces`, 1 if the piece was compared. `means` is that of the manifest.
-    Threads must not share a reader.
+    entry for each of `pieces`, 1 if the piece was compared. `means` is the property of the
+    manifest. Threads must not share a reader.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -292,7 +298,8 @@ class Reader:
         if self._open is None or self._open[0] != file:
             self.__exit__(None, None, None)
             try:
-                # a pipe in place of the file has no offsets: an error, not an endless wait
+                # if the path is a pipe, which has no offsets, raise an error instead of waiting for
+                # ever
                 flags = os.O_RDONLY | os.O_NONBLOCK
                 self._open = file, os.open(self.directory / file, flags)
                 # let the kernel read farther ahead: it reads the next chunk while this chunk's
@@ -315,8 +322,8 @@ class Reader:
 
 @cache
 def _levels(form: LowBit) -> Array:
-    """Return the values that each byte encodes, those of its low bits first: [256, elements of a
-    byte]."""
+    """Return the values that each byte encodes, beginning with the value in its lowest bits: [256,
+    elements of a byte]."""
     levels = np.array(form.levels, np.float32)
     codes = np.arange(256)
     if form.bits == 8:

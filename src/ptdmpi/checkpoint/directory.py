@@ -139,9 +139,9 @@ def branch(directory: Path, source: Path | None, named: Path | None = None) -> N
     continues, and the path `named` that the user gave: later, that path may mean another
     checkpoint.
 
-    Without renaming, the checkpoints with the highest steps would count as the newest, and the next
-    start would resume from them. If the source is in this directory, the checkpoints before it are
-    kept. `source` is None if the run began at step 0.
+    Without renaming, the checkpoints with the highest steps would be taken as the newest, and the
+    next start would resume from them. If the source is in this directory, the checkpoints before it
+    are kept. `source` is None if the run began at step 0.
     """
     last = _last_kept(directory, source)
     for path in checkpoints_in(directory):

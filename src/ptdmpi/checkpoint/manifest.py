@@ -290,11 +290,11 @@ def read_manifest(directory: Path) -> Manifest:
 def _tensor_of_json(table: Mapping[str, Any]) -> StoredTensor:
     pieces = (
         StoredPiece(
-            piece["file"],
-            piece["key"],
-            Box(tuple(piece["start"]), tuple(piece["stop"])),
-            piece["offset"],
-            piece["crc32"],
+            file=piece["file"],
+            key=piece["key"],
+            box=Box(tuple(piece["start"]), tuple(piece["stop"])),
+            offset=piece["offset"],
+            crc32=piece["crc32"],
         )
         for piece in table["pieces"]
     )

@@ -2,9 +2,9 @@
 were lost.
 
 A copy is a checkpoint whose files are in a tmpfs folder. The kernel keeps the files when the ranks
-die. Each node has the files of its own ranks and those of the previous node (Wang et al. 2023,
-"Gemini", section 4), so that the loss of one node loses no file. `ptdmpi run` names the folder and
-removes it at the end.
+die. Each node has the files of its own ranks and the files of the previous node's ranks (Wang et
+al. 2023, "Gemini", section 4), so that the loss of one node loses no file. `ptdmpi run` names the
+folder and removes it at the end.
 
     FOLDER/step-00000012-ID/rank-00000.safetensors ... manifest.json
 

@@ -50,7 +50,11 @@ class OutgoingState:
         for part, view in zip(self.parts, views, strict=True):
             dtype = str(view.dtype).removeprefix("torch.")
             values = partial(self._on_host, view)
-            outgoing.append(Outgoing(part.key, part.shape, part.box, dtype, values))
+            outgoing.append(
+                Outgoing(
+                    tensor=part.key, shape=part.shape, box=part.box, dtype=dtype, values=values
+                )
+            )
         return outgoing
 
     def _copy(self) -> list[Tensor]:

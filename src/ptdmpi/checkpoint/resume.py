@@ -127,8 +127,8 @@ class Resumption:
     ) -> tuple[Path, list[str]]:
         """Load only the weights of the newest complete checkpoint that `path` names. Return the
         path of the checkpoint, and the names of a task head's parameters that keep their initial
-        values. With adapters, only names among `fresh` are returned, because the base may have the
-        others.
+        values. With adapters, only names in `fresh` are returned, because the base may have all
+        other parameters.
 
         `tokenizer_sha256` is the hash of the weights' tokenizer, used if the checkpoint does not
         record it. Raise InputError on every rank.

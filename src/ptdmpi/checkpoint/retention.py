@@ -13,8 +13,8 @@ from ptdmpi.config import CheckpointConfig
 class Retention:
     """The retention of checkpoints in a run directory: it renames, keeps and removes them.
 
-    `damaged` has the names of checkpoints that could not be read. Damaged checkpoints do not count
-    as kept ones, and are not removed.
+    `damaged` has the names of checkpoints that could not be read. Damaged checkpoints are not
+    included in the number of kept checkpoints, and are not removed.
     """
 
     def __init__(self, directory: Path, config: CheckpointConfig) -> None:

@@ -10,7 +10,7 @@ bytes.
 
 A thread of each rank writes its file, and a thread of rank 0 does the remaining work. When ranks
 must agree, their main threads use the world communicator between two steps. MPI therefore need not
-support threads, and the messages of a save are not mixed with those of a step.
+support threads, and the messages of a save are not mixed with the messages of a step.
 """
 
 import contextlib
@@ -170,7 +170,14 @@ class Checkpoints:
         loss = None
         if self.validated is not None and self.validated[0] == step:
             loss = self.validated[1]
-        self._flight = _Flight(temporary, self._progress(step), loss, self.extras(), since, writing)
+        self._flight = _Flight(
+            temporary=temporary,
+            progress=self._progress(step),
+            validation_loss=loss,
+            extras=self.extras(),
+            since=since,
+            writing=writing,
+        )
         self._flight.stall_s = time.perf_counter() - begin
         if self.config.asynchronous:
             return done
@@ -236,7 +243,8 @@ class Checkpoints:
             return True
         if not all(self.world.all_gather_object(wait or flight.writing.done())):
             return False
-        # no rank may raise an error alone: the others would wait for it in the next collective
+        # if only one rank raised the error, all other ranks would wait for it in the next
+        # collective
         part, error = _result(flight.writing)
         text = None
         if error is not None:

@@ -347,7 +347,8 @@ class Communicator(WireTraits, ABC):
 
 
 class _UnderWay:
-    """A collective that has begun. Time spent in `wait` counts as time in the collective."""
+    """A collective that has begun. The time that `wait` takes is added to the time of the
+    collective."""
 
     def __init__(
         self, group: Communicator, name: str, handle: Handle, tensors: Sequence[Tensor]
@@ -393,7 +394,7 @@ class Neighbourhood:
     """The neighbours of this rank in a graph: the ranks that send to it, and that it sends to.
 
     This class sends and receives in pairs, which every transport can do. A transport that supports
-    graphs has a class of its own. Tallies and `busy` call an exchange "neighbours".
+    graphs has its own class. Tallies and `busy` call an exchange "neighbours".
     """
 
     def __init__(

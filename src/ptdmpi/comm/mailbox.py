@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 
 class Mailbox:
-    """A mailbox that sends picklable values between ranks, on a communicator of its own.
+    """A mailbox that sends picklable values between ranks, on a separate communicator.
 
     All ranks make their mailboxes together, because a mailbox duplicates `control`. After the
     start, one thread of each rank uses the mailbox, while other threads may call MPI too; such

@@ -2,9 +2,9 @@
 on the host, they do nothing.
 
 A device takes work from queues (CUDA streams) and runs each queue in the order of the calls. Copies
-have a queue of their own, so that they overlap with matrix multiplications. Marks (events) order
-the two queues: one queue waits for a mark of the other, and the host does not wait. Only
-page-locked memory is copied in this way, because a copy of pageable memory makes the host wait.
+have a separate queue, so that they overlap with matrix multiplications. Marks (events) order the
+two queues: one queue waits for a mark of the other, and the host does not wait. Only page-locked
+memory is copied in this way, because a copy of pageable memory makes the host wait.
 """
 
 import contextlib
@@ -52,7 +52,8 @@ class _Nothing:
         return contextlib.nullcontext()
 
     def passed(self) -> Passed:
-        """Return a mark that counts as passed, because copies on the host are complete at once."""
+        """Return a mark that has always been passed, because copies on the host are complete when
+        they return."""
         return self
 
     computed = passed

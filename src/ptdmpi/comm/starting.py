@@ -35,7 +35,7 @@ LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 def watched(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Start a process that watches the ranks of this node while the block inside imports MPI.
 
-    Nothing is started unless the launcher was told to keep a job that loses a rank.
+    Nothing is started unless an option of the launcher lets a job continue after it loses a rank.
     """
     in_job = all(name in environ for name in (JOB, LOCAL_RANK, LOCAL_SIZE))
     keeps = environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true")

@@ -1,8 +1,8 @@
 """A key-value store for torch.distributed that works over MPI, without a port, a MASTER_ADDR or a
 file.
 
-The keys are stored on rank 0, where a thread answers the requests of all ranks on a communicator of
-its own.
+The keys are stored on rank 0, where a thread answers the requests of all ranks on a separate
+communicator.
 """
 
 import threading

@@ -215,7 +215,13 @@ class World:
             for group in grid.groups
             if grid.same_as(group) in connected
         }
-        return Axes(grid, grid.coordinates(self.rank), groups, wire.clock, carried_by)
+        return Axes(
+            grid=grid,
+            coordinates=grid.coordinates(self.rank),
+            groups=groups,
+            clock=wire.clock,
+            carried_by=carried_by,
+        )
 
     def tensor_axis_crosses_nodes(self, grid: Grid) -> bool:
         """Return True on every rank if some tensor group has ranks on more than one node."""
@@ -227,8 +233,8 @@ class World:
     def abort_wires(self) -> None:
         """End all operations on this rank's device after a rank has failed. Any thread may call
         this. Without this call, a thread that waits for the device would wait for a message that
-        never comes. After this call, messages can be sent through MPI only; a new world connects
-        again."""
+        never comes. After this call, messages can be sent only through MPI. A new `World` opens the
+        connections again."""
         _abort(self.connected)
 
     def on_root(self, work: Callable[[], T]) -> T:
@@ -287,8 +293,8 @@ def fail_together(world: World) -> Iterator[None]:
             print(printable(f"ptdmpi: error: {error}"), file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     except InputError as error:
-        # Ranks that read the same bytes fail in the same way: the first rank prints, and ends the
-        # others.
+        # Ranks that read the same bytes fail in the same way: the first rank prints the error, and
+        # ends all other ranks.
         time.sleep(min(6.0, 2.0 * world.rank))
         print(printable(f"ptdmpi: error: {error}"), file=sys.stderr, flush=True)
         # a single rank exits as usual, because MPI's abort would print additional lines

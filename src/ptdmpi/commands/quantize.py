@@ -77,7 +77,7 @@ def work(
     """Quantize the model at `source` on rank 0, and return the results, which include the
     perplexities before and after. All ranks call this and get the results.
 
-    `options` are those of the command. Raises InputError on all ranks for illegal options or
+    `options` are the options of the command. Raises InputError on all ranks for illegal options or
     inputs, if possible before anything is computed.
     """
     from ptdmpi.convert.quantize.calibration import CalibrationSamples

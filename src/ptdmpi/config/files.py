@@ -26,7 +26,7 @@ TABLES: Mapping[str, type[Section]] = {"data": TrainDataConfig, "optimizer": Rat
 
 
 MOST_BYTES = 1 << 24  # of a TOML file
-MOST_DEPTH = 8  # of tables and lists in it; the deepest legal key, data.train.path, has 3
+MOST_DEPTH = 8  # tables and lists within each other; the deepest legal key, data.train.path, has 3
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
@@ -134,8 +134,8 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
 
 
 def _begun(config: Config) -> Config:
-    """Return the configuration that `adapt.method = "full"` stands for: an ordinary training that
-    begins from the weights of `adapt.base`."""
+    """Return the configuration in which `adapt.method = "full"` is replaced by its meaning: an
+    ordinary training that begins from the weights of `adapt.base`."""
     if config.adapt.method != "full":
         return config
     begun = config.replace("checkpoint", initial=config.adapt.base)

@@ -285,7 +285,15 @@ def complete(sizes: Mapping[str, int], ranks: int | None, **settings: Any) -> La
             raise InputError(f"layout: t c p = {model_ranks} does not divide {ranks} ranks")
         data = ranks // model_ranks
     virtual, micro_size = sizes.get("virtual", 1), sizes.get("micro_size", 1)
-    layout = Layout(tensor, pipeline, data, virtual, micro_size, context=context, expert=expert)
+    layout = Layout(
+        tensor=tensor,
+        pipeline=pipeline,
+        data=data,
+        virtual=virtual,
+        micro_size=micro_size,
+        context=context,
+        expert=expert,
+    )
     if ranks is not None and layout.ranks != ranks:
         raise InputError(
             f"layout {layout}: t c p d = {layout.ranks}, but --ranks is {ranks}; "

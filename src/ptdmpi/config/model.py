@@ -198,7 +198,7 @@ class ModelConfig(Section):
         heads: Any = filled.get("heads")
         hidden: Any = filled.get("hidden")
         filled.setdefault("kv_heads", heads if _sound(heads) else 1)
-        # those of Llama 3 and of YaRN
+        # the defaults of YaRN and of Llama 3
         filled.setdefault("rope_high_factor", 32.0 if values.get("rope_scaling") == "yarn" else 4.0)
         # 0 if the number of heads does not divide the hidden size h; a rule reports this mistake
         if "head_size" not in filled:

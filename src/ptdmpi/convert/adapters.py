@@ -98,7 +98,7 @@ def places(model: ModelConfig, adapt: AdaptConfig) -> Iterator[AdapterPlace]:
 @dataclass(frozen=True)
 class LoadedAdapter:
     """Adapters in memory: their configuration and base (`adapted`), the shape of their model, and
-    all their tensors by logical name, which include those of a head for a task."""
+    all their tensors by logical name, including the tensors of a head for a task."""
 
     adapted: Adapted
     model: ModelConfig
@@ -134,7 +134,13 @@ def write_adapter(target: Path, adapter: LoadedAdapter) -> int:
 def _float32_part(name: str, values: Tensor) -> Outgoing:
     """Return an unsharded weight in the form in which a checkpoint is written, as float32."""
     shape = tuple(values.shape)
-    return Outgoing(key(WEIGHTS, name), shape, Box.whole(shape), "float32", partial(_numpy, values))
+    return Outgoing(
+        tensor=key(WEIGHTS, name),
+        shape=shape,
+        box=Box.whole(shape),
+        dtype="float32",
+        values=partial(_numpy, values),
+    )
 
 
 def merge(base: Path, adapter: Path, target: Path, kind: str = WEIGHTS) -> tuple[int, str]:
@@ -172,9 +178,9 @@ def _merged(
 ) -> Iterator[Outgoing]:
     """Yield every weight of the merged model, in pieces that consist of complete rows.
 
-    The merged weights are those of the base, changed by the adapters, and those of a task head that
-    was trained with the adapters. If the base has more learned positions than the model, only the
-    first ones are used.
+    The result has the weights of the base, to which the adapters are added, and the weights of a
+    task head that was trained with the adapters. If the base has more learned positions than the
+    model, only the first ones are used.
     """
     changes: dict[str, list[AdapterPlace]] = {}
     for place in adapter.places:
@@ -190,7 +196,9 @@ def _merged(
         dtype = reader.manifest[stored].dtype
         merged = partial(_merged_slab, reader, stored, adapter, changes.get(name, []))
         for box in slabs(shape, np.dtype(dtype).itemsize):
-            yield Outgoing(stored, shape, box, dtype, partial(merged, box=box))
+            yield Outgoing(
+                tensor=stored, shape=shape, box=box, dtype=dtype, values=partial(merged, box=box)
+            )
 
 
 def _merged_slab(
@@ -363,9 +371,9 @@ def _write_config(path: Path, stored: StoredModel, config: Config) -> None:
 
 
 def _template(stored: StoredModel, adapter: StoredAdapter) -> tuple[Path | None, str]:
-    """Return the file with the chat template for the merged model: that of the adapter's
-    conversations, else that of the base, else None. Also return a note if the adapter's template is
-    not found."""
+    """Return the file with the chat template for the merged model: the template of the adapter's
+    conversations, or else the base's template, or else None. Also return a note if the adapter's
+    template is not found."""
     # import h5py only here: adapters of imported models have no shards
     from ptdmpi.inference.tokenizer import template_file
 

@@ -114,7 +114,15 @@ def _logits(
     # the position of the token that a head for a task reads: the first or the last one
     at = torch.full((1, len(ids)), 0 if config.model.masked else ids.shape[1] - 1)
     labels = ids.t()[:1] if question.classifies else ids.t()
-    batch = Microbatch(ids.t(), labels, None, nothing, None, at, types=types)
+    batch = Microbatch(
+        inputs=ids.t(),
+        labels=labels,
+        weights=None,
+        samples=nothing,
+        documents=None,
+        masked=at,
+        types=types,
+    )
     x: Tensor | None = None
     heads: tuple[Tensor, ...] = ()
     with stored.reader() as reader:

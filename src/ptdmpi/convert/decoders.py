@@ -5,7 +5,6 @@ The decoder families share nearly all names of parameters, and most keys of conf
 describes how one family differs.
 """
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.convert.family import DECODER, PLAIN, ConfigJson, Family, require
+from ptdmpi.convert.rope import rope_config, rope_keys
 from ptdmpi.convert.windows import layer_count, layer_types, require_whole, window_keys
 
 MODULES = {
@@ -28,27 +28,11 @@ MODULES = {
     "head": ("lm_head",),
 }
 BIASES = {(True, True): True, (True, False): "attention", (False, True): "mlp"}
-# Kind of scaled rotary angles -> Hugging Face's key -> ptdmpi's key, for its numbers
-ROPE_NUMBERS = {
-    "llama3": {
-        "factor": "rope_factor",
-        "low_freq_factor": "rope_low_factor",
-        "high_freq_factor": "rope_high_factor",
-        "original_max_position_embeddings": "rope_original_length",
-    },
-    "yarn": {
-        "factor": "rope_factor",
-        "beta_slow": "rope_low_factor",
-        "beta_fast": "rope_high_factor",
-        "original_max_position_embeddings": "rope_original_length",
-        "attention_factor": "rope_attention_factor",
-    },
-}
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A description of how one family differs from the others.
+    """A description of how one family of decoders differs from all others.
 
     `defaults`: values of keys that config.json lacks, since `transformers` leaves out defaults.
     `keys`: a function that makes further keys of [model] from a config.json. `config`: a function
@@ -99,7 +83,7 @@ def _keys(decoder: Decoder, config: ConfigJson) -> dict[str, Any]:
         "ffn_hidden": config.need("intermediate_size"),
         "seq_length": config.need("max_position_embeddings"),
         "norm_eps": config.get("rms_norm_eps", 1e-6),
-        **_rope_keys(config),
+        **rope_keys(config),
         "tie_embeddings": config.get("tie_word_embeddings", False),
         "sliding_window": 0,
         **decoder.keys(config),
@@ -130,83 +114,11 @@ def _config(decoder: Decoder, model: ModelConfig, vocab_size: int) -> dict[str, 
         "intermediate_size": model.ffn_hidden,
         "max_position_embeddings": model.seq_length,
         "rms_norm_eps": model.norm_eps,
-        **_rope_config(model),
+        **rope_config(model),
         "tie_word_embeddings": model.tie_embeddings,
         "attention_dropout": model.attention_dropout,
         "initializer_range": model.init_std,
         **decoder.config(model),
-    }
-
-
-def _rope_keys(config: ConfigJson) -> dict[str, Any]:
-    """Make the keys of [model] for rotary angles. Newer files have the rotary keys in
-    `rope_parameters`; older ones have `rope_theta` at the top level, and `rope_scaling`. Raise
-    InputError for other kinds of angles."""
-    scaling: dict[str, Any] = {}
-    theta = config.get("rope_theta", 10000.0)
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = config.get(key, {})
-        if not isinstance(rope, Mapping):
-            raise InputError(f"{config.name}: {key} = {rope!r} is no JSON object")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        partial = rope.get("partial_rotary_factor", 1.0)
-        by_layer = any(isinstance(value, Mapping) for value in rope.values())
-        known = kind == "default" or (isinstance(kind, str) and kind in ROPE_NUMBERS)
-        whole = partial == 1.0 and rope.get("truncate", True) is True
-        if not known or not whole or by_layer:
-            raise InputError(
-                f"{config.name}: {key} = {dict(rope)} is not supported; legal: "
-                'rope_type "default", "llama3" or "yarn" on whole heads, without truncate = false'
-            )
-        if kind != "default":
-            scaling = {"rope_scaling": kind, **_scaling(config, key, kind, rope)}
-        theta = rope.get("rope_theta", theta)
-    config.only("partial_rotary_factor", 1.0)
-    if isinstance(theta, bool) or not isinstance(theta, int | float):
-        raise InputError(f"{config.name}: rope_theta = {theta!r} is no number")
-    return {**scaling, "rope_theta": float(theta)}
-
-
-def _scaling(
-    config: ConfigJson, key: str, kind: str, rope: Mapping[str, Any]
-) -> dict[str, int | float]:
-    """Return the keys of [model] for scaled rotary angles of a kind. `rope` is the table in
-    config.json and `key` its name. Raise InputError for a value that is not a number."""
-    length = "original_max_position_embeddings"
-    values: dict[str, Any] = {length: config.get("max_position_embeddings")}
-    if kind == "yarn":  # the defaults of `transformers`; 0: the attention factor of the paper
-        values |= {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.0}
-    values |= {name: value for name, value in rope.items() if value is not None}
-    numbers: dict[str, int | float] = {}
-    for name in (*ROPE_NUMBERS[kind], *({"mscale", "mscale_all_dim"} & values.keys())):
-        value = values.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InputError(f"{config.name}: {key}: {name} = {value!r} is no number")
-        numbers[name] = value if name == length else float(value)
-    scaling = {ours: numbers[theirs] for theirs, ours in ROPE_NUMBERS[kind].items()}
-    some, every = numbers.get("mscale"), numbers.get("mscale_all_dim")
-    if kind == "yarn" and some and every and not scaling["rope_attention_factor"]:
-        # DeepSeek's form of the attention factor
-        growth = 0.1 * math.log(max(1.0, numbers["factor"]))
-        scaling["rope_attention_factor"] = (some * growth + 1.0) / (every * growth + 1.0)
-    return scaling
-
-
-def _rope_config(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of config.json for rotary angles. Both older and newer versions of
-    `transformers` can read the returned keys."""
-    scaling = None
-    parameters: dict[str, Any] = {"rope_type": "default"}
-    if model.rope_scaling != "none":
-        known = ROPE_NUMBERS[model.rope_scaling]
-        numbers = {theirs: getattr(model, ours) for theirs, ours in known.items()}
-        if not model.rope_attention_factor:
-            numbers.pop("attention_factor", None)
-        scaling = parameters = {"rope_type": model.rope_scaling, **numbers}
-    return {
-        "rope_theta": model.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {**parameters, "rope_theta": model.rope_theta},
     }
 
 
@@ -383,51 +295,58 @@ def _qwen3_moe_config(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-LLAMA = Decoder("llama", "Llama", {}, _llama_keys, _llama_config, {})
+LLAMA = Decoder(
+    model_type="llama",
+    name="Llama",
+    defaults={},
+    keys=_llama_keys,
+    config=_llama_config,
+    required={},
+)
 MISTRAL = Decoder(
-    "mistral",
-    "Mistral",
-    {"num_key_value_heads": 8, "sliding_window": 4096},
-    _mistral_keys,
-    _mistral_config,
-    {"bias": False, "sliding_window": None, "sliding_layers": "all"},
+    model_type="mistral",
+    name="Mistral",
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    keys=_mistral_keys,
+    config=_mistral_config,
+    required={"bias": False, "sliding_window": None, "sliding_layers": "all"},
 )
 MIXTRAL = Decoder(
-    "mixtral",
-    "Mixtral",
-    {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
-    _mixtral_keys,
-    _mixtral_config,
-    {**MISTRAL.required, **ROUTED, "experts": None, "router_normalize": True},
+    model_type="mixtral",
+    name="Mixtral",
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    keys=_mixtral_keys,
+    config=_mixtral_config,
+    required={**MISTRAL.required, **ROUTED, "experts": None, "router_normalize": True},
 )
 QWEN2 = Decoder(
-    "qwen2",
-    "Qwen2",
-    {"num_key_value_heads": 32, "sliding_window": 4096},
-    _qwen2_keys,
-    _qwen_config,
-    {"bias": "qkv", "sliding_window": None},
+    model_type="qwen2",
+    name="Qwen2",
+    defaults={"num_key_value_heads": 32, "sliding_window": 4096},
+    keys=_qwen2_keys,
+    config=_qwen_config,
+    required={"bias": "qkv", "sliding_window": None},
 )
 QWEN3 = Decoder(
-    "qwen3",
-    "Qwen3",
-    {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
-    _qwen3_keys,
-    _qwen3_config,
-    {"qk_norm": True, "sliding_window": None},
+    model_type="qwen3",
+    name="Qwen3",
+    defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
+    keys=_qwen3_keys,
+    config=_qwen3_config,
+    required={"qk_norm": True, "sliding_window": None},
 )
 QWEN3_MOE = Decoder(
-    "qwen3_moe",
-    "Qwen3Moe",
-    {"num_key_value_heads": 4},
-    _qwen3_moe_keys,
-    _qwen3_moe_config,
-    {**ROUTED, "qk_norm": True, "experts": None},
+    model_type="qwen3_moe",
+    name="Qwen3Moe",
+    defaults={"num_key_value_heads": 4},
+    keys=_qwen3_moe_keys,
+    config=_qwen3_moe_config,
+    required={**ROUTED, "qk_norm": True, "experts": None},
 )
 GEMMA2 = Decoder(
-    "gemma2",
-    "Gemma2",
-    {
+    model_type="gemma2",
+    name="Gemma2",
+    defaults={
         "num_key_value_heads": 4,
         "head_dim": 256,
         "sliding_window": 4096,
@@ -436,9 +355,9 @@ GEMMA2 = Decoder(
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
-    _gemma2_keys,
-    _gemma2_config,
-    {
+    keys=_gemma2_keys,
+    config=_gemma2_config,
+    required={
         "activation": "geglu",
         "block_norm": "sandwich",
         "zero_centered_norm": True,

@@ -41,17 +41,17 @@ class Family:
 
     `modules`: ptdmpi's module -> the modules of `transformers`. There are several of them if
     `transformers` stores parts of ptdmpi's module separately (such as q, k and v). {i} stands for
-    the number of a layer, {e} for that of an expert. `prefix`: the beginning of the names of the
-    base model. The names of heads do not have it, and neither do the
-    names in a file that contains only the base model. `transposed`: True if the weights of the
-    linears of `transformers` are [inputs, outputs]. `buffers`: tensors that are no parameters in
-    ptdmpi; they are stored for the conversion back. `keys`: a function that makes the keys of
-    [model] from a config.json. `config`: a function that makes a config.json from [model] and the
-    size of the vocabulary. `again`: tensors that repeat another tensor in every model with a tied
-    head. If the head is not tied and the two tensors differ, the repetition is used, and the other
-    tensor is not. `told_by`: keys of [model] that no config.json has -> the tensor that exists if
-    they are true. `renamed`: ends of names in old files -> ends in newer files. `tasks`: kind of
-    task -> the name in `transformers` of a model with a head for it, and the linear of that head.
+    the number of a layer, and {e} for the number of an expert. `prefix`: the beginning of the names
+    of the base model. The names of heads do not have it, and neither do the names in a file that
+    contains only the base model. `transposed`: True if the weights of the linears of `transformers`
+    are [inputs, outputs]. `buffers`: tensors that are no parameters in ptdmpi; they are stored for
+    the conversion back. `keys`: a function that makes the keys of [model] from a config.json.
+    `config`: a function that makes a config.json from [model] and the size of the vocabulary.
+    `again`: tensors that repeat another tensor in every model with a tied head. If the head is not
+    tied and the two tensors differ, the repetition is used, and the other tensor is not. `told_by`:
+    keys of [model] that no config.json has -> the tensor that exists if they are true. `renamed`:
+    ends of names in old files -> ends in newer files. `tasks`: kind of task -> the name in
+    `transformers` of a model with a head for it, and the linear of that head.
     """
 
     model_type: str
@@ -170,7 +170,13 @@ def counterparts(family: Family, needed: Mapping[str, Declaration]) -> Iterator[
             base = f"{theirs}.{kind}"
             for letter, number in numbers.items():
                 base = base.replace(letter, number)
-            yield Counterpart(name, shape, box, family.again.get(base, base), transposed)
+            yield Counterpart(
+                ours=name,
+                whole=shape,
+                box=box,
+                theirs=family.again.get(base, base),
+                transposed=transposed,
+            )
             start += size
 
 

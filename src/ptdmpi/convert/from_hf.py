@@ -52,8 +52,8 @@ def from_hf(source: Path, target: Path) -> Converted:
         raise InputError(f"{config.name}: vocab_size = {vocab_size!r}; legal: 1 or more")
     keys = family.keys(config)
     with WeightFiles(source) as theirs, new_directory(target) as folder:
-        # vocab_size is a key of its own, because the tables of `transformers` may have more rows
-        # than the tokenizer has ids
+        # vocab_size is a separate key, because the tables of `transformers` may have more rows than
+        # the tokenizer has ids
         ours = _config({**keys, "vocab_size": vocab_size}, family, theirs, config.name)
         model = ours.model
         needed = declarations(ours, vocab_size)
@@ -88,15 +88,15 @@ def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: 
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     layers = config.model.layers
-    if layers > len(bases):  # a typing error, which is detected before so many layers are declared
+    if layers > len(bases):  # probably a typo: report it before this number of layers is declared
         raise InputError(f"{name}: {layers} layers, but {len(bases)} tensors in all")
     return config
 
 
 def _settled(plan: Plan, model: ModelConfig, theirs: WeightFiles) -> Plan:
-    """Return the plan without those repetitions that differ from the tensor that they should
-    repeat: they are parameters of their own. Raise InputError if repeated tensors differ in a model
-    whose embeddings are tied."""
+    """Return the plan after comparing each tensor that should repeat another one with that tensor.
+    If their values differ, the repeating tensor becomes the parameter, and the other one is unused.
+    Raise InputError if the values differ in a model whose embeddings are tied."""
     for head, word in plan.again.items():
         if _equal(theirs, head, word):
             continue
@@ -128,11 +128,11 @@ def _outgoing(theirs: WeightFiles, plan: Plan) -> Iterator[Outgoing]:
         read = partial(_read, theirs, name, tensor.transposed)
         for slab in slabs(tensor.box.size, dtype.itemsize):
             yield Outgoing(
-                key(WEIGHTS, tensor.ours),
-                tensor.whole,
-                slab.within(tensor.box),
-                str(dtype).removeprefix("torch."),
-                partial(read, slab, dtype=dtype),
+                tensor=key(WEIGHTS, tensor.ours),
+                shape=tensor.whole,
+                box=slab.within(tensor.box),
+                dtype=str(dtype).removeprefix("torch."),
+                values=partial(read, slab, dtype=dtype),
             )
 
 

@@ -81,7 +81,7 @@ class PackedModel:
         return packed
 
     def _entries(self, name: str, stored: Stored) -> Iterator[tuple[str, Stored]]:
-        """Yield the tensors that are written in place of one tensor: three if it is packed,
+        """Yield the tensors that are written for one tensor: three tensors if it is packed, and
         otherwise the tensor itself."""
         if name not in self.tensors:
             yield name, stored

@@ -212,9 +212,9 @@ def _mixture(config: Json, get: Get, name: str, x: Tensor) -> Tensor:
 
 
 def bert(config: Json, get: Get, question: Question) -> tuple[Tensor, ...]:
-    """Return the logits [b, s, V] of BERT, and those of a second head [b, 2] if there is one, or
-    the scores of a task's head. BERT has norms after the blocks (Devlin et al. 2019), Megatron's
-    BERT before them (Shoeybi et al. 2019)."""
+    """Return the logits [b, s, V] of BERT, and the logits [b, 2] of a second head if there is one;
+    or return the scores of a task's head. BERT has norms after the blocks (Devlin et al. 2019),
+    Megatron's BERT before them (Shoeybi et al. 2019)."""
     x = _bert_body(config, get, question)
     if question.classifies:
         return (_pooled(get, "classifier", x),)

@@ -47,7 +47,7 @@ DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 class Contents:
     """The contents of the directory to write: config.json, the header of each weight file, the
     other files of the directory `kept`, and the files `others` (name -> content). `note` says which
-    files are missing, or differ from those of `kept`."""
+    files are missing, or differ from the files in `kept`."""
 
     family: Family
     config: dict[str, Any]
@@ -188,14 +188,14 @@ def _kept_contents(kept: Path, stored: StoredModel, needed: Mapping[str, Declara
 
 
 def _with_keys(contents: Contents, family: Family, kept: Path, stored: StoredModel) -> Contents:
-    """Return the contents with a changed config.json. The changed keys are those that correspond to
-    changes of [model], such as `rope_theta`, and those that a head for a task needs. `family` is
-    the family of the unchanged config.json."""
+    """Return the contents with a changed config.json. The changed keys correspond to changes of
+    [model], such as `rope_theta`, or belong to a head for a task. `family` is the family of the
+    unchanged config.json."""
     now = stored.config().model
     keys = family.keys(ConfigJson(contents.config, str(kept / "config.json")))
     before = config_of({**keys, **{key: getattr(now, key) for key in family.told_by}}).model
     same = {key: getattr(before, key) for key in ("dropout", "attention_dropout", "init_std")}
-    if now.positions == "rope":  # training on shorter samples does not shorten the model
+    if now.positions == "rope":  # if the samples were shorter, keep the model's maximum length
         same["seq_length"] = max(before.seq_length, now.seq_length)
     old = family.config(before, 0)
     new = contents.family.config(now.model_copy(update=same), 0)
@@ -309,7 +309,14 @@ def _new_contents(stored: StoredModel, needed: Mapping[str, Declaration]) -> Con
         for name, repeated in family.again.items():
             described[family.full(name)] = described[family.full(repeated)]
     headers = tensors.new_headers(described)
-    return Contents(family, config, headers, None, tokenizer.files, tokenizer.note)
+    return Contents(
+        family=family,
+        config=config,
+        headers=headers,
+        kept=None,
+        others=tokenizer.files,
+        note=tokenizer.note,
+    )
 
 
 def _with_template(contents: Contents, stored: StoredModel) -> Contents:

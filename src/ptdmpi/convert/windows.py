@@ -1,4 +1,4 @@
-"""Sliding windows of attention in a config.json of Hugging Face, both ways."""
+"""Sliding windows of attention, converted from and to a config.json of Hugging Face."""
 
 from typing import Any
 

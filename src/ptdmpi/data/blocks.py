@@ -77,8 +77,7 @@ class VerifiedTokens:
     """The tokens of a shard. Each block is verified when a token of it is first read."""
 
     def __init__(self, tokens: Tokens, header: ShardHeader, sums: np.ndarray) -> None:
-        """Store the tokens, the header, and the checksums `sums`, which are those of
-        `block_sums`."""
+        """Store the tokens, the header, and the checksums `sums` that `block_sums` returns."""
         self._tokens = tokens
         self._header = header
         self._sums = sums

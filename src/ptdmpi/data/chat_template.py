@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ptdmpi.base.disk import read_file
 from ptdmpi.config import InputError
 
 # The name of the template's file in a tokenizer's folder, and in the folder of shards that were
@@ -226,7 +227,7 @@ def _special(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_file(path).decode().replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: {error}") from None
 

@@ -2,7 +2,7 @@
 right candidate.
 
 The candidates of one question (Devlin et al. 2019, section 4.4; RACE) are neighbouring rows of a
-microbatch. The order of samples follows the same rule as that of shards: it is a pure function of
+microbatch. The order of samples follows the same rule as for shards: it is a pure function of
 (seed, global sample number).
 """
 
@@ -30,9 +30,9 @@ class LabelledFile:
     """A file of samples, converted to tokens.
 
     Each sample has `sequences` neighbouring entries of `rows` and one number in `labels` (int
-    [samples]). `sha256` is the hash of the file, `tokenizer_sha256` that of its tokenizer. `cut` is
-    the number of rows that were too long for a sequence, `lost` the total number of tokens that
-    were cut off.
+    [samples]). `sha256` is the hash of the file, and `tokenizer_sha256` is the hash of its
+    tokenizer. `cut` is the number of rows that were too long for a sequence, `lost` the total
+    number of tokens that were cut off.
     """
 
     path: Path
@@ -70,8 +70,8 @@ class LabelledForm:
         """Return a microbatch of n samples, which are n * `sequences` rows.
 
         `samples` names each sample by its file and its number in the file. `ids` (int [n]) has the
-        global numbers of the samples. `counts` (float [n]) is 1 if a sample counts in the loss,
-        else 0.
+        global numbers of the samples. `counts` (float [n]) is 1 if a sample contributes to the
+        loss, and 0 if not.
         """
         sequences = samples[0][0].sequences
         rows = [

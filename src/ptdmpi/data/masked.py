@@ -1,10 +1,10 @@
 """Samples for masked language models: masked words, and two segments that are in order or swapped.
 
-The objectives are those of BERT (Devlin et al. 2019, arXiv 1810.04805) in the form that Megatron-LM
-trains (Shoeybi et al. 2019, section 5.3): n-grams of complete words are masked, and the model
-predicts whether two segments are in order, not whether the second segment follows the first (Lan et
-al. 2020, arXiv 1909.11942, sections 3.1, 4.1). Every random choice is a pure function of (seed,
-global sample number).
+The model is trained on the objectives of BERT (Devlin et al. 2019, arXiv 1810.04805) in the form
+that Megatron-LM trains (Shoeybi et al. 2019, section 5.3): n-grams of complete words are masked,
+and the model predicts whether two segments are in order, not whether the second segment follows the
+first (Lan et al. 2020, arXiv 1909.11942, sections 3.1, 4.1). Every random choice is a pure function
+of (seed, global sample number).
 """
 
 from collections.abc import Sequence
@@ -126,7 +126,7 @@ class MaskedSamples:
         masked = self._choose(words, budget, chances[:2])
         labels = tokens[masked]
         tokens[masked] = self._hide(labels, chances[2:, : len(masked)])
-        return Sample(tokens, np.array(types), masked, labels, order)
+        return Sample(ids=tokens, types=np.array(types), masked=masked, labels=labels, order=order)
 
     def _text(self, window: np.ndarray, documents: np.ndarray, draw: float) -> np.ndarray:
         """Return the tokens of one document of the window, without the end of document."""

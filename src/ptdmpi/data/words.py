@@ -3,9 +3,9 @@ special tokens.
 
 A word is a run of letters, digits, underscores and characters beyond ASCII, however it is divided
 into tokens. If the vocabulary itself marks tokens that continue a word (WordPiece, Devlin et al.
-2019) or end one, these marks decide. If the vocabulary does not represent blanks at all, each token
-is a word. The rule is derived at each start from the `tokenizer.json` in the folder of the shards;
-the byte tokenizer needs no file.
+2019) or end one, these marks decide where words begin. If the vocabulary does not represent blanks
+at all, each token is a word. The rule is derived at each start from the `tokenizer.json` in the
+folder of the shards; the byte tokenizer needs no file.
 """
 
 import json

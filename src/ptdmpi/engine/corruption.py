@@ -3,11 +3,11 @@ comparing hashes of the state.
 
 Memory and arithmetic units occasionally fail without notice (Dixit et al. 2021, arXiv 2102.11245).
 Before every N-th update, ranks that should have the same values compare hashes of them. If two
-replicas differ, it is unknown which one is right. Among three or more replicas, the majority counts
-as right. Each rank also compares its values with the hashes that it computed after the previous
-update. The comparison with the rank's own earlier hashes needs no replica, and shows which rank is
-wrong. Both comparisons of hashes take place after the step has used the values and before the
-update replaces them.
+replicas differ, it is unknown which one is right. Among three or more replicas, the values of the
+majority are assumed to be right. Each rank also compares its values with the hashes that it
+computed after the previous update. The comparison with the rank's own earlier hashes needs no
+replica, and shows which rank is wrong. Both comparisons of hashes take place after the step has
+used the values and before the update replaces them.
 """
 
 import hashlib
@@ -192,8 +192,8 @@ def _by_members(members: Sequence[Members], values: Sequence[int]) -> dict[Membe
 def _agree(
     sums: dict[Members, bytes], rank: int, every: Sequence[tuple[dict[Members, bytes], object]]
 ) -> bool:
-    """Return True if the hashes `sums` of rank `rank` equal those of all later ranks that should
-    have the same values. `every` has the hashes of each rank."""
+    """Return True if the hashes `sums` of rank `rank` equal the hashes of all later ranks that
+    should have the same values. `every` has the hashes of each rank."""
     return all(
         every[other][0].get(ranks) == value
         for ranks, value in sums.items()

@@ -96,13 +96,11 @@ class Engine:
             stage.place_tables(config.model, self.device)
         _compile(config, self.stages, axes.world, self.device)
         self.program = _program(pipeline, self.schedule)
-        compute = data_types(config.precision.compute).compute
-        self.runner = Runner(self.stages, pipeline, compute, self.device)
-        self.runner.time_inside(CONTEXT, axes[CONTEXT])
-        self.runner.time_inside(EXPERTS, axes[EXPERTS])
-        if portion.shards_gradients:
-            self.runner.time_inside("shard", axes[SHARDS])
-        policy = _method(Replica(config, axes, self.buffer, self.stages, self.schedule))
+        self.runner = _runner(self.stages, config, axes, self.device)
+        replica = Replica(
+            config, axes, buffer=self.buffer, stages=self.stages, schedule=self.schedule
+        )
+        policy = _method(replica)
         self.runner.hooks.append(policy)
         borrowed = _borrowed(self.stages)
         held = partial(_state, config, self.buffer, borrowed, policy)
@@ -240,7 +238,7 @@ class Engine:
         scale = self.loss_scale.value / tokens
         by_name = weights(counts)
         passes = [
-            MicrobatchPass(number, batch, step, scale, by_name)
+            MicrobatchPass(number=number, batch=batch, step=step, scale=scale, weights=by_name)
             for number, batch in enumerate(batches)
         ]
         self.policy.begin_step()
@@ -251,8 +249,8 @@ class Engine:
 
     def evaluate(self, batches: Sequence[Microbatch]) -> dict[str, SummedLoss]:
         """Return the losses, by name, of the `batches` of all data ranks, without training. The
-        losses are equal on all ranks. The loss of the task counts only tokens, so that the
-        exponential of its mean is a perplexity."""
+        losses are equal on all ranks. The loss of the task does not include any other loss, so that
+        for a model of text the exponential of its mean is a perplexity."""
         schedule = schedules.forwards(self.schedule, len(batches))
         program = _program(self.axes["pipeline"], schedule)
         passes = [MicrobatchPass(number, batch) for number, batch in enumerate(batches)]
@@ -338,7 +336,7 @@ def _stages(
     *,
     context: ContextAxis,
 ) -> dict[int, Stage]:
-    """Return the stages of this rank by number. The schedule alone decides which rank has which
+    """Return the stages of this rank by number. Only the schedule decides which rank has which
     stages."""
     axis = TensorAxis(axes["tensor"], config.parallel.sequence_parallel)
     experts = ExpertAxis(axes[EXPERTS])
@@ -391,6 +389,20 @@ def _program(pipeline: Communicator, schedule: schedules.Schedule) -> Program:
     if pipeline.posts_early:
         return post_early(program)
     return program
+
+
+def _runner(
+    stages: Mapping[int, Stage], config: Config, axes: Axes, device: torch.device
+) -> Runner:
+    """Return the runner of these stages. It times the messages that are sent inside of ops: those
+    of context, of experts, and of shards where gradients are sharded."""
+    compute = data_types(config.precision.compute).compute
+    runner = Runner(stages, axes["pipeline"], compute, device)
+    runner.time_inside(CONTEXT, axes[CONTEXT])
+    runner.time_inside(EXPERTS, axes[EXPERTS])
+    if config.layout.shards_gradients:
+        runner.time_inside("shard", axes[SHARDS])
+    return runner
 
 
 def _buffer(

@@ -120,7 +120,8 @@ class GradientReduction:
     """All work between the last backward op of a step and the optimizer.
 
     `steps` run in their order. `counted` are the names of the parameters whose norm this rank
-    counts: all of its own except the second copy of a tied table, which the first stage counts.
+    counts: all parameters of this rank except the second copy of a tied table, which the first
+    stage counts.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class GradientReduction:
 
         First the norm of each parameter is computed, from the norms of its rows. The result is the
         norm of these norms in alphabetical order of the parameters, as in
-        torch.nn.utils.clip_grad_norm_. Replicas and the tied table count once.
+        torch.nn.utils.clip_grad_norm_. Replicas and the tied table contribute only once.
         """
         norms = self._counted_norms()
         # ranks have unequal numbers of norms: pad them for one all-gather of equal parts
@@ -220,7 +221,7 @@ class GradientReduction:
             for part in buffer.reduced[: len(buffer.units)]
         ]
         for held in buffer.own_parts(self.copied):
-            # copies count only on the first rank that has them
+            # only the first rank that has a copy counts its norm
             rows = slice(held.offset // ALIGNMENT, -(-(held.offset + held.length) // ALIGNMENT))
             flat = held.view(buffer.reduced)
             padded = flat.new_zeros((rows.stop - rows.start) * ALIGNMENT)

@@ -1,5 +1,5 @@
-"""The loads of the experts of each layer: the numbers of tokens of the global batch that they get,
-and the balance of these numbers.
+"""The loads of the experts of each layer, which are the numbers of tokens of the global batch that
+they get, and the balancing of the loads.
 
 Counts are integers, so the counts and the update of the balance are the same in every layout.
 Counts are sent as float64, which every transport adds, and which is exact up to 2^53.
@@ -108,7 +108,7 @@ class Balance:
         for layer in self.mixtures:
             name = f"layers.{layer}.mlp.router.balance"
             held = self.state.kinds[WEIGHTS].held.get(name)
-            if held is None:  # nothing is remembered, or other ranks of the shard group hold it
+            if held is None:  # not kept, or held by other ranks of the shard group
                 continue
             master = held.view(buffer.masters)
             if self.model.balance == "batch":

@@ -4,12 +4,13 @@ other parameters.
 
 A matrix must be complete to be orthogonalized, so its slices are first gathered over the tensor
 axis. If the state is sharded over data ranks, each slice is divided among several ranks. One of
-these ranks first receives the parts of the others, and later sends them their parts of the update.
+these ranks first receives the parts of all other ranks, and later sends them their parts of the
+update.
 
 One parameter may contain several matrices of the model's equations that are multiplied at once:
 query, key and value, or a gate and the values that it multiplies. Each matrix is orthogonalized
-separately, as if it were a parameter of its own, and its update does not depend on the assignment
-of heads to ranks.
+separately, as if it were a separate parameter, and its update does not depend on the assignment of
+heads to ranks.
 """
 
 import math
@@ -191,7 +192,7 @@ class Muon:
 def scale(config: OptimizerConfig, rows: int, columns: int) -> float:
     """Return the factor of the learning rate for an orthogonal update. By default the update
     becomes as large as AdamW's, so that AdamW's learning rate and weight decay can be used (Liu et
-    al. 2025, equation 4). With `muon_scale = "original"` the factor is that of Jordan et al.
+    al. 2025, equation 4). With `muon_scale = "original"` the result is the factor of Jordan et al.
     2024."""
     if config.muon_scale == "original":
         return math.sqrt(max(1, rows / columns))

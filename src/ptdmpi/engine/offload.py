@@ -52,12 +52,12 @@ class Alike(NamedTuple):
             for start in range(0, len(masters), length):
                 some = slice(start, start + length)
                 yield Alike(
-                    [masters[some]],
-                    [part[some] for part in self.weights[number : number + 1]],
-                    [self.gradients[number][some]],
-                    tuple([parts[number][some]] for parts in self.moments),
-                    self.decay,
-                    self.share,
+                    masters=[masters[some]],
+                    weights=[part[some] for part in self.weights[number : number + 1]],
+                    gradients=[self.gradients[number][some]],
+                    moments=tuple([parts[number][some]] for parts in self.moments),
+                    decay=self.decay,
+                    share=self.share,
                 )
 
 

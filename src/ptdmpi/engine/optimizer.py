@@ -131,11 +131,12 @@ class Optimizer:
             self._host.expect()
 
     def step(self, rate: float, norm: float) -> None:
-        """Clip by `norm`, the global norm of the gradients, and update the master weights. The
-        weights are updated later, by `State.changed`; if `writes_weights` is True, only those of
-        other ranks are. Raise OSError if the disk with the state fails.
+        """Clip by `norm`, the global norm of the gradients, and update the master weights.
+        `State.changed` copies the result to the weights later. If `writes_weights` is True, this
+        method has already updated this rank's weights, and `State.changed` updates only the weights
+        of other ranks. Raise OSError if the disk with the state fails.
 
-        The arithmetic of clipping is that of torch.nn.utils.clip_grad_norm_.
+        Clipping uses the same arithmetic as torch.nn.utils.clip_grad_norm_.
         """
         factor = 1.0
         if self.config.clip_norm > 0.0 and self.gradients:
@@ -168,16 +169,16 @@ def _alike(config: OptimizerConfig, state: State) -> list[Alike]:
         cut = partial(_cut, ranges)
         groups.append(
             Alike(
-                cut(buffer.masters),
-                [] if buffer.one_type else cut(buffer.weight_parts),
-                cut(buffer.reduced),
-                tuple(
+                masters=cut(buffer.masters),
+                weights=[] if buffer.one_type else cut(buffer.weight_parts),
+                gradients=cut(buffer.reduced),
+                moments=tuple(
                     [some.of(kind) for some in ranges]
                     for kind in kinds
                     if kind.kept.names is None or ranges[0].name in kind.kept.names
                 ),
-                decay,
-                share,
+                decay=decay,
+                share=share,
             )
         )
     return groups

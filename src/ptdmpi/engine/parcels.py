@@ -40,11 +40,15 @@ class Parcels:
         for entry, some, owner in zip(entries, held, owned, strict=True):
             for shard, begin, end in some:
                 if owner == here != shard:
-                    part = OwnPart(entry, begin, end, shard, self._taken[shard])
+                    part = OwnPart(
+                        entry=entry, begin=begin, end=end, unit=shard, offset=self._taken[shard]
+                    )
                     self.coming.setdefault(entry.name, []).append(part)
                     self._taken[shard] += part.length
                 elif shard == here != owner:
-                    self.away[entry.name] = OwnPart(entry, begin, end, owner, self._given[owner])
+                    self.away[entry.name] = OwnPart(
+                        entry=entry, begin=begin, end=end, unit=owner, offset=self._given[owner]
+                    )
                     self._given[owner] += end - begin
 
     def room(self, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:

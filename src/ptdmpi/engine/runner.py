@@ -38,7 +38,7 @@ class OpHook:
         """Act before `op` is computed, when its input has arrived."""
 
     def end(self, op: Op, microbatch: MicrobatchPass) -> None:
-        """Act after `op` was computed. The time of this call does not count as time of the op.
+        """Act after `op` was computed. The time of this call is not part of the op's measured time.
 
         If `op` adds to gradients, the buffer already contains them. If it is the forward of the
         last stage, `microbatch` has its losses.

@@ -44,7 +44,7 @@ def perplexities(
     number of `tokens` and the `precision` of the first model.
 
     All ranks call this and get the results. `kind` is the kind of state that is loaded as the
-    weights of the first model; that of the second are its weights.
+    weights of the first model. For the second model, its weights are loaded.
     """
     first = _perplexities(before, datasets, world, kind=kind, precision=precision)
     second = _perplexities(after, datasets, world, kind=kind_of(average=False), precision=precision)

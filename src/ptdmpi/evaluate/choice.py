@@ -67,11 +67,12 @@ def accuracies(items: Sequence[TaskItem], scores: Sequence[Score]) -> dict[str, 
     """Return, for each measure, the fraction of items for which the right choice has the greatest
     value.
 
-    `scores` are those of `requests`, in their order. Four measures are computed: the log-likelihood
-    itself; the log-likelihood per character (LLaMA, arXiv 2302.13971, section 3, after Gao et al.
-    2021); the log-likelihood per token; and the difference between the log-likelihoods after the
-    item's context and after the neutral context (LLaMA for OpenBookQA and BoolQ, after Brown et al.
-    2020). Among equal values, the first choice counts as chosen.
+    `scores` has the score of each request that `requests` returns for the items, in the same order.
+    Four measures are computed: the log-likelihood itself; the log-likelihood per character (LLaMA,
+    arXiv 2302.13971, section 3, after Gao et al. 2021); the log-likelihood per token; and the
+    difference between the log-likelihoods after the item's context and after the neutral context
+    (LLaMA for OpenBookQA and BoolQ, after Brown et al. 2020). If several choices have the greatest
+    value, the first one is taken as the model's choice.
     """
     right = dict.fromkeys(MEASURES, 0)
     rest = iter(scores)

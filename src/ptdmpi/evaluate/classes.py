@@ -24,7 +24,7 @@ def files_of(
     """Return the form of the model's inputs, and the task files `paths` converted to sequences of
     tokens.
 
-    The tokens are those of the tokenizer of `stored`, or of `tokenizer`. The sequences have the
+    The texts are encoded by the tokenizer of `stored`, or by `tokenizer`. The sequences have the
     length that `config` says. Raises InputError.
     """
     text = find_text(stored, tokenizer)

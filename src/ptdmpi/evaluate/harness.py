@@ -70,7 +70,7 @@ class Harness:
     def generate_until(self, pairs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """Return the continuation of each (context, options), up to the first of options["until"].
 
-        The options are those of the harness.
+        The options have the names and meanings of the harness.
         """
         wanted = [self._wanted(context, options) for context, options in pairs]
         return self._ask("write", wanted)

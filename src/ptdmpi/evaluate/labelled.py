@@ -116,7 +116,7 @@ def framing(text: Text, name: str, model: ModelConfig) -> Framing:
         least = 3
     if model.seq_length < least + 2:
         raise InputError(f"model.seq_length = {model.seq_length}: a task needs {least + 2} or more")
-    return Framing(text, model, begin, separator, size)
+    return Framing(text=text, model=model, begin=begin, separator=separator, needed=size)
 
 
 def items(path: Path, task: TaskConfig) -> list[LabelledItem]:
@@ -146,7 +146,13 @@ def _question(item: TaskItem, line: str, choices: int, place: str) -> LabelledIt
             f"{place}: {len(item.choices)} choices; legal: task.choices = {legal} of them"
         )
     question = _text(json.loads(line), "question", place)
-    return LabelledItem(item.context, tuple(item.choices), item.answer, place, question)
+    return LabelledItem(
+        first=item.context,
+        seconds=tuple(item.choices),
+        label=item.answer,
+        place=place,
+        question=question,
+    )
 
 
 def _labelled(values: dict[str, Any], task: TaskConfig, place: str) -> LabelledItem:

@@ -27,7 +27,7 @@ def score(run: Path, paths: tuple[Path, ...], world: World, **options: Any) -> l
     """Store the log-probabilities of the labels in datasets of pairs, and return a table for each.
     Every rank calls this.
 
-    `options` are those of the command. Raises InputError on every rank.
+    `options` are the options of the command. Raises InputError on every rank.
     """
     model, stored = open_inference(
         run,
@@ -89,7 +89,7 @@ def _score(model: InferenceModel, dataset: Dataset, world: World, name: str) -> 
 
 def _rows(model: InferenceModel, dataset: Dataset, rows: range) -> dict[int, np.ndarray]:
     """Return the log-probabilities of the labels of each row, float32 [length], by the number of
-    the row; 0 for labels that do not count. Every rank gets those of all rows."""
+    the row; 0 for labels that do not count. Every rank gets the log-probabilities of all rows."""
     length = dataset.row_length
     each = rows_of(length, model)
     data = model.axes["data"]

@@ -29,8 +29,8 @@ Work = dict[str, tuple[list[TaskItem], list[str]]]  # file -> its items, and the
 def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
     """Return the results of `ptdmpi evaluate` on every rank. Every rank calls this.
 
-    `options` are those of the command. Raises InputError on every rank, if possible before anything
-    is computed.
+    `options` are the options of the command. Raises InputError on every rank, if possible before
+    anything is computed.
     """
     classifies = world.on_root(lambda: _has_task_head(run, options))
     work: Work = {}

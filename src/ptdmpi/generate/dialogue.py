@@ -25,7 +25,7 @@ class Dialogue:
 
     @classmethod
     def of(cls, stored: StoredModel, text: Text, adapter: StoredAdapter | None) -> Self:
-        """Return the dialogue for a model, with its own chat template or that of an adapter.
+        """Return the dialogue for a model, with the chat template of the model or of an adapter.
 
         Answers end with the ids that end texts. With a template, answers also end with the special
         token that the template writes after an answer, and with the ids in the config.json of a
@@ -83,7 +83,7 @@ class Dialogue:
 
     @property
     def around(self) -> int:
-        """Return the number of ids that a prompt contains in addition to those of its line."""
+        """Return the number of ids that a prompt contains in addition to the ids of its line."""
         if self.template is None:
             return len(self.text.prefix)
         return len(self.prompt([""]))

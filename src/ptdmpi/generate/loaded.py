@@ -37,9 +37,9 @@ class LoadedModel:
     def generate(self, prompt: str | Sequence[str], **options: Any) -> list[str]:
         """Return the continuation of each prompt.
 
-        `options` are those of `ptdmpi generate`: max_new_tokens, samples (for each prompt),
-        temperature, top_k, top_p and seed. The texts do not depend on the layout. Raises InputError
-        for a prompt that the model cannot continue, and TypeError for another option.
+        `options` may have these options of `ptdmpi generate`: max_new_tokens, samples (for each
+        prompt), temperature, top_k, top_p and seed. The texts do not depend on the layout. Raises
+        InputError for a prompt that the model cannot continue, and TypeError for another option.
         """
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         writer = self._writer.changed(**options)

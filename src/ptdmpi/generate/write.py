@@ -26,8 +26,8 @@ CHANGEABLE = {"batch", "max_new_tokens", "samples", "seed", "temperature", "top_
 def write(run: Path, world: World, **options: Any) -> list[dict[str, Any]]:
     """Return `samples` continuations of each prompt on rank 0, and an empty list on other ranks.
 
-    Every rank calls this. `options` are those of `ptdmpi generate`. Raises InputError on every
-    rank.
+    Every rank calls this. `options` are the options of `ptdmpi generate`. Raises InputError on
+    every rank.
     """
     writer = Writer(run, world, options)
     given = [Given(text) for text in options["prompts"] or ("",)]
@@ -72,7 +72,7 @@ class Writer:
     text: Text
 
     def __init__(self, run: Path, world: World, options: Mapping[str, Any]) -> None:
-        """Load the model at `run`; `options` are those of `ptdmpi generate`."""
+        """Load the model at `run`; `options` are the options of `ptdmpi generate`."""
         self.world = world
         self.options = options
         self.sampling = world.on_root(self._sampling)

@@ -2,8 +2,8 @@
 
 Every data rank has a complete model, divided over its tensor and pipeline ranks, and computes
 different batches. The model has no gradients, optimizer or schedule: each stage sends its
-activations to the next stage, and then computes its next batch. The weights of the model are those
-of a checkpoint or of a run.
+activations to the next stage, and then computes its next batch. The weights of the model come from
+a checkpoint or from a run.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,7 +49,8 @@ class InferenceModel:
     """The part of a model that is stored on this rank. All ranks with the same data rank call the
     methods together.
 
-    `device` and `dtype` are those of the weights, `axis` is the model's tensor axis.
+    `device` and `dtype` are the device and the type of the weights, and `axis` is the model's
+    tensor axis.
     """
 
     def __init__(
@@ -339,8 +340,8 @@ def _require(loaded: Manifest | str) -> None:
 
 
 def _sizes(stored: StoredModel, ranks: int, layout: str | None) -> dict[str, int]:
-    """Return the axis sizes that `layout` names, or else those of the training run if they fit
-    `ranks`."""
+    """Return the axis sizes that `layout` names; without `layout`, the axis sizes of the training
+    run, if they fit `ranks`."""
     if layout is not None:
         sizes = layouts.parse(layout)
         extra = sizes.keys() - {"tensor", "pipeline", "data"}

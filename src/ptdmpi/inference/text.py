@@ -159,8 +159,8 @@ def find_chat(
 def name_of(stored: StoredModel) -> str:
     """Return the model's own tokenizer, as an argument of `load_tokenizer`.
 
-    A model with a head for a task has the tokenizer that the task names, or that of the model from
-    which it began. Raises InputError if the tokenizer is not known.
+    A model with a head for a task has the tokenizer that the task names, or else the tokenizer of
+    the model from which its training began. Raises InputError if the tokenizer is not known.
     """
     task = stored.tree.get("task", {})
     if task.get("tokenizer"):

@@ -17,7 +17,7 @@ def kept_files(stored: StoredModel) -> Path | None:
     """Return the folder of files that came with the weights from Hugging Face; None if there is
     none.
 
-    The folder is this model's own, or that of the model from which its training began.
+    The folder belongs to this model, or to the model from which its training began.
     """
     paths = (stored.path, stored.began)
     folders = (path / KEPT for path in paths if path is not None)

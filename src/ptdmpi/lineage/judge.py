@@ -27,7 +27,7 @@ HEADS = ("heads", "kv_heads", "head_size")
 # values of other keys), the size of the vocabulary (which the shapes of the tensors show), and the
 # sequence length
 FREE_BENEATH = FREE_TO_CHANGE | {"kind", "vocab_size", "seq_length"}
-# keys that `Config.with_head` sets, because the head of a task replaces that of the base
+# keys that `Config.with_head` sets, because the head of a task replaces the head of the base
 NEW_HEAD = {"output_head", "classes", "tie_embeddings", "sentence_order"}
 FROM_HERE = "from here"
 # The keys whose values a checkpoint records. Keys that determine the order of samples are not among
@@ -63,9 +63,9 @@ class Before:
 
 @dataclass(frozen=True)
 class Answer:
-    """The data with which a run continues. `changed` has the differences from the checkpoint, one
-    text each, beginning with those of the data. `note` says what an older checkpoint does not
-    record."""
+    """The data with which a run continues. `changed` has a text for each difference from the
+    checkpoint, beginning with the differences in the data. `note` says what an older checkpoint
+    does not record."""
 
     trained_on: TrainedOn
     changed: tuple[str, ...] = ()

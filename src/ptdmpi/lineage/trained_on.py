@@ -84,7 +84,13 @@ class Stretch:
         Raises the same errors as `SampleOrder`."""
         limits = list(epochs) or [None] * len(self.sources)
         parts = [
-            Part(source.samples, source.weight, limit, source.key, source.drawn)
+            Part(
+                samples=source.samples,
+                weight=source.weight,
+                epochs=limit,
+                key=source.key,
+                drawn=source.drawn,
+            )
             for source, limit in zip(self.sources, limits, strict=True)
         ]
         start = Start(self.step, self.sample)
@@ -147,21 +153,44 @@ def begun(config: Config, train: Sequence[Samples]) -> TrainedOn:
     """Return the data of a run with this configuration that begins now."""
     length = config.model.text_length
     sources = tuple(
-        Source(part.path, data.sha256, data.samples(length), str(part.weight), key)
+        Source(
+            path=part.path,
+            sha256=data.sha256,
+            samples=data.samples(length),
+            weight=str(part.weight),
+            key=key,
+        )
         for key, (part, data) in enumerate(zip(config.data.train, train, strict=True))
     )
     # if several sequences form one sample, the sample has the tokens of all of them
     tokens = config.task.sequences * config.model.seq_length
     ranks = config.data_size if config.data.split == "by_rank" else 1
-    first = Stretch(0, 0, 0, config.run.seed, config.samples, tokens, sources, ranks=ranks)
+    first = Stretch(
+        step=0,
+        sample=0,
+        tokens=0,
+        seed=config.run.seed,
+        global_size=config.samples,
+        seq_length=tokens,
+        sources=sources,
+        ranks=ranks,
+    )
     return TrainedOn(train[0].tokenizer, train[0].tokenizer_sha256, (first,))
 
 
 def synthetic(config: Config, name: str = "synthetic") -> TrainedOn:
     """Return the data of a run with synthetic samples, for tests and benchmarks."""
     model, size = config.model, config.batch.global_size
-    source = Source(name, "0" * 64, 10**9, "1", 0)
-    first = Stretch(0, 0, 0, config.run.seed, size, model.seq_length, (source,))
+    source = Source(path=name, sha256="0" * 64, samples=10**9, weight="1", key=0)
+    first = Stretch(
+        step=0,
+        sample=0,
+        tokens=0,
+        seed=config.run.seed,
+        global_size=size,
+        seq_length=model.seq_length,
+        sources=(source,),
+    )
     return TrainedOn(name, "0" * 64, (first,))
 
 

@@ -29,9 +29,9 @@ class Microbatch:
     numbers, and `order` [b] is 0 for segments in their order, 1 for swapped ones, and -1 for a
     single segment. `pairs` are the pairs of answers that a preference loss compares.
 
-    `tokens` is the sum of the tokens' weights, and `orders` the number of segment orders that count
-    in the loss. Both are computed on the host when a batch is made, because the host would have to
-    wait for the device to read them from there.
+    `tokens` is the sum of the labels' weights, and `orders` is the number of sequences whose
+    segment order contributes to the loss. Both are computed on the host when a batch is made,
+    because the host would have to wait for the device to read them from there.
     """
 
     inputs: Tensor

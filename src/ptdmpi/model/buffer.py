@@ -152,7 +152,7 @@ class ParameterBuffer(FlatOrder):
             flats = self.masters if entry.declaration.trains else self.idle_parts
             held: OwnPart | None
             if entry.declaration.packed:
-                held = OwnPart(entry, 0, entry.elements, 0, 0)
+                held = OwnPart(entry=entry, begin=0, end=entry.elements, unit=0, offset=0)
                 flats = [torch.zeros(entry.elements)]
             else:
                 held = self.own_part(entry)

@@ -48,11 +48,11 @@ class Documents:
             for begin, end in pairwise(flat)
         )
         return cls(
-            begins.cumsum(1),
-            positions.t().contiguous(),
-            pieces,
-            torch.tensor(flat, dtype=torch.int32),
-            max(end - begin for _, begin, end in pieces),
+            numbers=begins.cumsum(1),
+            positions=positions.t().contiguous(),
+            pieces=pieces,
+            offsets=torch.tensor(flat, dtype=torch.int32),
+            longest=max(end - begin for _, begin, end in pieces),
         )
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Documents":

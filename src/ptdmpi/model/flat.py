@@ -65,9 +65,9 @@ class Portion:
 
 @dataclass(frozen=True)
 class Unit:
-    """A shard unit: consecutive entries at [start, stop) of the flat buffer, those with weight
-    decay first. `apart` are the axes along which their gradients are not summed, according to their
-    declarations."""
+    """A shard unit: consecutive entries at [start, stop) of the flat buffer. Entries with weight
+    decay come first. `apart` are the axes along which the gradients of these entries are not
+    summed, because each rank has different parameters there (see `Declaration`)."""
 
     name: str
     start: int
@@ -239,7 +239,13 @@ class FlatOrder:
         begin, end = (min(max(at, entry.start), stop) for at in (first, last))
         if begin >= end:
             return None
-        return OwnPart(entry, begin - entry.start, end - entry.start, number, begin - first)
+        return OwnPart(
+            entry=entry,
+            begin=begin - entry.start,
+            end=end - entry.start,
+            unit=number,
+            offset=begin - first,
+        )
 
     def slices(self, entry: Entry) -> list[Slice]:
         """Return, for each shard, the slice of an entry that it has. The entry must be one that

@@ -166,8 +166,8 @@ class SelfAttention(Computing):
         model = build.model
         self.layer = build.layer
         self.rate = model.attention_dropout
-        # `part` is the number of this rank's part of the heads, and `deals` is True if that part
-        # has all positions
+        # `part` is the number of this rank's part of the heads; `deals` is True if this rank has
+        # all positions of its part (Ulysses)
         self.part = build.axis.rank
         self.context = build.context
         self.deals = build.context.exchange == "ulysses"
@@ -389,8 +389,8 @@ MAKERS: Mapping[type[Operator], Maker] = {
 
 
 def maker_of(row: Operator) -> Maker:
-    """Return the function that makes and registers the module of a row. If the row belongs to the
-    user's own sublayer, the row itself makes the module."""
+    """Return the function that makes and registers the module of the operator that `row` describes.
+    If the row belongs to the user's own sublayer, the row itself makes the module."""
     return _own if isinstance(row, OwnOperator) else MAKERS[type(row)]
 
 

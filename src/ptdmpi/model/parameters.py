@@ -60,8 +60,9 @@ class HeldShare:
     """A piece of a parameter on one rank: its slice of the logical tensor (`logical`), and its
     slice of the local tensor (`local`).
 
-    `copies` neighbouring ranks of the tensor axis have this piece; it `counts` only on the first of
-    them.
+    `copies` is the number of neighbouring tensor ranks that have this piece. `counts` is True on
+    the first of them, and False on the others, so that norms and saved state include the piece only
+    once.
     """
 
     logical: Box
@@ -109,14 +110,15 @@ class Declaration:
     @property
     def cut_by(self) -> tuple[str, ...]:
         """Return the axes along which ranks have different parts of the parameter's state. Along
-        the pipeline and the axes of `apart` they have other parameters, along the others other
-        slices. Along all axes that are not returned, ranks have the same part."""
+        the pipeline and the axes in `apart` they have different parameters, and along the other
+        returned axes different slices of the same parameters. Along all axes that are not returned,
+        ranks have the same part."""
         by_split = () if self.split is None else ("tensor",)
         return (*by_split, *SHARD_AXES, "pipeline", *self.apart)
 
     def partial_over(self, sequence_divided: bool) -> tuple[str, ...]:
-        """Return the axes, except those of the losses, along which each rank has only a part of the
-        gradient. `sequence_divided`: each tensor rank has its own positions."""
+        """Return the axes along which each rank has only a part of the gradient, without the axes
+        over which losses are summed. `sequence_divided`: each tensor rank has its own positions."""
         if self.partial_gradient or (self.shared_gradient and sequence_divided):
             return ("tensor",)
         return ()
@@ -198,7 +200,7 @@ class Parameter(nn.Parameter):
 
 
 def declare(tensor_size: int, shape: Sequence[int], init: float | str, **options: Any) -> Parameter:
-    """Return a parameter that has no storage yet. `options` are those of `Declaration`.
+    """Return a parameter that has no storage yet. `options` are further fields of `Declaration`.
 
     Weight decay applies to matrices only, as in GPT-3 and LLaMA's training.
     """

@@ -197,7 +197,7 @@ class Stage(nn.Module):
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the output of each head for the last stage's activations, without sequence
         parallelism: the logits for this rank's part of the vocabulary at all positions [s, b, V/t],
-        and those of a sentence order [b, 2]."""
+        and the logits of a sentence order [b, 2]."""
         assert isinstance(self.output, TokenOutput), "a last stage with logits of tokens"
         return self.output.of_all(x)
 
@@ -263,9 +263,9 @@ class Stage(nn.Module):
         """Run I, the first part of a backward: return the gradient of this stage's input, as B
         does, and free the activations.
 
-        All weight gradients that B would add, including those of norms and biases, are deferred
-        until W. Weight gradients therefore never belong to a later microbatch than the one whose
-        gradient W completes.
+        All weight gradients that B would add, including the gradients of norms and biases, are
+        deferred until W. Weight gradients therefore never belong to a later microbatch than the one
+        whose gradient W completes.
         """
         later: list[Callable[[], object]] = []
         try:

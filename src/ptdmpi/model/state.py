@@ -71,8 +71,8 @@ class Piece:
     `cut_by` are the axes along which ranks have different slices; along all other axes ranks have
     the same slice. `owned` is False in a special case: ranks along an axis of `cut_by` have the
     same slice nevertheless, and they write it to checkpoints. The special case is a tied table, or
-    a share of which neighbours on the tensor axis have copies. In all other cases the slice is
-    written by this rank and those that have it along the other axes. `replica` is the number of the
+    a share of which neighbours on the tensor axis have copies. In all other cases this rank and the
+    ranks with the same slice along the other axes write it together. `replica` is the number of the
     replica if replicas differ in this kind; None if they are equal.
     """
 
@@ -226,8 +226,8 @@ class State:
 
     def pieces(self, mean: bool = False) -> Iterator[Piece]:
         """Yield all pieces of the state that this rank has, parameter by parameter and then kind by
-        kind. `mean`: if replicas differ, the pieces are those that are equal on all replicas while
-        the kind is `averaged`, instead of each replica's own."""
+        kind. `mean`: although replicas differ, describe the pieces as equal on all replicas, as
+        they are while the kind is `averaged`."""
         self.settle()
         for name in self.buffer.entries:
             for kind, all_held in self.kinds.items():
@@ -243,7 +243,14 @@ class State:
         place = (self.buffer.portion.tensor_rank, self.buffer.portion.tensor_size)
         for name, entry in self.buffer.packed.items():
             for kind, shape, box, values in self.buffer.few_bits.boxes(entry, *place):
-                yield Piece(kind, name, shape, box, values, entry.declaration.cut_by)
+                yield Piece(
+                    kind=kind,
+                    name=name,
+                    shape=shape,
+                    box=box,
+                    values=values,
+                    cut_by=entry.declaration.cut_by,
+                )
 
     def residents(self) -> Iterator[Resident]:
         """Yield all tensors that stay in this rank's memory from step to step: the state, the
@@ -351,7 +358,15 @@ def pieces_of(
     declaration = held.entry.declaration
     name = held.entry.name
     for box, view, share in held.logical(values.detach(), tensor_rank, tensor_size):
-        yield Piece(kind, name, declaration.shape, box, view, declaration.cut_by, share.counts)
+        yield Piece(
+            kind=kind,
+            name=name,
+            shape=declaration.shape,
+            box=box,
+            values=view,
+            cut_by=declaration.cut_by,
+            owned=share.counts,
+        )
 
 
 def assemble(pieces: Iterable[Piece]) -> tuple[dict[str, Tensor], list[str]]:

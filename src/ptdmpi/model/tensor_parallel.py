@@ -95,8 +95,8 @@ class TensorAxis:
         return self.comm.all_gather(share)
 
     def between_blocks(self, positions: Positions = ALL) -> Positions:
-        """Return the positions, among those of the tensor group, whose activations this rank has
-        between blocks."""
+        """Return the positions whose activations this rank has between blocks: all positions of the
+        tensor group, or this rank's share of them."""
         return positions.shared(self.rank, self.size) if self.divides_sequence else positions
 
 
@@ -254,8 +254,8 @@ class _RowLinear(Function):
         layer: LinearPass = ctx.layer
         axis = layer.axis
         x, *downs = ctx.saved_tensors
-        # do this before the gather: each rank adds the gradient of its own positions, and the
-        # ranks' parts are summed later
+        # add before the gather: each rank adds the gradient of its own positions, and the ranks'
+        # parts are summed later
         accumulate_bias_gradient(layer.bias, dy)
         whole = axis.gather(dy)
         ups = [adapter.up(whole) for adapter in layer.adapters]
@@ -280,7 +280,7 @@ def _no_gradients(ctx: Any) -> list[None]:
 
 def _declared_bias(wanted: bool, axis_size: int, outputs: int, **options: Any) -> Parameter | None:
     """Return the declared bias of a linear with the given number of outputs, or None if the linear
-    has no bias. `options` are those of `Declaration`."""
+    has no bias. `options` are fields of `Declaration`."""
     if not wanted:
         return None
     return declare(axis_size, (outputs,), "zeros", **options)
@@ -289,8 +289,8 @@ def _declared_bias(wanted: bool, axis_size: int, outputs: int, **options: Any) -
 class ColumnParallelLinear(Computing):
     """A linear y = x W^T + b with the rows of W divided: [s, b, i] -> [s, b, o/t].
 
-    `parts` are the output sizes, such as those of q, k and v. Each part is divided separately, into
-    at most `most` shares (see `Split`).
+    `parts` are the output sizes, such as the three sizes of q, k and v. Each part is divided
+    separately, into at most `most` shares (see `Split`).
     """
 
     def __init__(
@@ -314,7 +314,14 @@ class ColumnParallelLinear(Computing):
     def forward(self, x: Tensor, stream: RandomStream | None = None) -> Tensor:
         """Return this rank's outputs [s, b, o/t]. `stream` is the random stream for the adapters'
         dropout."""
-        layer = LinearPass(self.weight, self.bias, self.axis, self.kernels, self.adapters, stream)
+        layer = LinearPass(
+            weight=self.weight,
+            bias=self.bias,
+            axis=self.axis,
+            kernels=self.kernels,
+            adapters=self.adapters,
+            stream=stream,
+        )
         return rescaled(_ColumnLinear.apply(x, layer, *layer.parameters), self.scales)
 
 
@@ -334,7 +341,14 @@ class RowParallelLinear(Computing):
     def forward(self, x: Tensor, stream: RandomStream | None = None) -> Tensor:
         """Return the sum [s, b, o] over all ranks' products, or this rank's positions of the sum.
         `stream` is the random stream for the adapters' dropout."""
-        layer = LinearPass(self.weight, self.bias, self.axis, self.kernels, self.adapters, stream)
+        layer = LinearPass(
+            weight=self.weight,
+            bias=self.bias,
+            axis=self.axis,
+            kernels=self.kernels,
+            adapters=self.adapters,
+            stream=stream,
+        )
         return _RowLinear.apply(rescaled(x, self.scales), layer, *layer.parameters)
 
 

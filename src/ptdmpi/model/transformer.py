@@ -114,7 +114,12 @@ class Block(nn.Module):
         self.chooses = model.experts > 0
         selective = recompute.mode == "selective"
         build = Build(
-            model, axis, layer, selective, context or ContextAxis(), experts or ExpertAxis()
+            model=model,
+            axis=axis,
+            layer=layer,
+            selective=selective,
+            context=context or ContextAxis(),
+            experts=experts or ExpertAxis(),
         )
         self.steps = install(self, operators(describe.layer(model, layer)), build)
         self._compiled: Callable[[Tensor, Context], Tensor] | None = None

@@ -75,7 +75,8 @@ def left_out(models: Iterable[ComparedModel]) -> list[str]:
     """Return the names of the tensors whose key part is ignored in relative differences.
 
     A key bias adds the same number to all scores of a query, and the softmax cancels it. The true
-    gradient of a key bias is therefore zero, and the computed one is only rounding.
+    gradient of a key bias is therefore zero, and the computed gradient consists only of rounding
+    errors.
     """
     layers = max((model.layers for model in models if model.kind in ("gpt", "bert")), default=0)
     return [f"layers.{layer}.{KEY_BIAS}" for layer in range(layers)]
@@ -114,8 +115,8 @@ def _relative(actual: Tensor, expected: Tensor) -> float:
 
 
 def _greatest(all_differences: Iterable[Greatest]) -> Greatest:
-    """Return the greatest difference. NaN counts as the greatest, but a plain `max` could ignore
-    it."""
+    """Return the greatest difference. NaN is treated as the greatest value; a plain `max` could
+    ignore it."""
 
     return max(
         all_differences,

@@ -41,9 +41,9 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "shard_group": (None, 2),
     "offload": ("none", "disk"),
 }
-# Every STRIDE-th combination is a candidate. The number is a prime, so each value of a factor meets
-# each value of any other factor. The prime 41 leaves as many candidates as can be listed in a few
-# seconds.
+# Every STRIDE-th combination is a candidate. The number is a prime that divides no number of
+# values, so each value of a factor occurs together with each value of any other factor. With 41,
+# the remaining candidates can be listed in a few seconds.
 STRIDE = 41
 # 12 layers are enough for p v = 12 stages. No p v above 1 divides 7, and no t above 1 divides 53.
 MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
@@ -155,10 +155,10 @@ class ComparedLayout(Layout):
     def base(self) -> "ComparedLayout":
         """Return the plainest layout for which a training run must have the same bits.
 
-        The base layout has the same settings that determine the order of sums: t, b, sequence
-        parallelism and, unless the run is reproducible, d. The base layout also has the same order
-        of sums under sharding: over ranks before or after microbatches, and within groups first or
-        not.
+        The base layout has the same values of the settings that determine the order of sums: t, b,
+        sequence parallelism and, unless the run is reproducible, d. If state is sharded, the base
+        layout also sums in the same order: over ranks before or after microbatches, and first
+        within shard groups or not.
         """
         plain = ComparedLayout(
             tensor=self.tensor,
@@ -217,8 +217,8 @@ class Case:
     def effects(self) -> dict[str, Any]:
         """Return the effects that the settings have. In some layouts a setting has no effect.
 
-        Pairs of effects are covered too; otherwise sequence parallelism might meet dropout only at
-        t = 1.
+        Pairs of effects are covered, too. Otherwise sequence parallelism and dropout might occur
+        together only at t = 1, where sequence parallelism has no effect.
         """
         layout = self.layout
         model = self.model
@@ -293,8 +293,8 @@ def covering_set(ranks: int = MOST_RANKS) -> list[Case]:
     """Return cases with at most `ranks` ranks that together contain every pair that any legal case
     has.
 
-    Pairs are of settings and of effects. The first cases have the most pairs for the time they
-    take.
+    A pair is two settings or effects of one case. The first cases have the most pairs for the time
+    they take.
     """
     combinations = itertools.product(*LAYOUT_FACTORS.values(), models())
     cases = (
@@ -338,8 +338,8 @@ def _cover(rows: Sequence[dict[str, Any]], costs: Sequence[float]) -> list[int]:
     """Return the indices of rows that together contain every pair of values that any row has.
 
     Each choice takes the row with the greatest number of new pairs divided by the root of its cost.
-    With the candidates of STRIDE the result has a third more rows than a choice by the number of
-    pairs alone, but takes a quarter less time.
+    With every STRIDE-th combination as a candidate, the result has a third more rows than if rows
+    were chosen only by the number of new pairs, but its rows together take a quarter less time.
     """
     codes: dict[str, dict[Any, int]] = {name: {} for name in rows[0]}
     table = np.array(
@@ -369,7 +369,7 @@ def _legal(cases: Sequence[Case], ranks: int) -> list[Case]:
 
 
 def reproducible_cases(ranks: int = MOST_RANKS) -> list[Case]:
-    """Return cases whose bits must not depend on d either. Their model has dropout."""
+    """Return reproducible cases, whose bits must not depend on d. Their model has dropout."""
     model = ComparedModel(dropout=True)
     layouts = [
         ComparedLayout(data=2, pipeline=2, schedule="1f1b"),

@@ -1,8 +1,9 @@
-"""Which losses a token changes: the token is perturbed, and all losses are compared.
+"""A test which losses change when one token of the input changes.
 
-A causal model predicts a token at the position before it, and sees it from its position to the end
-of its document. A bidirectional model sees it everywhere in its sample. If labels are shifted at
-the edge of a slice, documents see each other, or masks are at wrong positions, other losses change.
+A causal model predicts a token at the position before it. All positions from the token's own to the
+end of its document attend to the token. In a bidirectional model all positions of the sample do. If
+labels are shifted at the edge of a slice, if one document attends to another, or if masks are at
+wrong positions, other losses change.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ MODELS = (
     ComparedModel(kind="gpt", layers=2, masked=False),
     ComparedModel(kind="bert", layers=2, masked=False),
 )
-PLAIN = replace(ALONE, context=2)  # by each method with each model
+PLAIN = replace(ALONE, context=2)  # compared by each method of attention with each model
 # By each method with one of the models; the methods begin with different models.
 COMBINED = (
     replace(ALONE, context=4),
@@ -86,7 +87,7 @@ def run(
 
 
 def _faults_of(task: TrainingTask, axes: Axes) -> list[str] | None:
-    """Return the faults of a case on rank 0 of `axes`, None on others."""
+    """Return the faults of a case on rank 0 of `axes`, and None on all other ranks."""
     engine = Engine(configuration(task), axes, task.case.model.vocab_size)
     batch = microbatches(engine.config, task.case, 0, 0)[0]
     lines = faults(engine, batch, TOKENS)
@@ -113,8 +114,9 @@ def faults(engine: Engine, batch: Microbatch, tokens: Sequence[int]) -> list[str
 
 
 def losses_of(engine: Engine, batch: Microbatch) -> Tensor:
-    """Return the loss of each label of the first sample, and then the sum of those of all other
-    samples, in nats. Each is asked for alone, by weights. All ranks call it."""
+    """Return the loss of each label of the first sample, and then the sum of the losses of all
+    other samples, in nats. Each loss is computed separately, with weight 0 for all other labels.
+    All ranks call it."""
     labels, samples = batch.labels.shape
     losses = []
     for label in range(labels + (samples > 1)):
@@ -129,7 +131,8 @@ def losses_of(engine: Engine, batch: Microbatch) -> Tensor:
 
 
 def perturbed(batch: Microbatch, token: int, vocab_size: int) -> Microbatch:
-    """Return the batch with another token in its first sample, as an input and as a label."""
+    """Return a copy of the batch in which one input token of the first sample has another id. The
+    label at the position before it changes, too, unless the batch has masked tokens."""
     inputs = batch.inputs.clone()
     inputs[token, 0] = (inputs[token, 0] + 1) % vocab_size
     if batch.masked is not None:

@@ -26,9 +26,9 @@ MEAN_DOCUMENT = 6  # mean number of tokens in a document, in models with documen
 # At this model width the usual 0.02 would hardly change the residual stream, and faults would not
 # be visible.
 INIT_STD = 0.1
-# If a gradient is only rounding, Adam's step is that rounding divided by epsilon. With an epsilon
-# of 1e-8 the step can be as large as the full learning rate, and chance would decide whether
-# parameters stay within their tolerance.
+# If a gradient consists only of rounding errors, Adam divides these errors by epsilon. With an
+# epsilon of 1e-8 the step can be as large as the full learning rate, and chance would decide
+# whether parameters stay within their tolerance.
 EPSILON = 1e-6
 PROGRESS_EVERY_S = 20.0
 
@@ -140,7 +140,8 @@ def as_masked(batch: Microbatch, model: ModelConfig) -> Microbatch:
 
 
 def train(task: TrainingTask, axes: Axes) -> Training | None:
-    """Train on the ranks of `axes`. Return the result on rank 0 of `axes`, None on others."""
+    """Train on the ranks of `axes`. Return the result on rank 0 of `axes`, and None on all other
+    ranks."""
     config = configuration(task)
     torch.set_num_threads(config.run.threads)
     engine = Engine(config, axes, task.case.model.vocab_size)
@@ -160,7 +161,13 @@ def train(task: TrainingTask, axes: Axes) -> Training | None:
         return None
     first, torn = assemble(piece for of_rank in everyone for piece in of_rank[0])
     last, also_torn = assemble(piece for of_rank in everyone for piece in of_rank[1])
-    return Training(losses, norms, first, last, list(dict.fromkeys(torn + also_torn)))
+    return Training(
+        losses=losses,
+        norms=norms,
+        gradients=first,
+        parameters=last,
+        torn=list(dict.fromkeys(torn + also_torn)),
+    )
 
 
 class Blocks:

@@ -20,7 +20,7 @@ from ptdmpi.parity.run import Blocks, Training, TrainingTask, train
 
 STEPS = 20
 SHORT_STEPS = 3
-SHORT_ROWS = slice(1, 3)  # without the first row, which is one rank
+SHORT_ROWS = slice(1, 3)  # leave out the first row, which has one rank
 
 COVERING = "Every layout against one rank, and its bits against p = v = 1"
 REPRODUCIBLE = "With run.reproducible = true: bits against d = 1"
@@ -34,7 +34,8 @@ TWICE = "A second run of one layout"
 class Comparison:
     """A comparison: a case, and a case `base` for which training must have the same bits.
 
-    `attempt` distinguishes a training run from an equal one with which it is compared.
+    `attempt` is the number of a repetition, if the same training run is done twice and the results
+    are compared.
     """
 
     section: str
@@ -68,9 +69,9 @@ class Comparison:
 class Verdict:
     """The result of one comparison.
 
-    Each field is by compute type. `differences` has the greatest difference of each kind of value.
-    `bits` has the first value whose bits differ, or None. `torn` has the tensors whose copies on
-    several ranks differ. Bits are not compared on a transport that is not exact.
+    Each field maps a compute type to results. `differences` has the greatest difference of each
+    kind of value. `bits` has the first value whose bits differ, or None. `torn` has the tensors
+    whose copies on several ranks differ. Bits are not compared on a transport that is not exact.
     """
 
     comparison: Comparison
@@ -100,8 +101,8 @@ class Verdict:
 def comparisons(ranks: int, *, short: bool = False, exact: bool = True) -> list[Comparison]:
     """Return all comparisons that `ranks` ranks can make.
 
-    `short`: only a few comparisons of each kind, which take little time. `exact` False: leave out
-    those that need an exact transport.
+    `short`: only a few comparisons of each kind, which take little time. If `exact` is False, leave
+    out the comparisons of reproducible runs, which require equal bits.
     """
     covering = layouts.covering_set(ranks)
     sections = {

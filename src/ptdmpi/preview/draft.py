@@ -143,9 +143,9 @@ def _folders(wish: Wish) -> tuple[str, str | None]:
 def _laid_out(base: dict[str, Any], wish: Wish, vocab_size: int) -> Config:
     """Return the configuration with the best layout on the cluster that `wish` names.
 
-    Without a cluster, use the first layout that fits into memory. Layouts with the least
-    recomputation come first, then those with the fewest ranks per model, then those with the
-    largest microbatch. Raise InputError if no layout fits.
+    Without a cluster, use the first layout that fits into memory. Layouts with less recomputation
+    come first. Among these, layouts with fewer ranks per model come first, and then layouts with
+    larger microbatches. Raise InputError if no layout fits.
     """
     if wish.cluster:
         bare = choose.bare(_divisible(base, wish.ranks))

@@ -24,8 +24,8 @@ class RankCount:
 def needed_ranks(tree: Mapping[str, Any]) -> tuple[int, bool]:
     """Return how many ranks a configuration needs, and True if it accepts no other number.
 
-    If parallel.data is "auto", the data axis counts as 1, or as the number of ranks of the graph
-    that data_parallel.topology names. The configuration tree need not be valid.
+    If parallel.data is "auto", the data axis is assumed to have 1 rank, or as many ranks as the
+    graph that data_parallel.topology names. The configuration tree need not be valid.
     """
     tensor = _positive(tree, "parallel", "tensor") or 1
     context = _positive(tree, "parallel", "context") or 1

@@ -27,9 +27,9 @@ class Bench:
     """The stopwatch of one rank. Every rank gets the same results.
 
     `findings` collects the results that are printed at the end, as (name, text of the value).
-    `clock` measures a rank's own work: if its single thread has a core of its own, it is the
-    thread's CPU time, which other programs on the machine do not change. `kernels` are the kernels
-    that are measured.
+    `clock` measures a rank's own work: if its single thread has its own core, it is the thread's
+    CPU time, which other programs on the machine do not change. `kernels` are the kernels that are
+    measured.
     """
 
     def __init__(self, everyone: Communicator, device: torch.device, local_ranks: int) -> None:

@@ -18,7 +18,7 @@ from ptdmpi.probe.finding import MachineFinding
 from ptdmpi.train.capacity import ranks_sharing
 from ptdmpi.train.records.rates import device_name, known_peak
 
-# variables that only one launcher sets, and its name
+# variables that only one launcher sets -> the name of this launcher
 LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": "mpirun (Open MPI)",
     "SLURM_STEP_ID": "srun (Slurm)",

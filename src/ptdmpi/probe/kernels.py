@@ -43,9 +43,19 @@ class Extent:
     elementwise: tuple[int, int]
 
 
-CPU = Extent((64, 256, 1024), tuple(1 << power for power in range(14, 27, 2)), 256, 4, (512, 1024))
+CPU = Extent(
+    sides=(64, 256, 1024),
+    stream_bytes=tuple(1 << power for power in range(14, 27, 2)),
+    seq_length=256,
+    heads=4,
+    elementwise=(512, 1024),
+)
 GPU = Extent(
-    (256, 1024, 4096, 8192), tuple(1 << power for power in range(18, 31, 2)), 2048, 16, (4096, 4096)
+    sides=(256, 1024, 4096, 8192),
+    stream_bytes=tuple(1 << power for power in range(18, 31, 2)),
+    seq_length=2048,
+    heads=16,
+    elementwise=(4096, 4096),
 )
 
 

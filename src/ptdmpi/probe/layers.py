@@ -1,5 +1,5 @@
-"""Times of the trainer's own stages, and the fit of a cluster's fractions. A fraction is the part
-of a measured rate with which predictions agree with these times.
+"""Times of the trainer's own stages, and the fit of a cluster's fractions. A fraction is chosen so
+that predictions with this fraction of a measured rate agree with these times.
 
 Layers are slower than a loop of their kernels: Python, autograd and the allocator take time between
 the kernels, and operands are not always in the cache.
@@ -51,18 +51,26 @@ class ProbedModel:
 
 
 CPU_CASES = (
-    ProbedModel(2, 128, 32, 128, 512, 1),
-    ProbedModel(2, 128, 32, 128, 512, 4),
-    ProbedModel(2, 256, 64, 256, 2048, 1),
-    ProbedModel(2, 256, 64, 256, 2048, 4),
-    ProbedModel(2, 512, 64, 256, 8192, 1),
-    ProbedModel(2, 512, 64, 128, 2048, 4),
+    ProbedModel(layers=2, hidden=128, head_size=32, seq_length=128, vocab_size=512, micro_size=1),
+    ProbedModel(layers=2, hidden=128, head_size=32, seq_length=128, vocab_size=512, micro_size=4),
+    ProbedModel(layers=2, hidden=256, head_size=64, seq_length=256, vocab_size=2048, micro_size=1),
+    ProbedModel(layers=2, hidden=256, head_size=64, seq_length=256, vocab_size=2048, micro_size=4),
+    ProbedModel(layers=2, hidden=512, head_size=64, seq_length=256, vocab_size=8192, micro_size=1),
+    ProbedModel(layers=2, hidden=512, head_size=64, seq_length=128, vocab_size=2048, micro_size=4),
 )
 GPU_CASES = (
-    ProbedModel(2, 1024, 64, 1024, 8192, 1),
-    ProbedModel(2, 1024, 64, 1024, 8192, 8),
-    ProbedModel(2, 4096, 128, 2048, 8192, 1),
-    ProbedModel(2, 4096, 128, 2048, 8192, 4),
+    ProbedModel(
+        layers=2, hidden=1024, head_size=64, seq_length=1024, vocab_size=8192, micro_size=1
+    ),
+    ProbedModel(
+        layers=2, hidden=1024, head_size=64, seq_length=1024, vocab_size=8192, micro_size=8
+    ),
+    ProbedModel(
+        layers=2, hidden=4096, head_size=128, seq_length=2048, vocab_size=8192, micro_size=1
+    ),
+    ProbedModel(
+        layers=2, hidden=4096, head_size=128, seq_length=2048, vocab_size=8192, micro_size=4
+    ),
 )
 
 
@@ -162,7 +170,9 @@ class Layers:
             both = []
             for case, model, measured in zip(cases, models, taken, strict=True):
                 pricer = Pricer.of(cluster, model, case.micro_size, self.precision)
-                times = pricer.times.stage_times(Layout(tensor, 1, 1, 1, case.micro_size))
+                times = pricer.times.stage_times(
+                    Layout(tensor=tensor, pipeline=1, data=1, virtual=1, micro_size=case.micro_size)
+                )
                 both.append((times.forward_s[0], measured.forward_s))
                 both.append((times.backward_s[0], measured.backward_s))
             return both
@@ -226,7 +236,13 @@ class Layers:
         rest_s = self.bench.median(min(steps))
         elements = engine.buffer.gradients.numel()
         self.bench.advance(1)
-        return Taken(forward_s, backward_s, optimizer_s, rest_s, elements)
+        return Taken(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            optimizer_s=optimizer_s,
+            rest_s=rest_s,
+            elements=elements,
+        )
 
     def _each_s(
         self, works: Sequence[Callable[[], object]], clock: Callable[[], float]

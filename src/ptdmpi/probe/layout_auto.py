@@ -53,7 +53,7 @@ def _measured_cluster(config: Config, world: "World") -> str:
         print("layout auto: no run.cluster, so this machine is measured first", flush=True)
     torch.set_num_threads(config.run.threads)
     tree, _ = probe(world, config.precision.compute, world.device())
-    forget_peak()  # the peak memory of the measurement is not that of the run
+    forget_peak()  # the peak memory of the measurement is not the peak memory of the run
     head = f"# Measured by `ptdmpi train --layout auto` on {counted(world.size, 'rank')}.\n"
     world.on_root(lambda: save(path, tree, head))
     return str(path)

@@ -26,8 +26,8 @@ from ptdmpi.probe.layers import CPU_CASES, GPU_CASES, Layers, ProbedModel
 from ptdmpi.train.capacity import process_bytes, rank_memory_bytes, ranks_sharing
 from ptdmpi.train.records.rates import device_name
 
-# A fraction of 1 means that layers reach the measured rate completely. `Layers.fit` replaces the
-# fractions by those that layers reach.
+# A fraction of 1 means that layers reach the measured rate completely. `Layers.fit` replaces these
+# values by the fractions that layers reach.
 WHOLE = {
     "gemm_fraction": 1.0,
     "memory_fraction": 1.0,
@@ -35,14 +35,15 @@ WHOLE = {
     "link_step_s": 0.0,
     "collective_s": 0.0,
 }
-UNLIMITED = 1e15  # for rates of data sheets, which a measured cluster does not need
+UNLIMITED = 1e15  # value for the rates of data sheets, which a measured cluster does not need
 
 
 @dataclass(frozen=True)
 class Effort:
     """The amount of measuring: which sizes are measured.
 
-    If `ways` is None, the fastest kernels are not searched. For a device, `make gpu` does that.
+    If `ways` is None, the fastest implementations of kernels are not determined. For a device,
+    `make gpu` does that.
     """
 
     extent: kernels.Extent
@@ -75,7 +76,7 @@ def probe(
     memory = min(
         bench.everyone.all_gather_object(rank_memory_bytes(device, ranks_sharing(world, device)))
     )
-    # The memory of the program itself is not available for tensors, but counts as memory of a run.
+    # The memory of the program itself is not available for tensors, but a run needs it, too.
     program = _program_bytes(compute) if device.type == "cpu" else 0
     program = max(bench.everyone.all_gather_object(program))
     own = _quickest_kernels(bench, compute, effort.ways)

@@ -83,8 +83,8 @@ def sum_of_known(
     """All-reduce known numbers over the ranks of `comm`, several times.
 
     Returns True if every element is right on this rank, and the seconds of the fastest trial. The
-    time of a trial is that of its slowest rank. Rank r contributes (r + i) mod PERIOD at index i,
-    so neighbouring indices and ranks have different numbers.
+    time of a trial is the time of its slowest rank. Rank r contributes (r + i) mod PERIOD at index
+    i, so neighbouring indices and ranks have different numbers.
     """
     places = torch.arange(elements)
     given = ((places + comm.rank) % PERIOD).to(dtype).to(device)

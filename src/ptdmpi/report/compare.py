@@ -30,8 +30,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "optimizer": ("optimizer",),
     "data": ("data",),
 }
-# group of a collective inside an op -> the part that it belongs to. The price of a step counts the
-# messages of attention over the context axis, and those to experts, with those of the tensor axis.
+# group of a collective inside an op -> the part that it belongs to. In the predicted step, the
+# messages of attention over the context axis and the messages to experts are added to the messages
+# of the tensor axis.
 INSIDE = {
     "tensor": "tensor axis",
     "context": "tensor axis",
@@ -44,8 +45,8 @@ def parts(timeline: Timeline) -> dict[str, float]:
     """Return the seconds of each part of a step, as means over the ranks. The parts and "other" add
     up to the step.
 
-    After its last op a rank must wait for the slowest rank. The time from a rank's last op until
-    all ranks have ended their last op counts as bubble.
+    After its last op a rank must wait for the slowest rank. The time from the end of a rank's last
+    op until all ranks have ended their last op is part of the bubble.
     """
     ranks = timeline.ranks
     spent = dict.fromkeys(PARTS, 0.0)
@@ -90,8 +91,16 @@ def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline
         messages_s = sum(forward.messages + backward.messages for forward, backward in own)
         inside_s[rank] = {"tensor": microbatches * messages_s}
         reduced_s = end_s + price.parts.data
-        spans.append(Span(rank, "reduce", "", end_s, reduced_s))
-        spans.append(Span(rank, "optimizer", "", reduced_s, reduced_s + price.parts.optimizer))
+        spans.append(Span(rank=rank, kind="reduce", op="", start_s=end_s, end_s=reduced_s))
+        spans.append(
+            Span(
+                rank=rank,
+                kind="optimizer",
+                op="",
+                start_s=reduced_s,
+                end_s=reduced_s + price.parts.optimizer,
+            )
+        )
     return replace(timeline, spans=tuple(spans), inside_s=inside_s)
 
 

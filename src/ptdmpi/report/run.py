@@ -25,8 +25,8 @@ class RecordedRun:
     """The contents of a run directory, as they were read.
 
     `config` is the configuration that trained the last step. `measured` is the newest timeline, and
-    `measured_config` the configuration of its step. `records` are the records of `metrics.jsonl`,
-    oldest first; `steps`, `validations` and `tasks` are those of one kind.
+    `measured_config` the configuration of its step. `records` are all records of `metrics.jsonl`,
+    oldest first; `steps`, `validations` and `tasks` each have the records of one kind.
     """
 
     path: Path

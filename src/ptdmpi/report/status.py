@@ -32,8 +32,8 @@ STEP_NUMBERS = (
 )
 SCORES = ("accuracy", "exact_match")
 REMARKS = 3  # number of newest warnings of the log that are shown
-# A run counts as silent if it has written nothing for SILENT_S seconds and for SILENT_STEPS of its
-# longest steps.
+# A run is reported as silent if it has written nothing for SILENT_S seconds and for SILENT_STEPS of
+# its longest steps.
 SILENT_S = 60.0
 SILENT_STEPS = 10.0
 # Reading a damaged config.toml raises one of these exceptions.
@@ -252,7 +252,7 @@ def _is_sound_step(record: dict[str, Any]) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a number that can be plotted. NaN and infinities count as such."""
+    """Return True for a number that can be plotted. NaN and infinities are numbers here."""
     if isinstance(value, float):
         return not MOST_DRAWN < abs(value) < math.inf
     return type(value) is int and abs(value) <= MOST_DRAWN

@@ -48,7 +48,7 @@ class MeasuredCosts:
 def planned(run: RecordedRun, measured: Timeline) -> Timeline:
     """Simulate the run's schedule with the mean op times of `measured`, and without messages.
 
-    The bubble of the result is therefore due to the schedule alone.
+    The bubble of the result is therefore due only to the schedule.
     """
     parallel = run.measured_config["parallel"]
     batch = run.measured_config["batch"]

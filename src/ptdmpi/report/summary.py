@@ -57,7 +57,8 @@ def _layout(record: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _of_files(run: RecordedRun) -> dict[str, Any]:
-    """Return the numbers of the run's other files: configuration, timeline, profiles, history."""
+    """Return the values that do not come from `metrics.jsonl`, but from the run's configuration,
+    timeline, profiles and history."""
     numbers: dict[str, Any] = {}
     if covers_state(run.config["parallel"].get("zero", 0)):
         numbers["sharding"] = trained.resolved(run.config).layout.sharding or "alone: none"

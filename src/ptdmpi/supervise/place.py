@@ -1,6 +1,6 @@
 """The nodes on which a job may start ranks, and the command line that starts ranks on these nodes.
 
-In an allocation the nodes are those of the scheduler. In Slurm the ranks are started by `srun`; in
+In an allocation the scheduler determines the nodes. In Slurm the ranks are started by `srun`; in
 PBS by mpirun, with the names in the node file. Without a scheduler the nodes are the hosts that the
 user names, or this machine.
 """
@@ -20,8 +20,9 @@ from ptdmpi.base.launched import COPIES
 from ptdmpi.config import InputError
 from ptdmpi.supervise.environment import PASSED_ON
 
-# A node counts as lost if it cannot start the program `true` within this time. Each node is tested
-# twice, because the first test may fail while an earlier launcher still cleans up on the node.
+# A node is treated as lost if it cannot start the program `true` within this time. Each node is
+# tested twice, because the first test may fail while an earlier launcher still cleans up on the
+# node.
 PROBE_S = 20.0
 PROBES = 2
 PAUSE_S = 1.0
@@ -142,13 +143,17 @@ class LaunchPlace:
 
 def place_of(hosts: str, environment: Mapping[str, str], launch: str = "") -> LaunchPlace:
     """Return the nodes and the launcher of a job. The nodes are `hosts` ("a,b" or "a:4,b:4"), or
-    those of the scheduler's allocation, or this machine.
+    the nodes of the scheduler's allocation, or only this machine.
 
     `launch` is the launcher with options, such as "mpiexec --cpu-bind depth". If `launch` is empty,
-    an installed launcher is chosen. Raise InputError if there is no launcher, or a host has no
-    number of ranks after its colon.
+    an installed launcher is chosen. Raise InputError if there is no launcher, a quotation of
+    `launch` has no end, or a host has no number of ranks after its colon.
     """
-    program, *options = shlex.split(launch) or [_found(hosts, environment)]
+    try:
+        words = shlex.split(launch)
+    except ValueError as error:
+        raise InputError(f"--launcher {launch}: {error}; quote it as for a shell") from None
+    program, *options = words or [_found(hosts, environment)]
     if not shutil.which(program, path=environment.get("PATH")):
         raise InputError(f"no {program} on PATH: load the site's MPI, or pip install 'ptdmpi[mpi]'")
     nodes = tuple(_host(word) for word in hosts.split(",") if word)

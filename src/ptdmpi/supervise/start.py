@@ -29,7 +29,7 @@ class Ended:
 
 
 class LauncherStart:
-    """A launcher with its ranks, in a session of its own, so that Ctrl-C does not reach it. Open
+    """A launcher with its ranks, in a separate session, so that Ctrl-C does not reach it. Open
     MPI's launcher would end its ranks a quarter of a second after Ctrl-C."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:

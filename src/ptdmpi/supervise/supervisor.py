@@ -26,7 +26,7 @@ from ptdmpi.supervise.place import LaunchHost, LaunchPlace
 from ptdmpi.supervise.progress import RunProgress
 from ptdmpi.supervise.start import POLL_S, Ended, LauncherStart
 
-AGAIN_S = 5.0  # a second request counts only after this time, as for the ranks
+AGAIN_S = 5.0  # a second request has an effect only after this time, as for the ranks
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 

@@ -1,8 +1,8 @@
 """Common code for all commands of both programs: shared options, exit codes, and one-line error
 messages.
 
-A program is a `CommandGroup` of `Command`s; `run` runs its command line. Under mpirun or srun rank
-0 alone prints help and errors of usage. A command that needs no MPI runs on rank 0 alone.
+A program is a `CommandGroup` of `Command`s; `run` runs its command line. Under mpirun or srun only
+rank 0 prints help and errors of usage. A command that needs no MPI runs only on rank 0.
 """
 
 import importlib.metadata
@@ -76,7 +76,8 @@ class Command(click.Command):
 class CommandGroup(click.Group):
     """A group of commands with the shared options.
 
-    Commands named in `in_parallel` run on all ranks of a job, the others on rank 0 alone.
+    Commands named in `in_parallel` run on all ranks of a job, and all other commands only on rank
+    0.
     """
 
     command_class = Command

@@ -29,7 +29,7 @@ from ptdmpi.plan.layout.topology import topology_of
 from ptdmpi.plan.shape.parameters import parameter_count, trained_count
 from ptdmpi.train.capacity import Memory
 from ptdmpi.train.live import Handover
-from ptdmpi.train.records.directory import RunDirectory, mark_done
+from ptdmpi.train.records.directory import DONE, RunDirectory, mark_done
 
 
 def _measured(cluster: str) -> dict[str, list[dict[str, Any]]]:
@@ -79,7 +79,8 @@ class Attempt:
         self.how = "begins"
         self.why = ""
         self.over = ""
-        # the last step of the live state is not recorded or saved yet
+        # the last step of the live state is not recorded or saved yet, or the run owes the work
+        # that follows it
         self.pending = start.unfinished is not None
         self.history: History | None = None
         self.choice: Choice | None = None
@@ -115,6 +116,12 @@ class Attempt:
             self.choice = memory.settle(agreed, say)
             if isinstance(self.choice, HostChoice):
                 engine.compute_by(self.choice)
+
+    def take_owed(self, owed: bool) -> None:
+        """Take it that work is left after the last step if the run owes it, because a stop
+        interrupted it, and the run is not marked as done. Every rank calls it."""
+        if owed and not self.world.on_root(lambda: (self.path / DONE).exists()):
+            self.pending = True
 
     @property
     def idle(self) -> bool:

@@ -164,8 +164,8 @@ class _Use(NamedTuple):
 
 
 class _Need(NamedTuple):
-    """A rank's use of its own device's memory, and of its host's memory for offloaded state and
-    copies of the state."""
+    """The memory that a rank needs on its own device, and the memory of its host for offloaded
+    state and copies of the state."""
 
     own: _Use
     host: _Use

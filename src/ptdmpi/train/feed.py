@@ -365,8 +365,8 @@ def open_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
 
 
 def _require_rows(config: Config, path: str, dataset: Dataset) -> None:
-    """Raise InputError if the settings of the run do not fit the way in which conversations were
-    packed into the shards: how they are cut, mixed, counted or compared.
+    """Raise InputError if conversations were packed into the shards in a form that does not fit the
+    settings of the run: how they are cut, mixed, counted or compared.
     """
     rows = dataset.row_length
     compares = config.preference.compares

@@ -8,7 +8,7 @@ from ptdmpi.train.live import Completed
 
 
 class Hook:
-    """An object whose methods a run calls; a subclass overrides those that it needs.
+    """An object whose methods a run calls; a subclass overrides the methods that it needs.
 
     Every rank has its own hook object, and all ranks call their hooks at the same points of the
     run, so a hook may communicate. The result of `state` is stored in each checkpoint. When the run

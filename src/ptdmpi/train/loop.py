@@ -79,8 +79,8 @@ class Loop:
         """Train from the current step to the last one, or until `run.stop_after_worse` ends it.
 
         Yield each step after its record, validation and checkpoint. Raises SystemExit on every rank
-        with one of these codes: 75, after saving, if a stop was requested before the last step; 1
-        if too many steps in a row were not finite; 3 or 4 if the state is corrupt.
+        with one of these codes: 75, after saving, if a stop was requested before the end; 1 if too
+        many steps in a row were not finite; 3 or 4 if the state is corrupt.
         """
         with (
             trying(self._backends()),
@@ -111,7 +111,8 @@ class Loop:
             asked = self._vote()  # a request may have come while the run was starting
             if asked.stop and self.attempt.live:
                 asked = self._save(self.first, asked)
-            self.stopping.stop_if_asked(asked, self.first)
+            if self._goes_on(self.first):
+                self.stopping.stop_if_asked(asked, self.first)
             for step in range(self.first, self.config.run.steps):
                 why = self.validation.standing.over
                 if why:
@@ -170,11 +171,17 @@ class Loop:
         return asked
 
     def _stop_if_asked(self, asked: Asked) -> None:
-        """Stop after the last concluded step if the ranks have requested a stop and
-        steps are left.
+        """Stop after the last concluded step if the ranks have requested a stop and the run is not
+        complete.
         """
-        if self.concluded < self.config.run.steps and not self.validation.standing.over:
+        if self._goes_on(self.concluded) and not self.validation.standing.over:
             self.stopping.stop_if_asked(asked, self.concluded)
+
+    def _goes_on(self, step: int) -> bool:
+        """Return True if the run is not complete after `step`: steps are left, or a stop
+        interrupted the work after the last one.
+        """
+        return step < self.config.run.steps or self.validation.missed(step)
 
     def _make_up(self, step: int) -> None:
         """Do the validation and the tasks after `step` that a stop of an earlier start interrupted.
@@ -186,7 +193,7 @@ class Loop:
         self.saving.checkpoints.validated = self.validation.standing.last
         if asked.save:
             self._save(step, asked)
-        if not self.validation.standing.over:
+        if self._goes_on(step) and not self.validation.standing.over:
             self.stopping.stop_if_asked(asked, step)
 
     def _record(self, done: Completed, asked: Asked) -> None:
@@ -207,7 +214,8 @@ class Loop:
         """Save a checkpoint if a save is due or requested. Return the requests of the ranks after
         the save.
         """
-        self.stopping.before_save(asked, step)
+        if self._goes_on(step):
+            self.stopping.before_save(asked, step)
         self.lookout.place.enter("saving")
         saved = self.saving.after_step(step, Save.NOW if asked.stop else asked.save)
         self.lookout.place.enter("training")

@@ -4,7 +4,7 @@ steps.
 Every step tests only the loss and the global norm, which are computed anyway. If the loss or the
 norm is not finite, nothing is updated. Sums over ranks have then spread the value to all ranks. To
 find its origin, the step is computed a second time, and every output is tested. Dropout masks
-depend on the samples alone, so the second computation equals the first.
+depend only on the samples, so the second computation equals the first.
 """
 
 import contextlib
@@ -168,13 +168,27 @@ def _weights(engine: Engine) -> Iterator[Finding]:
                 # a value that came from another rank's shard is an effect and not the cause, so it
                 # is later in the order
                 depth = (number, place, int(own))
-                yield Finding(ValueKind.WEIGHT, -1, depth, rank, f"weight {name}", ())
+                yield Finding(
+                    kind=ValueKind.WEIGHT,
+                    microbatch=-1,
+                    depth=depth,
+                    rank=rank,
+                    what=f"weight {name}",
+                    samples=(),
+                )
     for held in buffer.own_frozen():
         if not _finite(held.view(buffer.idle_parts)):
             # a frozen weight was already not finite when it was loaded, because training does not
             # change it
             name = f"frozen weight {held.entry.name}"
-            yield Finding(ValueKind.FROZEN_WEIGHT, -1, (), rank, name, ())
+            yield Finding(
+                kind=ValueKind.FROZEN_WEIGHT,
+                microbatch=-1,
+                depth=(),
+                rank=rank,
+                what=name,
+                samples=(),
+            )
     engine.state.let_go()
 
 
@@ -240,7 +254,8 @@ class _Watcher(OpHook):
         # with ZeRO stages 2 and 3 gradients are reduced as soon as they are computed; they are
         # freed by now, and `see` has tested them
         still_here = not self.engine.buffer.portion.shards_gradients
-        # from the last layer to the first, because the last layer's gradient causes the others
+        # from the last layer to the first, because each layer's gradient is computed from the
+        # gradient of the layer after it
         for place, (name, weight) in enumerate(reversed(stage.trained_parameters())):
             if id(weight) in self._broken or (still_here and not _finite(weight.main_grad)):
                 what = f"gradient of {name}"
@@ -254,7 +269,16 @@ class _Watcher(OpHook):
         engine = self.engine
         number = engine.axes["data"].rank * engine.schedule.microbatches + microbatch
         rank = engine.axes.world.rank
-        self.findings.append(Finding(kind, number, depth, rank, what, self.samples[microbatch]))
+        self.findings.append(
+            Finding(
+                kind=kind,
+                microbatch=number,
+                depth=depth,
+                rank=rank,
+                what=what,
+                samples=self.samples[microbatch],
+            )
+        )
 
 
 def _finite(values: Tensor) -> bool:

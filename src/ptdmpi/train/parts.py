@@ -124,13 +124,15 @@ def _with_state(
     standing = world.on_root(lambda: standing_of(config, concluded))
     attempt.over = standing.over
     checkpoints.validated = standing.last
+    vote = partial(_vote, lookout, engine)
+    tasks = Tasks(engine, feed.course, world, journal)
+    validation = Validation(config, feed, engine, tasks, vote=vote, standing=standing, hooks=hooks)
+    attempt.take_owed(validation.owed(attempt.first))
     if not attempt.idle:
         checkpoints.check_space()
     journal.directory = attempt.open(concluded, journal.show)
     attempt.choose(engine, memory, say)
 
-    vote = partial(_vote, lookout, engine)
-    tasks = Tasks(engine, feed.course, world, journal)
     parts = Parts(
         config=config,
         world=world,
@@ -145,9 +147,7 @@ def _with_state(
         profile=profile,
         skips=skips,
         saving=_saving(checkpoints, journal, engine, hooks=hooks, copies=copies),
-        validation=Validation(
-            config, feed, engine, tasks, vote=vote, standing=standing, hooks=hooks
-        ),
+        validation=validation,
         journal=journal,
         vote=vote,
     )

@@ -176,7 +176,7 @@ class Survivors:
     def _handover(self, accounts: list[Account], step: int | None, ways: list[Route]) -> Handover:
         """Return the start of this rank's loop: the live state after `step`, or a checkpoint.
 
-        `ways` has the routes of the live state to each rank.
+        `ways` says from which rank each rank gets the live state.
         """
         asked = (account.asked for account in accounts)
         self.signals.received = self.signals.received or next(filter(None, asked), None)

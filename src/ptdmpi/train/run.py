@@ -45,7 +45,8 @@ class Run:
     and its seconds. A step is yielded after its record is written, and after the validation and the
     checkpoint that the configuration asks for. A program may leave the loop early, if all ranks do
     so after the same step; the progress since the last checkpoint is then lost. The run directory
-    is that of `ptdmpi train`: each of the two can continue a run of the other.
+    has the same contents as with `ptdmpi train`, so each of the two can continue a run of the
+    other.
     """
 
     def __init__(
@@ -93,8 +94,8 @@ class Run:
 
     def __iter__(self) -> Iterator[Completed]:
         """Train, and yield each step. Raises SystemExit (75) after a save if the run was asked to
-        stop, for example by a signal. In all other cases the exit codes are those of `ptdmpi
-        train`.
+        stop, for example by a signal. In all other cases the exit code is the one with which
+        `ptdmpi train` would end.
         """
         source = self._survivors or self._loop
         assert source is not None

@@ -28,8 +28,8 @@ class Validated(NamedTuple):
 class Standing:
     """The validations of a run so far, and the decisions that depend on them.
 
-    A validation counts as worse if its loss is not below all earlier losses; NaN is always worse.
-    `worse` is the number of worse validations since the last improvement. The run ends after
+    A validation is worse if its loss is not below all earlier losses; NaN is always worse. `worse`
+    is the number of worse validations since the last improvement. The run ends after
     `stop_after_worse` of them (0: never). `trained` and `tasks_step` are the newest steps that had
     a record, and scores of tasks, when the run started. A stop may have interrupted the work after
     `trained`.

@@ -11,7 +11,7 @@ from ptdmpi.watch.lookout import Lookout
 from ptdmpi.watch.requests import STOPPED_EXIT_CODE, Asked
 
 # Exit codes for a corrupt state. With 3 a person should check the named hosts before the run is
-# started again. With 4 the run should be started again at once, from a checkpoint and not from
+# started again. With 4 the run should be started again immediately, from a checkpoint and not from
 # copies in memory.
 CORRUPT_EXIT_CODES = {"stop": 3, "restart": 4}
 MOST_FAULTS = 8  # maximum number of faults that are printed one by one
@@ -32,8 +32,9 @@ class Stopping:
         self.journal = journal
 
     def before_save(self, asked: Asked, step: int) -> None:
-        """Report that the run saves after `step` and stops, if the ranks asked for a stop."""
-        if asked.stop and step < self.config.run.steps:
+        """Report that the run, which is not complete, saves after `step` and stops, if the ranks
+        asked for a stop."""
+        if asked.stop:
             self.lookout.stops()
             self.attempt.why = f"stopped: {asked.stop}"
             self.journal.say(

@@ -60,8 +60,12 @@ class Validation:
     def owed(self, step: int) -> bool:
         """Return True if this run trained `step` in an earlier start, and a stop interrupted the
         validation or the tasks that were due after the step."""
-        here = 0 < step == self.standing.trained
-        return here and (self._validates(step) or self._asks_tasks(step))
+        return 0 < step == self.standing.trained and self.missed(step)
+
+    def missed(self, step: int) -> bool:
+        """Return True if the validation or the tasks are due after `step` and have not been
+        done."""
+        return self._validates(step) or self._asks_tasks(step)
 
     def _validates(self, step: int) -> bool:
         """Return True if a validation is due after `step` and has not been done."""

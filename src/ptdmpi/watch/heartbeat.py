@@ -49,7 +49,7 @@ PATIENCE = 10
 # Launchers deliver a signal twice. A signal that arrives later than this many seconds after the
 # first is a second request of the user.
 SECOND_SIGNAL_S = 5.0
-DUPLICATE_S = 0.5  # signals on one rank that are closer in time count as one
+DUPLICATE_S = 0.5  # signals on one rank that are closer in time are treated as one signal
 # Time limit for all ranks to write their stacks, after rank 0 has found a stall or a failure.
 COLLECT_S = 5.0
 ALIVE, WRITE_STACKS = "I am alive", "write your stacks"  # the kinds of messages that rank 0 sends
@@ -275,7 +275,19 @@ class Judge:
         self.stall_s = stall_s
         self.say = say
         self.step_s = 0.0
-        beginning = Seen(Report("start-up", 0, "", "", None, "", "", 0.0), time.monotonic())
+        beginning = Seen(
+            Report(
+                phase="start-up",
+                step=0,
+                kind="",
+                op="",
+                peer=None,
+                axis="",
+                collective="",
+                age_s=0.0,
+            ),
+            time.monotonic(),
+        )
         self.table: dict[int, Seen] = dict.fromkeys(range(ranks.grid.size), beginning)
         self.verdict: str | None = None
         self.stop_at_once = False

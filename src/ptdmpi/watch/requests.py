@@ -23,8 +23,8 @@ from ptdmpi.config import SharedInputError
 
 # the exit code (EX_TEMPFAIL) after a stop on request and a save; the same command resumes the run
 STOPPED_EXIT_CODE = 75
-# The signals include those of Ctrl-C and of a closed terminal. Under a launcher, only the launcher
-# gets these two.
+# The signals include the ones that Ctrl-C and a closed terminal send. Under a launcher, only the
+# launcher gets these two.
 SIGNALS = (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 # Seconds between two checks for files, on rank 0: on a parallel file system a check sends a

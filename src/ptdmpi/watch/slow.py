@@ -12,7 +12,7 @@ from ptdmpi.watch.heartbeat import Judge
 from ptdmpi.watch.stopwatch import COMPUTE_STEPS
 from ptdmpi.watch.whereabouts import Ranks
 
-# a rank is slow if its own work takes this many times as long as that of its peers
+# a rank is slow if its own work takes this many times as long as the work of its peers
 SLOW_FACTOR = 1.3
 SLOW_EVERY_S = 300.0  # minimum time between two printed lines about slow ranks
 MOST_PRINTED = 8
@@ -22,8 +22,8 @@ class SlowRanks:
     """Rank 0's comparison of the times that all ranks need for their own work, as reported to its
     judge.
 
-    With `shares_cores` no rank counts as slow: with more ranks than cores, the operating system's
-    scheduler slows down different ranks at different times.
+    With `shares_cores` no rank is reported as slow: if there are more ranks than cores, the
+    operating system's scheduler slows down different ranks at different times.
     """
 
     def __init__(

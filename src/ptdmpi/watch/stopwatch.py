@@ -134,7 +134,7 @@ class Stopwatch:
         """Return all spans in the order of their ends. Call this method when the marks of the spans
         are done."""
         return [
-            Span(self.rank, kind, op, begin.at_s(), end.at_s())
+            Span(rank=self.rank, kind=kind, op=op, start_s=begin.at_s(), end_s=end.at_s())
             for kind, op, begin, end in self._marked
         ]
 

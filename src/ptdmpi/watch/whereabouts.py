@@ -15,10 +15,10 @@ from ptdmpi.plan.layout.grid import Grid
 # core.
 BEAT_S = 1.0
 REPORTS_PER_S = 256
-# A rank that has not reported for this number of heartbeats counts as silent.
+# A rank that has not reported for this number of heartbeats is called silent.
 SILENT_BEATS = 10
-# In a stall, a rank that has missed this number of heartbeats counts as stopped: it waits for no
-# rank, whatever its last report says, and no rank waits for its stacks.
+# In a stall, a rank that has missed this number of heartbeats is treated as stopped: it waits for
+# no rank, whatever its last report says, and no rank waits for its stacks.
 MISSED_BEATS = 3
 # A busy machine may delay a thread by this time, so a shorter silence does not indicate an error.
 LEAST_SILENCE_S = 5.0
@@ -84,9 +84,9 @@ class Ranks:
         return now_s - seen.at_s > SILENT_BEATS * self.beat_s and not seen.report.leaves
 
     def stopped(self, seen: Seen, now_s: float) -> bool:
-        """Return True if a rank counts as stopped in the search for the cause of a stall.
+        """Return True if a rank is treated as stopped in the search for the cause of a stall.
 
-        A rank that has written its stacks does not count as stopped, because its machine may only
+        A rank that has written its stacks is not treated as stopped, because its machine may only
         be busy.
         """
         missed = now_s - seen.at_s > MISSED_BEATS * self.beat_s
@@ -107,8 +107,8 @@ def waits_for(rank: int, table: Mapping[int, Seen], ranks: Ranks) -> list[int]:
     if report.collective:
         group = [peer for peer in ranks.grid.members(rank, report.axis) if peer != rank]
         there = (report.axis, report.collective)
-        # collectives are compared by name alone: a rank in its next all_reduce counts as inside
-        # this one
+        # collectives are compared only by name: a rank in its next all_reduce is treated as if it
+        # were in this one
         absent = [
             peer
             for peer in group

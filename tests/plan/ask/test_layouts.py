@@ -33,6 +33,12 @@ def test_a_method_of_the_context_axis_is_priced_as_asked():
         answer(replace(asked, model=f"{MODEL},s=3072", layout="c=3,d=1"))
 
 
+@pytest.mark.parametrize("option", ["layout", "why"])
+def test_an_empty_layout_is_refused_and_does_not_search(option):
+    with pytest.raises(InputError, match='"" is no size'):
+        answer(LayoutRequest(MODEL, "selene", ranks=8, batch=16, **{option: ""}))
+
+
 def test_the_default_request_searches():
     plan = answer(LayoutRequest(MODEL, "selene", ranks=8, batch=16))
     assert str(plan.layout) == plan.numbers["layouts"][0]["layout"]

@@ -12,7 +12,7 @@ NAMES += ("context_expert", "data_expert")
 GRIDS = st.permutations(NAMES).flatmap(
     lambda names: st.builds(
         lambda sizes: Grid(dict(zip(names, sizes, strict=False))),
-        st.lists(st.integers(1, 4), min_size=1, max_size=6),
+        st.lists(st.integers(1, 3), min_size=1, max_size=6),
     )
 )
 

@@ -260,7 +260,7 @@ class TransportGroup(ProcessGroup):
         return _done(list(outputs))
 
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
-        """Replace each tensor by that of the root."""
+        """Replace each tensor by the root's tensor."""
         for tensor in _listed(tensors):
             self._broadcast(tensor, opts.rootRank)
         return _done(_listed(tensors))

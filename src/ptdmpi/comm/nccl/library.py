@@ -181,8 +181,8 @@ class NcclConnection:
 
     def all_to_all(self, result: Tensor, flat: Tensor, parts: Exchanged, stream: Any) -> None:
         """Put all sends and receives into the stream, as one group."""
-        # messages of a group run at once; if they ran one after the other, ranks could wait in a
-        # circle
+        # the messages of a group run at the same time; if they ran one after the other, ranks could
+        # wait for each other in a circle
         with self.core.group():
             for peer, (leaving, arriving) in enumerate(parts.pieces(result, flat)):
                 if leaving.numel():

@@ -1,9 +1,9 @@
 """Groups of ranks on a library such as NCCL: their unique ids, their connections, and the order of
 their operations.
 
-Every connection has a stream of its own, into which its operations are put. An operation begins
-after all earlier computations: its stream waits for a mark in the computation stream. To wait for
-an operation, the computation stream waits for a mark after it, and the host continues.
+Every connection has its own stream, into which its operations are put. An operation begins after
+all earlier computations: its stream waits for a mark in the computation stream. To wait for an
+operation, the computation stream waits for a mark after it, and the host continues.
 """
 
 from collections import deque
@@ -211,8 +211,8 @@ class NcclCommunicator(RoutedCommunicator):
 
     @classmethod
     def open(cls, everyone: MPI.Comm, device: torch.device) -> str:
-        """Load the library, and check that all ranks have the same version, each on a device of its
-        own."""
+        """Load the library, and check that all ranks have the same version, and that no two ranks
+        use the same device."""
         mine: tuple[Described | None, str]
         try:
             cls.library = cls.load(everyone, device)

@@ -16,7 +16,7 @@ MOST_SAMPLES = 2**63 - 1
 
 
 def run_rules(run: RunConfig) -> Iterator[str]:
-    """Yield the mistakes in [run] alone."""
+    """Yield the mistakes for which only the section [run] is needed."""
     if run.profile_steps and not run.profiled:
         yield f'run.profile_steps = "{run.profile_steps}": the first step is after the last one'
     if run.on_corruption == "restart" and not run.verify_every:

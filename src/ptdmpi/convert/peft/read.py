@@ -81,8 +81,8 @@ def _with_head(
 ) -> tuple[ModelConfig, TaskConfig]:
     """Return the base model with the task head that the file contains, and the task.
 
-    The task is that of the base model, or a classification whose classes have default names. Raise
-    InputError if other modules were trained, or if the head does not fit the task.
+    The task is the task of the base model, or a classification whose classes have default names.
+    Raise InputError if other modules were trained, or if the head does not fit the task.
     """
     whole = stored.config()
     task = stored.task if whole.model.classifies else NO_TASK

@@ -24,8 +24,8 @@ def gptq(weight: Tensor, hessian: Tensor, form: LowBit) -> Packed:
     The columns are rounded one by one, and later columns compensate the error of the outputs as far
     as they can. The columns with the greatest inputs come first, while most columns are left to
     compensate their errors (`act-order` of the authors' program, github.com/IST-DASLab/gptq). The
-    order of act-order mixes the blocks of a row, so the scales are those of the original matrix.
-    Columns whose inputs were always zero are rounded independently.
+    order of act-order mixes the blocks of a row, so the scales are computed before, from the
+    original matrix. Columns whose inputs were always zero are rounded independently.
     """
     order = hessian.diagonal().argsort(descending=True, stable=True)
     left = weight.double()[:, order]

@@ -235,7 +235,13 @@ def _others(reader: Reader, names: Iterable[str]) -> Iterator[Outgoing]:
         stored = reader.manifest[key(WEIGHTS, name)]
         for box in slabs(stored.shape, np.dtype(stored.dtype).itemsize):
             values = partial(_read_box, reader, name, box, stored.dtype)
-            yield Outgoing(key(WEIGHTS, name), stored.shape, box, stored.dtype, values)
+            yield Outgoing(
+                tensor=key(WEIGHTS, name),
+                shape=stored.shape,
+                box=box,
+                dtype=stored.dtype,
+                values=values,
+            )
 
 
 def _read_box(reader: Reader, name: str, box: Box, dtype: str) -> Array:
@@ -252,7 +258,7 @@ def _packed_parts(maker: Maker, shapes: Mapping[str, tuple[int, ...]]) -> Iterat
 
 
 def _part(name: str, shape: tuple[int, int], dtype: str, values: Callable[[], Array]) -> Outgoing:
-    return Outgoing(name, shape, Box.whole(shape), dtype, values)
+    return Outgoing(tensor=name, shape=shape, box=Box.whole(shape), dtype=dtype, values=values)
 
 
 def _codes(maker: Maker, name: str) -> Array:

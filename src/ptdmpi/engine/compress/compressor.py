@@ -100,7 +100,7 @@ class Compressor(ABC):
     @abstractmethod
     def decode(self, code: Tensor, draws: Draws, length: int, dtype: torch.dtype) -> Tensor:
         """Return the decoded values, [n, length], of a code [code_bytes] uint8 that `encode` has
-        returned. The argument `draws` must be that of the rank that encoded."""
+        returned. `draws` must be the random numbers of the rank that encoded."""
 
     def omega(self, length: int) -> float:
         """Return omega, the bound of the variance (see the class). Only unbiased compressors have

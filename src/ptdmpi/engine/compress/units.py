@@ -103,7 +103,9 @@ def slabs(order: FlatOrder, most_tensor: int) -> Iterator[Slab]:
         if declaration.split is None:
             lines = entry.shape[0]
             length = entry.elements // lines
-            yield Slab(entry, Box.whole(entry.shape), 0, 0, lines, length)
+            yield Slab(
+                entry=entry, box=Box.whole(entry.shape), dim=0, first=0, lines=lines, length=length
+            )
             continue
         dim = declaration.split.dim
         sizes = grains(declaration, most_tensor)
@@ -112,7 +114,9 @@ def slabs(order: FlatOrder, most_tensor: int) -> Iterator[Slab]:
             first = held.logical.start[dim]
             lines = next(size for size, end in zip(sizes, ends, strict=True) if first < end)
             length = held.local.elements // held.local.size[dim]
-            yield Slab(entry, held.local, dim, first, lines, length)
+            yield Slab(
+                entry=entry, box=held.local, dim=dim, first=first, lines=lines, length=length
+            )
 
 
 class Numbers(NamedTuple):

@@ -61,8 +61,8 @@ class Decentralized(DataParallel):
     Code that reads the state between steps calls `settle` first, which finishes the exchange.
 
     If gradients have the same bits for every tensor-parallel size t, pipeline-parallel size p and
-    schedule, the weights have too. The reason is that every operation is element by element, in
-    ascending order of replicas.
+    schedule, so do the weights, because every operation here works element by element, over
+    replicas in ascending order.
     """
 
     differs = ("replicate",)

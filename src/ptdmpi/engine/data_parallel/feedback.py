@@ -176,7 +176,14 @@ class Compression:
         key = fold(self.seed, PURPOSE, state.counters.updates)
         code_bytes = elements = 0
         for batch in self.batches:
-            place = CompressedTiles(batch, state, self.data, self.compressor, key, rounds)
+            place = CompressedTiles(
+                batch=batch,
+                state=state,
+                data=self.data,
+                compressor=self.compressor,
+                key=key,
+                rounds=rounds,
+            )
             yield place
             code_bytes += place.code_bytes()
             elements += batch.tiles * batch.width

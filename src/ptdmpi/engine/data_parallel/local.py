@@ -23,8 +23,8 @@ class Local(DataParallel):
     method is Qsparse-local-SGD (Basu et al. 2019, arXiv 1906.02367, algorithm 1).
 
     Rounds are counted from step 0 of the run, also in a resumed run. If gradients have the same
-    bits for every tensor-parallel size t and pipeline-parallel size p, the weights have too. The
-    reason is that every operation is element by element, over replicas in ascending order.
+    bits for every tensor-parallel size t and pipeline-parallel size p, so do the weights, because
+    every operation here works element by element, over replicas in ascending order.
     """
 
     differs = ("replicate",)

@@ -71,8 +71,8 @@ class BegunSums:
 
     @contextlib.contextmanager
     def looked_at(self, look: Callable[[Parameter], None]) -> Iterator[None]:
-        """Begin no sums within the context, so that at the end of an op the buffer has the
-        gradients of this rank alone."""
+        """Begin no sums within the context, so that at the end of an op the buffer has only the
+        gradients of this rank."""
         self._looking = True
         try:
             yield

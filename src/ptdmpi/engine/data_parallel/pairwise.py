@@ -1,5 +1,5 @@
-"""Sums of all gradients by messages between pairs of ranks. The result has the same bits as that of
-`all_reduce`, and the cost is that of the algorithms in textbooks."""
+"""Sums of all gradients by messages between pairs of ranks. The result has the same bits as the
+result of `all_reduce`, and the algorithms send about as much as those of textbooks."""
 
 from collections.abc import Iterator
 

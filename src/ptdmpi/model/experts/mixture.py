@@ -5,9 +5,9 @@ No token is dropped, and a token's output is a sum in ascending order of its exp
 neither on other tokens nor on how the batch is divided. The tensor axis divides each expert's
 width. Tensor ranks then have partial outputs, as after a row-parallel linear, and partial
 gradients. The router's gradient is linear in the partial gradients, so the router sends no message
-of its own in the layer. Its contribution to the input's gradient is summed together with that of
-the experts. The gradient of its weight is summed together with other partial gradients at the end
-of a step.
+of its own in the layer. Its contribution to the input's gradient is summed together with the
+contribution of the experts. The gradient of its weight is summed together with other partial
+gradients at the end of a step.
 
 If the experts are divided among ranks (`exchange.py`), the rank of an expert computes the rows that
 all of these ranks send. To get the bits of data parallelism, it computes the gradient of a weight
@@ -71,8 +71,9 @@ class ExpertWeights(NamedTuple):
 @dataclass(frozen=True)
 class MixturePass:
     """The objects of one forward pass of a mixture that its backward needs. `experts` are the
-    weights of this rank's experts, which are divided among the ranks of `dealt`. `factors` has, by
-    name, the factor of each router loss in the gradient; it is empty if nothing is trained."""
+    weights of this rank's experts; the experts of the layer are divided among the ranks of `dealt`.
+    `factors` has, by name, the factor of each router loss in the gradient; it is empty if nothing
+    is trained."""
 
     router: Router
     experts: Sequence[ExpertWeights]
@@ -145,8 +146,8 @@ class MixturePass:
 
     def _accumulate(self, weight: Parameter, dy: Tensor, x: Tensor, *, alone: bool = False) -> None:
         """Add a weight's gradient dy^T x, immediately or in the second part of a split backward. If
-        `alone` is True, the product is completed before it is added, as if it came from another
-        rank."""
+        `alone` is True, the product is computed in a separate tensor before it is added, as if it
+        came from another rank."""
 
         def add(total: Tensor) -> None:
             """Add the gradient to `total`."""

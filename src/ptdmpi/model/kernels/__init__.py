@@ -8,7 +8,7 @@ replaces the object.
 A CPU without bfloat16 or float16 instructions falls back to scalar code for products of those types
 (measured on an AVX2 machine: 0.3 to 8 GFLOP/s, while float32 reaches 40). On such a CPU the
 operands are converted to float32 first, and the result is rounded once. The values are the same as
-those of hardware with float32 accumulators.
+on hardware with float32 accumulators.
 
 On a CPU, PyTorch computes some operations as a sequence of simpler ones, each of which saves
 tensors for its own backward pass. In ptdmpi each of these operations is one autograd Function,

@@ -38,9 +38,9 @@ from ptdmpi.model.sequence.positions import ALL, Positions
 
 class Input(NamedTuple):
     """The input of attention. Queries are [b, heads, s, head size]. The number of heads of keys and
-    values is that of the queries, or divides it (grouped queries). `documents` is None if each
-    sequence is one document. `positions` are the positions of the queries; keys and values may have
-    more positions."""
+    values equals or divides the number of heads of queries (grouped queries). `documents` is None
+    if each sequence is one document. `positions` are the positions of the queries; keys and values
+    may have more positions."""
 
     q: Tensor
     k: Tensor
@@ -101,8 +101,8 @@ class AttentionCore:
         *,
         positions: Positions = ALL,
     ) -> Tensor:
-        """Return softmax(scores) v, where each position sees only its own document; the arguments
-        are those of `Input`."""
+        """Return softmax(scores) v, where each position sees only its own document. The arguments
+        have the same meaning as the fields of `Input`."""
         return self.forward(q, k, v, documents, positions=positions).out
 
     def forward(
@@ -117,7 +117,7 @@ class AttentionCore:
     ) -> AttentionResult:
         """Return the result of `__call__`, and, if `with_logsumexp` and the kernel has them, the
         logarithms of sums of exponentials."""
-        given = Input(q, k, v, documents, positions)
+        given = Input(q=q, k=k, v=v, documents=documents, positions=positions)
         for implementation in self.implementations:
             if implementation.takes(given):
                 return implementation.forward(given, with_logsumexp)

@@ -84,7 +84,14 @@ def _pieces(length: int, seen: Sight) -> Iterator[QueryRun]:
             first = max(begin, run.start)
             last = min(end, run.stop)
             if first < last:
-                yield QueryRun(rows, begin, end, first, last, before - run.start)
+                yield QueryRun(
+                    rows=rows,
+                    begin=begin,
+                    end=end,
+                    first=first,
+                    last=last,
+                    shift=before - run.start,
+                )
             before += len(run)
 
 

@@ -59,8 +59,8 @@ class ProductAttention(Function):
     kernel computes the forward pass.
 
     Scores are computed in float32, also for half types. If scores were rounded to a half type,
-    gradients would be less exact than those of a fused kernel. All other products are in the type
-    of their operands. If requested, the second result is the logarithm of each query's sum of
+    gradients would be less exact than with a fused kernel. All other products are in the type of
+    their operands. If requested, the second result is the logarithm of each query's sum of
     exponentials [b, heads, s], in float32 at least; otherwise it is None.
     """
 

@@ -82,7 +82,7 @@ def measured_choice(dtype: torch.dtype, own: Entries) -> HostChoice:
     """Return the fastest kernels of this host for operands of a type.
 
     For each kind of computation, the first entry that fits the host is used. The entries of `own`
-    come before those of the table. If no entry fits, PyTorch's kernel is used.
+    come before the entries of the table. If no entry fits, PyTorch's kernel is used.
     """
     attention, linear, gelu = (_entry(kind, dtype, own) for kind in ("attention", "linear", "gelu"))
     chosen = HostChoice(_attention(attention), _linear(linear))

@@ -36,5 +36,5 @@ class _Turn(Function):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return x [s, b, a, head size] rotated by the angles of its positions: x cos + (-second half,
-    first half) sin. The type of `cos` and `sin` is no wider than that of x."""
+    first half) sin. The type of `cos` and `sin` is no wider than the type of x."""
     return _Turn.apply(x, cos, sin)

@@ -95,7 +95,7 @@ def scales_of(x: Tensor, form: LowBit) -> Tensor:
 
 def codes_of(x: Tensor, scales: Tensor, form: LowBit) -> Tensor:
     """Return the codes of the nearest levels, int64 [..., i], for x [..., i] and `scales` [..., i /
-    block numbers]. A block of equal values has scale 0; its codes are those of level 0."""
+    block numbers]. A block of equal values has scale 0; all its codes stand for level 0."""
     wide = torch.promote_types(x.dtype, torch.float32)
     blocks = x.to(wide).unflatten(-1, (-1, form.block))
     numbers = _by_block(scales.to(wide), form)

@@ -96,7 +96,7 @@ def _forward(logits: Tensor, labels: Tensor, axis: TensorAxis) -> tuple[Tensor, 
     # send both in one message, because latency dominates for a few bytes per token
     totals = axis.comm.all_reduce(torch.stack((sums, target)))
     losses = totals[0].log() + top - totals[1]
-    return losses, _Softmax(flat, local, here, top, totals[0])
+    return losses, _Softmax(flat=flat, local=local, here=here, top=top, totals=totals[0])
 
 
 def _backward(softmax: _Softmax, factors: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ class SummedLoss:
 
     @property
     def mean(self) -> float:
-        """Return the mean in nats per token, sample or other counted term. Without terms it is an
-        error."""
+        """Return the mean in nats per token, sample or other counted term. Raise ZeroDivisionError
+        if there are no terms."""
         return self.sum / self.count
 
     def plus(self, other: "SummedLoss") -> "SummedLoss":
@@ -43,10 +43,11 @@ class LossKind:
     """The properties of a loss, without its name.
 
     `used_by` returns True for a model that has the loss. `count` returns the number of its terms in
-    a microbatch. `key` is the name of its mean in the records of steps, and after "validation_" in
-    those of validations; "" if it is not recorded. `trains`: its mean is added to the task's, and
-    the gradient is that of their sum; if False, it is only measured. `of_routers`: it is a sum over
-    the routers of all layers (`model/experts/routing.py`), not an output's loss.
+    a microbatch. `key` is the name of its mean in the records of steps; with the prefix
+    "validation_" it is the name in the records of validations. "" means that the loss is not
+    recorded. `trains`: its mean is added to the mean of the task's loss, and the gradient is
+    computed from this sum; if False, the loss is only measured. `of_routers`: it is a sum over the
+    routers of all layers (`model/experts/routing.py`), not an output's loss.
     """
 
     used_by: Callable[[ModelConfig], bool]

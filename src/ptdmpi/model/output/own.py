@@ -133,7 +133,13 @@ class OwnLoss:
         cross-entropy. Raise InputError for a name that cannot be imported."""
         if not name:
             return None
-        return cls(name, vocab_size, plugin("losses", name), tensor, context)
+        return cls(
+            name=name,
+            vocab_size=vocab_size,
+            function=plugin("losses", name),
+            tensor=tensor,
+            context=context,
+        )
 
     def __call__(self, logits: Tensor, batch: Microbatch) -> dict[str, Tensor]:
         """Return the sum and the count of a microbatch, as tensors without dims, from the logits
@@ -142,7 +148,14 @@ class OwnLoss:
         share = logits.shape[-1]
         first = self.tensor.rank * share
         own = logits[..., : max(1, self.vocab_size - first)]  # padded columns are -inf
-        inputs = LossInput(own, batch, first, self.vocab_size, self.tensor, self.context)
+        inputs = LossInput(
+            logits=own,
+            batch=batch,
+            first_column=first,
+            vocab_size=self.vocab_size,
+            tensor=self.tensor,
+            context=self.context,
+        )
         result = self.function(inputs)
         if not (isinstance(result, tuple) and len(result) == 2):
             raise InputError(f"{self.name} returned {type(result).__name__}, not (sum, count)")

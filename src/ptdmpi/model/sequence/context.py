@@ -48,16 +48,16 @@ class ContextAxis:
         return keys, values
 
     def in_order(self, dealt: Tensor) -> Tensor:
-        """Return `dealt` [s, ...], which has the chunks of rank after rank, in the order of
-        positions."""
+        """Return the tensor `dealt` [s, ...], in which the chunks of each rank follow the chunks of
+        the rank before it, in the order of positions."""
         chunks = dealt.unflatten(0, (self.size, 2, -1))
         # with ascending rank, first chunks have ascending positions, and second chunks descending
         # positions
         return torch.cat((chunks[:, 0], chunks[:, 1].flip(0))).flatten(0, 1)
 
     def dealt(self, whole: Tensor) -> Tensor:
-        """Return `whole` [s, ...] in the order of ranks' chunks, rank after rank: the inverse of
-        `in_order`."""
+        """Return the tensor `whole` [s, ...] in the order of the ranks that have its chunks. This
+        is the inverse of `in_order`."""
         chunks = whole.unflatten(0, (2 * self.size, -1))
         return torch.stack((chunks[: self.size], chunks[self.size :].flip(0)), 1).flatten(0, 2)
 

@@ -219,7 +219,13 @@ class _Queries:
             scores, tangents = tile_scores(
                 self._scaled[tile.queries], keys[tile.keys], tile.mask, scale=1.0, softcap=softcap
             )
-            yield _RingTile(tile.queries, tile.keys, positions, scores, tangents)
+            yield _RingTile(
+                queries=tile.queries,
+                keys=tile.keys,
+                positions=positions,
+                scores=scores,
+                tangents=tangents,
+            )
 
     def _places(self, visit: _Visit) -> Iterator[tuple[Tile, range]]:
         """Yield tiles, and the positions of their keys in the sequence. The tiles leave out queries
@@ -250,7 +256,7 @@ class _Queries:
             return None
         count = queries[2].stop - queries[2].start
         window = self._work.seen.scores.window
-        # the last key that a causal block sees is that of its last query
+        # the last key that a causal block sees is at the position of its last query
         from_all = positions.stop <= seen.stop - count + 1
         if from_all and (not window or positions.start >= seen.stop - window):
             return None

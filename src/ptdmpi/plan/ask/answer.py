@@ -102,7 +102,7 @@ def _label_plainly(axis: Any) -> None:
     """Label a logarithmic axis at 1, 2 and 5 times powers of ten, as plain numbers.
 
     By default matplotlib also labels the ticks in between, as powers, if the axis covers less than
-    a decade; these labels overlap. Over many decades it labels the powers alone.
+    a decade; these labels overlap. Over many decades it labels only the powers.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 

@@ -13,7 +13,7 @@ from ptdmpi.plan.machine.cluster import model_of
 from ptdmpi.plan.shape.parameters import active_count, parameter_count
 
 DAY_S = 86400
-MODEL_FLOPS, HARDWARE_FLOPS = 6, 8  # per token and parameter, without and with recomputation
+MODEL_FLOPS, HARDWARE_FLOPS = 6, 8  # FLOPs per token and parameter, without and with recomputation
 RECOMPUTED = "full recomputation counted: Narayanan et al. 2021, equation 4"
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), Table 3
 CURVE = 60  # points of a curve
@@ -35,7 +35,8 @@ class TrainingWork(NamedTuple):
         return factor * self.tokens * self.parameters / (self.ranks * flops_per_s) / DAY_S
 
     def flops_per_s(self, days: float, factor: int = MODEL_FLOPS) -> float:
-        """Return the FLOP/s of a rank in a training of so many days."""
+        """Return the FLOP/s that each rank must reach for a training in the given number of
+        days."""
         return factor * self.tokens * self.parameters / (self.ranks * days * DAY_S)
 
 
@@ -62,24 +63,22 @@ def days_answer(
         taken = training.days(peak * utilisation)
     model = training.flops_per_s(taken)
     hardware = training.flops_per_s(taken, HARDWARE_FLOPS)
+    chip = pricer.cluster.device.name
     if model > peak:
         raise InputError(
             f"{tokens:.3g} tokens in {taken:g} days are {model / 1e12:.0f} TFLOP/s per rank, and "
-            f"{pricer.cluster.device.name} has {peak / 1e12:.0f}: at least "
-            f"{training.days(peak):.1f} days"
+            f"{chip} has {peak / 1e12:.0f}: at least {training.days(peak):.1f} days"
         )
-    shares = [0.1 + 0.6 * i / (CURVE - 1) for i in range(CURVE)]
-    line = [(100 * u, training.days(peak * u)) for u in shares]
     return Reply(
-        f"{short(count)} parameters on {short(tokens)} tokens with {ranks:,} ranks: "
+        short=f"{short(count)} parameters on {short(tokens)} tokens with {ranks:,} ranks: "
         f"{taken:.1f} days are {model / 1e12:.1f} TFLOP/s per rank, {model / peak:.1%} of the peak "
-        f"of {pricer.cluster.device.name}.",
-        [
+        f"of {chip}.",
+        rows=[
             ["counted", "TFLOP/s per rank", "of the peak", ""],
             _speed_row("6 P T", model, peak, "the model's work"),
             _speed_row("8 P T", hardware, peak, RECOMPUTED),
         ],
-        {
+        numbers={
             "parameters": count,
             "tokens": tokens,
             "ranks": ranks,
@@ -89,16 +88,22 @@ def days_answer(
             "mfu": model / peak,
             "hfu": hardware / peak,
         },
-        f"{pricer.model.name}, {short(tokens)} tokens, {ranks:,} x {pricer.cluster.device.name}",
-        [
+        title=f"{pricer.model.name}, {short(tokens)} tokens, {ranks:,} x {chip}",
+        panels=[
             Panel(
                 "utilisation of the peak, %",
                 "days",
-                {"6 P T": line},
+                {"6 P T": _days_curve(training, peak)},
                 mark=(100 * model / peak, f"{taken:.1f} days"),
             )
         ],
     )
+
+
+def _days_curve(training: TrainingWork, peak: float) -> list[tuple[float, float]]:
+    """Return points (utilisation in %, days) from 10 % to 70 % of the peak."""
+    shares = [0.1 + 0.6 * i / (CURVE - 1) for i in range(CURVE)]
+    return [(100 * share, training.days(peak * share)) for share in shares]
 
 
 def _speed_row(counted: str, flops_per_s: float, peak: float, meaning: str) -> list[str]:
@@ -156,18 +161,18 @@ def size_answer(flops: float) -> Reply:
     span = [best * 10 ** (-1 + 2 * i / (CURVE - 1)) for i in range(CURVE)]
     curve = [(n / 1e9, loss.at(n, flops / (MODEL_FLOPS * n))) for n in span]
     return Reply(
-        f"{flops:.3g} FLOPs train best {short(best)} parameters on "
+        short=f"{flops:.3g} FLOPs train best {short(best)} parameters on "
         f"{short(TOKENS_PER_PARAMETER * best)} tokens, 20 of them a parameter.",
-        rows,
-        {
+        rows=rows,
+        numbers={
             "flops": flops,
             "parameters": best,
             "tokens": TOKENS_PER_PARAMETER * best,
             "parameters_of_the_fit": fitted,
             "presets": entries,
         },
-        f"{flops:.3g} FLOPs: loss by size of the model",
-        [
+        title=f"{flops:.3g} FLOPs: loss by size of the model",
+        panels=[
             Panel(
                 "billions of parameters",
                 "loss (nats per token)",
@@ -176,7 +181,7 @@ def size_answer(flops: float) -> Reply:
                 logarithmic="x",
             )
         ],
-        (
+        notes=(
             "Hoffmann et al. 2022: Table 3 has 20 tokens a parameter; the fit of their equation 10 "
             f"alone would have {short(fitted)}",
         ),

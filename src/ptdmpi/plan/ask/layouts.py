@@ -34,12 +34,12 @@ class LayoutRequest:
     If `layout` is given, it is priced and nothing is searched. `why` is a layout to compare with
     the best one. `tokens` is the number of tokens of the whole training, from which its days and
     rank-hours follow. `lora` is the rank of adapters over a frozen model. The frozen matrices have
-    codes of the kind `base_bits`, in blocks of `base_block` elements. A search keeps
-    `headroom` percent of a device's memory free. With `order` "simplest", the first layout is the
-    simplest of those that are almost as fast as the fastest one; with "best", it is the fastest.
-    Settings of a layout that are None are left to the search. For a given layout they have the
-    defaults of `Layout`, except `sequence_parallel` and `scatter_gather`, for which the faster
-    choice is taken.
+    codes of the kind `base_bits`, in blocks of `base_block` elements. A search keeps `headroom`
+    percent of a device's memory free. If `order` is "simplest", the first layout is the simplest
+    among the layouts that are almost as fast as the fastest one. If it is "best", the first layout
+    is the fastest. If a setting of the layout is None, the search chooses it. If `layout` is given,
+    such settings have the defaults of `Layout`, except `sequence_parallel` and `scatter_gather`,
+    for which the faster choice is taken.
     """
 
     model: str
@@ -156,15 +156,15 @@ class LayoutPlan:
 
 
 def answer(request: LayoutRequest) -> LayoutPlan:
-    """Return the best layouts for a request, or the price of the one that it names.
+    """Return the best layouts for a request, or the price of the layout that the request names.
 
     Raises InputError for unknown names, illegal sizes, options that contradict each other, and if
     no layout fits.
     """
     pricer = _pricer(request)
     searched = pricer.keeping_free(request.headroom / 100)
-    asked = request.layout or request.why
-    given = _given_layout(pricer, asked, request) if asked else None
+    asked = request.why if request.layout is None else request.layout
+    given = None if asked is None else _given_layout(pricer, asked, request)
     request.check()
     ranks = request.ranks if given is None else given.ranks
     if ranks is None:
@@ -203,7 +203,7 @@ def answer(request: LayoutRequest) -> LayoutPlan:
 def plan(model: str, cluster: str, **options: Any) -> dict[str, Any]:
     """Return what `ptdmpi plan --model MODEL --cluster CLUSTER ... --json` prints.
 
-    `options` are those of the command, such as ranks=64, layout="t=8,p=4,d=2" or zero=3. Neither
+    `options` are options of the command, such as ranks=64, layout="t=8,p=4,d=2" or zero=3. Neither
     torch nor MPI is needed. Raises InputError as `answer` does, and TypeError for another option.
     """
     return answer(LayoutRequest(model, cluster, **options)).numbers
@@ -220,8 +220,8 @@ def _given_layout(pricer: Pricer, text: str, request: LayoutRequest) -> Layout:
     """Return the layout `text` with the settings of the request. Raises InputError if it is
     illegal.
 
-    Sequence parallelism and scatter/gather that the request leaves open are those of the fastest
-    layout that fits.
+    If the request does not set sequence parallelism or scatter/gather, they are set as in the
+    fastest layout that fits.
     """
     layout = complete(
         parse(text),

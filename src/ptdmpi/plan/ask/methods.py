@@ -79,13 +79,16 @@ def answer(pricer: Pricer, layout: Layout) -> Reply:
     share = plain.parts.data / plain.step_time_s
     where = f"{counted(layout.ranks, 'rank')} of {pricer.cluster.name}: {layout}"
     return Reply(
-        f"The sum of all gradients takes {1e3 * plain.parts.data:.1f} ms of a step of "
+        short=f"The sum of all gradients takes {1e3 * plain.parts.data:.1f} ms of a step of "
         f"{1e3 * plain.step_time_s:.1f} ms ({share:.1%}): a method without messages could need "
         f"{share / (1 - share):+.1%} steps. The shortest step has {best['method']}.",
-        [["method", "data axis", "sent a step", "step", "may need", "memory"], *map(_row, entries)],
-        {"layout": str(layout), "methods": entries},
-        f"{pricer.model.name} on {where}",
-        [
+        rows=[
+            ["method", "data axis", "sent a step", "step", "may need", "memory"],
+            *map(_row, entries),
+        ],
+        numbers={"layout": str(layout), "methods": entries},
+        title=f"{pricer.model.name} on {where}",
+        panels=[
             Panel("replicas", "ms of the data axis", lines, logarithmic="xy"),
             Panel(
                 "ms of the data axis",
@@ -94,7 +97,7 @@ def answer(pricer: Pricer, layout: Layout) -> Reply:
                 logarithmic="x",
             ),
         ],
-        [
+        notes=[
             "may need: so many more steps, and the training ends as early as with all_reduce",
             "of codes only what they read and write is counted: choosing the greatest, and "
             "hashing, take longer, by how much is not known before it is measured",

@@ -47,8 +47,8 @@ class TieredTimes(StepTimes):
 
     If a message passes between pods anywhere, all ranks wait for it. So pipelines on more than one
     pod send at the tapered rate, and so do data axes whose ranks are not all in one pod. The grid
-    is node-major. So a data axis, which spans t d neighbours, is in one pod if t d divides the
-    number of ranks in a pod.
+    is node-major. The ranks of a data axis are in a block of t d neighbours. So a data axis is in
+    one pod if t d divides the number of ranks in a pod.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class TieredAxis(DataAxis):
         return self.pod_ranks % (layout.tensor * layout.data) != 0
 
     def _ends_s(self, layout: Layout) -> float:
-        """Return the seconds of the messages between the first and the last stage, the two stages
-        that are farthest apart."""
+        """Return the seconds of the messages between the first and the last stage, whose ranks are
+        farthest apart."""
         if layout.ranks > self.pod_ranks:
             return self.outside._ends_s(layout)
         return super()._ends_s(layout)
@@ -144,8 +144,8 @@ def machines(pricer: Pricer, pod_nodes: int | None) -> list[tuple[str, Pricer]]:
 
 
 def answer(pricer: Pricer, ranks: int, pod_nodes: int | None) -> Reply:
-    """Return the cost of each change to the machine: in the layout that is best without the change,
-    and in the layout that is best with it."""
+    """Return how each change to the machine changes the step time: in the layout that is best
+    before the change, and in the layout that is best after it."""
     changes: list[What] = []
     for name, changed in machines(pricer, pod_nodes):
         note(f"ptdmpi ask: {name}")
@@ -178,11 +178,13 @@ def _told(pricer: Pricer, ranks: int, changes: Sequence[What]) -> Reply:
     where = f"{counted(ranks, 'rank')} of {pricer.cluster.name}"
     half = next(change for change in changes if change.name == "adapters half as fast")
     return Reply(
-        f"{pricer.model.name} on {where} takes {half.same_s / base_s - 1:+.1%} with adapters half "
-        f"as fast ({half.best.step_time_s / base_s - 1:+.1%} in the layout that is best then); "
+        short=f"{pricer.model.name} on {where} takes {half.same_s / base_s - 1:+.1%} with "
+        f"adapters half as fast ({half.best.step_time_s / base_s - 1:+.1%} in the layout that is "
+        "best then); "
         f"the largest effect of these changes: {worst.name}, {worst.same_s / base_s - 1:+.1%}.",
-        rows,
-        {"ranks": ranks, "changes": entries},
-        f"{pricer.model.name} on {where}, {changes[0].best.layout}: what if the network changed",
-        [Panel("step time, % more", "", bars=bars)],
+        rows=rows,
+        numbers={"ranks": ranks, "changes": entries},
+        title=f"{pricer.model.name} on {where}, {changes[0].best.layout}: "
+        "what if the network changed",
+        panels=[Panel("step time, % more", "", bars=bars)],
     )

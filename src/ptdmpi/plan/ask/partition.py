@@ -16,7 +16,7 @@ columns of its tensor.
 A sum is an all-reduce. It sends as much as a reduce-scatter and a gather together, and each of
 these sends (t - 1)/t of the tensor. The first way, A by columns and B by rows, sends least (Shoeybi
 et al. 2019, arXiv 1909.08053, section 3). It sends nothing between the two products, and it never
-sends the wider tensor. Attention is cut the same way, with its heads in place of columns.
+sends the wider tensor. Attention is cut in the same way: its heads take the place of the columns.
 """
 
 from collections.abc import Mapping
@@ -89,18 +89,18 @@ def answer(pricer: Pricer, tensor: int, micro_size: int) -> Reply:
         amount = f"{moved[way.name] / 1e6:.1f} MB"
         rows.append([way.name, f"{len(way.sends)}", amount, time, f"x {ratio:.2f}"])
     return Reply(
-        f"Columns, then rows: with t = {tensor} a rank sends {first / 1e6:.1f} MB for an MLP and a "
-        f"microbatch, any other way at least {second / first:.2f} times that: nothing goes "
+        short=f"Columns, then rows: with t = {tensor} a rank sends {first / 1e6:.1f} MB for an MLP "
+        f"and a microbatch, any other way at least {second / first:.2f} times that: nothing goes "
         f"between the two products, and nothing {columns['g']} wide.",
-        rows,
-        {
+        rows=rows,
+        numbers={
             "tensor": tensor,
             "ways": [
                 {"way": name, "sent_bytes": moved[name], "seconds": took_s[name]} for name in moved
             ],
         },
-        f"MLP of {pricer.model.name}, t = {tensor} on {pricer.cluster.name}: how it is cut",
-        [
+        title=f"MLP of {pricer.model.name}, t = {tensor} on {pricer.cluster.name}: how it is cut",
+        panels=[
             Panel(
                 "ms of messages per layer and microbatch",
                 "",

@@ -14,7 +14,7 @@ from ptdmpi.plan.search.space import Space
 from ptdmpi.plan.shape.parameters import active_count, parameter_count
 from ptdmpi.plan.show import table
 
-LEAST_STATE_BYTES = 2  # of a parameter on a device, whatever is sharded and offloaded
+LEAST_STATE_BYTES = 2  # least bytes of a parameter on a device in any layout
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Cost:
 
 
 def cost(price: Price, pricer: Pricer, tokens: float) -> Cost:
-    """Return the cost of training on `tokens` tokens in the layout of a price. All devices of each
-    node are paid for, used or not."""
+    """Return the cost of training on `tokens` tokens in the layout of a price. The cost includes
+    all devices of each node, even those that are not used."""
     steps = tokens / (pricer.batch * pricer.model.config.seq_length)
     node = pricer.cluster.node
     hours = steps * price.step_time_s / 3600
@@ -77,7 +77,7 @@ def answer(
 ) -> Reply:
     """Return the answer for trainings on up to `most` ranks.
 
-    `days` is the deadline and `price` the price of a rank-hour; None: there is none. Raises
+    `days` is the deadline, and `price` is the price of a rank-hour; each may be None. Raises
     InputError if no layout fits, or no training ends in time.
     """
     devices = pricer.cluster.node.devices
@@ -177,11 +177,11 @@ def _reply(
         level = (days, f"{days:g} days")
     in_time = " in time" if days else ""
     return Reply(
-        _sentence(pricer, best, days, price),
-        rows,
-        {"best_ranks": best.ranks, "choices": entries},
-        f"{pricer.model.name} on {pricer.cluster.name}: how many ranks",
-        [
+        short=_sentence(pricer, best, days, price),
+        rows=rows,
+        numbers={"best_ranks": best.ranks, "choices": entries},
+        title=f"{pricer.model.name} on {pricer.cluster.name}: how many ranks",
+        panels=[
             Panel(
                 "ranks",
                 "days",
@@ -197,7 +197,7 @@ def _reply(
                 logarithmic="x",
             ),
         ],
-        (
+        notes=(
             "without failures: `ptdmpi ask restarts` says what they cost; energy: nodes under "
             "load, without network and cooling",
         ),

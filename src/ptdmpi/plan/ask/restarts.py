@@ -20,7 +20,7 @@ from ptdmpi.plan.ask.answer import Panel, Reply
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.shape.parameters import parameter_count
 
-STATE_BYTES = 12  # per parameter: float32 weight and AdamW's two moments
+STATE_BYTES = 12  # bytes per parameter: float32 weight and AdamW's two moments
 HOUR_S, DAY_S = 3600, 86400
 CURVE = 60  # points of a curve
 
@@ -36,8 +36,8 @@ class Failures:
     restart_s: float
 
     def useful(self, interval_s: float) -> float:
-        """Return the goodput, the share of time spent on steps that count, with a save every
-        `interval_s` of training."""
+        """Return the goodput, the share of time spent on steps that are not lost, with a save after
+        every `interval_s` of training."""
         mean = self.between_s
         try:
             spent = mean * math.exp(self.restart_s / mean)
@@ -96,11 +96,11 @@ def answer(
         count = f"{max(1, round(interval_s / step_time_s))}"
         rows.append([every, count, f"{failures.useful(interval_s):.1%}", mark])
     return Reply(
-        f"{nodes} nodes fail every {failures.between_s / HOUR_S:.1f} h: save every "
+        short=f"{nodes} nodes fail every {failures.between_s / HOUR_S:.1f} h: save every "
         f"{best_s / 60:.0f} minutes (checkpoint.every_steps = {steps}), and {useful:.1%} of the "
         f"time counts.",
-        rows,
-        {
+        rows=rows,
+        numbers={
             "nodes": nodes,
             "failures": {
                 "between_s": failures.between_s,
@@ -115,9 +115,9 @@ def answer(
             "young_s": failures.young_s,
             "useful": useful,
         },
-        f"{pricer.model.name} on {ranks} ranks of {pricer.cluster.name}: when to save",
-        [_curve(failures)],
-        (
+        title=f"{pricer.model.name} on {ranks} ranks of {pricer.cluster.name}: when to save",
+        panels=[_curve(failures)],
+        notes=(
             f"a save of {state / 1e12:.2f} TB takes {failures.save_s:.0f} s, a restart "
             f"{restart_s:.0f} s; Young's interval would be {failures.young_s / 60:.0f} min",
         ),

@@ -24,7 +24,7 @@ def lengths(pricer: Pricer, sizes: Sequence[int]) -> dict[int, Pricer]:
     """Return pricers of the same model at other sequence lengths, by length, with as many tokens in
     a step.
 
-    Raises InputError if that is not a whole number of sequences.
+    Raises InputError if these tokens are not a whole number of sequences.
     """
     tokens = pricer.batch * pricer.model.config.seq_length
     pricers = {}
@@ -74,12 +74,12 @@ def answer(pricers: Mapping[int, Pricer], ranks: int, over: str) -> Reply:
     if left := [f"{size:,}" for size in pricers if size not in {size for size, _, _ in fastest}]:
         notes.append(f"no layout fits at {', '.join(left)}")
     return Reply(
-        f"On {where} most tokens per second come at a {over} of {best[0]:,.0f}: {best[1]:,.0f} per "
-        f"rank; at {least[0]:,.0f} it is {least[1] / best[1]:.0%} of that.",
-        rows,
-        {"ranks": ranks, "choices": entries},
-        f"{of_all.model.name} on {where}: by {over}",
-        [
+        short=f"On {where} most tokens per second come at a {over} of {best[0]:,.0f}: "
+        f"{best[1]:,.0f} per rank; at {least[0]:,.0f} it is {least[1] / best[1]:.0%} of that.",
+        rows=rows,
+        numbers={"ranks": ranks, "choices": entries},
+        title=f"{of_all.model.name} on {where}: by {over}",
+        panels=[
             Panel(over, "tokens/s per rank", {"tokens/s": speeds}, logarithmic="x"),
             Panel(
                 over,
@@ -88,5 +88,5 @@ def answer(pricers: Mapping[int, Pricer], ranks: int, over: str) -> Reply:
                 logarithmic="x",
             ),
         ],
-        notes,
+        notes=notes,
     )

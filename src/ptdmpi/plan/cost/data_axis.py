@@ -1,7 +1,7 @@
 """Time of the messages that sum gradients and gather weights over the context and the data axis.
 
-The context axis has c ranks and the data axis d. If a shard group has S ranks, there are c d / S
-shard groups. In a step of m microbatches each rank then takes part in these messages:
+The context axis has c ranks, and the data axis has d ranks. If a shard group has S ranks, there are
+c d / S shard groups. In a step of m microbatches each rank then takes part in these messages:
 
     ZeRO 0   one sum of the gradients over all c d
     ZeRO 1   one reduce-scatter within the group, a sum of the shard over the groups, one gather of
@@ -32,7 +32,7 @@ VIEW_S = 2e-6  # the host's time for an operation in Python (pytorch/pytorch iss
 
 class InOps(NamedTuple):
     """Seconds of the messages in a stage's forward and backward of one microbatch. `last_s`:
-    seconds of the step's last message, which no computation can hide."""
+    seconds of the step's last message, which cannot overlap with computation."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -85,9 +85,9 @@ class DataAxis:
         return Group(ranks, min(max(1, self.cluster.node.devices // stride), ranks))
 
     def shard_group(self, layout: Layout) -> Group:
-        """Return the group of ranks that shard one state. Neighbours in the group differ by t e in
-        their rank, where t is the tensor-parallel size and e the number of ranks that experts are
-        dealt over."""
+        """Return the group of ranks that together hold one copy of the state. Neighbours in the
+        group differ by t e in their rank, where t is the tensor-parallel size and e the number of
+        ranks over which experts are distributed."""
         return self._group(layout.shards, layout.tensor * layout.expert)
 
     def replicas(self, layout: Layout) -> Group:
@@ -112,7 +112,7 @@ class DataAxis:
     def _dense_s(self, layout: Layout, elements: float) -> float:
         """Return the seconds in which ranks with different experts sum the gradients of all
         parameters outside experts. If state is sharded, each rank sums only its shard of these
-        gradients. Embedding and head count as layers."""
+        gradients. The model treats embedding and head like layers."""
         if layout.expert == 1:
             return 0.0
         dense = self._dense_elements(layout.tensor)
@@ -158,7 +158,7 @@ class DataAxis:
         shards = layout.sharing.gradient_shards
         table = self._table_elements(layout.tensor) * self.gradient_bytes / shards
         one_node = layout.ranks <= self.cluster.node.devices
-        # the two ranks are on one node, or on two
+        # the two ranks are on the same node, or on two nodes
         return self.machine.all_reduce_s(table, Group(2, 1 + one_node))
 
     # -- in the ops ------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class DataAxis:
             pair[0] + sum(self._unit_pair_s(unit, group)[0] for unit in units)
             for pair, units in zip(pairs, self._frozen(held), strict=True)
         ]
-        # before idle layers there are only frozen weights
+        # layers without a backward have only frozen weights
         skipped = held.idle + (held.idle > 0 and held.first)
         forward_s = sum(gathered[stage.stays :])
         backward_s = sum(gathered[skipped : len(gathered) - stage.stays])
@@ -243,7 +243,7 @@ class DataAxis:
     # -- tensor by tensor ------------------------------------------------------------------------
 
     def layer_tensors(self, tensor: int) -> list[int]:
-        """Return the elements of each trainable weight of a layer on one tensor rank."""
+        """Return the number of elements of each trainable weight of a layer on one tensor rank."""
         every = trained(parameters.layer(self.model).values())
         return [size for part in every for size in part.weights(tensor)]
 
@@ -258,7 +258,7 @@ class DataAxis:
         pairs = [self._tensor_pair_s(size, group) for size in sizes]
         gathered_s, summed_s = (held.layers * sum(part) for part in zip(*pairs, strict=True))
         layers_alone = held._replace(first=False, last=False)
-        for units in self._frozen(layers_alone):  # each unit as one tensor
+        for units in self._frozen(layers_alone):  # each unit is gathered as one tensor
             gathered_s += sum(self._tensor_pair_s(unit, group)[0] for unit in units)
         if held.first or held.last:
             table_s = self._tensor_pair_s(self._table_elements(held.tensor), group)

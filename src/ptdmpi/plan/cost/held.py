@@ -13,12 +13,12 @@ from ptdmpi.plan.schedule.places import EMBEDDING, HEAD, places_of
 from ptdmpi.plan.shape import parameters
 
 TIED, SECOND = "tied", "second"
-OF_EXPERTS = " experts"  # ends the name of a unit whose gradients are summed over fewer ranks
+OF_EXPERTS = " experts"  # end of the name of a unit that consists of experts
 
 
 class HeldParts:
-    """The stages and parts of a model that each rank of a layout holds. `table` has the parts of
-    each kind of place, by name."""
+    """The stages and parts of a model that each rank of a layout holds. `table` maps each kind of
+    place to its parts by name."""
 
     def __init__(self, model: Model, layout: Layout) -> None:
         self.model, self.tensor, self.expert = model.config, layout.tensor, layout.expert
@@ -59,15 +59,15 @@ class HeldParts:
         return [part for stage in self.placed.stages_of(rank) for part in self.of_stage(stage)]
 
     def counted(self, rank: int) -> int:
-        """Return the number of parameters whose norm a rank counts. A tied table counts on the
-        first stage only."""
+        """Return the number of parameters whose norms a rank adds to the norm of the gradient. For
+        a tied table only the rank with the first stage does so."""
         weights = sum(len(list(part.weights(1))) for _, part in self.of_rank(rank))
         tied = self.tied > 0 and self._holds_last(rank)
         return weights - tied
 
     def elements(self, rank: int) -> int:
-        """Return the number of trained elements on a rank. A tied table that the rank uses twice
-        counts once."""
+        """Return the number of trained elements on a rank. A tied table that the rank uses twice is
+        counted once."""
         every = sum(sum(part.weights(self.tensor)) for _, part in self.of_rank(rank))
         both = self._holds_last(rank) and self.placed.rank_of(0) == rank
         return every - self.tied * both
@@ -81,13 +81,13 @@ class HeldParts:
         """Return (elements of each unit, units that each place uses). A unit is a set of parameters
         that data ranks send in one message.
 
-        Elements are rounded up so that a unit divides into `shards` equal shards. Without `apart`
-        all parts form one unit. With `apart` (ZeRO 2 and 3, and exchanges that overlap the forward)
-        each layer, the embedding and the head is a unit. A tied table is a unit of its own if there
-        are several shards. Its `SECOND` gradient, which has no weights, is always a unit of its
-        own. If experts are dealt, they are in units of their own (`of_experts`). If `trains` is
-        False, the units are those of the frozen weights that ZeRO 3 gathers, and the frozen units
-        have other names. Quantized weights are in no unit.
+        Elements are rounded up so that a unit divides into `shards` equal shards. If `apart` is
+        False, all parts form one unit. If it is True (ZeRO 2 and 3, and exchanges that overlap the
+        forward), each layer, the embedding and the head is a unit. A tied table is a separate unit
+        if there are several shards. Its `SECOND` gradient, which has no weights, is always a
+        separate unit. If experts are distributed over ranks, they are in separate units
+        (`of_experts`). If `trains` is False, the units contain the frozen weights that ZeRO 3
+        gathers, and have other names. Quantized weights are in no unit.
         """
         units: dict[str, int] = {}
         uses: dict[str, list[str]] = {}
@@ -129,8 +129,8 @@ class HeldParts:
                 yield places[self._skipped(places) :], -1
 
     def _skipped(self, places: Sequence[str]) -> int:
-        """Return how many of a stage's places have no backward: those before everything that
-        trains, and a lookup table."""
+        """Return how many of a stage's first places have no backward: the places before all trained
+        parts, and an embedding that only looks up rows of its tables."""
         count = 0
         for place in places:
             parts = self._parts_of(place).values()
@@ -143,8 +143,8 @@ class HeldParts:
     def crossings(self, rank: int) -> int:
         """Return the number of neighbours of a rank's stages that are on other ranks.
 
-        For each microbatch the rank sends one activation, or gradient of one, to each of them, and
-        receives one from it.
+        For each microbatch the rank sends an activation or the gradient of an activation to each of
+        these neighbours, and receives the other of the two.
         """
         stages = range(self.placed.stages)
         return sum(
@@ -159,8 +159,8 @@ class HeldParts:
 
     @property
     def tied(self) -> int:
-        """Return the elements, on a tensor rank, of the trained table that embedding and head
-        share, or 0."""
+        """Return the number of elements, on a tensor rank, of the trained table that embedding and
+        head share; 0 if there is none."""
         word = self.table["embedding"][WORD_TABLE]
         if not self.model.tie_embeddings or not word.trains:
             return 0
@@ -168,7 +168,7 @@ class HeldParts:
 
 
 def of_experts(unit: str) -> bool:
-    """Return True if a unit has the parameters of experts that are dealt over ranks."""
+    """Return True if a unit has the parameters of experts that are distributed over ranks."""
     return unit.endswith(OF_EXPERTS)
 
 

@@ -1,8 +1,10 @@
-"""Time of a layer and of a model's ends for one microbatch on one rank: folds over their operators.
+"""Time of a layer, of the embedding and of the head for one microbatch on one rank: sums over their
+operators.
 
 An operator lists its kernels and messages (`plan.layer`); a cluster prices each of them here. The
-kernels are those of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3; Narayanan et al.
-2021, section 4.2: softmax with mask, bias with GeLU, and bias with dropout and addition fused).
+model assumes the kernels of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3;
+Narayanan et al. 2021, section 4.2: softmax with mask, bias with GeLU, and bias with dropout and
+addition fused).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,8 +33,8 @@ from ptdmpi.plan.machine.kernels import Group, Machine
 @dataclass(frozen=True)
 class Seconds:
     """Times of kernels, of messages that the kernels wait for, and of the host that launches both.
-    The messages are those over the tensor axis, over the context axis, and to experts. If the host
-    launches a kernel too late, the kernel is delayed."""
+    The messages go over the tensor axis, over the context axis, and to ranks with other experts. If
+    the host launches a kernel too late, the kernel is delayed."""
 
     compute: float = 0.0
     messages: float = 0.0
@@ -42,11 +44,11 @@ class Seconds:
 
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(
-            self.compute + other.compute,
-            self.messages + other.messages,
-            self.host + other.host,
-            self.context + other.context,
-            self.expert + other.expert,
+            compute=self.compute + other.compute,
+            messages=self.messages + other.messages,
+            host=self.host + other.host,
+            context=self.context + other.context,
+            expert=self.expert + other.expert,
         )
 
     def __mul__(self, times: int) -> "Seconds":
@@ -75,7 +77,13 @@ class Seconds:
 def sizes_on(machine: Machine, model: Model, layout: Layout) -> Sizes:
     """Return the sizes of a microbatch on a rank of `layout`."""
     cluster = machine.cluster
-    return Sizes(model.config, layout, machine.dtype, cluster.software, cluster.on_host)
+    return Sizes(
+        model=model.config,
+        layout=layout,
+        precision=machine.dtype,
+        software=cluster.software,
+        on_host=cluster.on_host,
+    )
 
 
 class TensorRank:
@@ -109,21 +117,21 @@ class TensorRank:
                 return machine.flash_s(rows, columns, head_size, products) * seen
 
     def message_s(self, message: Message) -> float:
-        """Return the seconds that kernels wait for a message. If the program overlaps it with some
-        kernels, only the time after them counts."""
+        """Return the seconds that kernels wait for a message. If the program overlaps the message
+        with some kernels, only the time after the end of these kernels is returned."""
         group = self.groups[message.axis]
         size = message.whole_bytes / message.pieces
         if message.to_next:
             seconds = self.machine.send_s(size, crosses_nodes=group.nodes > 1)
             return self._exposed_s(seconds, message, self.sizes.software.overlap_pipeline)
-        if message.collective == "all_to_all":  # counted without a rank's part for itself
+        if message.collective == "all_to_all":  # bytes without a rank's own part
             size *= group.ranks / (group.ranks - 1)
         priced = getattr(self.machine, f"{message.collective}_s")
         seconds = message.pieces * priced(size, group)
         return self._exposed_s(seconds, message, self.sizes.software.overlap_tensor)
 
     def _exposed_s(self, seconds: float, message: Message, overlaps: bool) -> float:
-        """Return the part of a message's time that no kernel hides."""
+        """Return the part of a message's time that does not overlap with kernels."""
         if not overlaps:
             return seconds
         return max(0.0, seconds - sum(self.kernel_s(kernel) for kernel in message.behind))
@@ -142,7 +150,13 @@ class TensorRank:
             waited[message.axis] += self.message_s(message)
             launches += 1
         host_s = self.machine.host_s(launches)
-        return Seconds(compute, waited["tensor"], host_s, waited["context"], waited[EXPERTS])
+        return Seconds(
+            compute=compute,
+            messages=waited["tensor"],
+            host=host_s,
+            context=waited["context"],
+            expert=waited[EXPERTS],
+        )
 
 
 class LayerTimes(TensorRank):
@@ -182,8 +196,8 @@ class LayerTimes(TensorRank):
     @cached_property
     def split_backward(self) -> Seconds:
         """Return the times of I (gradient of the input) and W (gradients of the weights) in a split
-        backward. The messages of I are not hidden, because no weight gradient is computed
-        meanwhile."""
+        backward. The messages of I do not overlap with computation, because no weight gradient is
+        computed at the same time."""
         kernels = backward_kernels(self.rows, self.sizes)
         return self.seconds(kernels, self._messages("inputs")) + self.weights
 
@@ -206,7 +220,7 @@ class LayerTimes(TensorRank):
 
     @property
     def launches(self) -> tuple[int, int]:
-        """Return the kernels and messages of a forward and of a backward."""
+        """Return the number of kernels and messages in a forward and in a backward."""
         backward = [
             *backward_kernels(self.rows, self.sizes),
             *weight_kernels(self.rows, self.sizes),
@@ -246,7 +260,7 @@ def weight_kernels(rows: Iterable[Operator], sizes: Sizes) -> Iterator[Kernel]:
 class EndTimes(TensorRank):
     """Times of the operators before the first layer and after the last one, on a tensor rank.
 
-    The host's time is left out: a model has one of each, and many layers.
+    The host's time is left out, because a model has one embedding and one head, but many layers.
     """
 
     def __init__(self, machine: Machine, model: Model, layout: Layout) -> None:

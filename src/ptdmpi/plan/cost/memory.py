@@ -1,11 +1,11 @@
 """The memory of a rank in a layout. Plans and the check before training both use this model.
 
-The parameters are those of the table that the model is built from (`plan.shape.parameters`), the
-activations those of `plan.cost.stage_memory`. The number of microbatches in flight comes from the
+Parameters are counted from the table from which the model is built (`plan.shape.parameters`), and
+activations by `plan.cost.stage_memory`. The number of microbatches in flight comes from the
 schedule's own order (`plan.schedule.flight`). Sharded state follows Rajbhandari et al. 2020 (arXiv
 1910.02054, section 5), with an additional float32 gradient where gradients are summed in a half
-type. With S shards and 16-bit weights, a parameter takes 2 + 4 + 12/S bytes under ZeRO 1,
-2 + (4 + 12)/S under ZeRO 2, and 18/S under ZeRO 3.
+type. With S shards and 16-bit weights, a parameter takes 2 + 4 + 12/S bytes under ZeRO 1, 2 + (4 +
+12)/S under ZeRO 2, and 18/S under ZeRO 3.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -38,17 +38,17 @@ Sort = tuple[int, tuple[tuple[str, int], ...], bool, bool]  # the properties of 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one rank at its peak, by part. `host` counts the bytes in the memory of a separate
-    host: offloaded state, buffers for tensors that are updated on the host, and copies of the
-    state."""
+    """Bytes of one rank at its peak, by part. `host` is the number of bytes in the host's memory,
+    if the device has its own memory: offloaded state, buffers for tensors that are updated on the
+    host, and copies of the state."""
 
     weights: float
     gradients: float
     optimizer: float  # moments, and masters if the weights are narrower
     activations: float
-    working: float  # further needs of one backward pass
+    working: float  # working memory of one backward pass
     runtime: float = 0.0  # context of the device, buffers of messages
-    copies: float = 0.0  # of the state, if the device is the host (checkpoint.memory_every_steps)
+    copies: float = 0.0  # copies of the state, if ranks compute on the host
     host: float = 0.0
 
     @property
@@ -87,7 +87,8 @@ class StateBytes(NamedTuple):
 
 
 def _placed(offload: str, optimizer: int, rooms: int, on_host: bool) -> tuple[int, int]:
-    """Return (bytes of the optimizer on the device, bytes in the memory of a separate host)."""
+    """Return (bytes of the optimizer on the device, bytes in the host's memory). If the device is
+    the host (`on_host`), all bytes count as the device's."""
     held = optimizer
     if offload == "disk":
         held = min(optimizer, 2 * CHUNK_BYTES)
@@ -118,10 +119,11 @@ class MemoryModel:
     """Memory of one model in one compute type under a program. Results that layouts share are
     cached.
 
-    `stages`: the account of its stages. `runtime_bytes`: bytes in use before the first tensor.
-    `on_host`: the device is the host, so offloading to its memory moves nothing. `method`: gives
-    the kinds of optimizer state per master, the receive buffers of the data axis, and the copies of
-    the state in the host's memory.
+    `stages` counts the memory of its stages. `runtime_bytes` is the memory in use before the first
+    tensor. `on_host` is True if ranks compute on the host, so that offloading to the host's memory
+    moves nothing. `method` says how many numbers of optimizer state there are for each master
+    weight, and gives the receive buffers of the data axis and the copies of the state in the host's
+    memory.
     """
 
     def __init__(
@@ -162,8 +164,8 @@ class MemoryModel:
         kept_block: int = 0,
         nodes: int = 1,
     ) -> "MemoryModel":
-        """Return the model for a training on `nodes` nodes; `wide_products` and `kept_block` as in
-        `Software`."""
+        """Return the model for a training on `nodes` nodes. `wide_products` and `kept_block` have
+        the meaning of these fields of `Software`."""
         named = (config.model, vocab_size, config.precision.compute)
         software = _ours(wide_products, kept_block, on_host)
         return cls(*named, software, on_host=on_host, method=RunMethod.of(config, nodes))
@@ -248,7 +250,13 @@ class MemoryModel:
 
     def _in_flight(self, layout: Layout, rank: int, microbatches: int) -> tuple[int, int]:
         examples, alike = self.sorts(Cut.of(layout), layout.recompute_layers, rank)
-        order = RankOrder(layout.schedule, layout.pipeline, layout.virtual, microbatches, rank)
+        order = RankOrder(
+            kind=layout.schedule,
+            pipeline=layout.pipeline,
+            virtual=layout.virtual,
+            microbatches=microbatches,
+            rank=rank,
+        )
         flight = fullest_alike(order, alike)
         keeps = [
             self.stages.stored_bytes[name](layout, examples[like]) for name, like in flight.stores
@@ -292,12 +300,13 @@ class MemoryModel:
         )
 
     def uses_host(self, layout: Layout) -> bool:
-        """Return True if ranks have state, or copies of it, in the memory of a separate host."""
+        """Return True if ranks store state, or copies of state, in host memory that is separate
+        from the device's memory."""
         return not self.on_host and (layout.offload != "none" or self.method.copies > 0)
 
     def host_bytes(self, layout: Layout, rank: int) -> int:
-        """Return the bytes of a pipeline rank's state, and of its copies, in the memory of a
-        separate host."""
+        """Return the number of bytes of a pipeline rank's state, and of its copies, in host memory
+        that is separate from the device's memory."""
         copies = self.copies_bytes(layout, rank)
         return self._state(layout, rank).host + copies * (not self.on_host)
 
@@ -309,7 +318,7 @@ class MemoryModel:
             return 0
         each = method.copied_numbers(layout.data)
         numbers = each * self.stages.trained(layout, rank)
-        if method.matrices:  # a moment less is stored for each element of a matrix
+        if method.matrices:  # Muon stores one moment less for each element of a matrix
             fewer = replace(method, moments=method.moments - 1).copied_numbers(layout.data)
             (work,) = self.stages.dealt(Cut.of(layout), layout.tensor, rank, Sharing())
             numbers -= (each - fewer) * work.elements
@@ -347,8 +356,8 @@ class MemoryModel:
         if self.method.matrices:  # the shard with the fewest matrix elements has most state
             fewest = min(work.elements for work in self.stages.dealt(cut, tensor, rank, sharing))
             optimizer -= fewest * self.wide_bytes
-        # buffers on a separate host for each parameter that is updated there: for its gradient, and
-        # for its weight if the master is the weight
+        # buffers in the host's memory for each parameter that the host updates: for its gradient,
+        # and for its weight if the master is the weight
         rooms = (1 + (self.compute_bytes >= FLOAT32.bytes)) * self.wide_bytes
         rooms *= -(-train // sharing.state_shards)
         held, host = _placed(offload, optimizer, rooms, self.on_host)
@@ -356,15 +365,16 @@ class MemoryModel:
 
     @cached_property
     def _each_bytes(self) -> tuple[int, int, int, int]:
-        """Return the bytes of one parameter: its weight, its gradient, the float32 copy of a
-        gradient that is summed in a half type, and the optimizer's state with the master."""
+        """Return four sizes in bytes for one parameter: of its weight, of its gradient, of the
+        gradient's float32 copy (0 unless gradients are summed in a half type), and of the
+        optimizer's state including the master weight."""
         summed, wide = self.software.gradient_bytes, self.wide_bytes
         widened = FLOAT32.bytes if summed < FLOAT32.bytes else 0
         state = self.method.kinds + (self.compute_bytes < FLOAT32.bytes)
         return self.compute_bytes, max(summed, self.compute_bytes), widened, state * wide
 
     def parameter_bytes(self, layout: Layout) -> float:
-        """Return a lower bound of the bytes of state for one parameter."""
+        """Return a lower bound of the bytes that a rank needs for the state of one parameter."""
         weights, summed, widened, optimizer = (
             each / shards
             for shards, each in zip(_shards(layout.sharing), self._each_bytes, strict=True)
@@ -376,7 +386,13 @@ class MemoryModel:
         """Return the bytes of a quantized weight after a product has unpacked it, on one of
         `tensor` ranks."""
         layout = Layout(tensor, 1, 1)
-        sizes = Sizes(self.model, layout, self.precision, self.software, self.on_host)
+        sizes = Sizes(
+            model=self.model,
+            layout=layout,
+            precision=self.precision,
+            software=self.software,
+            on_host=self.on_host,
+        )
         return folds.value_bytes(folds.operators(describe.layer(self.model)), sizes)
 
     def least_frozen_bytes(
@@ -393,15 +409,16 @@ class MemoryModel:
         memory: an activation and a gradient in transit for each neighbour, and gathered sharded
         state."""
         stages = placement_of(layout).stages_of(rank)
-        # with several chunks a rank may hold an end of the model and yet have both neighbours
+        # with several chunks, a rank may hold the first or the last stage and still have neighbours
+        # on both sides
         sides = any(s > 0 for s in stages) + any(s + 1 < layout.stages for s in stages)
         around = 2 * sides * self.stages.parts(layout).sizes.boundary_bytes
         return around + self._whole_bytes(layout, rank)
 
     def _whole_bytes(self, layout: Layout, rank: int) -> int:
-        """Return the bytes of sharded state that is whole for a moment. These are the gradient of a
-        unit, before ZeRO 2 and 3 scatter it, and the weights that ZeRO 3 gathers one unit ahead of
-        their use."""
+        """Return the bytes of sharded state that a rank temporarily has unsharded: the gradient of
+        a unit, before ZeRO 2 and 3 scatter it, and the weights that ZeRO 3 gathers one unit ahead
+        of their use."""
         if not layout.shards_gradients:
             return 0
         place, pair, whole = self.stages.largest_places(Cut.of(layout), layout.tensor, rank)
@@ -409,13 +426,13 @@ class MemoryModel:
         # if a gradient is summed while the next place is computed, two gradients are in memory
         gradients = place if self.on_host else pair
         if self.software.zero_unit == "tensor":
-            gradients += place  # torch's list collectives work on a copy of the whole
+            gradients += place  # torch's list collectives work on a copy of the whole tensor
         return gradients * gradient + whole * self.compute_bytes * layout.shards_weights
 
 
 def _flight_key(layout: Layout, rank: int, microbatches: int) -> tuple[object, ...]:
-    """Return the settings that determine the memory of a rank's ops. Sharding is not one of them,
-    so a search that tries all ways of sharding reuses the result."""
+    """Return the settings that determine the memory of a rank's ops. Sharding is not one of these
+    settings, so a search that tries all shardings of a layout reuses the result."""
     axes = (layout.tensor, layout.context, layout.expert, layout.pipeline)
     sizes = (*axes, layout.virtual, layout.micro_size)
     how = (layout.schedule, layout.sequence_parallel, layout.recompute, layout.recompute_layers)
@@ -455,7 +472,7 @@ def _beside(memory: MemoryModel, layout: Layout, rank: int, *, kept: int, workin
             work.room_bytes(layout.tensor, size, widens=widens)
             for work in memory.stages.dealt(*how)
         )
-        working = max(working, room - kept)  # after the backwards, like the messages
+        working = max(working, room - kept)  # it follows the backwards
     if method.section.overlap:
         return copies + working + messages
     return copies + max(working, messages - kept)

@@ -1,4 +1,5 @@
-"""Communication-efficient data-parallel methods: seconds and bytes of each over the data axis.
+"""Communication-efficient data-parallel methods: the seconds and the bytes of their messages over
+the data axis.
 
 The table has n data ranks, B bytes of gradients on each, W bytes of masters, and codes of C bytes:
 
@@ -16,13 +17,13 @@ A decentralized step may send codes instead of weights. The table's W is then re
 bytes of codes. The codes of a local step are gathered.
 
 The bytes that a rank sends are the mean over ranks. All parts of a ring begin at rank 0, so that
-its sums equal those of all_reduce. In the textbook's ring each rank begins one part, and it has 2
-(n - 1) messages of B / n in a row (`ptdmpi.engine.data_parallel.pairwise`). So the latency is O(n)
-for a ring and for a server, and O(1) for neighbours. The volume is O(n) at a server and for
-gathered codes, which are worth sending while C n < 2 B.
+the ring gives the same sums as all_reduce. In the textbook's ring each rank begins one part, and it
+has 2 (n - 1) messages of B / n in a row (`ptdmpi.engine.data_parallel.pairwise`). So the latency is
+O(n) for a ring and for a server, and O(1) for neighbours. The volume is O(n) for a server and for
+gathered codes. Gathering codes sends less than an all_reduce while C n < 2 B.
 
-The time of coding is a lower bound: the bytes of memory that it reads and writes. The time of
-choosing the greatest numbers, or of hashing, is not known before it is measured.
+The time of coding is a lower bound: the time in which memory reads and writes the bytes that coding
+needs. The time of choosing the greatest numbers, or of hashing, is not known before it is measured.
 """
 
 import math
@@ -72,8 +73,8 @@ def messages(name: str, ranks: int, per_node: int) -> tuple[tuple[float, float],
 
 
 def neighbours(name: str, ranks: int) -> float:
-    """Return the number of messages that a rank sends in a step, the mean over ranks and a
-    period."""
+    """Return the number of messages that a rank sends in a step, as the mean over the ranks and
+    over the steps of a period."""
     every = messages(name, ranks, ranks)
     return sum(map(sum, every)) / len(every)
 
@@ -99,7 +100,8 @@ class Told:
         return self.elements * self.master_bytes
 
     def code(self, section: DataParallelConfig) -> float:
-        """Return C: the bytes of all rounds of a code; numbers travel in the masters' type."""
+        """Return C, the bytes of all rounds of a code. Numbers are sent in the type of the master
+        weights."""
         bits = bits_per_element(section, 8 * self.master_bytes, self.tile)
         return rounds_of(section) * self.elements * bits / 8
 
@@ -112,7 +114,8 @@ def told_of(
     gradient_bytes: int,
     master_bytes: int,
 ) -> Told:
-    """Return the message sizes of a rank with `elements` parameters; the bytes are of one element.
+    """Return the message sizes of a rank with `elements` parameters. `gradient_bytes` and
+    `master_bytes` are the sizes of one element.
 
     In attention a tile of PowerSGD has the lines of one head. In the MLP and in the vocabulary's
     table a tile has one n-th of the lines, with n = gcd(heads, ffn_hidden). If n does not divide
@@ -156,8 +159,8 @@ def code_messages(section: DataParallelConfig, sizes: Told, n: int) -> dict[str,
 
 
 def sent_bytes(section: DataParallelConfig, sizes: Told, n: int) -> float:
-    """Return the bytes that a data rank sends in a step, the mean over steps and ranks, by the
-    convention of `ptdmpi.base.traffic`. Averages of moments are not counted."""
+    """Return the bytes that a data rank sends in a step, as the mean over steps and ranks, counted
+    by the convention of `ptdmpi.base.traffic`. Averages of moments are not counted."""
     whole = 2 * sizes.gradients * (n - 1) / n
     match section.method:
         case "parameter_server":
@@ -225,8 +228,8 @@ class MethodAxis(DataAxis):
             case "ring":
                 return self._ring_s(sizes, group)
             case "parameter_server":
-                # all ranks use the server's link, first in and then out; on its node no other rank
-                # sends
+                # all ranks use the link of the server's node, first towards the server and then
+                # away from it; on this node no other rank sends
                 size = (n - 1) * sizes.gradients
                 if group.nodes > 1:
                     size *= min(1.0, machine.adapter_share)
@@ -240,7 +243,7 @@ class MethodAxis(DataAxis):
                     told_s += (1 - averaging) * (self._neighbours_s(mixed, group) + sums_s)
                 return told_s
             case "decentralized":
-                every = 1 + neighbours(section.topology, n)  # its own code, and those that arrive
+                every = 1 + neighbours(section.topology, n)  # codes: its own and received ones
                 passes = CODING_PASSES + every * PUBLIC_PASSES
                 coding_s = machine.stream_s(passes * sizes.masters)
                 return self._neighbours_s(sizes.code(section), group) + coding_s
@@ -254,9 +257,9 @@ class MethodAxis(DataAxis):
     def _ring_s(self, sizes: Told, group: Group) -> float:
         """Return the seconds of a ring.
 
-        After 2 n - 3 messages the last of the n - 1 parts has passed n - 1 ranks. The sums need as
-        many messages on their way back. If parts are larger than a message, there are more such
-        rounds.
+        The values are sent in n - 1 parts. After 2 n - 3 messages the last part has passed n - 1
+        ranks. The sums need the same number of messages on their way back. If parts are larger than
+        the largest message, there are several such rounds.
         """
         n = group.ranks
         if n == 1:
@@ -317,11 +320,12 @@ class MethodAxis(DataAxis):
 class MethodTimes(StepTimes):
     """Seconds of steps whose replicas exchange messages, and keep state, by a given method.
 
-    They are the seconds of given layouts only. Another method is another training, which a search
-    does not choose.
+    The class is used only for given layouts. A search does not choose the method, because a
+    different method would change the training.
     """
 
     def __init__(self, cluster: Cluster, model: Model, precision: str, method: RunMethod) -> None:
-        """Store the data axis of the method; `method` as in `StepTimes`."""
+        """Store the data axis of the method. `method` has the meaning of the argument of
+        `StepTimes`."""
         super().__init__(cluster, model, precision, method)
         self.data = MethodAxis(self.machine, model, method)

@@ -13,19 +13,19 @@ from ptdmpi.plan.schedule.ops import OP_KINDS, Op
 from ptdmpi.plan.schedule.orders import Placement, Schedule
 from ptdmpi.plan.schedule.simulate import Timeline, simulate
 
-MOST_OPS = 100_000  # visited one by one, or up to twice as many
+MOST_OPS = 100_000  # ops that are visited one by one
 
 
 @dataclass(frozen=True)
 class StageTimes:
     """Seconds of each stage's forward and backward, and of the messages into them.
 
-    `forward_in_s[s]` is the time of the activation's message from stage s - 1 to stage s, and
-    `backward_in_s[s]` that of the gradient's message from stage s + 1. Both are 0 if `placed` puts
-    the two stages on one rank. With `overlap` a message travels while its ranks compute. Without it
-    the receiver waits for the whole message, and so does the sender, which receives at the same
-    time. If backwards are split, `weight_s` is the part of `backward_s` spent on the gradients of
-    weights; else it is empty.
+    `forward_in_s[s]` is the time of the message with the activation from stage s - 1 to stage s,
+    and `backward_in_s[s]` is the time of the message with the gradient from stage s + 1 to stage s.
+    Both are 0 if `placed` puts the two stages on one rank. With `overlap` a message travels while
+    its ranks compute. Without it the receiver waits for the whole message, and so does the sender,
+    which receives at the same time. If backwards are split, `weight_s` is the part of `backward_s`
+    spent on the gradients of weights; else it is empty.
     """
 
     forward_s: tuple[float, ...]
@@ -76,17 +76,17 @@ class StageTimes:
     def lower_bound_s(self, microbatches: int) -> float:
         """Return a lower bound in seconds for every order of work.
 
-        It is the maximum over ranks of the sum of three times: of the work before a rank's first
-        forward, of all its own work, and of the work after its last backward. After the input's
-        part of a split backward only the rank's own weight gradients must follow, which other ranks
-        compute at the same time.
+        It is the maximum over ranks of the sum of three times: of the work that other ranks must do
+        before this rank's first forward, of all work of this rank, and of the work that other ranks
+        must do after its last backward. After the input's part of a split backward only the rank's
+        own weight gradients must follow, which other ranks compute at the same time.
         """
         bound = before = after = 0.0
         way = float(not self.overlap)
         seen: set[int] = set()
         for stage in range(self.placed.stages):
             rank = self.placed.rank_of(stage)
-            if rank not in seen:  # the first of its stages: the rank has no work of its own before
+            if rank not in seen:  # the first stage of this rank
                 seen.add(rank)
                 own = self.placed.stages_of(rank)
                 waits = sum(self.forward_in_s[s] + self.backward_in_s[s] for s in own)

@@ -27,11 +27,11 @@ class StepParts:
 
     compute: float
     tensor: float  # sums over the tensor axis
-    context: float  # what attention sends over the context axis
+    context: float  # messages of attention over the context axis
     expert: float  # tokens on their way to experts and back
-    pipeline: float  # messages between stages that nothing hides
+    pipeline: float  # messages between stages that do not overlap with computation
     bubble: float
-    data: float  # sums and gathers over the data axis that nothing hides
+    data: float  # sums and gathers over the data axis that do not overlap with computation
     optimizer: float
 
 
@@ -59,22 +59,24 @@ class Price:
 
     @property
     def model_tflops_per_rank(self) -> float:
-        """Return the TFLOP/s of a rank, recomputation not counted."""
+        """Return the TFLOP/s of a rank, without the FLOPs of recomputation."""
         return self.model_flops_per_rank / self.step_time_s / 1e12
 
     @property
     def hardware_tflops_per_rank(self) -> float:
-        """Return the TFLOP/s of a rank, recomputation counted."""
+        """Return the TFLOP/s of a rank, including the FLOPs of recomputation."""
         return self.hardware_flops_per_rank / self.step_time_s / 1e12
 
     @property
     def mfu(self) -> float:
-        """Return the model FLOP/s as a share of the peak."""
+        """Return the model FLOP/s of a rank (without recomputation) as a share of the device's
+        peak."""
         return self.model_flops_per_rank / self.step_time_s / self.peak_flops
 
     @property
     def communication_fraction(self) -> float:
-        """Return the share of the step spent on messages that nothing hides."""
+        """Return the share of the step time that ranks spend on messages that do not overlap with
+        computation."""
         parts = self.parts
         messages_s = parts.tensor + parts.context + parts.expert + parts.pipeline + parts.data
         return messages_s / self.step_time_s
@@ -82,8 +84,8 @@ class Price:
 
 class Pricer:
     """The prices of layouts of one model and batch on one cluster; shapes that layouts share are
-    priced once. `times`: the seconds of the parts of their steps. `usable_bytes`: the memory of a
-    device that a layout may fill."""
+    priced once. `times` has the seconds of the parts of their steps. `usable_bytes` is the amount
+    of a device's memory that a layout may fill."""
 
     def __init__(self, times: StepTimes, batch: int) -> None:
         self.times = times
@@ -108,8 +110,8 @@ class Pricer:
         *,
         method: RunMethod | None = None,
     ) -> "Pricer":
-        """Return the prices of a training; `method` as in `StepTimes`. Raises InputError if the
-        device has no peak for `precision`."""
+        """Return the prices of a training. `method` has the meaning of the argument of `StepTimes`.
+        Raises InputError if the device has no peak for `precision`."""
         return cls(StepTimes(cluster, model, precision, method), batch)
 
     def keeping_free(self, share: float) -> "Pricer":
@@ -139,8 +141,9 @@ class Pricer:
         """Return the part of `rough_bound_s` in seconds that does not depend on sharding."""
         p, fewest = layout.pipeline, self.model.config.layers // layout.stages
         worked_s, passed_s = self._rough(layout)
-        # the mean rank is in the middle: half of the others fill the pipeline before it, half drain
-        # it after it; if the first stage has fewer layers, all others wait less for it
+        # the mean rank is in the middle: half of the other ranks fill the pipeline before it, and
+        # half drain the pipeline after it; if the first stage has fewer layers, all other stages
+        # wait less for it
         less = fewest - min(fewest, layout.first_layers or fewest)
         return worked_s + (p - 1) * (fewest / 2 - less / p) * passed_s
 
@@ -161,14 +164,14 @@ class Pricer:
         if key not in self._roughly:
             (layer, ends), config = self.times.kernels(layout), self.model.config
             back = backward_of(layer, layout)
-            # if only some layers are recomputed: as if none of them were
+            # if only some layers are recomputed, compute the bound as if no layer were
             if layout.recompute_layers is None:
                 back = back + layer.recomputed(layout)
             each = layer.forward.total + back.total
             idle, ahead_s = config.idle(), self.times.idle_layer(layout).forward.total
             layers_s = (config.layers - idle) * each + idle * ahead_s
             work = layout.microbatches(self.batch) * (layers_s + ends.total_s)
-            # after split backwards nothing waits at the end, see StageTimes.lower_bound_s
+            # after split backwards no rank waits at the end, see StageTimes.lower_bound_s
             passed = each
             if splits(layout):
                 passed = layer.forward.total
@@ -233,7 +236,7 @@ class Pricer:
         moments = itertools.accumulate(self.times.after_s(layout), initial=end_s)
         lasts = zip(("reduce", "optimizer"), itertools.pairwise(moments), strict=True)
         spans = [
-            Span(rank, kind, "", start_s, end_s)
+            Span(rank=rank, kind=kind, op="", start_s=start_s, end_s=end_s)
             for kind, (start_s, end_s) in lasts
             for rank in drawn.ranks
             if end_s > start_s

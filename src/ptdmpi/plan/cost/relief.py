@@ -15,9 +15,9 @@ from ptdmpi.config.zero import covers_gradients
 from ptdmpi.plan.cost.memory import Footprint, MemoryModel
 from ptdmpi.plan.shape.parameters import parameter_count, trained_count
 
-MOST_CHANGES = 3  # that are made at once
-MOST_SIZES = 8  # that are tried for a microbatch or an axis
-GROWTHS = (1, 2, 4, 8, 16, 32, 64)  # of the number of ranks
+MOST_CHANGES = 3  # the largest number of changes in a set
+MOST_SIZES = 8  # the largest number of sizes that are tried for the microbatch or for an axis
+GROWTHS = (1, 2, 4, 8, 16, 32, 64)  # factors by which the number of ranks may grow
 FIELDS = {"recompute.mode": "recompute", "recompute.layers": "recompute_layers"}  # of a Layout
 Keys = dict[str, int | str | bool]
 
@@ -26,8 +26,8 @@ Keys = dict[str, int | str | bool]
 class Step:
     """The memory of a run: its layout and global batch on the model that is trained.
 
-    `most_zero`: the highest stage of ZeRO it may use; `may_offload`: whether its state may be off
-    the device; `host_capacity_bytes`: the host memory of one rank.
+    `most_zero` is the highest stage of ZeRO that the run may use. `may_offload` is True if its
+    state may be stored outside of the device. `host_capacity_bytes` is the host memory of one rank.
     """
 
     memory: MemoryModel
@@ -48,15 +48,22 @@ class Step:
         kept_block: int = 0,
         nodes: int = 1,
     ) -> "Step":
-        """Return the step of a resolved configuration on `nodes` nodes; `wide_products` and
-        `kept_block` as in `Software`, `on_host` as in `MemoryModel`."""
+        """Return the step of a resolved configuration on `nodes` nodes. `wide_products` and
+        `kept_block` have the meaning of these fields of `Software`, and `on_host` that of the
+        argument of `MemoryModel`."""
         memory = MemoryModel.of(
             config, vocab_size, wide_products, on_host=on_host, kept_block=kept_block, nodes=nodes
         )
         section, whole = config.data_parallel, config.optimizer.has_matrices
         most_zero = max(may_share(section, config.run.reproducible))
         offloads = not (replicas_differ(section) or whole)
-        return cls(memory, config.layout, config.batch.global_size, most_zero, offloads)
+        return cls(
+            memory=memory,
+            layout=config.layout,
+            batch=config.batch.global_size,
+            most_zero=most_zero,
+            may_offload=offloads,
+        )
 
     @property
     def microbatches(self) -> int:
@@ -83,16 +90,16 @@ class Step:
         return self.memory.fits(self.layout, self.microbatches, capacity_bytes)
 
     def on_hosts(self) -> int:
-        """Return the bytes of state, and of its copies, in the memory of a separate host, for the
-        rank that has most there."""
+        """Return the number of bytes of state, and of its copies, in host memory that is separate
+        from the device's memory, for the rank with the most such bytes."""
         if not self.memory.uses_host(self.layout):
             return 0
         ranks = self.memory.distinct_ranks(self.layout)
         return max(self.memory.host_bytes(self.layout, rank) for rank in ranks)
 
     def changed(self, keys: Keys, grown: int) -> "Step | None":
-        """Return the step on `grown` times the ranks with some keys of the configuration set; None
-        if not legal."""
+        """Return the step with `grown` times as many ranks and with the values `keys` of the
+        configuration; None if its layout is not legal."""
         fields: dict[str, Any] = {
             FIELDS.get(key, key.partition(".")[2]): value for key, value in keys.items()
         }
@@ -109,10 +116,11 @@ class Step:
 
 
 def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]]:
-    """Yield (settings, memory needed then) of changes that fit.
+    """Yield, for each set of changes that makes the run fit, the new settings and the memory that
+    the run then needs.
 
     Small sets of changes come before larger ones, and sets of one size are sorted by the time that
-    they cost. Changes with more ranks come last. No set contains another one, and no two sets
+    they cost. Sets that need more ranks come last. No set contains another one, and no two sets
     change the same keys.
     """
     fitting: list[Keys] = []
@@ -167,7 +175,7 @@ def _steps(step: Step, grown: int) -> list[Keys]:
         steps.append({"recompute.mode": "selective"})
     partitions = layout.partition_activations
     if layout.tensor > 1 and not layout.sequence_parallel:
-        # this divides all activations that a partition divides, and more
+        # sequence parallelism divides all activations that partitioning divides, and more
         divides: Keys = {"parallel.sequence_parallel": True}
         if partitions:
             divides["recompute.partition_activations"] = False
@@ -187,7 +195,7 @@ def _steps(step: Step, grown: int) -> list[Keys]:
         steps.append({"recompute.mode": "full"})
     elif layout.tensor > 1 and not layout.sequence_parallel and not partitions:
         steps.append({"recompute.partition_activations": True})
-    # these stages of ZeRO send in each microbatch as much as the lower ones in a step
+    # ZeRO 2 and 3 send as much for each microbatch as the lower stages send in a step
     steps += [{"parallel.zero": zero} for zero in sharded if covers_gradients(zero)]
     if layout.shard_group is not None:
         steps.append({"parallel.shard_group": "all"})
@@ -200,8 +208,8 @@ def _steps(step: Step, grown: int) -> list[Keys]:
 
 
 def _places(step: Step) -> tuple[str, ...]:
-    """Return the other memories in which a run can keep its state. They are farther from the
-    device, or nearer to it if the host's memory is full."""
+    """Return the other memories in which a run can keep its state. These memories are farther from
+    the device than the present one, or nearer to it if the host's memory is full."""
     places: tuple[str, ...] = ("none", "optimizer", "disk")
     if step.memory.on_host:
         places = ("disk",)

@@ -27,10 +27,10 @@ from ptdmpi.plan.shape.parameters import ModelPart, frozen_layer, frozen_places
 class PartBytes:
     """Bytes of activations of one microbatch, for each part that a stage may consist of.
 
-    `layers` has the bytes of a layer, by mode of recomputation. `idle` is the most that the forward
-    of a layer without a backward needs. `loss_works` is the most working memory that the head's
-    backward needs in addition to the bytes it keeps. `sent` has the bytes of the output sent to the
-    next stage.
+    `layers` has the bytes of a layer, by mode of recomputation. `idle` is the largest number of
+    bytes that the forward of a layer without a backward needs. `loss_works` is the most working
+    memory that the head's backward needs in addition to the bytes it keeps. `sent` has the bytes of
+    the output sent to the next stage.
     """
 
     sizes: Sizes
@@ -58,9 +58,9 @@ class SplitBytes:
 
 
 class Cut(NamedTuple):
-    """The key of the parts into which a model is cut: the placement of stages on ranks, the number
-    of layers that the first stage was given, and the number of ranks over which experts are
-    dealt."""
+    """The properties of a layout that decide which part of the model each rank has: the placement
+    of stages on ranks, the number of layers that the first stage was given, and the number of ranks
+    over which experts are distributed."""
 
     placed: Placement
     first: int | None
@@ -68,7 +68,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout) -> "Cut":
-        """Return the key of a layout's split."""
+        """Return these properties of a layout."""
         first, expert = layout.first_layers, layout.expert
         return _cut(layout.schedule, layout.pipeline, layout.virtual, first=first, expert=expert)
 
@@ -79,8 +79,8 @@ def _cut(schedule: str, pipeline: int, virtual: int, *, first: int | None, exper
 
 
 class ActivationKey(NamedTuple):
-    """The settings of a layout that determine the activations of a stage; `sends`: there is a next
-    stage."""
+    """The settings of a layout that determine the activations of a stage. `sends` is True if there
+    are several stages, so that a stage sends its output."""
 
     tensor: int
     context: int
@@ -93,10 +93,12 @@ class ActivationKey(NamedTuple):
 
 
 class StageMemory:
-    """Bytes and elements of the stages of one model in one compute type, as a program runs it.
+    """Numbers of bytes and of parameters in the stages of one model in one compute type, if the
+    program `software` trains it.
 
-    Parts that layouts share are counted once. `layers_of`: the layers of each stage of a `Cut`.
-    `elements_of`: see `rank_elements`, by (cut, tensor, pipeline rank).
+    Parts that several layouts have in common are counted once. `layers_of` returns the layers of
+    each stage of a `Cut`. `elements_of` returns `parameters.rank_elements` of (cut, tensor,
+    pipeline rank).
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class StageMemory:
         }
 
     def split(self, layout: Layout) -> tuple[range, ...]:
-        """Return the layers of each stage."""
+        """Return, for each stage, the range of its layers."""
         return self.layers_of(Cut.of(layout))
 
     def _split(self, cut: "Cut") -> tuple[range, ...]:
@@ -145,8 +147,8 @@ class StageMemory:
     def elements(self, layout: Layout, rank: int) -> int:
         """Return the number of parameters of a pipeline rank.
 
-        A tied table counts on each rank that has the first or the last stage; it counts once if a
-        rank has both.
+        A tied table is counted on the rank with the first stage and on the rank with the last
+        stage; if one rank has both stages, the table is counted only once.
         """
         return self.elements_of(Cut.of(layout), layout.tensor, rank)[0]
 
@@ -166,7 +168,7 @@ class StageMemory:
     def frozen_bytes(self, cut: Cut, tensor: int, rank: int, *, frozen: int, shards: int) -> int:
         """Return the bytes of a pipeline rank's `frozen` weights in `shards` shards.
 
-        Quantized weights count with codes and scales, which are not sharded.
+        Quantized weights take the bytes of their codes and scales, which are not sharded.
         """
         elements, packed = frozen_layer(self.model, tensor)
         layers = self._part(cut, tensor, rank).layers
@@ -206,10 +208,10 @@ class StageMemory:
         """Return the most bytes that a microbatch needs in a stage while its input's gradient (I)
         is computed.
 
-        I, the computation of the input's gradient, frees activations and adds operands of W. The
-        current layer also needs its working memory. Within the layers of one mode of recomputation,
-        each layer changes the bytes by the same amount. So the peak is at the loss, in the last or
-        the first layer of a mode, or at the end.
+        I frees activations and stores operands for W (gradients of the weights). The layer that is
+        computed also needs its working memory. All layers with the same mode of recomputation
+        change the number of bytes by the same amount. So the peak is at the loss, in the last or
+        the first layer of such a group of layers, or at the end.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         split, held = parts.split, self.kept_bytes(layout, stage)
@@ -237,8 +239,8 @@ class StageMemory:
     def working_bytes(self, layout: Layout, stage: int) -> int:
         """Return the most bytes that a stage's backward needs in addition to the kept activations.
 
-        The peak is at the loss, or in the last layer of a mode, because earlier layers run when
-        more memory is free again.
+        The peak is at the loss, or in the last layer of each group of layers with the same mode of
+        recomputation: when the backward of an earlier layer runs, more memory is free again.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         most, freed = _forward_bytes(self, layout, stage), 0
@@ -250,11 +252,12 @@ class StageMemory:
         return most
 
     def _counted_places(self, cut: "Cut", tensor: int, rank: int) -> tuple[int, int, int]:
-        """Return the most elements on a pipeline rank of (one place of sharding, two adjacent
-        places, two adjacent places with frozen elements).
+        """Return three maxima for a pipeline rank: the most elements of one place (embedding, a
+        layer, the head), of two adjacent places, and of two adjacent places including frozen
+        elements.
 
-        The first two count trained elements. Two places are needed at once: the current one and the
-        one ahead (`plan.schedule.places`).
+        The first two count only trained elements. Two places are in memory at the same time: the
+        current place and the next one (`plan.schedule.places`).
         """
         if self.software.zero_unit == "tensor":
             up = parameters.first_linear(self.model)
@@ -273,14 +276,14 @@ class StageMemory:
     def parts(self, layout: Layout) -> PartBytes:
         """Return the bytes of each part that the stages of a layout may consist of."""
         key = ActivationKey(
-            layout.tensor,
-            layout.context,
-            layout.context_method,
-            layout.expert,
-            layout.micro_size,
-            layout.sequence_parallel,
-            layout.partition_activations,
-            layout.pipeline > 1,
+            tensor=layout.tensor,
+            context=layout.context,
+            context_method=layout.context_method,
+            expert=layout.expert,
+            micro_size=layout.micro_size,
+            sequence_parallel=layout.sequence_parallel,
+            partition_activations=layout.partition_activations,
+            sends=layout.pipeline > 1,
         )
         return self._parts(key)
 
@@ -345,8 +348,8 @@ def _forward_bytes(memory: StageMemory, layout: Layout, stage: int) -> int:
 
 
 def segments(layout: Layout, layers: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """Yield (mode, number of layers) of neighbouring layers with the same recomputation, from the
-    first on."""
+    """Yield (mode of recomputation, number of layers) for each group of neighbouring layers with
+    the same mode, in the order of the layers."""
     most = layout.recompute_layers
     recomputed = len(layers)
     if layers and layout.recompute == "full" and most is not None:

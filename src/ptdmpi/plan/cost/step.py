@@ -65,7 +65,7 @@ class StepTimes:
         return self._idle[key]
 
     def stage_seconds(self, layout: Layout) -> list[tuple[Seconds, Seconds]]:
-        """Return (forward, backward) of each stage, for one microbatch."""
+        """Return the times of (forward, backward) of each stage, for one microbatch."""
         layer, ends = self.kernels(layout)
         # a recomputed layer runs (part of) its forward again before its backward
         layer_backward = backward_of(layer, layout)
@@ -125,13 +125,17 @@ class StepTimes:
             ]
         sent = self.in_ops_s(layout, seconds)
         return StageTimes(
-            tuple(part.total + more[0] for (part, _), more in zip(seconds, sent, strict=True)),
-            tuple(part.total + more[1] for (_, part), more in zip(seconds, sent, strict=True)),
-            tuple(ways[:-1]),
-            tuple(ways[1:]),
-            self.cluster.software.overlap_pipeline,
-            placement_of(layout),
-            tuple(part.total for part in self.weight_seconds(layout)),
+            forward_s=tuple(
+                part.total + more[0] for (part, _), more in zip(seconds, sent, strict=True)
+            ),
+            backward_s=tuple(
+                part.total + more[1] for (_, part), more in zip(seconds, sent, strict=True)
+            ),
+            forward_in_s=tuple(ways[:-1]),
+            backward_in_s=tuple(ways[1:]),
+            overlap=self.cluster.software.overlap_pipeline,
+            placed=placement_of(layout),
+            weight_s=tuple(part.total for part in self.weight_seconds(layout)),
         )
 
     def in_ops_s(
@@ -173,10 +177,11 @@ class StepTimes:
         return part_s + self.machine.all_gather_s(size, layer.group)
 
     def after_s(self, layout: Layout) -> tuple[float, float]:
-        """Return the seconds of (exposed data axis, optimizer) after the pipeline's last backward.
+        """Return two times in seconds after the pipeline's last backward: of the messages over the
+        data axis, as far as they do not overlap with computation, and of the optimizer.
 
-        They are the seconds of the rank with most parameters. The data axis's time includes the
-        norm of a rank's own gradient, as in the records of a run.
+        Both are for the rank with the most parameters. The first time includes the norm of a rank's
+        own gradient, as in the records of a run.
         """
         layers, ranks = self.memory.stages.split(layout), self.memory.distinct_ranks(layout)
         elements = max(self.memory.stages.trained(layout, rank) for rank in ranks)
@@ -185,9 +190,9 @@ class StepTimes:
         if layout.dp_overlap:
             forward, backward = self.stage_seconds(layout)[0]
             own = max(1, sum(len(layers[stage]) for stage in placement_of(layout).stages_of(0)))
-            # gradients travel during the last microbatch's backward, except those of the last
-            # layer, which come too late; weights travel during the next step's forward, except
-            # those of the first layer, which are needed at once
+            # gradients are sent during the last microbatch's backward, except the gradients of the
+            # layer that is computed last; weights are sent during the next step's forward, except
+            # the weights of the first layer, which are needed immediately
             hidden = ((behind.gradients_s, backward.total), (behind.weights_s, forward.total))
             data_s = sum(max(whole / own, whole - over) for whole, over in hidden)
             # the last message of each microbatch is exposed, because no op follows that could hide
@@ -198,8 +203,8 @@ class StepTimes:
         return data_s, optimizer_s + self.matrices_s(layout, ranks)
 
     def matrices_s(self, layout: Layout, ranks: Sequence[int]) -> float:
-        """Return the seconds of an update of whole matrices: the maximum over `ranks` of the
-        pipeline and over the ranks that shard their state."""
+        """Return the seconds in which Muon updates the matrices: the maximum over the pipeline
+        ranks `ranks` and over the ranks of their shard groups."""
         if not self.method.matrices:
             return 0.0
         groups = self.kernels(layout)[0].group, self.data.shard_group(layout)
@@ -209,8 +214,8 @@ class StepTimes:
         return max(self.update.matrices_s(work, layout.tensor, *groups) for work in works)
 
     def least_matrices_s(self, layout: Layout, layers: float) -> float:
-        """Return a lower bound in seconds of the update of the whole matrices of `layers` layers:
-        the work of the mean rank of a shard group, without its messages."""
+        """Return a lower bound, in seconds, of Muon's update of the matrices of `layers` layers:
+        the mean work of the ranks of a shard group, without messages."""
         if not self.method.matrices:
             return 0.0
         group, t = self.kernels(layout)[0].group, layout.tensor
@@ -246,13 +251,13 @@ def _layer_key(layout: Layout) -> tuple[object, ...]:
 
 
 def _crossings(layout: Layout, count: int, devices: int) -> list[bool]:
-    """Return for each of `count` stages except the first whether a message to it leaves its node on
-    any data rank. A node has `devices` devices.
+    """Return, for each of `count` stages except the first, True if the message from the previous
+    stage goes to another node in any replica. A node has `devices` devices.
 
     If two stages are on one rank, nothing is sent and the value is arbitrary.
     """
     row = layout.tensor * layout.context * layout.data
-    if row % devices == 0:  # whole nodes, which two pipeline ranks never share
+    if row % devices == 0:  # each pipeline rank has whole nodes
         return [True] * (count - 1)
     placed = placement_of(layout)
     starts = [placed.rank_of(stage) * row for stage in range(count)]

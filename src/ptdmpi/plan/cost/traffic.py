@@ -7,8 +7,8 @@ and an input that a linear has not kept whole is gathered once more (Korthikanti
 2205.05198, section 4.2.2). For each microbatch, a stage sends S bytes in each direction, or S/t if
 messages are scattered over t tensor ranks (Narayanan et al. 2021, arXiv 2104.04473, section 4.1).
 Over the data axis, data ranks sum their gradients (psi on each rank) once in a step. `_data` has
-the closed forms of ZeRO's stages, `ptdmpi.plan.layout.run_method` those of communication-efficient
-methods.
+the closed forms of ZeRO's stages, and `ptdmpi.plan.layout.run_method` has the closed forms of
+communication-efficient methods.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -50,11 +50,11 @@ LOAD_BYTES = 8  # the number of tokens of an expert, or a loss
 class StepTraffic:
     """The traffic of one step of a model, layout, global batch and compute type.
 
-    `predictions` is the number of masked positions of a sample; None: that of the default fraction.
-    If `reproducible`, gradients are summed along the tree of `run.reproducible`. `method` describes
-    the messages of data ranks, by default one sum of the gradients. All counts are exact, except
-    those of codes, whose length depends on random draws and on how parameters are cut, and those of
-    tokens on their way to experts.
+    `predictions` is the number of masked positions of a sample; None: the number that follows from
+    the default fraction. If `reproducible`, gradients are summed along the tree of
+    `run.reproducible`. `method` describes the messages of data ranks, by default one sum of the
+    gradients. All counts are exact, with two exceptions: the bytes of codes, whose length depends
+    on random draws and on how parameters are cut, and the bytes of tokens that are sent to experts.
     """
 
     def __init__(
@@ -91,18 +91,18 @@ class StepTraffic:
 
     @property
     def is_exact(self) -> bool:
-        """Return True if the counts equal those of a run, to the byte and message. If experts are
-        dealt, the number of tokens that a rank sends depends on the router, and the bytes are those
-        of equally full experts."""
+        """Return True if the counts equal the counts of a run, to the byte and message. If experts
+        are distributed over ranks, the number of tokens that a rank sends depends on the router.
+        The counts then assume that all experts have equally many tokens."""
         return not encodes(self.method.section) and self.layout.expert == 1
 
     def of(self, rank: int, shard: int = 0, data: int = 0, step: int = 0) -> Traffic:
         """Return the bytes and messages that each rank sends in step `step` (from 0), by group.
         Groups with the same ranks are counted as one group, because they share a communicator.
 
-        `rank` is the place on the pipeline axis, `shard` the place in the shard group, `data` the
-        place on the data axis. A sum of partial gradients over the tensor axis counts as a sum of
-        whole gradients, although with shards it covers only a rank's part.
+        `rank`, `shard` and `data` are this rank's coordinates on the pipeline axis, in its shard
+        group and on the data axis. A sum of partial gradients over the tensor axis is counted as if
+        it covered all elements, although each rank sums only its own part if gradients are sharded.
         """
         norms = self.method.norms(step)
         tallies = {
@@ -123,8 +123,8 @@ class StepTraffic:
         return Traffic(named)
 
     def _add_loads(self, tallies: dict[str, Tally]) -> None:
-        """Add the sums of the numbers of tokens that each expert of each layer has had, and of the
-        losses of routers."""
+        """Add the messages that sum, over ranks, the number of tokens of each expert in each layer,
+        and the losses of the routers."""
         layout, losses = self.layout, len(self.model.router_losses)
         size = self.model.layers * (self.model.experts + losses) * LOAD_BYTES
         tallies.setdefault(LOSSES, Tally(layout.token_ranks)).add("all_reduce", size)
@@ -191,8 +191,8 @@ class StepTraffic:
 
     @property
     def _is_scattered(self) -> bool:
-        """Return True if each tensor rank sends only a share, because all hold equal
-        activations."""
+        """Return True if each tensor rank sends only a share of the activations, because all tensor
+        ranks hold the same activations."""
         layout, elements = self.layout, self.sizes.tokens * self.model.hidden
         return (
             layout.scatter_gather
@@ -203,8 +203,9 @@ class StepTraffic:
 
     def _norms(self, norms: int) -> Tally:
         """Return the traffic of gathering gradient norms between ranks that have different
-        parameters. All ranks send rows of one length, which is that of the rank with most norms.
-        Steps that measure the consensus distance also gather the norms of that distance."""
+        parameters. All ranks send rows of the same length, which is the largest number of norms of
+        any rank. Steps that measure the consensus distance also gather the norms of that
+        distance."""
         ranks = layout_grid(self.layout).size_of(PARAMETERS)
         longest = max(map(self.held.counted, range(self.layout.pipeline)))
         tally = Tally(ranks)
@@ -232,9 +233,10 @@ class StepTraffic:
                      (less those still there from the op before); frozen ones, too
 
         If shards have copies, each part of the gradients is summed over the copies at the end. If
-        experts are dealt, other parameters are also summed over the ranks of different experts. For
-        the norm of all gradients, the ranks gather the norms of rows of gradients. If the optimizer
-        updates whole matrices, their parts travel to the owners of the matrices and back.
+        experts are distributed over ranks, the gradients of all other parameters are also summed
+        over ranks with different experts. For the norm of all gradients, the ranks gather the norms
+        of rows of gradients. If the optimizer updates whole matrices, their parts travel to the
+        owners of the matrices and back.
         """
         layout, m, shards = self.layout, self.microbatches, self.layout.shards
         if self.reproducible:
@@ -272,9 +274,10 @@ class StepTraffic:
         return {SHARDS: sharing, **copying}
 
     def _whole_sums(self, rank: int) -> dict[str, Tally]:
-        """Return the traffic of gradients that are whole: those of dealt experts are summed along
-        one axis after the other, and all others over all ranks that see different tokens. In the
-        buffer, the second gradient of a tied table is after those of the experts."""
+        """Return the traffic of gradients that are not sharded. The gradients of distributed
+        experts are summed along one axis after the other, and all other gradients over all ranks
+        that see different tokens. In the buffer, the second gradient of a tied table comes after
+        the gradients of experts."""
         grid, units = layout_grid(self.layout), self.held.units(rank, False, 1)[0]
         element = self.sizes.wide_bytes
         apart = sum(size for unit, size in units.items() if of_experts(unit))
@@ -355,8 +358,7 @@ def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
 
 def tree_nodes(leaves: int, first: int, end: int) -> int:
     """Return the least number of nodes of the binary tree over `leaves` that together cover the
-    leaves `first` to `end` - 1. If a node has no sibling, the node and its parent count as one
-    node."""
+    leaves `first` to `end` - 1. A node without a sibling and its parent are counted as one node."""
     nodes = 0
     while first < end:
         span = 1

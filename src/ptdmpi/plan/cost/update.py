@@ -9,8 +9,8 @@ from ptdmpi.plan.shape.matrices import Whole, gathered_bytes, iteration_bytes, p
 
 
 class UpdateTimes:
-    """Seconds of the update. `elements` is always the number of parameters of one rank, which
-    updates its shard of these."""
+    """Seconds of the optimizer's update. `elements` is always the number of parameters of one rank.
+    The rank updates its shard of these parameters."""
 
     def __init__(self, machine: Machine, moments: int = 2) -> None:
         """Store the machine; `moments` is how many numbers the optimizer keeps per parameter."""
@@ -22,8 +22,8 @@ class UpdateTimes:
         """Return the seconds of the optimizer's kernels, which memory bandwidth bounds.
 
         The kernels clear the gradients, divide them by d, and update this rank's shard. (This
-        trainer has the division in the weights of its loss.) Raises InputError if the cluster file
-        lacks a rate that an offloaded update needs.
+        trainer does not divide gradients, because the weights of its loss include the division.)
+        Raises InputError if the cluster file lacks a rate that an offloaded update needs.
         """
         shard = elements / layout.shards
         kernels = self._update_bytes()
@@ -40,8 +40,8 @@ class UpdateTimes:
         """Return the seconds per step of the norm of a rank's own gradient, taken every `every`
         steps (0: never).
 
-        A kernel reads the gradients once more. The messages of the norm are left out, as are those
-        of all other norms, because they are short.
+        A kernel reads the gradients once more. The messages of all norms are left out, because they
+        are short.
         """
         return self.machine.stream_s(elements * self.gradient_bytes) / every if every else 0.0
 
@@ -55,7 +55,7 @@ class UpdateTimes:
     def matrices_s(self, some: Dealt, tensor: int, group: Group, shards: Group) -> float:
         """Return the seconds of Muon for all matrices that a rank makes orthogonal. The seconds
         include the parts of matrices that the rank exchanges with other ranks of its shard group,
-        and the same amount of updates on their way back."""
+        and the parts of the update that come back."""
         made = (n * self.matrix_s(matrix, tensor, group) for (matrix, _), n in some.makes.items())
         element, crosses = iteration_bytes(self.machine.element_bytes), shards.nodes > 1
         ways = [
@@ -84,9 +84,9 @@ class UpdateTimes:
     def _offloaded_s(self, offload: str, shard: float, kernels: list[int]) -> float:
         """Return the seconds of an offloaded update, at the speed of the host's memory.
 
-        Gradients go down the link and weights up (Ren et al. 2021, arXiv 2101.06840, section 4);
-        state in a file is read and written. The ranks of a node's devices share its memory and
-        disk.
+        Gradients are sent from the device to the host, and weights from the host to the device (Ren
+        et al. 2021, arXiv 2101.06840, section 4); state in a file is read and written. The ranks of
+        a node's devices share its memory and disk.
         """
         if missing := self.cluster.lacks(offload):
             keys = " and ".join(f"host.{key}" for key in missing)

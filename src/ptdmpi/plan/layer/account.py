@@ -1,11 +1,13 @@
-"""The terms of an operator's account: kernels, messages, and tensors that stay in memory.
+"""The terms in which an operator describes its costs: kernels, messages, and tensors that stay in
+memory.
 
-An operator (`operator.py`) describes its work in these terms. A cluster prices kernels and messages
-(`plan.cost.layer`); memory and traffic add up items and bytes (`folds.py`).
+An operator (`operator.py`) describes its work in these terms. `plan.cost.layer` computes the times
+of kernels and messages on a cluster. `folds.py` adds up the tensors in memory and the bytes of
+messages.
 
-Some kernels are launched but not `priced`. The efficiencies of clusters were calibrated with
-published times of whole layers, so the prices of the other kernels include the time of these
-kernels.
+Some kernels are launched, but have no time of their own (`priced` is False). The efficiencies of
+clusters were calibrated with published times of whole layers, so the times of the other kernels
+include the time of these kernels.
 """
 
 from collections.abc import Iterable
@@ -29,14 +31,14 @@ class MatrixProduct:
 
     @property
     def flops(self) -> float:
-        """Return the floating-point operations: a multiplication and an addition for each of m n
-        k."""
+        """Return the number of floating-point operations: m n k multiplications, and as many
+        additions, for each product."""
         return 2.0 * self.batch * self.m * self.n * self.k
 
 
 @dataclass(frozen=True)
 class MemoryPass:
-    """A kernel that moves `moved_bytes` (read and written) and computes next to nothing.
+    """A kernel that moves `moved_bytes` (read and written) and hardly computes.
 
     `launches` is the number of kernels that move these bytes together.
     """
@@ -86,8 +88,8 @@ class FusedAttention:
 
     @property
     def flops(self) -> float:
-        """Return the floating-point operations as model FLOPs are counted: every query with every
-        key, masked pairs included."""
+        """Return the number of floating-point operations as in model FLOPs: for every query with
+        every key, including masked pairs."""
         return 2.0 * self.products * self.rows * self.columns * self.head_size
 
 
@@ -104,10 +106,10 @@ class Message:
     """A collective of an activation or its gradient over an axis of the grid.
 
     `whole_bytes` is the size of the whole tensor, as `base.traffic` counts a collective. `behind`
-    has the kernels that run at the same time, on clusters that overlap them. `pieces` is the number
-    of messages that published programs send instead of one; the latency is counted once for each of
-    these messages. `to_next` marks an all-to-all in which each rank sends the whole tensor to the
-    next rank.
+    has the kernels that run at the same time as the message, on clusters that overlap them.
+    `pieces` is the number of messages that published programs send instead of one; the latency is
+    counted once for each of these messages. `to_next` marks an all-to-all in which each rank sends
+    the whole tensor to the next rank.
     """
 
     collective: Collective

@@ -51,7 +51,8 @@ class SplitHeads(Operator):
         return dict(self.norms)
 
     def _normalised(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
-        """Yield the kernels of both norms, of queries and of keys, priced as one norm of both."""
+        """Yield the kernels of the norm of queries and the norm of keys. Their time is computed as
+        for one norm over both."""
         if not self.norms:
             return
         heads, kv_heads = sizes.priced_heads
@@ -80,8 +81,8 @@ class SplitHeads(Operator):
             yield MemoryPass(moved, launches=4, priced=False)
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels of norms and rotation. Next to rotated queries and keys, values are
-        copied, because a view would keep them all."""
+        """Yield the kernels of norms and rotation. If queries and keys are rotated, values are
+        copied, because a view of the values would keep the whole output of the linear in memory."""
         yield from self._normalised(sizes, backward=False)
         yield from self._rotated(sizes)
         if self.rotates:
@@ -116,7 +117,8 @@ class SplitHeads(Operator):
 
 
 def _moved_bytes(sizes: Sizes, heads: int) -> int:
-    """Return the bytes of a pass that reads and writes every position of some heads."""
+    """Return the number of bytes that a kernel moves if it reads and writes all positions of
+    `heads` heads."""
     return 2 * sizes.tokens * heads * sizes.model.head_size * sizes.compute_bytes
 
 
@@ -125,14 +127,14 @@ class Attend(Operator):
     """softmax(Q K^T) V by head, with mask, cap, window and dropout; then the heads are joined.
 
     Scores that are written to memory have a s^2 b / t elements; FlashAttention keeps none (Dao et
-    al. 2022, arXiv 2205.14135, algorithm 4). `RingCore` has the account of a ring.
+    al. 2022, arXiv 2205.14135, algorithm 4). `RingCore` describes the costs of ring attention.
     """
 
     recomputed_selectively: ClassVar[bool] = True
 
     def multiplications(self, model: ModelConfig) -> float:
-        """Return the multiplications of Q K^T and of weights V, per position. They are over all s
-        positions, or over the window if a layer has one (the mean over layers)."""
+        """Return the multiplications of Q K^T and of weights V, per position. Each query counts all
+        s positions, or only its window; the result is the mean over layers."""
         return 2 * model.attention_width * model.mean_keys
 
     # -- time -------------------------------------------------------------------------------------
@@ -149,7 +151,13 @@ class Attend(Operator):
         capped = sizes.model.attention_softcap > 0.0
         if sizes.fused_attention and not capped:
             rows = batch * queries
-            yield FusedAttention(rows, s, d, 5 if backward else 2, seen_share(sizes))
+            yield FusedAttention(
+                rows=rows,
+                columns=s,
+                head_size=d,
+                products=5 if backward else 2,
+                seen=seen_share(sizes),
+            )
             return
         # forward Q K^T, P V; backward dO V^T, then P^T dO, dS K and dS^T Q
         yield MatrixProduct(queries, s, d, batch)
@@ -159,7 +167,7 @@ class Attend(Operator):
         fused = not capped and s <= FUSED_KEYS and batch % FUSED_HEADS == 0
         softmax = (FUSED_SOFTMAX if fused else PLAIN_SOFTMAX)[backward]
         e = sizes.compute_bytes
-        # with the mask the softmax kernel reads only half of the scores, but writes all
+        # because of the mask, the softmax kernel reads only half of the scores, but it writes all
         yield MemoryPass(scores * softmax * e / 2)
         if sizes.software.dropout:
             yield MemoryPass(scores * (2 * e + 1))
@@ -190,7 +198,7 @@ class Attend(Operator):
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
         """Yield the tensors kept for the backward. The output is one of them, because the kernels'
-        backward reads it. It is also the input of the next row."""
+        backward reads it. The next operator also reads it as its input."""
         model, c = sizes.model, sizes.compute_bytes
         heads, kv_heads, _ = _core_shape(sizes)
         explicit = model.attention_dropout > 0.0
@@ -253,7 +261,7 @@ class Attend(Operator):
         yield Item("attention.softmax.dropped", scores, sizes.operand_bytes, "none")
 
     def _kept_by_kernels(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the tensors that kernels without stored scores keep in addition to their
+        """Yield the tensors that kernels which store no scores keep in addition to their
         operands."""
         model, c = sizes.model, sizes.compute_bytes
         heads, kv_heads, _ = _core_shape(sizes)
@@ -271,8 +279,8 @@ class Attend(Operator):
             yield Item("attention.output.copy", size, sizes.wide_bytes, "none")
 
     def forward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of queries, keys, values and the output, and of copies where products
-        are widened."""
+        """Return the number of bytes of queries, keys, values and the output, and of their copies
+        if operands are widened for products."""
         if _in_ring(sizes):
             return RingCore(sizes).forward_bytes()
         each = sizes.compute_bytes
@@ -296,7 +304,8 @@ class Attend(Operator):
         return operands + capped_block_bytes(sizes)
 
     def drawing_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the mask's hashes, next to scores and weights."""
+        """Return the number of bytes of the dropout mask's hashes, in addition to scores and
+        weights."""
         if sizes.model.attention_dropout == 0.0 or _in_ring(sizes):
             return 0
         scores = _core_shape(sizes).heads * _rows(sizes) * sizes.model.seq_length
@@ -314,20 +323,21 @@ def _in_ring(sizes: Sizes) -> bool:
 
 
 def _rows(sizes: Sizes) -> int:
-    """Return the queries of a microbatch that a head of this rank has."""
+    """Return the number of queries of a microbatch for each head of this rank."""
     return _core_shape(sizes).queries * sizes.layout.micro_size
 
 
 def seen_share(sizes: Sizes) -> float:
-    """Return the share of a causal layer's scores that lie in its window, on the busiest context
-    rank and as the mean over layers: for a window of r s keys and one rank, 1 - (1 - r)^2."""
+    """Return the number of scores that lie in the window, as a share of all scores of a causal
+    layer. The share is the mean over layers, on the context rank with the most such scores. On one
+    rank, a window of r s keys gives 1 - (1 - r)^2."""
     model = sizes.model
     s, window = model.seq_length, model.sliding_window
     if not 0 < window < s:
         return 1.0
     sliding = (s - model.mean_keys) / (s - window)
     hidden = (1.0 - window / s) ** 2
-    # "ulysses" leaves a rank all queries of its heads, and so no imbalance
+    # with "ulysses" each rank has all queries of its heads, so ranks have equally many scores
     ranks = s // _core_shape(sizes).queries
     hidden -= (1.0 - hidden) * (imbalance(s, window, ranks) - 1.0)
     return 1.0 - sliding * hidden
@@ -358,8 +368,8 @@ def kept_probabilities(sizes: Sizes) -> int:
 def capped_block_bytes(sizes: Sizes) -> int:
     """Return the bytes of attention with capped scores, one block of queries on all keys.
 
-    These are the scores, their tangents, the gradients of both, a factor of these gradients, and
-    the weights in the type in which they are multiplied.
+    These are the scores, their values of tanh, the gradients of both, a factor of these gradients,
+    and the weights in the type in which they are multiplied.
     """
     model = sizes.model
     if not model.attention_softcap:

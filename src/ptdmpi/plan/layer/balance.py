@@ -2,8 +2,8 @@
 
 Each of c ranks has two of 2c equal chunks, r and 2c - 1 - r. Without a window every rank has the
 same number of scores (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). With a window the
-numbers differ, because queries in the first chunks see fewer keys than other queries. The rank with
-the first chunks then has fewer scores.
+numbers differ, because queries in the first chunks see fewer keys than other queries. So the rank
+with the first chunk has fewer scores than the other ranks.
 """
 
 import itertools
@@ -17,7 +17,8 @@ def scores_before(position: float, window: float) -> float:
 
 
 def imbalance(length: int, window: int, context: int) -> float:
-    """Return the scores of the busiest of `context` ranks, divided by those of the mean rank.
+    """Return the number of scores of the busiest of `context` ranks, divided by the mean number
+    over these ranks.
 
     The sequence has `length` positions; `window` is the number of keys that a query sees at most.
     """

@@ -20,7 +20,7 @@ def loss_rows(columns: int, on_host: bool) -> int:
 
 
 def scores_at_once(queries: int, keys: int, *, heads: int, group: int) -> int:
-    """Return the number of scores of a block of queries that are computed at once: those of all
-    `heads`, or of as many groups of heads as BLOCK_SCORES allows, at least one."""
+    """Return how many scores of a block of queries are computed at once. They are the scores of all
+    `heads`, or of as many groups of heads as BLOCK_SCORES allows, but at least of one group."""
     block = min(QUERY_BLOCK, queries) * keys
     return min(heads * block, max(BLOCK_SCORES, group * block))

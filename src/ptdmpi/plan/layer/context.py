@@ -1,8 +1,8 @@
 """Attention over a context axis, whose ranks have different positions of a sequence. The module has
 the part of the core that a rank computes, and the operators that communicate.
 
-Each method of context parallelism has its own operators ("rows"). Operators of the methods that a
-layout does not use cost nothing.
+Each method of context parallelism has its own operators ("rows"). The operators of methods that a
+layout does not use have no costs.
 """
 
 import math
@@ -19,14 +19,15 @@ from ptdmpi.plan.layer.sizes import Sizes
 # How often a score is read or written outside of products, in a forward and in a backward: maximum,
 # difference, exponential and sum; in a backward difference, exponential, and the scores' gradient.
 SOFTMAX_PASSES = (6, 10)
-HASH_BYTES = 8  # of a query, from which the dropout of its weights is drawn
-# How often a result is read or written to be scaled and added to, on each visit of keys.
+HASH_BYTES = 8  # bytes of a query's hash, from which the dropout of its weights is drawn
+# How often the result is read or written in each visit of keys, when it is scaled and the new part
+# is added.
 MERGE_PASSES = 5
 
 
 def key_copies(kv_heads: int, ranks: int) -> int:
-    """Return how often each key head is repeated, so that the heads can be dealt to `ranks` ranks:
-    the least number with which each rank has as many key heads as any other.
+    """Return how many copies of each key head are needed, so that the heads can be distributed over
+    `ranks` ranks: the least number with which each rank has as many key heads as any other.
 
     If the ranks divide the query heads, the copies divide the query heads of a key head.
     """
@@ -34,8 +35,8 @@ def key_copies(kv_heads: int, ranks: int) -> int:
 
 
 class CoreShape(NamedTuple):
-    """The part of the core that a rank computes in each sequence: query heads and key heads, and
-    the number of queries of a head. The keys are those of all positions."""
+    """The part of the core that a rank computes in each sequence: the numbers of query heads and of
+    key heads, and the number of queries of a head. It reads the keys of all positions."""
 
     heads: int
     kv_heads: int
@@ -75,20 +76,20 @@ class _Exchange(Operator, ABC):
         yield from self._copies(sizes)
 
     def forward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes that are exchanged, in the order of ranks and in the order in which they
-        are used."""
+        """Return the number of bytes of the exchanged tensors, which are in memory twice: in the
+        order of ranks, and in the order in which they are used."""
         return 2 * self._bytes(sizes)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradients in three forms: as they are computed, as they are sent,
-        and as they arrive."""
+        """Return the number of bytes of the gradients, which are in memory three times: as they are
+        computed, as they are sent, and as they arrive."""
         return 3 * self._bytes(sizes)
 
 
 @dataclass(frozen=True)
 class GatherKeys(_Exchange):
-    """The gather of keys and values, from those of this rank's positions to those of all positions,
-    with a copy of this rank's queries. Only "all_gather" does it.
+    """The gather of the keys and values of all positions from the ranks that have them, with a copy
+    of this rank's queries. Only the method "all_gather" needs it.
 
     The gradients of keys and values are summed over the context axis (Dubey et al. 2024, arXiv
     2407.21783, section 3.3.2).
@@ -102,8 +103,8 @@ class GatherKeys(_Exchange):
         return size * sizes.compute_bytes
 
     def _copies(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the copies that put keys next to values before the message, and positions in order
-        after it."""
+        """Yield the copies that join keys and values in one tensor before the message, and put the
+        positions in order after it."""
         if size := self._bytes(sizes):
             yield MemoryPass(2 * size * (1 + 1 / sizes.layout.context))
 
@@ -117,9 +118,11 @@ class GatherKeys(_Exchange):
 
 @dataclass(frozen=True)
 class _Dealing(_Exchange):
-    """An exchange of positions for heads, or of heads for positions. Only "ulysses" does it.
+    """An all-to-all before or after the core. Before it a rank has all heads at some positions, and
+    after it some heads at all positions, or the other way round. Only the method "ulysses" needs
+    it.
 
-    For the core each rank has all positions of 1/c of the heads (Jacobs et al. 2023, arXiv
+    In the core each rank has 1/c of the heads at all positions (Jacobs et al. 2023, arXiv
     2309.14509, section 3.1).
     """
 
@@ -149,8 +152,9 @@ class _Dealing(_Exchange):
 
 @dataclass(frozen=True)
 class DealHeads(_Dealing):
-    """Queries, keys and values of this rank's positions -> those of all positions, of this rank's
-    part of the heads. Key heads are repeated if the ranks do not divide them."""
+    """Queries, keys and values of all heads at this rank's positions -> queries, keys and values of
+    this rank's part of the heads at all positions. Key heads are repeated if the ranks do not
+    divide them."""
 
     def _elements(self, sizes: Sizes) -> int:
         heads, kv_heads = sizes.local_heads
@@ -160,7 +164,7 @@ class DealHeads(_Dealing):
 
 @dataclass(frozen=True)
 class JoinHeads(_Dealing):
-    """The outputs of this rank's part of the heads at all positions -> those of all heads at this
+    """Outputs of this rank's part of the heads at all positions -> outputs of all heads at this
     rank's positions."""
 
     def _elements(self, sizes: Sizes) -> int:
@@ -174,13 +178,13 @@ class JoinHeads(_Dealing):
 
 
 class RingCore:
-    """Attention of this rank's queries to the keys and values of each rank, which visit it one
+    """Attention of this rank's queries to the keys and values of all ranks, which arrive one block
     after the other.
 
     Scores are computed by products in float32 at least, for a block of queries and a chunk of keys
-    at a time. None are kept. Each visit has four pairs of a query chunk and a key chunk. Under a
-    causal mask a rank computes two pairs of each visit, and three pairs with its own keys; two of
-    these three are on the diagonal.
+    at a time, and are not kept. In each visit there are four pairs of a query chunk and a key
+    chunk. Under a causal mask a rank computes two pairs of each visit, and three pairs with its own
+    keys; two of these three are on the diagonal.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -191,8 +195,8 @@ class RingCore:
         self.key_elements = 2 * kv_heads * sizes.tokens * sizes.model.head_size
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
-        """Yield (queries, keys) of each pair of chunks that see each other. At the diagonal each
-        block of queries sees the keys up to its end."""
+        """Yield (queries, keys) of each pair of chunks that see each other. On the diagonal, each
+        block of queries reads the keys up to its own last position."""
         chunk, visits = self.chunk, self.sizes.layout.context
         if self.sizes.model.attention != "causal":
             yield from [(chunk, chunk)] * (4 * visits)
@@ -219,13 +223,15 @@ class RingCore:
         return self.sizes.layout.micro_size * self.sizes.priced_heads[0]
 
     def _score_products(self, queries: int, keys: int, backward: bool) -> Iterator[Kernel]:
-        """Yield the products of a pair that make scores: Q K^T, and in a backward dO V^T."""
+        """Yield the products of a pair of chunks that have scores as a result: Q K^T, and in a
+        backward dO V^T."""
         yield from [MatrixProduct(queries, keys, self.sizes.model.head_size, self._batch)] * (
             1 + backward
         )
 
     def _value_products(self, queries: int, keys: int, backward: bool) -> Iterator[Kernel]:
-        """Yield the products of a pair that read scores: P V, or P^T dO, dS^T Q and dS K."""
+        """Yield the products of a pair of chunks that read scores: P V in a forward, and P^T dO,
+        dS^T Q and dS K in a backward."""
         d = self.sizes.model.head_size
         if backward:
             yield from [MatrixProduct(keys, d, queries, self._batch)] * 2
@@ -235,8 +241,10 @@ class RingCore:
         """Yield the messages of a phase: each block of keys and values visits c - 1 other ranks. In
         a backward its gradients follow it, and return to its own rank.
 
-        The products of a visit hide the messages of the next one. In a backward those that make
-        scores hide keys and values, and the others hide gradients, except at their return.
+        The products of a visit overlap with the messages of the next visit. In a backward the
+        products that compute scores overlap with the messages of keys and values. All other
+        products overlap with the messages of gradients, except when the gradients return to their
+        own rank.
         """
         if phase == "weights" or (phase != "forward" and not input_trains):
             return
@@ -264,24 +272,25 @@ class RingCore:
         yield Item("attention.logsumexp", rows, sizes.wide_bytes)
 
     def forward_bytes(self) -> int:
-        """Return the bytes of inputs and output, of the queries and the output in the type of sums,
-        of a block of keys and values and of the next one, and of the scores."""
+        """Return the number of bytes of these tensors: the inputs and the output; the queries and
+        the output in the type of sums; the present block of keys and values and the next one; the
+        scores."""
         narrow = 2 * self.query_elements + 3 * self.key_elements
         wide = 2 * self.query_elements * self.sizes.wide_bytes
         return narrow * self.sizes.compute_bytes + wide + self._tile_bytes()
 
     def backward_bytes(self) -> int:
-        """Return the bytes of queries and their gradient in the type of sums, of two blocks of keys
-        and values, of three of their gradients (added here, arriving and summed), and of the
-        scores."""
+        """Return the number of bytes of these tensors: the queries and their gradient in the type
+        of sums; two blocks of keys and values; three blocks of their gradients (this rank's part,
+        the sum that arrives, and the new sum); the scores."""
         wide = 2 * self.query_elements + 3 * self.key_elements
         blocks = 2 * self.key_elements * self.sizes.compute_bytes
         return wide * self.sizes.wide_bytes + blocks + self._tile_bytes()
 
     def _tile_bytes(self) -> int:
-        """Return the bytes of the scores that are computed at once: scores, tangents, the gradients
-        of both, and the weights in the type in which they are multiplied. With dropout their mask
-        is added, and a hash of each query."""
+        """Return the number of bytes for the scores that are computed at once: the scores, their
+        values of tanh, the gradients of both, and the weights in the type in which they are
+        multiplied. With dropout there are also the mask and a hash of each query."""
         sizes, model = self.sizes, self.sizes.model
         micro_size = sizes.layout.micro_size
         group = model.heads // model.kv_heads * micro_size

@@ -38,7 +38,7 @@ from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Scale, Sees, Tabl
 from ptdmpi.plan.layer.products import Multiply
 
 WORD_TABLE = "word"  # the part of the embedding that a tied head shares
-# numbers of a layer's dropout masks outside of residual sums (`RandomStream.at`)
+# numbers of a layer's dropout masks, except the masks of residual sums (`RandomStream.at`)
 OTHER_MASKS = {2: "attention's weights", 3: "the adapters"}
 
 
@@ -70,7 +70,14 @@ class LayerBuild:
         if self.model.adapt.adapts:
             linear = replace(linear, trains=False)
         quantized = LowBit.of(self.model.quantize)
-        return Multiply(name, (source,), (target,), linear, adapters, quantized=quantized)
+        return Multiply(
+            name=name,
+            inputs=(source,),
+            outputs=(target,),
+            linear=linear,
+            adapters=adapters,
+            quantized=quantized,
+        )
 
     def norm(self, name: str, source: str, target: str) -> Normalize:
         """Return the row of a norm over [h]."""
@@ -85,7 +92,13 @@ class LayerBuild:
         2105.13290). `place` is the number of the sublayer's dropout mask. No other mask of the
         layer has this number (`OTHER_MASKS`).
         """
-        residual = AddResidual(f"{name}.residual", ("x", "y"), ("x",), f"{name}.mask", place)
+        residual = AddResidual(
+            name=f"{name}.residual",
+            inputs=("x", "y"),
+            outputs=("x",),
+            mask=f"{name}.mask",
+            place=place,
+        )
         if self.model.block_norm == "post":
             first = replace(operators[0], inputs=("x",))
             last = self.norm(f"{name}_norm", "x", "x")
@@ -103,14 +116,20 @@ def attention(build: LayerBuild) -> Sublayer:
     query = model.attention_width
     key_value = model.kv_heads * model.head_size
     qkv = Linear(
-        model.hidden,
-        (query, key_value, key_value),
-        model.qkv_bias,
-        model.init_std,
-        "columns",
-        (model.heads, model.kv_heads, model.kv_heads),
+        inputs=model.hidden,
+        outputs=(query, key_value, key_value),
+        bias=model.qkv_bias,
+        init_std=model.init_std,
+        split="columns",
+        most=(model.heads, model.kv_heads, model.kv_heads),
     )
-    out = Linear(query, (model.hidden,), model.attention_bias, build.residual_std, "rows")
+    out = Linear(
+        inputs=query,
+        outputs=(model.hidden,),
+        bias=model.attention_bias,
+        init_std=build.residual_std,
+        split="rows",
+    )
     norms: tuple[tuple[str, Norm], ...] = ()
     if model.qk_norm:
         trains = not model.adapt.adapts
@@ -121,7 +140,13 @@ def attention(build: LayerBuild) -> Sublayer:
         "attention",
         0,
         build.product("attention.qkv", qkv, "y", "y"),
-        SplitHeads("attention.heads", ("y",), ("q", "k", "v"), norms, rotates),
+        SplitHeads(
+            name="attention.heads",
+            inputs=("y",),
+            outputs=("q", "k", "v"),
+            norms=norms,
+            rotates=rotates,
+        ),
         GatherKeys("attention.keys", ("q", "k", "v"), ("q", "k", "v")),
         DealHeads("attention.dealt", ("q", "k", "v"), ("q", "k", "v")),
         Attend("attention.core", ("q", "k", "v"), ("y",)),
@@ -141,8 +166,20 @@ def mlp(build: LayerBuild) -> Sublayer:
 def _linears(build: LayerBuild, width: int) -> tuple[Linear, Linear]:
     """Return the two linears of an MLP of a width."""
     model = build.model
-    up = Linear(model.hidden, (width,) * model.gates, model.mlp_bias, model.init_std, "columns")
-    return up, Linear(width, (model.hidden,), model.mlp_bias, build.residual_std, "rows")
+    up = Linear(
+        inputs=model.hidden,
+        outputs=(width,) * model.gates,
+        bias=model.mlp_bias,
+        init_std=model.init_std,
+        split="columns",
+    )
+    return up, Linear(
+        inputs=width,
+        outputs=(model.hidden,),
+        bias=model.mlp_bias,
+        init_std=build.residual_std,
+        split="rows",
+    )
 
 
 def _feed_forward(
@@ -153,14 +190,21 @@ def _feed_forward(
     up, down = _linears(build, width)
     return (
         build.product(f"{name}.up", up, "y", value),
-        Activate(f"{name}.activation", (value,), (value,), model.activation, width, model.gates),
+        Activate(
+            name=f"{name}.activation",
+            inputs=(value,),
+            outputs=(value,),
+            function=model.activation,
+            width=width,
+            gates=model.gates,
+        ),
         build.product(f"{name}.down", down, value, value),
     )
 
 
 def _mixture(build: LayerBuild) -> Sublayer:
-    """Return experts and their router, next to shared experts, if there are any: one MLP that
-    computes every token (Dai et al. 2024, arXiv 2401.06066)."""
+    """Return the experts and their router. If there are shared experts, the result also has their
+    MLP, which computes every token (Dai et al. 2024, arXiv 2401.06066)."""
     model = build.model
     shared: tuple[Operator, ...] = ()
     inputs: tuple[str, ...] = ("y",)
@@ -173,12 +217,12 @@ def _mixture(build: LayerBuild) -> Sublayer:
     router = Linear(*sizes, remembers, model.init_std, partial_gradient=True)
     up, down = _linears(build, model.expert_hidden)
     mix = MixExperts(
-        "mlp.experts",
-        inputs,
-        ("y",),
-        router,
-        up,
-        down,
+        name="mlp.experts",
+        inputs=inputs,
+        outputs=("y",),
+        router=router,
+        up=up,
+        down=down,
         count=model.experts,
         chosen=model.experts_per_token,
         function=model.activation,
@@ -199,7 +243,8 @@ def layer(model: ModelConfig, number: int | None = None) -> tuple[Sublayer, ...]
 
 
 def _require_own_masks(sublayers: Iterable[Sublayer]) -> None:
-    """Raise ValueError if two dropout masks of a layer have one number and so equal values."""
+    """Raise ValueError if two dropout masks of a layer have the same number, and therefore equal
+    values."""
     users = dict(OTHER_MASKS)
     for sublayer in sublayers:
         for row in sublayer.operators:
@@ -235,15 +280,15 @@ def adapters_of(
             continue
         assert linear.split is not None
         pair = LowRankPair(
-            linear.inputs,
-            linear.outputs[output],
-            adapt.rank,
-            adapt.scale,
-            adapt.dropout,
-            number,
-            output,
-            linear.split,
-            most,
+            inputs=linear.inputs,
+            outputs=linear.outputs[output],
+            rank=adapt.rank,
+            scale=adapt.scale,
+            dropout=adapt.dropout,
+            number=number,
+            output=output,
+            split=linear.split,
+            most=most,
         )
         adapters.append((f"{name}.lora_{leaf}", pair))
     return tuple(adapters)
@@ -290,10 +335,26 @@ def head(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
         rows += _masked_transform(model, trains)
     # BERT's output head is the only one with a bias (Devlin et al. 2019, the published weights)
     bias = model.output_head == "mlm" and model.head_bias
-    linear = Linear(model.hidden, (vocab_size,), bias, model.init_std, "columns", trains=trains)
+    linear = Linear(
+        inputs=model.hidden,
+        outputs=(vocab_size,),
+        bias=bias,
+        init_std=model.init_std,
+        split="columns",
+        trains=trains,
+    )
     selected = model.masked
     shares = selected and model.output_head != "mlm"
-    rows.append(Predict("head", ("x",), ("logits",), linear, selected, shares))
+    rows.append(
+        Predict(
+            name="head",
+            inputs=("x",),
+            outputs=("logits",),
+            linear=linear,
+            selected=selected,
+            shares_input=shares,
+        )
+    )
     rows.append(CrossEntropy("loss", ("logits",), ("loss",), vocab_size))
     if model.sentence_order:
         rows += _sentence_order(model, trains)
@@ -308,11 +369,11 @@ def _masked_transform(model: ModelConfig, trains: bool) -> list[Operator]:
     return [
         Multiply("mlm.dense", ("x",), ("x",), dense, rows="predicted", shares_input=True),
         Activate(
-            "mlm.activation",
-            ("x",),
-            ("x",),
-            model.activation,
-            h,
+            name="mlm.activation",
+            inputs=("x",),
+            outputs=("x",),
+            function=model.activation,
+            width=h,
             rows="predicted",
             split=False,
         ),
@@ -345,10 +406,10 @@ def _of_samples(
 def _task(model: ModelConfig) -> list[Operator]:
     """Return the head for a task.
 
-    BERT classifies from its first token, through the pooler (Devlin et al. 2019, section 4.1), a
-    decoder from its last one, by a linear alone (Radford et al. 2018). The head is trained even if
-    the rest of the model trains only adapters, because a frozen head would not have learned the
-    task.
+    BERT classifies from its first token, through the pooler (Devlin et al. 2019, section 4.1). A
+    decoder classifies from its last token, by only a linear (Radford et al. 2018). The head is
+    trained even if the rest of the model trains only adapters, because a frozen head would not have
+    learned the task.
     """
     h, std = model.hidden, model.init_std
     has_backward = model.idle() < model.layers

@@ -1,4 +1,5 @@
-"""Operators that touch each number once: norms, activation functions, dropout and residual sums."""
+"""Operators that read each number only once: norms, activation functions, dropout and residual
+sums."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from ptdmpi.plan.layer.operator import Operator, hash_bytes
 from ptdmpi.plan.layer.parts import Norm, Part
 from ptdmpi.plan.layer.sizes import Rows, Sizes
 
-MASK_BYTES = 1  # an element of a dropout mask
+MASK_BYTES = 1  # bytes of an element of a dropout mask
 
 
 def norm_statistics(sizes: Sizes, name: str, rows: int) -> Item:
@@ -20,8 +21,8 @@ def norm_statistics(sizes: Sizes, name: str, rows: int) -> Item:
 
 
 def norm_operands(sizes: Sizes, name: str, norm: Norm) -> Iterator[Item]:
-    """Yield the gradients of a norm's weights. A split backward computes them in I and adds them in
-    W, so they stay in memory meanwhile."""
+    """Yield the gradients of a norm's weights. A split backward computes these gradients in I and
+    adds them in W, so they stay in memory from I to W."""
     if norm.trains:
         yield Item(f"{name}.weights", sum(norm.weights(sizes.layout.tensor)), sizes.compute_bytes)
 
@@ -87,8 +88,8 @@ class Activate(Operator):
         return sizes.rows(self.rows) * width
 
     def _priced_elements(self, sizes: Sizes) -> int:
-        """Return the number of elements that count for time. It excludes the padding of a width
-        that the tensor-parallel size t does not divide."""
+        """Return the number of elements that determine the computing time. It excludes the padding
+        of a width that the tensor-parallel size t does not divide."""
         width = self.width // sizes.layout.tensor if self.split else self.width
         return sizes.rows(self.rows) * width
 
@@ -148,7 +149,7 @@ class AddResidual(Operator):
             yield Item(self.mask, self._elements(sizes), 1)
 
     def drawing_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the mask's hashes, next to the branch and the gradient."""
+        """Return the number of bytes of the mask's hashes, of the branch and of its gradient."""
         if not sizes.drops:
             return 0
         local = self._elements(sizes)

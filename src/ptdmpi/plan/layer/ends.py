@@ -56,7 +56,7 @@ class LookUp(Operator):
         size = sizes.tokens * self.table.hidden * sizes.compute_bytes
         if phase == "forward":
             yield summed(sizes, size)
-        # a gradient of the whole table needs no rows for the positions of other ranks
+        # if the table is whole, a rank needs no gradients of other ranks' positions
         scatters = sizes.divides_sequence and sizes.software.adds_in_place
         if phase in ("backward", "weights") and scatters and self.table.trains:
             yield Message("all_gather", size)
@@ -67,7 +67,7 @@ class LookUp(Operator):
             yield Item("embedding.elsewhere", sizes.tokens, 1)
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the gradient of the activations, which are sums of the tables' rows."""
+        """Yield the gradient of the looked-up rows."""
         size = sizes.local_tokens * self.table.hidden
         yield Item("embedding.gradient", size, sizes.compute_bytes)
         yield from self.kept(sizes, "none")
@@ -106,9 +106,9 @@ class DropEmbedding(Operator):
 class SelectPositions(Operator):
     """Activations [local, h] -> [k, b, h] at some positions of each sequence, whole on every rank.
 
-    These are the predicted positions and, if `samples` is set, one position of each sequence.
-    `has_backward`: a part before this row trains. `feeds_trained`: a linear that trains reads the
-    activations, so they are kept.
+    If `predicted` is set, these are the predicted positions; if `samples` is set, there is one
+    position of each sequence in addition. `has_backward`: a part before this operator trains.
+    `feeds_trained`: a linear that trains reads the activations, so they are kept.
     """
 
     predicted: bool
@@ -140,8 +140,8 @@ class SelectPositions(Operator):
 class Predict(Operator):
     """[predicted, h] -> this rank's logits [predicted, V/t], capped if the model caps them.
 
-    `selected`: every rank has all rows of the input, because positions were selected before.
-    `shares_input`: the input is part of a tensor that another row keeps.
+    `selected`: an earlier operator has already selected the predicted positions, so every rank has
+    all rows of the input. `shares_input`: the input is part of a tensor that another row keeps.
     """
 
     linear: Linear
@@ -238,7 +238,7 @@ class CrossEntropy(Operator):
         return sizes.share(self.columns) if self.split else self.columns
 
     def logits(self, sizes: Sizes) -> int:
-        """Return the elements of this rank's logits."""
+        """Return the number of this rank's logits."""
         return sizes.rows("predicted" if self.split else "samples") * self._local_columns(sizes)
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
@@ -280,7 +280,7 @@ class CrossEntropy(Operator):
 
     def backward_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the rows of logits that are widened at once. The gradient replaces
-        the logits in their memory; with a soft cap it is a tensor of its own."""
+        the logits in their memory; with a soft cap it is a separate tensor."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         logits = self.logits(sizes)
         if not self.split:

@@ -1,8 +1,9 @@
 """Mixture of experts: several MLPs, of which a router chooses some for each token.
 
 Shazeer et al. 2017 (arXiv 1701.06538), without capacities: a chosen expert computes all of its
-tokens. The tensor axis divides the width of each expert, so tensor ranks choose alike, and their
-outputs and all gradients, that of the router included, are parts, which the usual sums add.
+tokens. The tensor axis divides the width of each expert. All tensor ranks choose the same experts,
+and each computes a part of the outputs and of all gradients, including the router's. The usual sums
+over the tensor axis add these parts.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ from ptdmpi.plan.layer.products import copied_bytes, summed, weight_gradient
 from ptdmpi.plan.layer.sizes import Sizes
 
 INDEX_BYTES = 8  # an index of an expert or of a token
-# If experts are dealt, memory is counted for this multiple of the mean number of rows of a rank.
+# If experts are distributed over ranks, memory is counted for this multiple of the mean number of
+# rows of a rank.
 FULLEST = 2
 # passes over the scores of all experts: their softmax, the choice, and the order of the tokens
 SCORE_PASSES = 4
@@ -34,9 +36,9 @@ SCORE_PASSES = 4
 class MixExperts(Operator):
     """[rows, h] -> [rows, h]: the weighted sum of the experts that the router chooses for a token.
 
-    If experts are dealt over e ranks, the time assumes that all experts have equally many tokens,
-    so a rank computes as many rows as without dealing. The memory allows for `FULLEST` times as
-    many rows, or for the largest possible number of rows if that is less.
+    If experts are distributed over e ranks, the time assumes that all experts have equally many
+    tokens, so a rank computes as many rows as without expert parallelism. The memory allows for
+    `FULLEST` times as many rows, or for the largest possible number of rows if that is less.
 
     `up` and `down` are the two linears of each of `count` experts, around `function`; `chosen` is
     the number of experts of a token. A second input is added to the sum: the output of experts that
@@ -79,8 +81,8 @@ class MixExperts(Operator):
 
     def _pairs(self, sizes: Sizes) -> int:
         """Return the number of rows of all experts together: one row for each token and each of its
-        experts. If experts are dealt, a rank has on average the same number of rows, which come
-        from all ranks of its expert group."""
+        experts. If experts are distributed over ranks, a rank has on average the same number of
+        rows, which come from all ranks of its expert group."""
         return sizes.tokens * self.chosen
 
     def _most_rows(self, sizes: Sizes) -> int:
@@ -96,28 +98,29 @@ class MixExperts(Operator):
         return self.down.local(sizes.layout.tensor)[0]
 
     def _up_width(self, sizes: Sizes) -> int:
-        """Return the outputs of an expert's first linear on one tensor rank."""
+        """Return the number of outputs of an expert's first linear on one tensor rank."""
         return self.up.local(sizes.layout.tensor)[1]
 
     def _scores(self, sizes: Sizes) -> int:
         return sizes.tokens * self.count
 
     def _groups(self, sizes: Sizes) -> tuple[int, int]:
-        """Return (experts with tokens, rows of each). Experts count as equally full."""
+        """Return (number of experts that have tokens, number of rows of each). The model assumes
+        that these experts have equally many tokens."""
         pairs = self._pairs(sizes)
         used = min(self.count, pairs)
         return used, -(-pairs // used)
 
     def _products(self, sizes: Sizes, n: int, k: int) -> MatrixProduct:
-        """Return the products of all experts' rows [rows, k] with their matrices [k, n], one after
-        the other."""
+        """Return the matrix products of each expert's rows [rows, k] with its matrix [k, n], one
+        expert after the other."""
         used, rows = self._groups(sizes)
-        return MatrixProduct(rows, n, k, used, used)
+        return MatrixProduct(m=rows, n=n, k=k, batch=used, launches=used)
 
     # -- time -------------------------------------------------------------------------------------
 
     def _activated(self, sizes: Sizes, kind: str, numbers: int) -> Elementwise:
-        """Return the kernels of an activation, one for each expert, that move so many numbers for
+        """Return the kernels of an activation, one for each expert. They move `numbers` numbers for
         each element of the width."""
         used, rows = self._groups(sizes)
         moved = (numbers * sizes.compute_bytes,) * used
@@ -184,9 +187,10 @@ class MixExperts(Operator):
         yield summed(sizes, size)
 
     def _exchanges(self, sizes: Sizes, phase: Phase) -> Iterator[Message]:
-        """Yield the all-to-alls of tokens, if experts are dealt: numbers of rows, weights, rows and
-        results in the forward; gradients of results, of rows and of weights in the backward. Their
-        sizes are means, because a rank sends as many rows as its tokens have experts elsewhere."""
+        """Yield the all-to-alls of tokens, if experts are distributed over ranks. The forward sends
+        the counts of rows, the rows, their weights and the results. The backward sends the
+        gradients of results, rows and weights. The sizes of these messages are means, because the
+        number of rows that a rank sends depends on the experts that its tokens choose."""
         expert, pairs = sizes.layout.expert, self._pairs(sizes)
         if expert == 1:
             return
@@ -247,9 +251,10 @@ class MixExperts(Operator):
         return whole + scores + expert + self.adding_bytes(sizes)
 
     def adding_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes that one expert's largest gradient of a weight needs until it is added,
-        if it is not added in the sum's own type. Its rows may be every token. If experts are dealt,
-        each product is complete before it is added."""
+        """Return the number of bytes that the largest weight gradient of one expert needs until it
+        is added to the sum, if the two have different types. The expert may have every token of the
+        microbatch. If experts are distributed over ranks, each product is complete before it is
+        added."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         shape = self.up.local(sizes.layout.tensor)
         inputs, outputs = shape

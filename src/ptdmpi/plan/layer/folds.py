@@ -25,8 +25,8 @@ def operators(sublayers: Iterable[Sublayer]) -> tuple[Operator, ...]:
 
 
 def parts_of(rows: Iterable[Operator], expert: int = 1) -> dict[str, Part]:
-    """Return the parts of these rows with weights, trained or frozen, by name. If experts are dealt
-    over `expert` ranks, the parts are those of the first of these ranks."""
+    """Return the parts of these rows with weights, trained or frozen, by name. If experts are
+    distributed over `expert` ranks, the result has the experts of the first rank only."""
     parts: dict[str, Part] = {}
     for row in rows:
         parts |= row.held(expert)
@@ -54,8 +54,8 @@ def messages(
 ) -> Iterator[Message]:
     """Yield the messages of these rows in a phase.
 
-    `input_trains`: a part before the rows trains, so the first row computes its input's gradient.
-    Otherwise only the rows after the first trained row compute one.
+    `input_trains`: a part before these rows trains, so the first row also computes the gradient of
+    its input. Otherwise only the rows after the first trained row compute such a gradient.
     """
     for row in rows:
         yield from row.messages(sizes, phase, input_trains)
@@ -73,8 +73,9 @@ def recomputed(rows: Rows, sizes: Sizes) -> Rows:
 
 
 def items(rows: Rows, sizes: Sizes, mode: str) -> list[Item]:
-    """Return every tensor that a layer's backward needs. `kept` selects those that stay in memory
-    under a mode of recomputation. Full recomputation keeps only the layer's input."""
+    """Return every tensor that a layer's backward needs. `account.kept` selects the tensors that
+    stay in memory under a mode of recomputation. Full recomputation keeps only the layer's
+    input."""
     first = f"{rows[0].name}.input"
     tensors = [Item(first, sizes.local_tokens * sizes.model.hidden, sizes.compute_bytes, "full")]
     for row in rows:
@@ -88,7 +89,8 @@ def kept_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
 
 
 def operand_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
-    """Return the bytes that a split backward keeps of rows from its I to its W."""
+    """Return the number of bytes of the operands that a split backward keeps from its I to its
+    W."""
     return sum(total_bytes(row.operands(sizes)) for row in rows)
 
 
@@ -108,8 +110,8 @@ def value_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
 
 def idle_bytes(rows: Rows, sizes: Sizes) -> int:
     """Return the bytes that the forward of a layer without a backward needs. They are the larger of
-    two amounts: the tensors that it would keep for a backward, and one row next to the residual
-    stream."""
+    two amounts: the tensors that it would keep for a backward; and the residual stream together
+    with the tensors of one row."""
     most = max(row.forward_bytes(sizes) for row in rows) + sizes.boundary_bytes
     return max(total_bytes(kept(items(rows, sizes, "none"), "none")), most)
 
@@ -131,9 +133,10 @@ class LayerBytes:
 def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> LayerBytes:
     """Walk a layer's backward from its last row to its first, and return its maximum of memory.
 
-    Each row needs its own memory, the gradient of the residual stream, and the recomputed tensors.
-    By then the tensors of later sublayers are freed. The inputs of later rows of the same sublayer
-    are freed too, except the input of the next row, which its gradient has replaced.
+    Each row needs its own working memory, the gradient of the residual stream, and the recomputed
+    tensors. The tensors of later sublayers have already been freed. The inputs of later rows of the
+    same sublayer have been freed, too. Only the memory of the next row's input is still in use,
+    because this input's gradient is as large.
     """
     rows = operators(sublayers)
     tensors = items(rows, sizes, mode)

@@ -85,7 +85,7 @@ class LowBit:
 
     @classmethod
     def of(cls, section: QuantizeConfig) -> "LowBit | None":
-        """Return the format that a run asks for; None if its products use weights unquantized."""
+        """Return the format that the configuration sets; None if weights are not quantized."""
         if section.weights == "none":
             return None
         return cls(section.weights, section.block)

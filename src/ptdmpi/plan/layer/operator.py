@@ -1,8 +1,8 @@
 """An operator: one row in the description of a model, with methods that return its costs.
 
-A row reads named values and writes named values; the sublayers in `describe.py` are such rows in
+A row reads named values and writes named values. A sublayer in `describe.py` is a list of rows in
 order. `ptdmpi.model.operators` has one module or function for each kind of row, which computes it.
-Every account of a step is a fold over rows (`folds.py`), so planner, memory, traffic and FLOPs read
+Time, memory, traffic and FLOPs of a step are sums and maxima over rows (`folds.py`), which use
 nothing but these methods.
 """
 
@@ -23,16 +23,16 @@ class Operator:
     """A row of the description: its name, the values that it reads and writes, and its costs.
 
     Values are [rows, width] on each rank (`sizes.Rows` has the rows). A value is freed after the
-    last row of its sublayer that reads it. The methods below are the account; a kind of operator
-    overrides those that are not empty. Sizes are for one rank and one microbatch.
+    last row of its sublayer that reads it. The methods return the costs; each kind of operator
+    overrides the methods whose results are not empty. Sizes are for one rank and one microbatch.
     """
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
-    # Cheap to compute and large to keep: recomputed under `recompute.mode = "selective"`
-    # (Korthikanti et al. 2022, arXiv 2205.05198, section 5).
+    # True if its tensors are cheap to compute and large: they are recomputed under `recompute.mode
+    # = "selective"` (Korthikanti et al. 2022, arXiv 2205.05198, section 5).
     recomputed_selectively: ClassVar[bool] = False
 
     def parts(self) -> dict[str, Part]:
@@ -40,8 +40,9 @@ class Operator:
         return {}
 
     def held(self, expert: int) -> dict[str, Part]:
-        """Return the operator's `parts` that one rank has if experts are dealt over `expert` ranks.
-        The result is that of the first rank, because all ranks have parts of the same shapes."""
+        """Return the operator's `parts` that one rank has if experts are distributed over `expert`
+        ranks. The result has the names of the first rank; all other ranks have parts of the same
+        shapes."""
         return self.parts()
 
     @property
@@ -51,7 +52,8 @@ class Operator:
 
     def multiplications(self, model: ModelConfig) -> float:
         """Return the multiplications per row of its forward products on all tensor ranks together,
-        as model FLOPs count them: two FLOPs each, the whole scores of a causal layer included."""
+        as for model FLOPs, in which each multiplication is two FLOPs and a causal layer computes
+        all scores."""
         return 0.0
 
     def frozen_multiplications(self, model: ModelConfig) -> float:
@@ -89,12 +91,12 @@ class Operator:
         yield from ()
 
     def keeps_at_its_end(self, sizes: Sizes) -> bool:
-        """Return True if it keeps a tensor that is complete only at the end of its forward. Its
-        recomputation then includes all of its kernels and messages."""
+        """Return True if the operator keeps a tensor that is complete only at the end of its
+        forward. Its recomputation then includes all of its kernels and messages."""
         return any(True for _ in self.kept(sizes, "none"))
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the tensors that a split backward keeps of it from its I to its W."""
+        """Yield the tensors of this operator that a split backward keeps from its I to its W."""
         yield from ()
 
     def forward_bytes(self, sizes: Sizes) -> int:

@@ -1,7 +1,7 @@
 """The parts of a model that hold parameters: linears, norms, tables and adapters, as data.
 
-An operator names its parts (`operator.py`), and `ptdmpi.model` makes a module from each of them. No
-torch is needed, so a login node can count the parameters.
+An operator names its parts (`operator.py`), and `ptdmpi.model` makes a module from each of them.
+This file does not import torch, so parameters can be counted on a login node.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,9 +11,10 @@ from typing import Literal
 Sees = Literal["positions", "heads", "all"]
 
 # Every parameter and every shard starts at a multiple of this many elements. So vectorised kernels
-# handle each element alike wherever it is, without scalar tails, and its bits depend neither on its
-# neighbours nor on the rank that holds it. For the same reason norms are taken by rows of this
-# length, which no cut divides.
+# compute each element by the same instructions, wherever it is, and need no scalar code for the
+# last elements. The bits of an element then depend neither on its neighbours nor on the rank that
+# holds it. For the same reason norms are computed by rows of this length: a row is never divided
+# between two ranks.
 ALIGNMENT = 256
 
 
@@ -48,7 +49,7 @@ class Linear:
         return self.inputs, sum(-(-part // min(parts, limit)) for part, limit in shares)
 
     def weights(self, tensor: int) -> Iterator[int]:
-        """Yield the elements of W, then of b, on one tensor rank.
+        """Yield the numbers of elements of W and of b on one tensor rank.
 
         If the inputs are split, the bias is added after the sum, so every rank has the whole bias.
         """
@@ -58,15 +59,14 @@ class Linear:
             yield outputs
 
     def partial(self, sequence_parallel: bool) -> int:
-        """Return the elements whose gradient is a part, to be summed over the tensor axis."""
+        """Return the number of elements whose gradient must be summed over the tensor axis."""
         if self.partial_gradient:
             return self.inputs * sum(self.outputs)
         adds_after_sum = self.split == "rows" and self.bias
         return sum(self.outputs) if sequence_parallel and adds_after_sum else 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield the whole size, in elements, of each weight that neighbouring ranks hold copies of.
-
+        """Yield the number of all elements of each weight of which neighbouring ranks hold copies.
         Such weights are key heads that serve the queries of several ranks.
         """
         if self.most is None:
@@ -93,13 +93,14 @@ class Norm:
     sees: Sees = "positions"
 
     def weights(self, tensor: int) -> Iterator[int]:
-        """Yield the elements of the scale and of the shift, the same on every tensor rank."""
+        """Yield the numbers of elements of the scale and of the shift, which every tensor rank has
+        in full."""
         yield self.size
         if self.shift:
             yield self.size
 
     def partial(self, sequence_parallel: bool) -> int:
-        """Return the elements whose gradient is a part, to be summed over the tensor axis."""
+        """Return the number of elements whose gradient must be summed over the tensor axis."""
         if self.sees == "heads" or (self.sees == "positions" and sequence_parallel):
             return sum(self.weights(1))
         return 0
@@ -120,11 +121,12 @@ class Table:
     trains: bool = True
 
     def weights(self, tensor: int) -> Iterator[int]:
-        """Yield its elements on one tensor rank, padded where t does not divide the rows."""
+        """Yield its number of elements on one tensor rank, including padding if t does not divide
+        the rows."""
         yield -(-self.rows // (tensor if self.split else 1)) * self.hidden
 
     def partial(self, sequence_parallel: bool) -> int:
-        """Return the elements whose gradient is a part, to be summed over the tensor axis."""
+        """Return the number of elements whose gradient must be summed over the tensor axis."""
         return sum(self.weights(1)) if sequence_parallel and not self.split else 0
 
     def copied(self, tensor: int) -> Iterator[int]:
@@ -162,17 +164,19 @@ class LowRankPair:
         return self.inputs, -(-self.outputs // min(tensor, self.most or tensor))
 
     def weights(self, tensor: int) -> Iterator[int]:
-        """Yield the elements of A and of B on one tensor rank."""
+        """Yield the numbers of elements of A and of B on one tensor rank."""
         inputs, outputs = self.local(tensor)
         yield self.rank * inputs
         yield outputs * self.rank
 
     def partial(self, sequence_parallel: bool) -> int:
-        """Return the elements whose gradient is a part: of A or of B, whichever is not divided."""
+        """Return the number of elements whose gradient must be summed over the tensor axis: the
+        elements of A or of B, whichever is not divided."""
         return self.rank * (self.inputs if self.split == "columns" else self.outputs)
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield the whole size of B, in elements, if neighbouring ranks hold copies of a share."""
+        """Yield the number of elements of the whole B if neighbouring ranks hold copies of the same
+        share of B."""
         if self.most is not None and tensor > self.most:
             yield self.outputs * self.rank
 
@@ -192,7 +196,7 @@ class Scale:
     trains: bool = True
 
     def weights(self, tensor: int) -> Iterator[int]:
-        """Yield the elements on one tensor rank."""
+        """Yield its number of elements on one tensor rank."""
         yield -(-self.size // min(tensor, self.most or tensor))
 
     def partial(self, sequence_parallel: bool) -> int:
@@ -200,7 +204,7 @@ class Scale:
         return 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield the number of all factors if neighbouring ranks hold copies of a share."""
+        """Yield the number of all factors if neighbouring ranks hold copies of the same share."""
         if self.most is not None and tensor > self.most:
             yield self.size
 
@@ -224,12 +228,13 @@ def as_table(part: Part, split: bool) -> Table:
 
 
 def aligned(size: int) -> int:
-    """Return the elements that a parameter of `size` takes in a flat buffer."""
+    """Return the number of elements that a parameter of `size` elements takes in a flat buffer,
+    including padding."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def elements(parts: Iterable[Part], tensor: int = 1) -> int:
-    """Return the elements of all these parts on one of `tensor` tensor ranks."""
+    """Return the number of elements of all these parts on one of `tensor` tensor ranks."""
     return sum(sum(part.weights(tensor)) for part in parts)
 
 

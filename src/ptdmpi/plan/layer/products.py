@@ -1,6 +1,6 @@
 """Products with weights: a linear, its adapters, and the collectives of the tensor axis around it.
 
-Column-parallel linears (f, g') and row-parallel ones (g) are those of Shoeybi et al. 2019 (arXiv
+The column-parallel linears (f, g') and row-parallel linears (g) follow Shoeybi et al. 2019 (arXiv
 1909.08053, section 3) and, under sequence parallelism, of Korthikanti et al. 2022 (arXiv
 2205.05198, section 4.2.2): inputs are gathered before a column-parallel linear and outputs are
 scattered after a row-parallel one.
@@ -54,8 +54,8 @@ class Multiply(Operator):
         return self.linear.split == "columns"
 
     def _rows_of_ends(self, sizes: Sizes) -> tuple[int, int]:
-        """Return the rows of this rank's input and of its output, before and after the
-        collectives."""
+        """Return (number of rows of this rank's input before the collective, number of rows of its
+        output after the collective)."""
         rows = sizes.rows(self.rows)
         if self.rows != "whole" or self.linear.split is None:
             return rows, rows
@@ -186,8 +186,8 @@ class Multiply(Operator):
             yield Item(f"{self.name}.adapter{number}", rows * width, sizes.compute_bytes)
 
     def keeps_at_its_end(self, sizes: Sizes) -> bool:
-        """Return True for a factor before a row-parallel linear: it keeps a tensor from before the
-        linear's sum."""
+        """Return False also if the linear keeps only an input that an adapter scales before a
+        row-parallel linear: this tensor is complete before the product and the sum."""
         return self.keeps_input or (bool(self.adapters) and self.is_column)
 
     def _input_elements(self, sizes: Sizes) -> int:
@@ -220,7 +220,8 @@ class Multiply(Operator):
             else:
                 yield Item(f"{self.name}.scale{number}", rows * sum(part.weights(1)), c)
         if not self.pairs:
-            # a view of the gradient: if inputs are split, of the gradient of the input
+            # no additional tensor: a view of the output's gradient, or, if inputs are split, of the
+            # input's gradient
             width = max(self.linear.local(sizes.layout.tensor))
             yield Item(f"{self.name}.gradient", rows * width, c)
 
@@ -285,13 +286,13 @@ def summed(sizes: Sizes, size: int, behind: tuple[MatrixProduct, ...] = ()) -> M
 def weight_gradient(
     sizes: Sizes, inputs: int, outputs: int, rows: int, *, weights: int = 1
 ) -> Iterator[Kernel]:
-    """Yield the product that computes a weight's gradient, and the kernel that adds it to the sum;
-    for several `weights` of one shape one after the other.
+    """Yield the product that computes a weight's gradient, and the kernel that adds it to the sum.
+    Several `weights` of the same shape are computed one after the other.
 
     The adding kernel reads the product, and reads and writes the sum. It is not needed if the
     product is added to the sum by the product's own kernel, in the sum's type.
     """
-    yield MatrixProduct(inputs, outputs, rows, weights, weights)
+    yield MatrixProduct(m=inputs, n=outputs, k=rows, batch=weights, launches=weights)
     e, g = sizes.compute_bytes, sizes.software.gradient_bytes
     if not (sizes.software.adds_in_place and e == g):
         yield MemoryPass(weights * inputs * outputs * (e + 2 * g), weights)
@@ -309,9 +310,9 @@ def copied_bytes(sizes: Sizes, shape: tuple[int, int], rows: int) -> int:
 def adding_bytes(sizes: Sizes, linear: Linear) -> int:
     """Return the bytes that are needed to add a weight's gradient, without its operands.
 
-    The bytes are those of the gathered part of the operands. If gradients are wider than weights,
-    the bytes of the product in both types are added. If products are widened, the bytes of copies
-    of the operands are added instead.
+    They include the gathered part of the operands. If gradients are wider than weights, the product
+    is counted in both types. If operands are widened for the product, the copies of the operands
+    and of the result are counted instead.
     """
     c, rows = sizes.compute_bytes, sizes.tokens
     inputs, outputs = linear.local(sizes.layout.tensor)
@@ -333,12 +334,14 @@ def linear_backward(
     adds_to_input: bool = False,
     weight_first: bool = False,
 ) -> int:
-    """Return the bytes that the backward of a linear of (inputs, outputs) needs for so many rows.
+    """Return the number of bytes that the backward of a linear with `shape` = (inputs, outputs)
+    needs for `rows` rows.
 
-    Half types also need the weight's gradient and its float32 form, which is added to the sum. If
-    products are widened, they need copies of operands and result instead. The gradients of the
-    adapters of a frozen linear are added to the input's gradient (`adds_to_input`). `weight_first`:
-    the weight's gradient is freed before the input's gradient is computed.
+    In half types this includes the weight's gradient and its float32 form, which is added to the
+    sum. If operands are widened for the product, it includes copies of the operands and of the
+    result instead. The gradients of the adapters of a frozen linear are added to the input's
+    gradient (`adds_to_input`). `weight_first`: the weight's gradient is freed before the input's
+    gradient is computed.
     """
     inputs, outputs = shape
     c, wide = sizes.compute_bytes, sizes.wide_bytes

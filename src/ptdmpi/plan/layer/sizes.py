@@ -1,4 +1,4 @@
-"""The sizes that symbols such as s b, h and a/t have on one rank."""
+"""The values of symbols such as s b, h and a/t on one rank."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -34,12 +34,12 @@ class Sizes:
 
     @property
     def tokens(self) -> int:
-        """Return the positions of a microbatch on this rank, s b / c."""
+        """Return the number of positions of a microbatch on this rank, s b / c."""
         return self.model.seq_length // self.layout.context * self.layout.micro_size
 
     @property
     def local_tokens(self) -> int:
-        """Return this rank's positions between the blocks: s b / c, or s b / (c t)
+        """Return the number of this rank's positions between the blocks: s b / c, or s b / (c t)
         under sequence parallelism."""
         if self.layout.sequence_parallel:
             return self.tokens // self.layout.tensor
@@ -47,8 +47,8 @@ class Sizes:
 
     @property
     def predicted(self) -> int:
-        """Return the positions of a microbatch whose tokens are predicted: s b / c, or the masked
-        positions, which every context rank predicts."""
+        """Return the number of positions of a microbatch whose tokens this rank predicts: s b / c,
+        or the number of masked positions, all of which every context rank predicts."""
         each = self.model.predictions() if self.predictions is None else self.predictions
         if not self.model.masked:
             each //= self.layout.context
@@ -56,18 +56,20 @@ class Sizes:
 
     @property
     def keys(self) -> int:
-        """Return the keys of a microbatch at all positions, s b, which a query may see."""
+        """Return the number of keys of a microbatch at all positions, s b."""
         return self.model.seq_length * self.layout.micro_size
 
     @property
     def local_heads(self) -> tuple[int, int]:
-        """Return the query heads and the key heads of a tensor rank; no head is cut."""
+        """Return the numbers of query heads and of key heads of a tensor rank. A head is never
+        divided."""
         return self.share(self.model.heads), self.share(self.model.kv_heads)
 
     @property
     def priced_heads(self) -> tuple[int, int]:
-        """Return the query heads and the key heads of a tensor rank, as they count for time. If
-        there are more tensor ranks than key heads, several ranks share one key head."""
+        """Return the numbers of query heads and of key heads that determine the computing time of a
+        tensor rank. If there are more tensor ranks than key heads, several ranks share one key
+        head."""
         tensor = self.layout.tensor
         return self.model.heads // tensor, max(1, self.model.kv_heads // tensor)
 

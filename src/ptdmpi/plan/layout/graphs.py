@@ -71,7 +71,7 @@ class Topology(ABC):
 
     @property
     def description(self) -> str:
-        """Return a description for people: the graph, and its spectral gap."""
+        """Return a description of the graph, with its spectral gap, for messages."""
         again = "another graph in each step" if self.period is None else f"{self.period} graphs"
         turns = "" if self.period == 1 else f", {again}"
         most = self.most_neighbours
@@ -122,7 +122,8 @@ class Edges(Topology):
 class Circulant(Topology):
     """A directed graph that looks the same from each rank, with equal weights.
 
-    In step k every rank i averages its values with those of ranks i - s, s in `offsets[k]`.
+    In step k every rank i averages its values with the values of ranks i - s, for all s in
+    `offsets[k]`.
     """
 
     def __init__(self, name: str, size: int, offsets: Sequence[Sequence[int]]) -> None:

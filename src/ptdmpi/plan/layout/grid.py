@@ -20,8 +20,9 @@ class Axis:
 
     `cuts_state`: the ranks hold different parts of the training state, at least for some
     parameters. On an axis without `cuts_state` all ranks hold the same state. `other_parameters`:
-    they hold parameters of different names, so no rank knows all names. `reads_samples`: they read
-    different samples. `cuts_sequence`: the ranks have different positions of the same samples.
+    the ranks hold parameters with different names, so no rank knows the names of all parameters.
+    `reads_samples`: the ranks read different samples. `cuts_sequence`: the ranks have different
+    positions of the same samples.
     """
 
     cuts_state: bool = False
@@ -66,9 +67,8 @@ AXES: Mapping[str, Axis] = {
 # DATA: ranks that read different samples for the same part of the model. CONTEXT: ranks that have
 # different positions of the same samples. SHARDS: ranks that shard the state. LOSSES: ranks that
 # see different tokens for the same part of the model. EXPERTS: ranks that see different tokens and
-# hold different experts of the same layers. PARAMETERS: ranks that hold parameters of different
-# names. ENDS: the first and the last rank of the pipeline axis, which both hold a tied
-# table.
+# hold different experts of the same layers. PARAMETERS: ranks that hold parameters with different
+# names. ENDS: the first and the last rank of the pipeline axis, which both hold a tied table.
 WORLD, REPLICAS, DATA, CONTEXT, SHARDS = "world", "replicas", "data", "context", "shards"
 LOSSES, EXPERTS, PARAMETERS, ENDS = "losses", "expert", "parameters", "ends"
 # Groups along several axes, each with the condition that selects its axes.
@@ -252,8 +252,8 @@ def training_grid(
     """Return the grid of this trainer's axes, in their order; axes that are not named have size 1.
 
     Among the `context` times `data` ranks with the same layers, groups of `expert` neighbours have
-    different experts: some context ranks, or all context ranks of some data ranks. Among the ranks
-    with the same experts, groups of `shards` neighbours shard the state in the same way. Raises
+    different experts: some context ranks, or all context ranks of some data ranks. Likewise, among
+    the ranks with the same experts, groups of `shards` neighbours shard the state. Raises
     ValueError for a name that is not in `AXES`, and if such groups cannot be formed.
     """
     unknown = sizes.keys() - AXES.keys()

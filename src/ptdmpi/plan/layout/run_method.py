@@ -66,8 +66,8 @@ class RunMethod:
 
     @property
     def kinds(self) -> int:
-        """Return the number of values, in the masters' type, that are kept for a parameter in
-        addition to its master."""
+        """Return the number of values, in the type of the master weights, that are kept for a
+        parameter in addition to its master weight."""
         return self.moments + len(self.section.kinds)
 
     def copied_numbers(self, replicas: int) -> int:
@@ -157,8 +157,9 @@ class RunMethod:
     ) -> None:
         """Add to `tally` what data rank `rank` sends in step `step` (from 0), except codes.
 
-        `gradients` is the number of elements of the gradients, `weights` those of the weights of
-        each unit. Raises InputError if a file of the topology does not fit.
+        `gradients` is the number of elements of the gradients, and `weights` has the number of
+        elements of the weights of each unit. Raises InputError if a file of the topology does not
+        fit.
         """
         n = tally.ranks
         method = self.section.method
@@ -192,9 +193,9 @@ class RunMethod:
 
 
 def copies_at_once(config: Config, nodes: int) -> int:
-    """Return how many files a node has for each of its ranks while a copy of the state is made in
-    the memory of `nodes` nodes. These are the new file and the previous file. If there are several
-    nodes, the two files of a rank of the neighbouring node are added."""
+    """Return how many files for each of its ranks a node has in memory while the ranks of `nodes`
+    nodes write a copy of the state. These are the new file and the previous file. If there are
+    several nodes, the two files of a rank of the neighbouring node are added."""
     if not config.checkpoint.memory_every_steps:
         return 0
     return 2 * min(2, nodes)

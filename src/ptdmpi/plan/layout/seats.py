@@ -1,5 +1,5 @@
-"""The assignment of surviving ranks to coordinates of the grid after ranks were lost. It is a pure
-function, so all ranks compute the same assignment."""
+"""The assignment of surviving ranks to coordinates of the grid after ranks were lost. It depends
+only on its arguments, so all ranks compute the same assignment."""
 
 from collections.abc import Sequence
 

@@ -11,11 +11,11 @@ from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.plan.schedule.orders import Placement, placement
 from ptdmpi.plan.shape.flops import head_forward_flops, layer_forward_flops
 
-DECIMALS = 9  # of work in layers; smaller differences are rounding errors
+DECIMALS = 9  # decimals of work in layers; smaller differences are rounding errors
 
 
 def head_in_layers(model: ModelConfig, vocab_size: int) -> float:
-    """Return the ratio of the output head's forward FLOPs to those of one layer."""
+    """Return the forward FLOPs of the output head divided by the forward FLOPs of one layer."""
     return head_forward_flops(model, vocab_size) / layer_forward_flops(model)
 
 
@@ -32,10 +32,10 @@ def split_model(
     balanced: bool = True,
     first: int | None = None,
 ) -> list[range]:
-    """Return the layers of each stage.
+    """Return, for each stage, the range of its layers.
 
-    `balanced`: the output head counts as work of some layers. `first` is the number of layers in
-    the first stage; None: the best number.
+    If `balanced` is True, the split treats the output head as the work of several layers. `first`
+    is the number of layers in the first stage; None: the best number.
     """
     head = 0.0
     if balanced:
@@ -46,7 +46,7 @@ def split_model(
 def split_layers(
     layers: int, placed: Placement, head: float, first: int | None = None
 ) -> list[range]:
-    """Return the layers of each of p v stages, in order.
+    """Return, for each of p v stages in order, the range of its layers.
 
     `head` is the head's work in layers, `placed` has the rank of each stage, v stages per rank.
     The last stage also has the head, so it may hold fewer layers than the others. The first stage
@@ -107,7 +107,7 @@ def _around(layers: int, placed: Placement, head: float, first: int) -> list[int
 
 
 def _largest_rank(base: int, odd: int, sizes: tuple[int, int], last_work: float) -> float:
-    """Return the work of the most loaded rank after `_spread`, in layers.
+    """Return the work, in layers, of the rank with the most work after `_spread`.
 
     Each rank without the last stage gets k odd layers, and the rank with it gets the rest. k is the
     smallest number that leaves that rank with no more work than the others. `sizes` are p and v.

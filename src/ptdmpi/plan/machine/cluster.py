@@ -78,8 +78,8 @@ class Node(FrozenTable):
 class Host(FrozenTable):
     """The host of a node: memory, a link to each device (one direction), and a disk.
 
-    The devices share the memory and the disk. A value of None is unknown, and layouts that need it
-    have no predicted time.
+    The devices share the memory and the disk. None means that a value is unknown; layouts that need
+    this value have no predicted time.
     """
 
     memory_bytes: Amount | None = None
@@ -92,21 +92,23 @@ class Software(FrozenTable):
     """The properties of the training program on this cluster that differ between programs.
 
     `attention`: "unfused" writes the scores to memory, "flash" keeps them on chip. `dropout`: the
-    program applies dropout whatever the model says, as all did in 2021. `gradient_bytes` is the
-    size of a gradient in the sum over the data axis. `overlap_pipeline` and `overlap_tensor`: these
-    messages proceed while their rank computes; those of a ring of context ranks do if those of a
-    pipeline do. `balanced_stages` counts the output head as layers.
-    `zero_unit` is the unit that ZeRO 3 gathers at once. `groups_per_adapter` is the number of
-    groups, each with some of a node's ranks, that choose the same adapter while others are idle.
-    `keeps_outputs`: a stage keeps the outputs that it sent until its backward pass.
-    `adds_in_place`: products add to the gradients of weights in place, and embeddings row by row.
-    `tied_gradients_apart`: if one rank has both ends of the model, a tied table has a gradient for
-    each of them. `wide_products`: half types are multiplied in float32, on widened copies, as on a
-    CPU without instructions for them. `kept_block`: causal attention keeps its probabilities, in
-    blocks of so many queries; 0: it computes them again. `repeats_keys`: full attention of grouped
-    queries, in types wider than half, copies the keys and values for each query head, as the
-    kernels of GPUs require. `launch_s` is the host's time for each kernel or message of a layer; a
-    layer takes at least the sum of these.
+    program applies dropout even if the model has none, as all programs did in 2021.
+    `gradient_bytes` is the size of a gradient in the sum over the data axis. `overlap_pipeline` and
+    `overlap_tensor`: messages over this axis proceed while their rank computes. `overlap_pipeline`
+    also applies to the messages of a ring of context ranks. `balanced_stages`: layers are divided
+    over stages as if the output head were some layers, so that the last stage has fewer layers.
+    `zero_unit` says which weights ZeRO 3 gathers by one message: one "tensor" or one "layer".
+    `groups_per_adapter` is the number of groups, each with some of a node's ranks, that choose the
+    same adapter while others are idle. `keeps_outputs`: a stage keeps the outputs that it sent
+    until its backward pass. `adds_in_place`: products add to the gradients of weights in place, and
+    embeddings row by row. `tied_gradients_apart`: if one rank has the first and the last stage, a
+    tied table has two gradients, one for each of these stages. `wide_products`: matrices of half
+    types are converted to float32 before they are multiplied, as on a CPU without instructions for
+    half types. `kept_block`: causal attention keeps its probabilities for the backward, in blocks
+    of this number of queries; 0: the backward computes them again. `repeats_keys`: full attention
+    of grouped queries, in types wider than half, copies the keys and values for each query head, as
+    the kernels of GPUs require. `launch_s` is the host's time for each kernel or message of a
+    layer; a layer takes at least the sum of these.
     """
 
     attention: Literal["unfused", "flash"]

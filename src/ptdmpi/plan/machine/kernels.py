@@ -63,12 +63,13 @@ class Machine:
     def stream_s(self, moved_bytes: float) -> float:
         """Return the seconds of a kernel that reads and writes `moved_bytes` in total.
 
-        Its computation takes no time.
+        The time of its computation is ignored.
         """
         return max(self.cluster.device.kernel_s, moved_bytes / self.memory_rate)
 
     def update_s(self, elements: float, kernel_bytes: Sequence[float]) -> float:
-        """Return the seconds of the optimizer: kernels that each move so many bytes per element."""
+        """Return the seconds of the optimizer's kernels. `kernel_bytes` has, for each kernel, the
+        bytes that it moves per element."""
         return sum(self.stream_s(elements * size) for size in kernel_bytes)
 
     def gemm_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
@@ -112,8 +113,9 @@ class Machine:
     def _step_s(self) -> dict[tuple[int, int], float]:
         """Return the seconds of one step along the summed dimension, by tile.
 
-        The FLOPs determine it, or for small tiles the shared memory. A column and a row are written
-        there and read by each of the warps that share the tile: four, or eight for the largest.
+        The FLOPs determine this time, or for small tiles the shared memory. A column and a row are
+        written to the shared memory, and are read by each of the warps that share the tile: four
+        warps, or eight for the largest tiles.
         """
         device, steps = self.cluster.device, {}
         shared_rate = device.shared_bytes_per_clock * device.clock_hz
@@ -137,8 +139,8 @@ class Machine:
     def causal_scores(rows: int, columns: int) -> float:
         """Return the number of computed scores of rows x columns, with a causal mask.
 
-        Each block of queries uses the keys up to its end, so this is half of the scores and half a
-        block more per row.
+        Each block of queries uses the keys up to its own last query, so the result is half of the
+        scores, plus half a block for each row.
         """
         return rows * (columns + min(FLASH_BLOCK, columns)) / 2
 
@@ -196,13 +198,13 @@ class Machine:
         node = self.cluster.node
         gather, scatter, both = node.ll128_bytes_per_s
         return nccl.Fabric(
-            group.ranks,
-            group.nodes,
-            self.ring_rate(group),
-            self.cluster.efficiency.link_step_s,
-            self.network_step_s,
-            node.tree_bytes_per_s,
-            (rings * gather, rings * scatter, rings * both),
+            ranks=group.ranks,
+            nodes=group.nodes,
+            rate=self.ring_rate(group),
+            link_step_s=self.cluster.efficiency.link_step_s,
+            network_step_s=self.network_step_s,
+            tree_rate=node.tree_bytes_per_s,
+            ll128_rates=(rings * gather, rings * scatter, rings * both),
         )
 
     def all_gather_s(self, gathered_bytes: float, group: Group) -> float:

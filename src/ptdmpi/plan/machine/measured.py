@@ -129,8 +129,8 @@ class MeasuredMachine(Machine):
     def _table_s(self, collective: str, network: bool, size: float, ranks: int) -> float:
         """Return the seconds of a collective, scaled from the measured group of nearest size.
 
-        `size` is in bytes; `network`: each rank is on its own node. Raises InputError if no group
-        was measured for the collective.
+        `size` is in bytes. `network` is True if each rank is on a different node. Raises InputError
+        if no group was measured for the collective.
         """
         tables = self._messages.get((collective, network), [])
         if not tables:
@@ -178,7 +178,8 @@ class MeasuredMachine(Machine):
 
 
 def machine_of(cluster: Cluster, dtype: str, element_bytes: int) -> Machine:
-    """Return the machine of a cluster file: with measured times if it has any, else by data sheets.
+    """Return the machine of a cluster file. Its times are the measured times if the file has any,
+    and otherwise follow from data sheets.
 
     `dtype` is the type of the numbers, `element_bytes` its size.
     """

@@ -1,4 +1,5 @@
-"""Names of clusters: those of the files in the package, and those of their devices."""
+"""The names by which a cluster can be given: the names of the cluster files in the package, and the
+names of their devices."""
 
 import difflib
 from functools import cache

@@ -62,12 +62,12 @@ class Fabric:
 
 
 # LL has a flag next to each 4 bytes, so it reaches a quarter of the rate, and at most 19 GB/s on
-# more than two nodes with AMD hosts (Intel: 20.4). Its steps over a link take 1.8 times those on
-# one node.
-LL = Protocol(0.47 * 1.8 / 1.9, 2.7e-6, 0.25, 0.25, 19.0e9)
+# more than two nodes with AMD hosts (Intel: 20.4). A step over a link takes 1.8 times as long as in
+# a group on one node.
+LL = Protocol(link_steps=0.47 * 1.8 / 1.9, hop_s=2.7e-6, share=0.25, lone_share=0.25, most=19.0e9)
 RINGS = (Protocol(1.0, 4.0e-6, 0.92, 0.7), Protocol(1.8, 9.6e-6, 1.0, 1.0), LL)
 TREES = (Protocol(0.6, 8.5e-6, 0.915, 0.915), Protocol(15.0, 50e-6, 1.0, 1.0))
-TREE_SHARE = 0.9  # of the rate that a ring reaches
+TREE_SHARE = 0.9  # fraction of a ring's rate that a tree reaches
 # A ring with Simple over several nodes has longer latencies once a rank's part fills its buffers.
 # NCCL's model has this only for all-reduces, whose rings compete with trees. It is used here also
 # for a reduce-scatter and an all-gather, which are halves of an all-reduce.

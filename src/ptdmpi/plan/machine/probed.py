@@ -1,6 +1,7 @@
 """The tables that `ptdmpi probe` writes into a cluster file.
 
-They hold the times of kernels and messages, and the fastest implementations of kernels there.
+They contain the times of kernels and messages on the measured machine, and the fastest
+implementations of kernels there.
 """
 
 import itertools
@@ -68,8 +69,8 @@ class AttentionTimes(FrozenTable):
 class Messages(FrozenTable):
     """The times of a collective over `ranks`, in seconds, by the bytes of the whole tensor.
 
-    The ranks are on `nodes` nodes: all on one, or each on its own. For "send" the times are those
-    of one message while another one travels in the opposite direction.
+    The ranks are on `nodes` nodes: all on one node, or each on a different node. The times of
+    "send" are for one message while another message travels in the opposite direction.
     """
 
     collective: Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
@@ -108,8 +109,8 @@ class KernelWay(FrozenTable):
     """The implementation of one kind of kernel for one type on a processor.
 
     The entries have the form of presets/kernels.toml, and take precedence over that file.
-    `capability` is one of torch.cpu.get_capabilities(), "" is any. `cpu` is the beginning of the
-    processor's name. `measured` describes the measurement in words.
+    `capability` is one of torch.cpu.get_capabilities(), "" means any capability. `cpu` is the
+    beginning of the processor's name. `measured` describes the measurement in words.
     """
 
     capability: str
@@ -123,9 +124,9 @@ class AttentionWay(KernelWay):
 
     "products" multiplies matrices in blocks of `block` queries. `keeps`: the forward keeps the
     probabilities if memory suffices. `library_forward`: the forward is the library's, and only the
-    backward is by products. `fpmath`: scores of bfloat16 use oneDNN's fpmath mode. "library" runs
-    in blocks of queries for fewer than `whole_from` positions, and on all queries at once
-    otherwise.
+    backward is by products. `fpmath`: scores of bfloat16 use oneDNN's fpmath mode. "library"
+    computes attention in blocks of queries for fewer than `whole_from` positions, and for all
+    queries at once otherwise.
     """
 
     way: Literal["products", "library"]
@@ -156,7 +157,7 @@ class GeluWay(KernelWay):
 class LinearWay(KernelWay):
     """The sizes from which one call of oneDNN computes x W^T + b (`output`) and dy W.
 
-    Sizes are counted in multiplications of two numbers; None: never.
+    A size is the number of multiplications of two numbers; None means that oneDNN is never called.
     """
 
     output: NotNegative | None = None

@@ -15,8 +15,8 @@ from ptdmpi.plan.schedule.ops import OP_KINDS
 from ptdmpi.plan.schedule.orders import Placement, placement
 from ptdmpi.plan.schedule.orders import order as ops_of_rank
 
-# A schedule is in steady state after so many rounds of the pipeline. Later rounds hold the same
-# number of microbatches. If all microbatches are kept, each round adds p microbatches to each
+# A schedule is in steady state after this number of rounds of the pipeline. Later rounds hold the
+# same number of microbatches. If all microbatches are kept, each round adds p microbatches to each
 # store.
 ROUNDS = 3
 NOTHING = ("", -1)
@@ -24,7 +24,8 @@ KIND_AND_STAGE = itemgetter(0, 1)  # of an op
 
 
 class RankOrder(NamedTuple):
-    """The key of the order of one rank: the schedule `kind` with p, v and m, and the rank."""
+    """The properties that determine the order of one rank's ops: the schedule `kind` with p, v and
+    m, and the rank."""
 
     kind: str
     pipeline: int
@@ -54,7 +55,8 @@ class Flight(NamedTuple):
     """The stores of a rank and the moments at which it may hold the most memory.
 
     `stores` lists (inventory, stage) of everything that the rank keeps, in order of stages. No
-    moment in `moments` holds less than another moment in every store.
+    moment in `moments` holds at most as much as another one in every store, unless their ops need
+    different working memory.
     """
 
     stores: tuple[tuple[str, int], ...]
@@ -88,7 +90,7 @@ def fullest_alike(order: RankOrder, alike: tuple[int, ...]) -> Flight:
     """Return `fullest` for a rank some of whose stages have equal sizes.
 
     `alike[i]` is the group of the rank's i-th stage: stages with equal sizes have the same number.
-    The result has the numbers of groups instead of stages.
+    In the result, the numbers of groups replace the numbers of stages.
     """
     flight = fullest(order)
     own = order.placed.stages_of(order.rank)
@@ -161,8 +163,8 @@ def _undominated(seen: dict[tuple[str, int], set[tuple[int, ...]]]) -> Iterable[
     """Yield the moments that no other moment dominates. A moment dominates another one if it holds
     at least as much in every store.
 
-    A moment with working memory is compared with those of the same working memory, a moment without
-    working memory with all moments.
+    A moment with working memory is compared only with moments that have the same working memory. A
+    moment without working memory is compared with all moments.
     """
     working = [Moment(w, held) for w in sorted(seen) if w != NOTHING for held in _largest(seen[w])]
     yield from working

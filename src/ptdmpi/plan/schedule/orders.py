@@ -174,7 +174,7 @@ def gpipe(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) ->
     descending one, so that gradients are summed in the same order in every schedule.
     """
     yield from (Op(FORWARD, stage, i) for stage in chunks for i in range(microbatches))
-    # the last chunk first: the others wait for its gradients
+    # the last chunk first, because the other chunks wait for its gradients
     yield from (Op(BACKWARD, stage, i) for stage in reversed(chunks) for i in range(microbatches))
 
 
@@ -203,7 +203,7 @@ def interleaved(rank: int, chunks: Sequence[int], pipeline: int, microbatches: i
     is built, and the ops of the phantom microbatches are omitted. An op needs only ops of its own
     microbatch. So an execution of the full order that skips the phantoms executes the remaining
     order completely and without deadlock. Every chain of waiting ops in the remaining order is part
-    of a chain in the full order, so the makespan is at most that of m rounded up.
+    of a chain in the full order, so the makespan is at most the makespan for m rounded up.
     """
     if len(chunks) == 1:
         yield from one_forward_one_backward(rank, chunks, pipeline, microbatches)

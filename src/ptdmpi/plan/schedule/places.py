@@ -1,8 +1,9 @@
 """The places that an op passes in a stage, in order, and the places whose weights are gathered.
 
 A place is a part of a stage whose parameters are used together: the embedding, a layer, the head.
-If weights are sharded (`zero` = 3), a rank gathers those of the current place and of the next one.
-The runtime (`ptdmpi.model.sharded`) and the planner's count of bytes both use this file.
+If weights are sharded (`zero` = 3), a rank gathers the weights of the current place and of the next
+one. The model (`ptdmpi.model.sharded`) gathers weights by the functions of this file, and the
+planner counts bytes by the same functions.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,7 +48,8 @@ def gathers(
 
     A unit is gathered if it was not in memory before. `uses` has the units of each place. `passes`
     has for each op its places, in the order of the forward, and its step (see `at_hand`). A
-    backward omits an embedding that is only looked up, since that needs no weights.
+    backward omits an embedding whose rows are only looked up, because its backward needs no
+    weights.
     """
     there: set[str] = set()
     for places, step in passes:

@@ -69,7 +69,7 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
     output is sent as soon as it is computed. Raises DeadlockError if the schedule itself waits in a
     circle.
     """
-    # any positive costs give an order that cannot deadlock; these are near the real ones
+    # any positive costs give an order that cannot deadlock; these costs are similar to real ones
     times = execute(schedule, Costs(forward_s=1.0, backward_s=2.0, transfer_s=0.0))
     # (end of the producer, computes before messages, producer, consumer's rank)
     events: list[tuple[float, int, Op, int]] = []
@@ -121,7 +121,7 @@ def check(programs: Sequence[Program], *, nonblocking_receives: bool = False) ->
     Receive only posts, and the Compute that needs its message waits for it.
 
     Raises DeadlockError, which names the current action of each unfinished rank. Raises
-    MismatchError if a Receive meets another message than its own, a message is never computed or
+    MismatchError if a Receive gets a message that is not its own, a message is never computed or
     never used, a Compute runs before its inputs are computed or requested, or an op is missing,
     computed twice, or on another rank than the rest of its stage.
     """
@@ -141,7 +141,7 @@ class _Rendezvous:
         self.computed: list[set[Op]] = [set() for _ in programs]
         self.arrived: list[set[Op]] = [set() for _ in programs]
         self.used: list[set[Op]] = [set() for _ in programs]
-        # (sender, receiver) -> receives posted and not yet met, oldest first
+        # (sender, receiver) -> receives that are posted and have no message yet, oldest first
         self.posted: dict[tuple[int, int], deque[Op]] = defaultdict(deque)
         self.asked: list[set[Op]] = [set() for _ in programs]
         self.runnable = list(range(len(programs)))

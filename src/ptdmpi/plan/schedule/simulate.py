@@ -15,7 +15,7 @@ from ptdmpi.config import InputError
 from ptdmpi.plan.schedule.ops import OP_KINDS, Op, kind_of_span
 from ptdmpi.plan.schedule.orders import DeadlockError, Schedule
 
-# The kinds of spans that are no ops of a schedule; those of ops are in `OP_KINDS`.
+# The kinds of spans that are not ops of a schedule. The kinds of spans of ops are in `OP_KINDS`.
 OTHER_SPANS = (
     "receive",  # waiting for the input of the next op
     "send",
@@ -32,8 +32,8 @@ _COLUMNS = ["rank", "kind", "op", "start_s", "end_s"]
 class Span:
     """An activity of one rank from `start_s` to `end_s`.
 
-    `kind` is that of an op (`OpKind.span`) or one of OTHER_SPANS. `op` is the text of the op, such
-    as "F2.0", or empty; for "receive" and "send" it is the op whose output travels.
+    `kind` is the kind of an op (`OpKind.span`) or one of OTHER_SPANS. `op` is the text of the op,
+    such as "F2.0", or empty; for "receive" and "send" it is the op whose output travels.
     """
 
     rank: int
@@ -257,7 +257,17 @@ def simulate(schedule: Schedule, costs: OpCosts) -> Timeline:
         for op in order:
             start_s, end_s = times[op]
             if start_s > clock_s:  # a rank waits only for inputs from other ranks
-                spans.append(Span(rank, "receive", str(schedule.source(op)), clock_s, start_s))
-            spans.append(Span(rank, op.row.span, str(op), start_s, end_s))
+                spans.append(
+                    Span(
+                        rank=rank,
+                        kind="receive",
+                        op=str(schedule.source(op)),
+                        start_s=clock_s,
+                        end_s=start_s,
+                    )
+                )
+            spans.append(
+                Span(rank=rank, kind=op.row.span, op=str(op), start_s=start_s, end_s=end_s)
+            )
             clock_s = end_s
     return Timeline(tuple(spans))

@@ -1,9 +1,10 @@
 """Zero-bubble orders, which split the backward and compute weight gradients in the idle time.
 
 No other rank waits for weight gradients (Qi et al. 2023, arXiv 2401.10241; Qi et al. 2024, arXiv
-2405.15362). I is the part of a backward that computes the gradient of the stage's input, W the part
-that computes those of its weights. The properties of the orders are from these papers. The end of
-the step is synchronous here: every rank's gradients are summed before any rank updates.
+2405.15362). I is the part of a backward that computes the gradient of the stage's input, and W is
+the part that computes the gradients of its weights. The properties of the orders are from these
+papers. The end of the step is synchronous here: every rank's gradients are summed before any rank
+updates.
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,7 +59,7 @@ def _on_the_v(pipeline: int, microbatches: int) -> tuple[tuple[Op, ...], ...]:
     ranks = [_Rank(r, pipeline, microbatches) for r in range(pipeline)]
     ended: set[Op] = set()
     while any(rank.left for rank in ranks):
-        for op in [rank.choose(ended) for rank in ranks]:  # all choose before any op ends
+        for op in [rank.choose(ended) for rank in ranks]:  # all ranks choose before any op ends
             if op is not None:
                 ranks[on_a_v(op.stage, pipeline, 2)].take(op)
                 ended.add(op)
@@ -73,7 +74,7 @@ class _Rank:
         self.last, self.most, self.microbatches = 2 * pipeline - 1, 2 * pipeline, microbatches
         self.order: list[Op] = []
         self.held = 0
-        # the number of F, I and W in both stages together
+        # the number of ops F, I and W so far, in both stages together
         self.left = 6 * microbatches
         self.next = {(k, s): 0 for k in (FORWARD, INPUT, WEIGHT) for s in (self.down, self.up)}
 
@@ -99,7 +100,7 @@ class _Rank:
         return None
 
     def _can_start(self, op: Op, ended: set[Op]) -> bool:
-        # as `Schedule.needs`, which is not available before the orders are built
+        # the same rule as `Schedule.needs`, which is not available before the orders are built
         needs = [Op(kind, op.stage, op.microbatch) for kind in op.row.after]
         source = op.stage + op.row.neighbour
         if op.row.neighbour and 0 <= source <= self.last:

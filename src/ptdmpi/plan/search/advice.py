@@ -30,8 +30,8 @@ SWITCHES = ("sequence_parallel", "scatter_gather", "partition_activations", "dp_
 
 
 def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
-    """Yield every legal layout that differs in one decision: in a setting, or by ranks moved from
-    one axis to another."""
+    """Yield every legal layout that differs from `layout` in one decision: one setting, or the move
+    of some ranks from one axis to another."""
     tried = list(_moved_ranks(layout, pricer))
     for micro_size in {layout.micro_size // 2, layout.micro_size * 2} - {0}:
         tried.append(replace(layout, micro_size=micro_size))
@@ -117,7 +117,8 @@ def difference(layout: Layout, changed: Layout) -> str:
 
 
 def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
-    """Return the number of changes and the layouts that help most, at most `MOST_ADVICE`.
+    """Return how many changes lead to the best layouts (1 or 2), and these layouts, at most
+    `MOST_ADVICE`.
 
     If the layout fits, these are the fastest layouts that are one change away. If it does not fit,
     they are the fastest layouts that fit, one or two changes away. If no such layout fits, the
@@ -147,7 +148,7 @@ def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
 def microbatch_model(pricer: Pricer, layout: Layout) -> dict[int, float]:
     """Return the seconds (b'/b + p - 1)(t_f(b) + t_b(b)), b' = B / d, for each microbatch size b.
 
-    The times are those of the slowest stage (Narayanan et al. 2021, equation 1).
+    The times are taken from the slowest stage (Narayanan et al. 2021, equation 1).
     """
     per_replica = pricer.batch // layout.data
     times = {}
@@ -164,7 +165,7 @@ def heuristic(pricer: Pricer, space: Space) -> Price | None:
 
     The tensor-parallel size t is as large as a node's devices and the model allow. The
     pipeline-parallel size p is the least with which the model fits. The remaining ranks are
-    data-parallel. The microbatch size b is the one of equation 1. Recomputation is full. Returns
+    data-parallel. The microbatch size b follows from equation 1. Recomputation is full. Returns
     None if no such layout fits.
     """
     devices = pricer.cluster.node.devices

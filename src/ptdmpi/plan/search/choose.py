@@ -114,8 +114,8 @@ def choose(
     config: Config, vocab_size: int, cluster: Cluster, ranks: int, *, as_planned: bool = False
 ) -> tuple[list[Price], Pricer]:
     """Return the best layouts of the run on `ranks` of the cluster, the best one first, and their
-    pricer. With `as_planned` they are chosen as `ptdmpi plan` does: some memory stays free, and of
-    equally fast layouts the simplest is the best. Raises InputError if none fits."""
+    pricer. If `as_planned` is True, the layouts are chosen as by `ptdmpi plan`: some memory stays
+    free, and the simplest of equally fast layouts is the best. Raises InputError if none fits."""
     model = Model(config.run.name, config.model, vocab_size)
     batch, precision = config.batch.global_size, config.precision.compute
     method = RunMethod.of(config, math.ceil(ranks / cluster.node.devices))
@@ -142,8 +142,8 @@ def settled(
     *,
     as_planned: bool = False,
 ) -> tuple[dict[str, Any], str] | None:
-    """Return the configuration tree with a layout, and a description of the choice. The layout is
-    that of the run's checkpoint if there is one, and else the best layout.
+    """Return the configuration tree with a layout, and a description of the choice. If the run has
+    a checkpoint, the layout is the layout of the checkpoint; otherwise it is the best layout.
 
     Return None if `run.cluster` names no machine; the caller must then measure this machine first.
     `vocabulary` opens the data of a configuration and returns the size of its vocabulary.

@@ -5,12 +5,12 @@ For each set of sizes (t, c, p, d, v, b) the fastest settings that fit are kept:
 sequence parallelism, schedule, form of messages, sharding and offload.
 
 The step time of a layout has three lower bounds, each cheaper to compute and no larger than the
-next: that of the mean rank (`Pricer.rough_bound_s`), that of every rank (`Pricer.bound_s`), and the
-simulation itself. Layouts are visited by ascending first bound (with their fastest sharding) and
-simulated by ascending second bound. The search ends when neither the next first bound nor the next
-second bound is below the slowest layout that is kept, because then no later layout can be among the
-best. The result is therefore the same as that of simulating every layout. A learned or approximate
-search could not improve it.
+next: the bound of the mean rank (`Pricer.rough_bound_s`), the greatest bound of all ranks
+(`Pricer.bound_s`), and the simulated step time itself. Layouts are visited by ascending first bound
+(with their fastest sharding) and simulated by ascending second bound. The search ends when neither
+the next first bound nor the next second bound is below the slowest layout that is kept, because
+then no later layout can be among the best. The result is therefore the same as if every layout were
+simulated. A learned or approximate search could not improve it.
 
 A second pass finds the simplest of the layouts that are almost as fast as the fastest layout. The
 time of the fastest layout is then known. So the second pass simulates only layouts that are simpler
@@ -51,7 +51,7 @@ HEADROOM = 8  # percent of a device's memory that a plan keeps free
 # In a plan, layouts whose steps differ by less than this share are equally good: the error of the
 # prediction is larger.
 TIE = 0.02
-MOST_LAYOUTS = 1_000_000  # a visit to so many takes a minute and half a gigabyte
+MOST_LAYOUTS = 1_000_000  # visiting this number of layouts takes a minute and half a gigabyte
 
 
 class Best:
@@ -118,8 +118,8 @@ class _Candidate(NamedTuple):
 @dataclass
 class _Collected:
     """All legal layouts at v = 1 (`groups`), and the `candidates` of the search at every v, which
-    have a sharding that may fit. `rough` has (rough bound in seconds, index of a candidate); the
-    bound is that of the candidate's fastest sharding."""
+    have a sharding that may fit. `rough` has (rough bound in seconds, index of a candidate). The
+    bound is computed with the candidate's fastest sharding."""
 
     groups: list[Layout] = field(default_factory=list)
     candidates: list[_Candidate] = field(default_factory=list)
@@ -129,9 +129,9 @@ class _Collected:
 def search(pricer: Pricer, space: Space, count: int = 5, *, tie: float = 0.0) -> list[Price]:
     """Return the `count` fastest layouts that fit, fastest first, each at its best settings.
 
-    Layouts whose step is longer than the fastest one by less than the share `tie` count as equally
-    fast. The simplest of them comes first, even if it is not among the `count` fastest layouts.
-    Raises InputError if no layout is legal, or none fits.
+    Layouts whose step is longer than the fastest one by less than the share `tie` are treated as
+    equally fast. The simplest of them comes first, even if it is not among the `count` fastest
+    layouts. Raises InputError if no layout is legal, or none fits.
     """
     collected = _collect(pricer, space)
     best = Best(count, same=str)
@@ -207,17 +207,18 @@ def _simpler(
 
 
 def _all_fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """Yield the variants that fit: of the layout and, with `space.uneven`, of its uneven splits."""
+    """Yield the variants of the layout that fit. If `space.uneven` is True, also yield those
+    variants of its uneven splits that fit."""
     for first in uneven_firsts(space, pricer, layout):
         yield from _fitting(pricer, space, first)
 
 
 def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """Yield the legal variants that fit. If the first one does not fit, no other one does.
+    """Yield the legal variants that fit. If the first variant does not fit, no other variant fits.
 
-    If a layout recomputes nothing and does not fit, it is yielded with as few recomputed layers as
-    make it fit. In a pipeline this happens only with `space.uneven`, because stages that recompute
-    keep the others waiting.
+    If a layout recomputes nothing and does not fit, it is yielded with the smallest number of
+    recomputed layers that makes it fit. In a pipeline this happens only with `space.uneven`,
+    because all other stages must wait for a stage that recomputes.
     """
     for number, variant in enumerate(variants(space, layout)):
         if pricer.fits(variant):
@@ -323,8 +324,8 @@ def _named(layout: Layout) -> list[str]:
 
 
 def _all_ways(pricer: Pricer, space: Space, layouts: Iterable[Layout]) -> list[Layout]:
-    """Return the layouts with every legal sharding: those without offload first, and in both groups
-    those with the lowest stage of ZeRO first."""
+    """Return the layouts with every legal sharding. Layouts without offload come first, and then
+    layouts with it; each group is sorted by the stage of ZeRO, ascending."""
     sharded = (
         sharding.of(layout) for layout in layouts for sharding in shardings(space, pricer, layout)
     )
@@ -343,8 +344,8 @@ def _more_ranks(pricer: Pricer, space: Space) -> Iterator[str]:
 
 
 def _legal_ranks(pricer: Pricer, space: Space) -> list[int]:
-    """Return the numbers of ranks next to `space.ranks` that have a legal layout: the nearest one
-    below and the nearest one above, if there are such."""
+    """Return the two numbers of ranks nearest to `space.ranks` for which there is a legal layout:
+    the nearest smaller number and the nearest greater number, as far as they exist."""
     config = pricer.model.config
     tensors = [t for t in divisors(config.heads) if is_legal(Layout(t, 1, 1), config, 1)]
     model_rows = {t * c for t in tensors for c in contexts(space, config)}

@@ -42,26 +42,26 @@ LEAST_POSITIONS = 8192
 
 @dataclass(frozen=True)
 class Space:
-    """The choices of a search. A setting that is None is left to the search."""
+    """The choices of a search. If a setting is None, the search chooses it."""
 
     ranks: int
     schedule: str | None = None
     recompute: str | None = None
-    recompute_layers: int | None = None  # for "full"; they are free if the mode is
+    recompute_layers: int | None = None  # for "full"; None: the search chooses
     sequence_parallel: bool | None = None
     scatter_gather: bool | None = None
     first_layers: int | None = None
-    uneven: bool = False  # also fewer first_layers and, in pipelines, some layers recomputed
+    uneven: bool = False  # also try fewer first_layers and, in pipelines, partial recomputation
     zero: tuple[int, ...] = STAGES
     shard_group: int | Literal["all", "node"] | None = None
     offload: str | None = None
     dp_overlap: bool = False
     partition_activations: bool = False
     data: tuple[int, ...] | None = None  # sizes of the data axis
-    sequences: int = 1  # per question in a microbatch (one for each candidate answer)
-    cuts_sequences: bool = True  # if sequences are long enough
-    context_method: str | None = None  # of layouts that cut sequences
-    deals_experts: bool = True  # if the model has experts
+    sequences: int = 1  # sequences per question in a microbatch (one for each candidate answer)
+    cuts_sequences: bool = True  # try to cut sequences, if they are long enough
+    context_method: str | None = None  # method of the layouts that cut sequences
+    deals_experts: bool = True  # try to distribute experts, if the model has any
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def contradiction(space: Space) -> str:
 
 def contexts(space: Space, model: ModelConfig) -> list[int]:
     """Return the sizes of the context axis that the search tries, ascending from 1: those that cut
-    a sequence into equal chunks and leave each rank `LEAST_POSITIONS` positions of it."""
+    a sequence into equal chunks and leave each rank at least `LEAST_POSITIONS` positions of it."""
     most = 1
     if space.cuts_sequences:
         most = model.seq_length // LEAST_POSITIONS
@@ -105,8 +105,8 @@ def contexts(space: Space, model: ModelConfig) -> list[int]:
 
 
 def expert_sizes(space: Space, model: ModelConfig, layout: Layout) -> list[int]:
-    """Return the numbers of ranks over which the search deals the experts of a layout, ascending
-    from 1: those that give each rank equally many experts."""
+    """Return the sizes of expert groups that the search tries for a layout, ascending from 1: the
+    sizes that give each rank equally many experts."""
     if not space.deals_experts or not model.experts:
         return [1]
     sizes = shard_groups(layout.data, layout.context)
@@ -146,9 +146,10 @@ class Sharding(NamedTuple):
 
 
 def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
-    """Return the shardings that the search tries. The groups are all ranks with the same part of
-    the model or those of a node, and the places of state are those that the cluster file knows. One
-    such rank shards nothing, and only the lowest stage of ZeRO is tried."""
+    """Return the shardings that the search tries. A shard group has all ranks with the same part of
+    the model, or all such ranks on one node. State is stored on the device, or in a memory whose
+    speed the cluster file states. If only one rank has each part of the model, nothing can be
+    sharded, and only the lowest stage of ZeRO is tried."""
     stages: list[tuple[int, int | None]] = [(min(space.zero), None)]
     if layout.copies > 1:
         shared = _shard_groups(space, pricer, layout)
@@ -245,8 +246,9 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
 
 
 def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[Layout]:
-    """Yield the layouts of a group, one for every v that the search tries. Their schedule is that
-    of the space, or the default one. A single stage has nothing to interleave."""
+    """Yield the layouts of a group, one for every v that the search tries. Their schedule is the
+    one that the space names, or else the default schedule. A single stage has nothing to
+    interleave."""
     most = 1
     if group.pipeline > 1:
         p = group.pipeline
@@ -289,9 +291,9 @@ def uneven_firsts(space: Space, pricer: Pricer, layout: Layout) -> Iterator[Layo
 
 
 def least_recomputed(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """Yield a layout that recomputes nothing with as few recomputed layers as make it fit, found by
-    bisection. The first layers are recomputed. Yield nothing if it does not fit even with all
-    layers recomputed."""
+    """Change a layout without recomputation: find by bisection the smallest number of layers whose
+    recomputation makes the layout fit, and yield the layout that recomputes this number of first
+    layers. Yield nothing if the layout fits only with all layers recomputed, or not even then."""
     shared = layout.tensor > 1 and not layout.sequence_parallel
     partitions = space.partition_activations and shared
     full = replace(layout, recompute="full", partition_activations=partitions)

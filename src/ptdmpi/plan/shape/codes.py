@@ -1,5 +1,5 @@
-"""The lengths of the codes of compressed gradients, as closed forms. The planner prices them, and
-the encoders produce exactly these bytes.
+"""The lengths of the codes of compressed gradients, as closed forms. The planner computes times
+from these lengths, and the encoders produce codes of exactly these lengths.
 
 Numbers are compressed in units, which are runs of a parameter's elements. A unit at the end of a
 parameter or in a bias may be shorter; its scale then serves fewer elements.
@@ -27,15 +27,16 @@ MORE_NUMBERS = {"ef21": 2, "double_squeeze": 6, "neolithic": 9}
 
 
 def largest_tile(model: ModelConfig, vocab_size: int) -> int:
-    """Return the elements of the largest tile of a model's trained parameters, as
-    `ptdmpi.engine.compress.units` cuts them."""
+    """Return the number of elements of the largest tile into which `ptdmpi.engine.compress.units`
+    cuts the trained parameters of a model."""
     cut = math.gcd(model.heads, model.ffn_hidden)
     tables = (layer(model), embedding(model, vocab_size), head(model, vocab_size))
     return max(_tile(part, cut) for parts in tables for part in parts.values() if part.trains)
 
 
 def _tile(part: Part, cut: int) -> int:
-    """Return the elements of the largest tile of a part; `cut`: gcd(heads, ffn_hidden)."""
+    """Return the number of elements of the largest tile of a part. `cut` is gcd(heads,
+    ffn_hidden)."""
     if isinstance(part, Norm):
         return part.size
     if isinstance(part, Scale):
@@ -83,8 +84,8 @@ def bits_per_element(
 ) -> float:
     """Return the bits of a code per element of a large matrix whose numbers have `number_bits`.
 
-    The bits are those of one round, as a mean over steps. `tile` is (lines, length) of the tiles
-    that PowerSGD factors.
+    The bits are for one round, as the mean over steps. `tile` is (lines, length) of the tiles that
+    PowerSGD factors.
     """
     match section.compressor:
         case "top_k":

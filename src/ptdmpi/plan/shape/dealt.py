@@ -1,10 +1,10 @@
 """The assignment of matrices to the ranks of a shard group: each matrix has one rank that makes it
-orthogonal, and the others send it their parts.
+orthogonal, and the other ranks send their parts of the matrix to this rank.
 
-Sharding cuts the flat order of parameters, and some cuts go through matrices that Muon updates as
-wholes. One of the ranks that hold a part of such a matrix, its owner, makes it orthogonal. The
-other ranks send it their parts, and receive as much of the update. So the ranks of a group divide
-the work, and a matrix that is on only one rank does not travel.
+Sharding cuts the flat order of parameters, and some cuts go through matrices that Muon must update
+as a whole. One of the ranks that hold a part of such a matrix, its owner, makes it orthogonal. The
+other ranks send it their parts, and receive their parts of the update. So the ranks of a group
+divide the work, and a matrix that only one rank holds is not sent.
 """
 
 import itertools
@@ -68,10 +68,10 @@ class Dealt:
     """A rank's work on the matrices of its stages.
 
     `elements` is the number of elements that the rank holds of these matrices. `makes` is the
-    number of matrices that it makes orthogonal, by matrix and number of own elements. `gives` is
-    the number of elements of others' matrices that it sends, by owner. `takes` is the number of
-    elements that it receives for its own matrices, by sender. `most` is the most elements that it
-    sends of one matrix.
+    number of matrices that the rank makes orthogonal, by matrix and by the number of elements that
+    the rank itself holds. `gives` is the number of elements that it sends, by the owner of their
+    matrix. `takes` is the number of elements that it receives for the matrices that it owns, by
+    sender. `most` is the most elements that it sends of one matrix.
     """
 
     elements: int = 0
@@ -146,8 +146,9 @@ def _cut(
 
 
 def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> tuple[int, int]:
-    """Return the elements of a part's embedding and head in a flat buffer, without a tied table:
-    (those of tables, which come before the layers; all of them)."""
+    """Return two numbers of elements of a part's embedding and head in a flat buffer, without a
+    tied table: of the tables, which come before the layers; and of all parameters of embedding and
+    head."""
     first = parameters.embedding(model, vocab_size)
     tied = _aligned([first[WORD_TABLE]], part.tensor) * model.tie_embeddings
     front = every = 0
@@ -161,5 +162,5 @@ def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> t
 
 
 def _aligned(parts: Iterable[Part], tensor: int) -> int:
-    """Return the elements that the trained ones of `parts` take in a flat buffer."""
+    """Return the number of elements that the trained ones of `parts` take in a flat buffer."""
     return sum(aligned(size) for part in trained(parts) for size in part.weights(tensor))

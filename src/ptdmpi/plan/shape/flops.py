@@ -1,4 +1,4 @@
-"""Closed forms of a model's work in FLOPs: folds over the products of its operators."""
+"""Closed forms of a model's FLOPs: sums over the matrix products of its operators."""
 
 from ptdmpi.config import ModelConfig
 from ptdmpi.plan.layer import describe
@@ -13,11 +13,11 @@ def _layer(model: ModelConfig, number: int | None = None) -> tuple[Operator, ...
 
 
 def layer_forward_flops(model: ModelConfig, number: int | None = None) -> float:
-    """Return the FLOPs per token of the forward pass of layer `number`; None: of the last one.
+    """Return the FLOPs per token of the forward pass of layer `number`; None: the last layer.
 
     They are the FLOPs of its GEMMs, and of attention over all s positions (or its window). For a
-    GPT they are 24 h^2 + 4 s h (Narayanan et al. 2021, appendix). Gated MLPs and grouped queries
-    have their own GEMMs, which are counted.
+    GPT they are 24 h^2 + 4 s h (Narayanan et al. 2021, appendix). For gated MLPs and grouped
+    queries the sizes of the GEMMs differ, and the result takes this into account.
     """
     return 2 * multiplications(_layer(model, number), model)
 
@@ -32,9 +32,9 @@ def core_forward_flops(model: ModelConfig) -> float:
 def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
     """Return the FLOPs per token of the output head's forward pass.
 
-    They are 2 V h. For a masked model BERT's transform is added, and both count only for the share
-    of positions that the head predicts (at the default fraction). For a task they are the FLOPs of
-    all linears on one position of a sequence. The classifier of the order of segments is not
+    They are 2 V h. For a masked model BERT's transform is added, and both are multiplied by the
+    share of positions that the head predicts (the default fraction). For a task they are the FLOPs
+    of all linears on one position of a sequence. The classifier of the order of segments is not
     counted.
     """
     products = [
@@ -47,12 +47,12 @@ def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
 
 
 def model_flops(model: ModelConfig, vocab_size: int, tokens: int) -> float:
-    """Return the model FLOPs of forward and backward over `tokens`, recomputation not counted.
+    """Return the model FLOPs of forward and backward over `tokens` tokens, without recomputation.
 
     For a GPT they are 72 B l s h^2 (1 + s/6h + V/12lh) (Korthikanti et al. 2022, arXiv 2205.05198,
-    appendix A): the backward pass counts twice the forward. For weights that do not train the
-    backward counts once, for their input's gradient. For layers before the first trained one it
-    does not count.
+    appendix A): the backward pass has twice the FLOPs of the forward pass. For weights that do not
+    train it has only as many as the forward, for the gradient of their input. Layers before the
+    first trained layer have no backward.
     """
     output = head_forward_flops(model, vocab_size)
     idle = model.idle()

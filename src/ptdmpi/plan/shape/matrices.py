@@ -1,8 +1,8 @@
 """The parameters that Muon updates as whole matrices (`ptdmpi.engine.muon`).
 
-They are the linears of the layers, in which each output is a matrix of its own, and the two
-matrices of each low-rank adapter. This module counts their elements, and the working memory and the
-products of their update.
+They are the linears of the layers, in which each output (such as q, k and v) is a separate matrix,
+and the two matrices of each low-rank adapter. This module counts their elements, and the working
+memory and the products of their update.
 """
 
 import math
@@ -28,13 +28,13 @@ class Whole(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Return the elements of all its matrices, over all tensor ranks."""
+        """Return the number of elements of all its matrices, over all tensor ranks."""
         return sum(map(math.prod, self.shapes))
 
 
 def wholes(model: ModelConfig, tensor: int, expert: int = 1) -> list[Whole]:
-    """Return the matrices of a layer that train, in their order, if experts are dealt over `expert`
-    ranks."""
+    """Return the matrices of a layer that train, in their order, for the first of `expert` ranks
+    over which experts are distributed."""
     matrices = list[Whole]()
     for part in layer(model, expert=expert).values():
         if isinstance(part, Linear) and part.trains:
@@ -54,7 +54,7 @@ def matrix_elements(model: ModelConfig, tensor: int) -> int:
 
 
 def iteration_bytes(compute_bytes: int) -> int:
-    """Return the bytes of one element in the iteration's type."""
+    """Return the number of bytes of one element in the type in which Muon iterates."""
     return FLOAT64.bytes if compute_bytes == FLOAT64.bytes else BFLOAT16.bytes
 
 

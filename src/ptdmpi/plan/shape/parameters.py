@@ -1,4 +1,4 @@
-"""Counts of a model's parameters, by part: folds over its description (`plan.layer.describe`)."""
+"""Numbers of a model's parameters, by part: sums over its description (`plan.layer.describe`)."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,9 +16,9 @@ from ptdmpi.plan.layer.parts import Linear, Part, as_linear, elements, trained
 class ModelPart(NamedTuple):
     """A part of a model on one of `tensor` tensor ranks: a stage, or all stages of a pipeline rank.
 
-    It has `layers` layers, of which `idle` have no backward; these come first. It has the embedding
-    if it is the `first` stage, or has it, and the head if it is the `last`. The experts of its
-    layers are dealt over `expert` ranks.
+    It has `layers` layers; the first `idle` of them have no backward. `first` is True if it has the
+    embedding, and `last` is True if it has the head. The experts of its layers are distributed over
+    `expert` ranks.
     """
 
     layers: int
@@ -50,15 +50,22 @@ def stage_parts(
     """Return the part of the model that each stage has; `layers` has the layers of every stage."""
     last = len(layers) - 1
     return tuple(
-        ModelPart(len(own), stage == 0, stage == last, tensor, model.idle(own), expert)
+        ModelPart(
+            layers=len(own),
+            first=stage == 0,
+            last=stage == last,
+            tensor=tensor,
+            idle=model.idle(own),
+            expert=expert,
+        )
         for stage, own in enumerate(layers)
     )
 
 
 def layer(model: ModelConfig, number: int | None = None, expert: int = 1) -> dict[str, Part]:
     """Return the parts of layer `number`; None: of the last layer, which has adapters if any layer
-    has. If experts are dealt over `expert` ranks, the parts are those of the first of these
-    ranks."""
+    has. If experts are distributed over `expert` ranks, the result has the experts of the first
+    rank only."""
     return parts_of(operators(describe.layer(model, number)), expert)
 
 
@@ -103,8 +110,8 @@ def layer_elements(model: ModelConfig, tensor: int = 1) -> int:
 
 
 def trained_elements(model: ModelConfig, tensor: int = 1, expert: int = 1) -> int:
-    """Return the number of trained parameters of one layer on one tensor rank, if experts are dealt
-    over `expert` ranks."""
+    """Return the number of trained parameters of one layer on one tensor rank, if experts are
+    distributed over `expert` ranks."""
     return elements(trained(layer(model, expert=expert).values()), tensor)
 
 
@@ -133,11 +140,12 @@ def head_elements(model: ModelConfig, vocab_size: int, tensor: int = 1) -> int:
 def places(
     model: ModelConfig, vocab_size: int, stage: ModelPart, *, trains: bool = True
 ) -> list[list[int]]:
-    """Return the elements of each unit that sharding gathers and sums at once, on a tensor rank.
-    Units are listed by place of the stage (embedding, a layer, the head).
+    """Return the number of elements of each unit on a tensor rank. A unit is a set of parameters
+    that sharding gathers or sums in one message. The units are listed by their place in the stage
+    (embedding, a layer, the head).
 
-    A tied table is a unit of its own at both places. With `trains` the units are those of trained
-    parameters. Without it they are those of frozen parameters, which are gathered alone
+    A tied table is a separate unit at both places. If `trains` is True, the units contain the
+    trained parameters. Otherwise they contain the frozen parameters, which are gathered separately
     (`frozen_places`).
     """
 
@@ -158,10 +166,10 @@ def places(
 
 
 def rank_elements(model: ModelConfig, vocab_size: int, held: ModelPart) -> tuple[int, int, int]:
-    """Return (parameters, trained parameters, trained parameters with a second use) of a rank that
-    has the part `held` of a model.
-
-    A tied table is counted once; its second use has its own gradient.
+    """Return three numbers for a rank that has the part `held` of a model: its parameters, its
+    trained parameters, and those trained parameters that it uses twice, because it has both ends of
+    a model with a tied table. The first two numbers count the table once. Its second use has its
+    own gradient.
     """
     table = embedding(model, vocab_size)
     own = partial(layer, model, expert=held.expert)
@@ -179,7 +187,8 @@ def rank_elements(model: ModelConfig, vocab_size: int, held: ModelPart) -> tuple
 
 
 def parameter_count(model: ModelConfig, vocab_size: int) -> int:
-    """Return the number of parameters of the whole model; a tied head counts once."""
+    """Return the number of parameters of the whole model; the table of a tied head is counted
+    once."""
     idle = model.idle()
     count = idle * elements(layer(model, 0).values())
     count += (model.layers - idle) * layer_elements(model)
@@ -188,14 +197,15 @@ def parameter_count(model: ModelConfig, vocab_size: int) -> int:
 
 
 def trained_count(model: ModelConfig, vocab_size: int) -> int:
-    """Return the number of trained parameters of the whole model; a tied head counts once."""
+    """Return the number of trained parameters of the whole model; the table of a tied head is
+    counted once."""
     _, train, _ = rank_elements(model, vocab_size, ModelPart.whole(model))
     return train
 
 
 def active_count(model: ModelConfig, vocab_size: int) -> int:
-    """Return the number of parameters that compute a token: all but those of the experts that it
-    does not choose."""
+    """Return the number of parameters that are used for one token: all except the parameters of the
+    experts that are not chosen."""
     count = parameter_count(model, vocab_size)
     if not model.experts:
         return count
@@ -224,7 +234,7 @@ def frozen_layer(model: ModelConfig, tensor: int) -> tuple[int, int]:
 def frozen_places(model: ModelConfig, vocab_size: int, stage: ModelPart) -> list[list[int]]:
     """Return `places` for the frozen weights that are not quantized, which ZeRO 3 gathers.
 
-    Idle layers have as many as others.
+    Layers without a backward have as many of them as other layers.
     """
     units_of_places = places(model, vocab_size, stage, trains=False)
     packed, _ = frozen_layer(model, stage.tensor)

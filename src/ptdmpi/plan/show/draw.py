@@ -1,5 +1,5 @@
-"""Pictures of a timeline, for a terminal, as PNG or as SVG. A planned and a measured timeline are
-drawn alike.
+"""Pictures of a timeline, for a terminal, as PNG or as SVG. A planned timeline and a measured one
+are drawn in the same way.
 
 Each kind of op has its mark and its colour in the table of op kinds, with a shade per model chunk.
 Forwards are blue and backwards green, as in Narayanan et al. 2021, Figure 4. Idle time is grey, and
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-_SHADES = 4  # of each colour, for the chunks of a rank
+_SHADES = 4  # number of shades of each colour, for the chunks of a rank
 _DARK_SHADES = 2  # the darkest shades, on which letters are white
-_WHITE, _BLACK = (15, "white"), (16, "#1c2733")  # letters: in a terminal, in a picture
-# how a number is written into its bar, by whether it lies there: else it stands upright
+_WHITE, _BLACK = (15, "white"), (16, "#1c2733")  # colours of letters: in a terminal, in a picture
+# how a number is written into its bar: horizontally if it fits, or else vertically
 _TURNS: dict[bool, dict[str, Any]] = {
     True: {"va": "center_baseline", "rotation": "horizontal"},
     False: {"va": "center", "rotation": "vertical"},
@@ -41,7 +41,7 @@ _COLORS = {
     "other": "#9a9aa5",
 }
 _LEGEND_ROW_INCHES = 0.2
-_LEAST_LETTER = 4.0  # points: smaller ones cannot be read
+_LEAST_LETTER = 4.0  # size in points; smaller letters cannot be read
 _IDLE, _HATCH = "#ececef", "#b4b4bd"
 _LETTERS = {"send": "s", "gather": "g", "reduce": "r", "optimizer": "o", "data": "d", "other": "x"}
 _WIDTH_INCHES, _LANE_INCHES, _MARGIN_INCHES, _LEGEND_INCHES = 11.0, 0.32, 0.75, 0.5
@@ -77,9 +77,10 @@ class _Chunks:
 def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
     """Return the timeline as text of at most `width` columns: one line per rank, then a legend.
 
-    Each op shows its microbatch, and then the mark of its kind up to its end, or blanks on its
-    colour. If ops are too narrow for that, only the last digit of the microbatch is shown, or no
-    digit. A further line then gives the width at which all numbers would be shown.
+    Each op shows the number of its microbatch. The rest of the op's width is filled with the mark
+    of its kind, or with blanks on its colour. If ops are too narrow for that, only the last digit
+    of the microbatch is shown, or no digit. A further line then gives the width at which all
+    numbers would be shown.
     """
     ranks, chunks = timeline.ranks, _Chunks(timeline)
     names = {rank: f"rank {rank:>{len(str(ranks[-1]))}} " for rank in ranks}
@@ -347,7 +348,7 @@ def _draw_bars(
         style = {"fc": _IDLE, "ec": _HATCH, "hatch": "/////"}
         axes.add_collection(PathCollection([outline], linewidths=0, **style))
         return
-    # A white rim separates neighbouring bars; thousands of bars would be all rim.
+    # A white rim separates neighbouring bars. Thousands of narrow bars would consist only of rims.
     rim = min(0.7, 60 / len(bars))
     axes.add_collection(PolyCollection(corners, fc=_tint(kind, shade), ec="white", linewidths=rim))
 

@@ -77,8 +77,9 @@ def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any
 
 
 def parts_s(price: Price) -> dict[str, float]:
-    """Return the seconds of a step by kind of work. Only layouts that cut sequences have the
-    context axis, and only layouts that deal experts send tokens to them."""
+    """Return the seconds of a step by kind of work. The part of the context axis is included only
+    if the layout cuts sequences, and the part of the tokens sent to experts only if the layout
+    distributes experts."""
     parts = asdict(price.parts)
     for axis in ("context", "expert"):
         if getattr(price.layout, axis) == 1:
@@ -126,8 +127,8 @@ def settings(entry: dict[str, Any]) -> str:
 
 
 def lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield rows as lines of aligned columns: the first and the last column to the left, the others
-    to the right."""
+    """Yield rows as lines of aligned columns: the first and the last column are aligned to the
+    left, all other columns to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [row[0].ljust(widths[0])]
@@ -253,7 +254,7 @@ def _why(why: dict[str, Any]) -> Iterator[str]:
 
 
 def _beside(result: dict[str, Any]) -> Iterator[str]:
-    """Yield text with the choices that the rules of the paper make."""
+    """Yield text about the layout that the rules of the paper choose."""
     model = result["microbatch_model"]
     ruled = result["heuristic"]
     yield "next to it, by Narayanan et al. 2021"

@@ -19,9 +19,9 @@ from ptdmpi.train.checks import checked_data, with_form
 
 # Schedulers that send no usable warning before the time limit: the run itself stops before it.
 UNWARNED = ("pbs", "lsf", "flux")
-# The default of a key in a configuration, where it is not that of `Layout`.
+# The default of a key in a configuration, where it differs from the default of `Layout`.
 UNSET = {"parallel": {"data": "auto"}}
-MARGIN_MINUTES = 10  # for the last step and its checkpoint
+MARGIN_MINUTES = 10  # time that is reserved for the last step and its checkpoint
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,9 @@ def job_of(
     if site.scheduler in UNWARNED and "max_minutes" not in run:
         margin = min(MARGIN_MINUTES, site.minutes // 2)
         added.append(f"run.max_minutes={max(1, site.minutes - margin)}")
-    return TrainingJob(config, tuple(added), site, nodes, per_node)
+    return TrainingJob(
+        config=config, settings=tuple(added), site=site, nodes=nodes, ranks_per_node=per_node
+    )
 
 
 def _needed_nodes(tree: Mapping[str, Any], site: Site) -> tuple[int, int]:

@@ -13,6 +13,8 @@ from ptdmpi.config import Config, InputError
 from ptdmpi.sinks.contract import Past
 from ptdmpi.sinks.sinks import Sinks
 
+DONE = "done"  # the file that says that a run is complete
+
 
 def _show(line: str) -> None:
     print(line, flush=True)
@@ -45,7 +47,7 @@ class RunDirectory:
         try:
             path.mkdir(parents=True, exist_ok=True)
             write_whole(path / "config.toml", config_text)
-            (path / "done").unlink(missing_ok=True)
+            (path / DONE).unlink(missing_ok=True)
             if self.metrics.exists():
                 self._dropped = self._drop_records()
             self._drop_timelines()
@@ -105,7 +107,7 @@ def mark_done(path: Path, steps: int) -> None:
     so only the file `done` proves that the run is complete. If the file already has the same
     content, it is not written again. Raises InputError if it cannot be written.
     """
-    done = path / "done"
+    done = path / DONE
     text = json.dumps({"steps": steps}) + "\n"
     try:
         if not done.is_file() or done.read_text(encoding="utf-8") != text:

@@ -31,8 +31,8 @@ def text_of(config: Config, course: Course, vocab_size: int) -> Text:
 def task_framing(config: Config) -> Framing:
     """Return the object that converts the texts of the run's task to sequences of tokens.
 
-    The tokenizer is the one that `task.tokenizer` names, or that of the model from which the run
-    begins. Raises InputError if there is neither.
+    The tokenizer is the one that `task.tokenizer` names, or else the tokenizer of the model from
+    which the run begins. Raises InputError if there is neither.
     """
     stored = _stored(config, {}, config.model.vocab_size or 2**31)
     if not (config.task.tokenizer or stored.began):

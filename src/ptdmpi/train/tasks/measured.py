@@ -26,8 +26,8 @@ ITEMS = 64  # questions for each data rank between two votes on whether to stop
 def live_model(engine: Engine) -> InferenceModel:
     """Return a model with the engine's weights that can answer questions.
 
-    The model has stages of its own. Their parameters share the memory of the engine's parameters,
-    and nothing else of a training step changes.
+    The model has its own stages. Their parameters share the memory of the engine's parameters, and
+    nothing else of a training step changes.
     """
     config = engine.config
     axes = engine.axes

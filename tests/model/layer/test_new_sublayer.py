@@ -45,7 +45,7 @@ TAPS = 3
 WIDTH = 16
 
 
-# 1. The row: what it is called, its parts, and its account.
+# 1. The row: what it is called, its parts, and its account; and the sublayer.
 @dataclass(frozen=True)
 class Convolve(Operator):
     """[s, b, 2 w/t] -> [s, b, w/t]: a causal filter of one half, gated by the other."""
@@ -82,6 +82,20 @@ class Convolve(Operator):
         return 3 * self._elements(sizes) * sizes.compute_bytes
 
 
+def convolution(build: describe.LayerBuild, kind: type[Convolve] = Convolve) -> describe.Sublayer:
+    model = build.model
+    up = Linear(model.hidden, (WIDTH, WIDTH), False, model.init_std, "columns")
+    down = Linear(WIDTH, (model.hidden,), False, build.residual_std, "rows")
+    taps = Table(WIDTH, TAPS, model.init_std, split=True, trains=not model.adapt.adapts)
+    return build.sublayer(
+        "convolution",
+        4,
+        build.product("convolution.up", up, "y", "y"),
+        kind("convolution.filter", ("y",), ("y",), taps),
+        build.product("convolution.down", down, "y", "y"),
+    )
+
+
 # 2. The module that computes it.
 class Convolution(nn.Module):
     def __init__(self, row: "Convolve", tensor: int) -> None:
@@ -114,21 +128,6 @@ class OwnConvolve(Convolve, OwnOperator):
 
     def module(self, build: modules.Build) -> nn.Module:
         return Convolution(self, build.axis.size)
-
-
-# 3. The sublayer, whose name the model has among its sublayers.
-def convolution(build: describe.LayerBuild, kind: type[Convolve] = Convolve) -> describe.Sublayer:
-    model = build.model
-    up = Linear(model.hidden, (WIDTH, WIDTH), False, model.init_std, "columns")
-    down = Linear(WIDTH, (model.hidden,), False, build.residual_std, "rows")
-    taps = Table(WIDTH, TAPS, model.init_std, split=True, trains=not model.adapt.adapts)
-    return build.sublayer(
-        "convolution",
-        4,
-        build.product("convolution.up", up, "y", "y"),
-        kind("convolution.filter", ("y",), ("y",), taps),
-        build.product("convolution.down", down, "y", "y"),
-    )
 
 
 def own_convolution(build: describe.LayerBuild) -> describe.Sublayer:

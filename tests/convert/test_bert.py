@@ -96,7 +96,7 @@ def test_the_self_check_sees_both_heads_and_both_segments(tmp_path, monkeypatch)
     forward = SentenceOrder.forward
     for place, name, wrong in (
         (SentenceOrder, "forward", lambda self, x: forward(self, x).flip(-1)),
-        (check, "Microbatch", lambda *rest, types: Microbatch(*rest, types=types.flip(0))),
+        (check, "Microbatch", lambda *, types, **rest: Microbatch(types=types.flip(0), **rest)),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, wrong)

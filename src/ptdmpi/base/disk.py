@@ -46,16 +46,18 @@ def replacing(path: Path) -> Iterator[Path]:
 
     If the block or the disk fails, the old file at `path` stays, and the temporary file is removed.
     The temporary name contains the process id, so two processes that write the same file do not
-    disturb each other. A symbolic link stays a link: the file to which it leads is replaced. Raises
+    disturb each other. A symbolic link to a file stays a link: the file is replaced. A link to a
+    directory is replaced itself, because earlier versions made such a link of `latest`. Raises
     OSError, also for a directory, a pipe or a device: the rename would remove the device.
     """
-    with contextlib.suppress(FileNotFoundError):
-        kind = path.stat().st_mode
-        if stat.S_ISDIR(kind):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(kind):
-            raise OSError(errno.ESPIPE, "is a pipe or a device, not a file", str(path))
-    path = Path(os.path.realpath(path))
+    if not (path.is_symlink() and path.is_dir()):
+        path = Path(os.path.realpath(path))
+        with contextlib.suppress(FileNotFoundError):
+            kind = path.stat().st_mode
+            if stat.S_ISDIR(kind):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+            if not stat.S_ISREG(kind):
+                raise OSError(errno.ESPIPE, "is a pipe or a device, not a file", str(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary

@@ -73,3 +73,19 @@ def test_timelines_of_later_steps_are_dropped(tmp_path):
         (folder / f"step-{step:08d}.json").touch()
     RunDirectory(tmp_path, "", 3)
     assert [path.name for path in folder.iterdir()] == ["step-00000003.json"]
+
+
+def test_damaged_records_are_said_and_kept(tmp_path, capsys):
+    """A torn last line is no damage: a run that dies while it writes leaves one."""
+    whole = b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st'
+    (tmp_path / "metrics.jsonl").write_bytes(whole)
+    RunDirectory(tmp_path, "", 2)
+    assert "warning" not in capsys.readouterr().out
+    assert not (tmp_path / "metrics.damaged.jsonl").exists()
+
+    damaged = b'{"step": 1}\n\xff{"step": 2}\n{"step": 3}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(damaged)
+    RunDirectory(tmp_path, "", 3)
+    assert "1 damaged line is left out; metrics.damaged.jsonl has" in capsys.readouterr().out
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 3}\n'
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == damaged

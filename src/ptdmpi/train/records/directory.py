@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ptdmpi.base.disk import open_file, read_file, write_whole
+from ptdmpi.base.words import counted
 from ptdmpi.config import Config, InputError
 from ptdmpi.sinks.contract import Past
 from ptdmpi.sinks.sinks import Sinks
 
 DONE = "done"  # the file that says that a run is complete
+DAMAGED = "metrics.damaged.jsonl"  # the records as they were before damaged lines were left out
 
 
 def _show(line: str) -> None:
@@ -55,10 +57,22 @@ class RunDirectory:
             raise InputError(f"run.dir = {path}: {error}") from None
 
     def _drop_records(self) -> bool:
-        """Remove the records after the resumed step; return True if there were any."""
-        lines = read_file(self.metrics).splitlines()
-        # a torn last line is not JSON, and is removed too
-        kept = [line + b"\n" for line in lines if _until(line, self._resumed_step)]
+        """Remove the records after the resumed step; return True if there were any. If lines before
+        a torn last one are damaged, store the file as it was under DAMAGED, and show a warning."""
+        content = read_file(self.metrics)
+        lines = content.splitlines()
+        steps = [_step(line) for line in lines]
+        if damaged := steps[:-1].count(None):
+            write_whole(self.path / DAMAGED, content)
+            left_out = (
+                f"{counted(damaged, 'damaged line')} {'is' if damaged == 1 else 'are'} left out"
+            )
+            self.say(f"warning: {self.metrics}: {left_out}; {DAMAGED} has the file as it was")
+        kept = [
+            line + b"\n"
+            for line, step in zip(lines, steps, strict=True)
+            if step is not None and step <= self._resumed_step
+        ]
         write_whole(self.metrics, b"".join(kept))
         return len(kept) < len(lines)
 
@@ -132,9 +146,9 @@ def append_lines(path: Path, lines: str) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _until(line: bytes, step: int) -> bool:
-    """Return True if `line` is a record of a step up to `step`."""
+def _step(line: bytes) -> int | None:
+    """Return the step of a record, or None if `line` is no record."""
     try:
-        return json.loads(line)["step"] <= step
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return False
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None

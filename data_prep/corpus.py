@@ -107,7 +107,8 @@ class _Run:
         self.state = RunState(options.outputs, {**corpus.identity(), **options.identity()})
 
     def begin(self) -> CorpusCounters | None:
-        """Prepare the outputs, on rank 0. Return the sums there if everything is already done."""
+        """Prepare the outputs. Rank 0 returns the sums over all documents if the outputs are
+        already complete; otherwise, and on other ranks, the result is None."""
         if self._ranks.rank != 0:
             return None
         return self.state.begin(self._options.force)
@@ -162,7 +163,7 @@ class _Run:
                 _together(self._ranks, step)
 
     def work(self) -> None:
-        """Write the groups of this rank that are not complete."""
+        """Write the shards of this rank's groups of documents, except for complete groups."""
         groups = [group for group in self._mine() if not self.state.load(group).complete]
         try:
             with self._progress("tokenizing", groups) as work:

@@ -49,8 +49,8 @@ class TiktokenTokenizer:
         return sorted(self._encoding.special_tokens_set)
 
     def _hash(self) -> str:
-        """Return a hash of all tokens' bytes and of the encoding of a text. The hash does not
-        depend on the encoding's files."""
+        """Return a hash of all tokens' bytes, of the names of special tokens, and of the encoding
+        of a text. tiktoken may store the same encoding in other files without another hash."""
         digest = hashlib.sha256()
         for token in self._encoding.token_byte_values():
             rank = self._encoding.encode_single_token(token)

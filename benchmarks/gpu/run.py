@@ -146,7 +146,8 @@ def known_rows(name: str, folder: Path) -> dict[str, Part]:
 
 def measured(name: str, limit_s: float, record: Record) -> Part:
     """Return the rows of a part, measured in a separate process within `limit_s` seconds, so that
-    its GPU memory is freed with the process. Meanwhile the rows so far are recorded."""
+    its GPU memory is freed with the process. While the part runs, the rows that it has measured so
+    far are stored in `record`."""
     before = record.parts.get(name, {})
 
     def so_far(rows: Part) -> None:

@@ -1,14 +1,11 @@
 """Every kind of training on a pretended device: the host's numbers, one wait of the host a step and
 the others by name, devices apart."""
 
-import gc
-
 import pytest
 
 from tests._configs import layout
 from tests.device import _pretend
-from tests.device._pretend import pretended
-from tests.device.test_engine import BERT, LLAMA, check_like_the_host, trained
+from tests.device.test_engine import BERT, LLAMA, check_like_the_host
 from tests.parallel import parallel
 
 PROCESS = "device"  # torch takes the pretended device on before its first backward
@@ -43,30 +40,15 @@ KINDS = {
     "gemma2": {"model.kind": "gemma2"} | SGD,
     "mistral": {"model.kind": "mistral", "model.sliding_window": 8},
 }
-SHORT = ("qlora", "rounded to int4", "muon, mean of weights", "classes")
-
-
-def waits_of(comm, changes: dict) -> list[list[str]]:
-    """Where the host waited in each of two steps."""
-    with pretended() as device:
-        engine, _, waits = trained(comm, changes, device, 2, True)
-        engine.state.settle()  # what is still on its way from others arrives in its memory
-    gc.collect()
-    return waits
-
-
-@parallel(ranks=[1])
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_wait_a_step(comm, kind):
-    assert waits_of(comm, KINDS[kind]) == [[STEP]] * 2
+SHORT = ("fp64", "lora", "qlora", "rounded to int4", "muon, mean of weights", "classes", "qwen3")
 
 
 @parallel(ranks=[1])
 @pytest.mark.parametrize(
     "kind", [one if one in SHORT else pytest.param(one, marks=pytest.mark.long) for one in KINDS]
 )
-def test_values_are_those_of_the_host(comm, kind):
-    check_like_the_host(comm, KINDS[kind])
+def test_values_are_those_of_the_host_and_it_waits_once_a_step(comm, kind):
+    assert check_like_the_host(comm, KINDS[kind]) == [[STEP]] * 2
 
 
 TWO = layout(d=2)
@@ -128,17 +110,12 @@ def own(waits: list[list[str]]) -> list[list[str]]:
 
 @parallel(ranks=[2])
 @pytest.mark.parametrize("name", NAMES)
-def test_one_wait_a_step_of_two_ranks(comm, name):
-    """Whether a gradient may be remembered at all is asked before its codes are sent: once more."""
-    asked = ["event at engine/data_parallel/compressed.py:_overflows"] if name in CODES else []
-    waits = waits_of(comm, (LAYOUTS | CODES)[name])
-    assert own(waits) == [[*asked, STEP]] * 2
-
-
-@parallel(ranks=[2])
-@pytest.mark.parametrize("name", NAMES)
 def test_values_of_two_ranks_are_those_of_the_host(comm, name):
-    check_like_the_host(comm, (LAYOUTS | CODES)[name])
+    """Whether a gradient may be remembered at all is asked before its codes are sent, in a second
+    wait."""
+    asked = ["event at engine/data_parallel/compressed.py:_overflows"] if name in CODES else []
+    waits = check_like_the_host(comm, (LAYOUTS | CODES)[name])
+    assert own(waits) == [[*asked, STEP]] * 2
 
 
 @pytest.mark.long

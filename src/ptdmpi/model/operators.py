@@ -53,8 +53,9 @@ class Context:
     `stream` is the random stream for dropout; None without dropout. `documents` is None if each
     sequence is one document. `rotary` has the rotary angles, if they are not the angles of all
     positions. `cache` has the keys and values of earlier tokens. `positions` are the positions of
-    the sequence that this rank has in matrix products. `chosen` has the experts that a recomputed
-    layer has chosen. `factors` has, by name, the factors of the routers' losses in the gradient.
+    the sequence that this rank has in matrix products. If the layer is recomputed, `chosen` has the
+    experts that the first forward pass has chosen. `factors` has, by name, the factors of the
+    routers' losses in the gradient.
     """
 
     stream: RandomStream | None = None

@@ -117,8 +117,9 @@ class Declaration:
         return (*by_split, *SHARD_AXES, "pipeline", *self.apart)
 
     def partial_over(self, sequence_divided: bool) -> tuple[str, ...]:
-        """Return the axes along which each rank has only a part of the gradient, without the axes
-        over which losses are summed. `sequence_divided`: each tensor rank has its own positions."""
+        """Return the axes over which the gradient must be summed because each rank computes only a
+        summand of it, without the axes over which losses are summed. `sequence_divided`: each
+        tensor rank has its own positions."""
         if self.partial_gradient or (self.shared_gradient and sequence_divided):
             return ("tensor",)
         return ()

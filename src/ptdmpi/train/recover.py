@@ -91,7 +91,8 @@ class Survivors:
             raise SystemExit(code)
 
     def _attempt(self) -> Generator[Completed, None, int]:
-        """Train, or wait as a spare rank; return the bits that all living ranks agreed on."""
+        """Train, or wait as a spare rank. Return the bitwise AND of the living ranks' numbers: the
+        bit FINISHED says that the run has ended, and the higher bits are the exit code."""
         try:
             code = yield from self._work()
         # the training ranks have raised the same error, but the spare ranks have not

@@ -57,8 +57,8 @@ class Dispatch(Protocol):
 
 
 class LocalDispatch:
-    """The dispatch without messages, if every rank has all experts. There are R = T rows with j = k
-    weights each."""
+    """The dispatch without messages, if every rank has all experts. Each of this rank's T tokens is
+    one row, with the weights of its k experts: R = T and j = k in the terms of `Dispatch`."""
 
     counts: RowCounts | None = None
 

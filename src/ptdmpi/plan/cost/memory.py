@@ -119,11 +119,11 @@ class MemoryModel:
     """Memory of one model in one compute type under a program. Results that layouts share are
     cached.
 
-    `stages` counts the memory of its stages. `runtime_bytes` is the memory in use before the first
-    tensor. `on_host` is True if ranks compute on the host, so that offloading to the host's memory
-    moves nothing. `method` says how many numbers of optimizer state there are for each master
-    weight, and gives the receive buffers of the data axis and the copies of the state in the host's
-    memory.
+    `stages` computes the bytes and parameters of the model's stages. `runtime_bytes` is the memory
+    in use before the first tensor. `on_host` is True if ranks compute on the host, so that
+    offloading to the host's memory moves nothing. `method` says how many numbers of optimizer state
+    there are for each master weight, and gives the receive buffers of the data axis and the copies
+    of the state in the host's memory.
     """
 
     def __init__(

@@ -358,7 +358,7 @@ def linear_backward(
         return result + max(added, copies)
     if copies:
         return copies
-    # it has a float32 form only if gradients are summed in float32
+    # the weight's gradient has a float32 copy only if gradients are summed in float32
     widened = wide if sizes.software.gradient_bytes >= wide else 0
     weight = inputs * outputs * (c + widened) if wide > c else 0
     return max(result, weight) if weight_first else result + weight

@@ -57,9 +57,10 @@ class Device(FrozenTable):
 class Node(FrozenTable):
     """A node: `devices` with links between them, and the network adapters that they share.
 
-    The rates of links are for one direction. `tree_bytes_per_s` is the largest rate of the ranks in
-    a tree over several nodes. `ll128_bytes_per_s` are the largest rates of a ring over several
-    nodes with NCCL's protocol LL128, in all-gathers, reduce-scatters and all-reduces. `power_w` is
+    The rates of links are for one direction. `tree_bytes_per_s` is the most that each rank
+    sends per second in NCCL's trees over several nodes. `ll128_bytes_per_s` are the same limits for
+    rings over several nodes with NCCL's protocol LL128, in all-gathers, reduce-scatters and
+    all-reduces. `power_w` is
     the power of the whole node under load, in watts.
     """
 

@@ -33,9 +33,9 @@ def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
     """Return the FLOPs per token of the output head's forward pass.
 
     They are 2 V h. For a masked model BERT's transform is added, and both are multiplied by the
-    share of positions that the head predicts (the default fraction). For a task they are the FLOPs
-    of all linears on one position of a sequence. The classifier of the order of segments is not
-    counted.
+    share of positions that the head predicts (the default fraction). The head of a task computes
+    one position of each sequence: the FLOPs of its linears, divided by the sequence length. The
+    classifier of the order of segments is not counted.
     """
     products = [
         row for row in describe.head(model, vocab_size) if isinstance(row, Multiply | Predict)

@@ -149,6 +149,7 @@ def test_a_program_trains_under_mpirun(tmp_path):
     assert ends == ["ended 3 0", "ended 3 1"]
 
 
+@pytest.mark.long
 def test_a_mistake_of_one_rank_ends_all(tmp_path):
     done = program(tmp_path, FAILS_ON_ONE_RANK, 2)
     assert done.returncode == 1
@@ -161,6 +162,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path):
     assert "ptdmpi: error: " in done.stderr and "heads" in done.stderr
 
 
+@pytest.mark.long
 def test_signals_are_handled_as_before_after_a_run(tmp_path):
     """Ctrl-C ends the program again once the run has ended."""
     usual = "signal.getsignal(signal.SIGINT) is signal.default_int_handler"

@@ -36,6 +36,7 @@ def test_the_minimum_is_where_the_mean_gradient_is_zero():
     assert abs(gradients).max() > 0.1 and abs(gradients.mean(1)).max() < 1e-12
 
 
+@pytest.mark.long
 def test_the_orders_of_theory_hold_in_short():
     sped = theory.speed_up(SHORT)
     assert 3 < sped["PSGD"][4] / sped["PSGD"][16] < 5

@@ -242,6 +242,7 @@ def test_a_failure_on_one_rank_ends_all_and_shows_the_place():
     assert "[rank 0 on" not in done.stderr
 
 
+@pytest.mark.long
 def test_bad_input_that_all_ranks_know_is_one_line():
     program = START + "    world.on_root(lambda: open_nothing())\n"
     program = program.replace(

@@ -182,7 +182,7 @@ def test_held_out_split_is_a_partition_by_document(corpus, reference, bpe):
     assert len(Dataset(reference / "t").headers) > 3
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_same_bytes_for_any_number_of_workers(corpus, reference, bpe, tmp_path, workers):
     run(
         "tokenize",

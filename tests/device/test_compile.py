@@ -28,7 +28,7 @@ KINDS = {
     "selective": {"recompute.mode": "selective"},
     "sandwich": LLAMA | {"model.block_norm": "sandwich", "model.qk_norm": True},
 }
-SHORT = ("llama bf16, as CUDA adds", "gpt")
+SHORT = ("gpt",)
 
 
 def compiled(comm, changes: dict) -> Engine:

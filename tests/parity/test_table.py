@@ -98,6 +98,7 @@ def test_short_set_says_what_it_leaves_out():
     assert "Not legal (more than 4 ranks)" in text
 
 
+@pytest.mark.long
 def test_all_kinds_of_comparisons_are_made():
     of_kind = {
         section: [comparison for comparison in COMPARISONS if comparison.section == section]

@@ -157,13 +157,13 @@ def let_go_of_units(engine: Engine) -> None:
     ("kind", "compute", "dropout", "mode"),
     [
         ("gpt", "fp32", False, "none"),
-        ("gpt", "bf16", True, "full"),
-        ("gpt", "fp64", True, "selective"),
+        pytest.param("gpt", "bf16", True, "full", marks=pytest.mark.long),
+        pytest.param("gpt", "fp64", True, "selective", marks=pytest.mark.long),
         ("llama", "bf16", True, "none"),
-        ("llama", "fp32", True, "selective"),
+        pytest.param("llama", "fp32", True, "selective", marks=pytest.mark.long),
         ("llama", "bf16", False, "two layers"),
         ("bert", "bf16", False, "none"),
-        ("bert", "bf16", True, "full"),
+        pytest.param("bert", "bf16", True, "full", marks=pytest.mark.long),
     ],
 )
 def test_one_rank(comm, kind, compute, dropout, mode):

@@ -88,12 +88,12 @@ def everything(pricer, ranks, dp_overlap=False, modes=RECOMPUTE_MODES, partly=Fa
     return [pricer.price(layout) for layout in set(found)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "memory_bytes", "cluster"),
     [
-        (MODELS[0], 1.5e9, "selene"),
-        pytest.param(MODELS[1], 1.5e9, "selene", marks=pytest.mark.long),
-        *(pytest.param(one, 80e9, "dgx-h100", marks=pytest.mark.long) for one in MODELS),
+        *((model, 1.5e9, "selene") for model in MODELS[:2]),
+        *((model, 80e9, "dgx-h100") for model in MODELS),
     ],
 )
 def test_pruning_keeps_the_best(model, memory_bytes, cluster):

@@ -11,7 +11,7 @@ from benchmarks.planning.allocated import measured
 from ptdmpi.comm.world import World
 from ptdmpi.engine.engine import Engine
 from ptdmpi.model import random
-from ptdmpi.model.kernels import Kernels
+from ptdmpi.model.kernels import USUAL, Kernels
 from ptdmpi.model.parameters import data_types
 from ptdmpi.model.state import WEIGHTS
 from ptdmpi.plan.cost.memory import MemoryModel
@@ -94,9 +94,10 @@ def check_one(comm, changes, half) -> None:
     let_go_of_units(engine)
     _, peak = measured(lambda: engine.runner.run(engine.schedule, engine.program, given, watch))
     expected = foreseen.activations + foreseen.working
-    # copies in float32 that products of half types take where the processor has no unit for them:
-    # a sixth of the little that each of four ranks keeps (seen with AVX2), nothing at t = 2
-    copies = 0.1 * (layout.tensor == 4 and engine.kernels.widens("cpu", compute))
+    # copies in float32 that products of half types take where the processor has no unit for them,
+    # the library's own if they are not widened: of the little that each of 4 ranks keeps a sixth,
+    # and in BERT, not widened, 30 % (seen with AVX2); nothing at t = 2
+    copies = 0.22 * (layout.tensor == 4 and USUAL.widens("cpu", compute))
     most = (1 + PEAK + copies) * expected + library_scratch_bytes(compute)
     # the largest unit need not be whole at the moment when most is kept: 13 % less on a last stage
     least = (1 - PEAK - 0.05 * (layout.zero >= 2 and layout.pipeline > 1)) * expected

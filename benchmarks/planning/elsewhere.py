@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from benchmarks.planning.rows import read
 from ptdmpi.config.choices import default_schedule
 from ptdmpi.config.layout import LETTERS, Layout
-from ptdmpi.config.legality import is_legal
 from ptdmpi.plan.cost.price import Price, Pricer
+from ptdmpi.plan.layer.legality import is_legal
 from ptdmpi.plan.machine.cluster import (
     SHORT_KEYS,
     TRAINER,

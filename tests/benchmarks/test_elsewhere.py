@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.planning import calibrate, elsewhere
 from benchmarks.planning.rows import read
-from ptdmpi.config.legality import is_legal
 from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.layer.legality import is_legal
 from ptdmpi.plan.shape.parameters import parameter_count
 
 

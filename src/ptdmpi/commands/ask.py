@@ -11,12 +11,12 @@ import click
 from ptdmpi.base.say import note
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import complete, parse
-from ptdmpi.config.legality import layout_mistakes
 from ptdmpi.config.section import MOST_BATCH, MOST_RANKS
 from ptdmpi.plan.ask import inverse, methods, network, partition, restarts, sweep
 from ptdmpi.plan.ask.answer import Reply
 from ptdmpi.plan.ask.defaults import pricer_of_names
 from ptdmpi.plan.ask.ranks import answer as cheapest
+from ptdmpi.plan.layer.legality import layout_mistakes
 from ptdmpi.plan.machine.names import legal_clusters
 from ptdmpi.plan.search.search import search
 from ptdmpi.plan.search.space import Space

@@ -27,6 +27,7 @@ from ptdmpi.evaluate.labelled import items
 from ptdmpi.lineage.course import Course
 from ptdmpi.lineage.judge import FROM_HERE
 from ptdmpi.lineage.trained_on import begun
+from ptdmpi.plan.layer.legality import refusals
 from ptdmpi.plan.layer.low_bit import LowBit
 from ptdmpi.plan.layout.topology import topology_of
 from ptdmpi.plan.machine.cluster import load_cluster
@@ -87,6 +88,7 @@ def checked_data(config: Config) -> int:
     must be usable. Raises InputError with all mistakes, one line each.
     """
     mistakes = _mistakes(_section_checks(Sections.of_config(config)))
+    mistakes += refusals(config.layout, config.model)
     if mistakes:
         raise InputError("\n".join(mistakes))
     if config.data_parallel.method == "decentralized":

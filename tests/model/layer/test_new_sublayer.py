@@ -4,6 +4,7 @@ The dummy is a gated causal convolution (Dauphin et al. 2017, arXiv 1612.08083) 
 of each channel, between two linears.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ptdmpi.base.errors import InputError
 from ptdmpi.base.plugins import plugin
 from ptdmpi.comm.world import World
 from ptdmpi.config import Layout, ModelConfig
@@ -26,6 +28,7 @@ from ptdmpi.plan.cost.layer import LayerTimes, Seconds
 from ptdmpi.plan.cost.memory import MemoryModel
 from ptdmpi.plan.layer import describe
 from ptdmpi.plan.layer.account import Item, Kernel, MemoryPass
+from ptdmpi.plan.layer.legality import is_legal, layout_mistakes
 from ptdmpi.plan.layer.operator import Operator, OwnOperator
 from ptdmpi.plan.layer.parts import Linear, Part, Table
 from ptdmpi.plan.layer.sizes import Sizes
@@ -34,6 +37,7 @@ from ptdmpi.plan.machine.kernels import Group
 from ptdmpi.plan.machine.measured import machine_of
 from ptdmpi.plan.shape.flops import model_flops
 from ptdmpi.plan.shape.parameters import layer_elements
+from ptdmpi.train.checks import checked_data
 from tests._configs import layout, small
 from tests._engines import build, steps_of
 from tests._layers import tensor_axis
@@ -219,6 +223,33 @@ def test_a_mask_number_that_is_taken_is_refused(taken):
         pytest.raises(ValueError, match=rf"other\.residual has the number {taken} of .*another"),
     ):
         describe.layer(model)
+
+
+REFUSAL = "it needs whole sequences; legal: parallel.context = 1"
+
+
+@dataclass(frozen=True)
+class WholeSequences(OwnConvolve):
+    """The same row, if its module needs all positions of a sequence."""
+
+    def refuses(self, layout: Layout) -> str | None:
+        return REFUSAL if layout.context > 1 else None
+
+
+def of_whole_sequences(build: describe.LayerBuild) -> describe.Sublayer:
+    return convolution(build, WholeSequences)
+
+
+def test_a_layout_that_a_row_refuses_is_legal_nowhere():
+    """The planner's rules and the checks before a training give the row's own reason."""
+    sublayers = ["attention", f"{__name__}:of_whole_sequences", "mlp"]
+    config = small({"model.sublayers": sublayers})
+    for context, mistakes in ((1, []), (2, [f"convolution.filter: {REFUSAL}"])):
+        cut = Layout(tensor=1, pipeline=1, data=1, context=context)
+        assert list(layout_mistakes(cut, config.model, 4)) == mistakes
+        assert is_legal(cut, config.model, 4) == (not mistakes)
+    with pytest.raises(InputError, match=re.escape(REFUSAL)):
+        checked_data(small({"model.sublayers": sublayers, "parallel.context": 2}, ranks=2))
 
 
 @parallel(ranks=[1, 2])

@@ -10,8 +10,8 @@ import pytest
 from ptdmpi.config import InputError
 from ptdmpi.config.choices import CONTEXT_METHODS, RECOMPUTE_MODES
 from ptdmpi.config.layout import Layout
-from ptdmpi.config.legality import is_legal
 from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.layer.legality import is_legal
 from ptdmpi.plan.machine.cluster import load_cluster, load_model
 from ptdmpi.plan.search.advice import (
     difference,

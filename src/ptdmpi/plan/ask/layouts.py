@@ -10,10 +10,10 @@ from ptdmpi.base.words import counted
 from ptdmpi.config.adapt import AdaptConfig
 from ptdmpi.config.choices import CodesName
 from ptdmpi.config.layout import Layout, complete, parse
-from ptdmpi.config.legality import is_legal, layout_mistakes
 from ptdmpi.config.model import QuantizeConfig
 from ptdmpi.plan.ask.defaults import default_batch, usual_precision
 from ptdmpi.plan.cost.price import Price, Pricer
+from ptdmpi.plan.layer.legality import is_legal, layout_mistakes
 from ptdmpi.plan.machine.cluster import Model, load_cluster, load_model, preset_and_keys
 from ptdmpi.plan.search.advice import difference, heuristic, improvements, microbatch_model
 from ptdmpi.plan.search.search import HEADROOM, TIE, search

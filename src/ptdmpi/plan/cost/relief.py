@@ -9,10 +9,10 @@ from typing import Any
 from ptdmpi.base.near import divisors
 from ptdmpi.base.words import counted
 from ptdmpi.config import Config, Layout
-from ptdmpi.config.legality import is_legal
 from ptdmpi.config.methods import may_share, replicas_differ, toml_text
 from ptdmpi.config.zero import covers_gradients
 from ptdmpi.plan.cost.memory import Footprint, MemoryModel
+from ptdmpi.plan.layer.legality import is_legal
 from ptdmpi.plan.shape.parameters import parameter_count, trained_count
 
 MOST_CHANGES = 3  # the largest number of changes in a set

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ptdmpi.config import ModelConfig
+from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.plan.layer.account import Item, Kernel, Message, Phase
 from ptdmpi.plan.layer.parts import Part
 from ptdmpi.plan.layer.sizes import Sizes
@@ -49,6 +49,11 @@ class Operator:
     def trains(self) -> bool:
         """Return True if any part of the operator trains."""
         return any(part.trains for part in self.parts().values())
+
+    def refuses(self, layout: Layout) -> str | None:
+        """Return why the operator cannot be computed in a layout, and what would be legal; None if
+        it can. The dry run, the planner and the training then refuse the layout."""
+        return None
 
     def multiplications(self, model: ModelConfig) -> float:
         """Return the multiplications per row of its forward products on all tensor ranks together,

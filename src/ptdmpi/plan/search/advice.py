@@ -9,9 +9,9 @@ from typing import Any
 from ptdmpi.base.near import divisors
 from ptdmpi.config.choices import OFFLOADS, RECOMPUTE_MODES, default_schedule
 from ptdmpi.config.layout import LETTERS, Layout
-from ptdmpi.config.legality import is_legal
 from ptdmpi.config.zero import STAGES, covers_state
 from ptdmpi.plan.cost.price import Price, Pricer
+from ptdmpi.plan.layer.legality import is_legal
 from ptdmpi.plan.search.search import Best
 from ptdmpi.plan.search.space import (
     Space,

@@ -30,10 +30,10 @@ from ptdmpi.base.progress import SOON_S, progress
 from ptdmpi.base.words import counted
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import Layout
-from ptdmpi.config.legality import is_legal
 from ptdmpi.config.zero import STAGES, covers_state
 from ptdmpi.plan.cost.price import Price, Pricer
 from ptdmpi.plan.cost.relief import GROWTHS, size
+from ptdmpi.plan.layer.legality import is_legal
 from ptdmpi.plan.search.space import (
     Sharding,
     Space,

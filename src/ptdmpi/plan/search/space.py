@@ -21,7 +21,6 @@ from ptdmpi.config.legality import (
     chunk_rule,
     groups_need_zero,
     groups_to_shard,
-    is_legal,
     layout_mistakes,
     shard_groups,
     shards_of_a_node,
@@ -29,6 +28,7 @@ from ptdmpi.config.legality import (
 from ptdmpi.config.model import ModelConfig
 from ptdmpi.config.zero import STAGES, covers_state
 from ptdmpi.plan.cost.price import Pricer
+from ptdmpi.plan.layer.legality import is_legal
 
 # Limits on chunks per rank and on stages. More chunks or stages would hardly shrink the bubble, and
 # each of them adds messages.

@@ -1,0 +1,45 @@
+"""Whether a layout is legal: the rules of the configuration, and those of the model's operators.
+
+The configuration's rules (`ptdmpi.config.legality`) know sizes only. An operator that a user has
+added may refuse more layouts (`Operator.refuses`), for example every context axis.
+"""
+
+import functools
+from collections.abc import Iterator
+
+from ptdmpi.config import Layout, ModelConfig, legality
+from ptdmpi.plan.layer.describe import layer
+from ptdmpi.plan.layer.folds import operators
+from ptdmpi.plan.layer.operator import Operator
+
+
+def layout_mistakes(layout: Layout, model: ModelConfig | None, batch: int | None) -> Iterator[str]:
+    """Yield the reasons why a layout is not legal for this model and global batch, each with legal
+    values. Rules about the model or the batch are skipped if `model` or `batch` is None."""
+    mistakes = list(legality.layout_mistakes(layout, model, batch))
+    yield from mistakes
+    if model is not None and not mistakes:
+        yield from refusals(layout, model)
+
+
+def is_legal(layout: Layout, model: ModelConfig | None, batch: int | None) -> bool:
+    """Return True if `layout_mistakes` would yield nothing. This function is faster, because it
+    makes no error messages of the configuration's rules."""
+    if not legality.is_legal(layout, model, batch):
+        return False
+    return model is None or not any(True for _ in refusals(layout, model))
+
+
+def refusals(layout: Layout, model: ModelConfig) -> Iterator[str]:
+    """Yield the reasons why operators of the model's layers refuse a layout, one line each."""
+    for operator in _with_rules(model):
+        reason = operator.refuses(layout)
+        if reason:
+            yield f"{operator.name}: {reason}"
+
+
+@functools.lru_cache(maxsize=64)
+def _with_rules(model: ModelConfig) -> tuple[Operator, ...]:
+    """Return the operators of a layer that have rules of their own about layouts."""
+    rows = operators(layer(model))
+    return tuple(row for row in rows if type(row).refuses is not Operator.refuses)

@@ -252,4 +252,4 @@ def test_it_cannot_be_asked_for_the_next_token(tmp_path):
         result = CliRunner().invoke(command, [str(run), *words])
         assert result.exit_code == 2
         (line,) = [line for line in result.stderr.splitlines() if "error: " in line]
-        assert "sees both sides of a token: it cannot be asked for the next one" in line
+        assert "sees both sides of a token: it cannot predict the next token" in line

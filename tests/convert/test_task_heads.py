@@ -208,7 +208,7 @@ def test_a_decoder_that_chooses_is_refused(tmp_path):
     """No model of theirs is the same: one with a single label would be a regression."""
     head = {"output_head": "classes", "classes": 1, "tie_embeddings": False}
     run = _stored.stored(tmp_path / "run", V, **head)
-    with pytest.raises(InputError, match=r'kind = "none" and its head do not go together'):
+    with pytest.raises(InputError, match=r'kind = "none" and its head are in conflict'):
         to_hf(run, tmp_path / "hf")
     with open(run / "config.toml", "a") as file:
         file.write('[task]\nkind = "choice"\nchoices = 4\n')

@@ -205,8 +205,8 @@ def test_the_tokenizer_beside_the_shards_has_a_name_of_its_own(tmp_path):
         (["--prompt", "x" * 70], "a prompt of 70 tokens: .* legal: at most 63"),
         (["--prompt", "caf\udce9"], "is no UTF-8: surrogates not allowed"),
         (["--layout", "t=2"], r"parallel.tensor \* pipeline"),
-        (["--layout", "t=1,v=2"], "here only t, p and d count"),
-        (["--layout", "c=2"], "here only t, p and d count; every rank has whole sequences"),
+        (["--layout", "t=1,v=2"], "legal: t, p and d"),
+        (["--layout", "c=2"], "legal: t, p and d; every rank has whole sequences"),
         (["--tokenizer", "nowhere.json"], "nowhere.json: .*No such file"),
     ],
 )
@@ -223,7 +223,7 @@ def test_another_tokenizer_is_refused(run_of_bytes, tmp_path):
     words = [str(run_of_bytes), "--prompt", "a", "--tokenizer", str(tmp_path / "t.json")]
     result = CliRunner().invoke(command, words)
     assert result.exit_code == 2
-    assert f"the model expects {BYTES_SHA256[:12]}: its ids stand for other text" in result.stderr
+    assert f"the model expects {BYTES_SHA256[:12]}: its ids mean other text" in result.stderr
 
 
 @pytest.mark.parametrize("content", ["[", "[1]"])

@@ -1,9 +1,9 @@
 """A trained model for inference: forward passes over the tensor axis and the pipeline axis.
 
-Every data rank has a complete model, divided over its tensor and pipeline ranks, and computes
-different batches. The model has no gradients, optimizer or schedule: each stage sends its
-activations to the next stage, and then computes its next batch. The weights of the model come from
-a checkpoint or from a run.
+The ranks with the same data rank have one complete model, divided over the tensor axis and the
+pipeline axis. Each such group of ranks computes different batches. The model has no gradients,
+optimizer or schedule: each stage sends its activations to the next stage, and then computes its
+next batch. The weights of the model are loaded from a checkpoint: of a run, or of a conversion.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,8 +46,8 @@ from ptdmpi.plan.shape.parameters import task_head
 
 
 class InferenceModel:
-    """The part of a model that is stored on this rank. All ranks with the same data rank call the
-    methods together.
+    """This rank's stages and tensor-parallel shards of a model. All ranks with the same data rank
+    call the methods together.
 
     `device` and `dtype` are the device and the type of the weights, and `axis` is the model's
     tensor axis.
@@ -62,8 +62,8 @@ class InferenceModel:
         stages: Mapping[int, Stage],
         placement: Placement,
     ) -> None:
-        """Store this rank's `stages`, which have weights. `placement` and `new_stages` determine
-        which stages the rank has."""
+        """Store this rank's `stages`, by number, with their weights. `placement` says which
+        pipeline rank has which stage."""
         self.config = config
         self.axes = axes
         self.vocab_size = vocab_size
@@ -86,12 +86,12 @@ class InferenceModel:
 
     @property
     def decides(self) -> bool:
-        """Return True on the rank that has the logits and decides for the other ranks. Each data
-        rank has one such deciding rank."""
+        """Return True on the rank that has the logits and decides for the other ranks of the model,
+        for example which token comes next. Each model has one such rank."""
         return self._head is not None and self.axis.rank == 0
 
     def share(self, value: Any) -> Any:
-        """Return the `value` of the deciding rank on all ranks of this data rank."""
+        """Return, on all ranks of this model, the `value` of the rank that `decides`."""
         if self._head is not None:
             value = self.axes["tensor"].broadcast_object(value)
         last = self.placement.rank_of(self.placement.stages - 1)
@@ -106,11 +106,11 @@ class InferenceModel:
         return KeyValueCache(layers, shape, self.dtype, self.device)
 
     def hidden(self, ids: Tensor, cache: KeyValueCache | None = None) -> Tensor | None:
-        """Return the activations [s, b, h] for the ids [s, b], on the last stage; None on other
-        stages.
+        """Return the activations [positions, sequences, hidden size] for the ids [positions,
+        sequences], on the last stage; None on other stages.
 
-        With a cache, the ids are at the cache's present positions and attend to its content.
-        Without a cache, each column is a sequence from its beginning.
+        With a cache, the ids follow the tokens in the cache and attend to them. Without a cache,
+        each column of the ids is a sequence from its first token.
         """
 
         def advance(stage: Stage, x: Tensor | None) -> Tensor:
@@ -121,10 +121,10 @@ class InferenceModel:
         return self._through(ids, advance)
 
     def scores(self, batch: Microbatch) -> Tensor | None:
-        """Return scores [samples, n] of classes or candidates, on the last stage; None on other
-        stages.
+        """Return the scores [samples, number of classes or candidates], on the last stage; None on
+        other stages.
 
-        The model needs a head for a task. Call `finish` after the last call.
+        The model needs a head for a task. Call `finish` after the last call of this method.
         """
         x = self._through(batch.inputs, lambda stage, x: stage.hidden(batch, x, None))
         if x is None or self._head is None:
@@ -135,7 +135,8 @@ class InferenceModel:
     def _through(
         self, ids: Tensor, advance: Callable[[Stage, Tensor | None], Tensor]
     ) -> Tensor | None:
-        """Pass ids [s, b] through all stages; `advance` computes the output of a stage.
+        """Pass ids [positions, sequences] through all stages. `advance` computes the output of a
+        stage from the output of the stage before it.
 
         Return the output of the last stage; None on other ranks.
         """
@@ -156,38 +157,40 @@ class InferenceModel:
         return x
 
     def _send(self, x: Tensor, following: int) -> None:
-        """Send activations without waiting, because the next stage may still compute earlier
-        ones."""
+        """Send activations to pipeline rank `following` without waiting, because the next stage may
+        still compute an earlier batch."""
         while self._leaving and (len(self._leaving) > 2 or self._leaving[0][0].done()):
             self._leaving.pop(0)[0].wait()
         self._leaving.append((self.axes["pipeline"].isend(x, following), x))
 
     def finish(self) -> None:
-        """Wait until all messages have arrived. Call `finish` before the model is dropped."""
+        """Wait until all activations that this rank sends have been sent. Call `finish` before the
+        model is dropped."""
         for handle, _ in self._leaving:
             handle.wait()
         self._leaving = []
 
     def next_logits(self, ids: Tensor, cache: KeyValueCache, last: Tensor) -> Tensor | None:
-        """Return the logits of the next token, float32 [b, V], on the last stage; None on other
-        stages.
+        """Return the logits of the next token, float32 [sequences, vocabulary], on the last stage;
+        None on other stages.
 
-        The next token follows the token at index `last` [b] of the ids [s, b]. All ids are added to
-        the cache.
+        The ids are [positions, sequences]. In each sequence, the next token follows the id at index
+        `last` [sequences]. All ids are added to the cache.
         """
         x = self.hidden(ids, cache)
         if x is None or self._head is None:
             return None
         with torch.no_grad():
-            chosen = x[last, torch.arange(x.shape[1], device=x.device)][None]  # [1, b, h]
-            columns = self._head.heads(chosen)[0][0].float().t().contiguous()  # [V/t, b]
+            chosen = x[last, torch.arange(x.shape[1], device=x.device)][None]  # [1, rows, hidden]
+            columns = self._head.heads(chosen)[0][0].float().t().contiguous()  # [local vocab, rows]
             return self.axes["tensor"].all_gather(columns)[: self.vocab_size].t()
 
     def log_probabilities(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the log probabilities of labels, on the last stage; None on other stages.
 
-        ids and labels are [s, b]. The result is (log probabilities in nats [s, b]; True [s, b]
-        where no token is more probable than the label). Call `finish` after the last call.
+        ids and labels are [positions, sequences]. The result is two tensors of this shape: the log
+        probabilities in nats, and True where no token is more probable than the label. Call
+        `finish` after the last call of this method.
         """
         x = self.hidden(ids)
         if x is None or self._head is None:
@@ -196,9 +199,9 @@ class InferenceModel:
             return token_log_probabilities(self._head.heads(x)[0], labels, self.axis)
 
     def label_log_probabilities(self, batch: Microbatch) -> Tensor | None:
-        """Return the log probabilities of a batch's labels in nats [s, b], on the last stage; None
-        on other stages. As in training, no token attends to another document. Call `finish` after
-        the last call."""
+        """Return the log probabilities of a batch's labels in nats [labels, sequences], on the last
+        stage; None on other stages. As in training, no token attends to another document. Call
+        `finish` after the last call of this method."""
         x = self._through(batch.inputs, lambda stage, x: stage.hidden(batch, x, None))
         if x is None or self._head is None:
             return None
@@ -207,13 +210,13 @@ class InferenceModel:
 
 
 def _rotary(stage: Stage, ids: Tensor, cache: KeyValueCache | None) -> tuple[Tensor, Tensor] | None:
-    """Return (cos, sin) of the rotary angles at the ids' positions; None if the model has no such
-    angles."""
+    """Return (cos, sin) of the rotary angles at the positions of the ids; None if the model has no
+    rotary position embedding."""
     if stage.rotary is None:
         return None
     cos, sin = stage.rotary
     if cache is not None:
-        # [s, 1, 1, head size] -> [s, b, 1, head size]
+        # [positions, 1, 1, head size] -> [positions, sequences, 1, head size]
         return cos[cache.positions, 0], sin[cache.positions, 0]
     return cos[: ids.shape[0]], sin[: ids.shape[0]]
 
@@ -223,8 +226,8 @@ def new_stages(
 ) -> dict[int, Stage]:
     """Return this rank's stages by number, without weights.
 
-    Every rank has complete sequences, even if the training run divides them, because generation has
-    one new token at a time.
+    Every rank has complete sequences, even if the training run divided them over the context axis,
+    because generation computes one new token at a time.
     """
     layers = split_model(config.model, vocab_size, placement)
     axis = TensorAxis(axes["tensor"])
@@ -246,11 +249,12 @@ def open_inference(
 ) -> tuple[InferenceModel, StoredModel]:
     """Load the model at `path` on all ranks of `world`. Every rank calls this.
 
-    `layout` is text such as "t=2,p=2". If `layout` is None, it is the layout of the training run if
-    it fits these ranks, else one rank for each model. `precision` None means the precision of the
-    training. `classifies`: the model has a head for a task; otherwise it predicts tokens. `adapter`
-    names adapters that are loaded on top of the model. `kind` is the state that is loaded as the
-    weights (of the adapters, if given), for example their moving average.
+    `layout` is text such as "t=2,p=2". If `layout` is None, the model has the tensor and pipeline
+    sizes of the training run if these ranks can be divided so; otherwise every rank has a complete
+    model. If `precision` is None, it is the precision of the training run. `classifies` is True if
+    the model must have a head for a task, and False if it must predict tokens. `adapter` is the
+    path of adapters that are added to the model. `kind` is the kind of state that is loaded as the
+    weights, for example their moving average. With `adapter`, it is the state of the adapters.
 
     Returns the model, and the description of its files. Raises InputError on every rank.
     """
@@ -292,7 +296,7 @@ def open_inference(
 
 
 class _Opened(NamedTuple):
-    """A model on the disk, the adapters on top of it, and a configuration for both."""
+    """A model on the disk, the adapters that are added to it, and a configuration for both."""
 
     stored: StoredModel
     adapter: StoredAdapter | None
@@ -327,7 +331,7 @@ def _opened(
         )
     if config.model.masked and not classifies:
         raise InputError(
-            f"{stored.path} sees both sides of a token: it cannot be asked for the next one"
+            f"{stored.path} sees both sides of a token: it cannot predict the next token"
         )
     return _Opened(stored, opened, config)
 
@@ -347,7 +351,7 @@ def _sizes(stored: StoredModel, ranks: int, layout: str | None) -> dict[str, int
         extra = sizes.keys() - {"tensor", "pipeline", "data"}
         if extra:
             raise InputError(
-                f"layout {layout}: here only t, p and d count; every rank has whole sequences, and "
+                f"layout {layout}: legal: t, p and d; every rank has whole sequences, and "
                 "all experts of its layers"
             )
         return sizes

@@ -1,5 +1,5 @@
-"""Reading the shape and the weights of a model on the disk, without MPI. The model is the result of
-a run or a conversion, or is a checkpoint."""
+"""Reading the shape and the weights of a model on the disk, without MPI. The model is in a run
+directory, in a converted model, or in a checkpoint."""
 
 import tomllib
 from collections.abc import Mapping
@@ -43,8 +43,8 @@ KEPT = "hugging_face"
 class StoredModel:
     """A complete model on the disk.
 
-    `path` is the directory of its config.toml. `tree` is the content of that file, but with the
-    section [model] of the checkpoint.
+    `path` is the directory of its config.toml. `tree` is the content of this config.toml, but its
+    section [model] is replaced by the one in the checkpoint.
     """
 
     path: Path
@@ -70,8 +70,8 @@ class StoredModel:
     def datasets(self) -> list[str]:
         """Return the paths of the shards that the model was last trained on.
 
-        The list is empty if another program trained the model, or if it was trained on the files of
-        a task.
+        The list is empty if another program trained the model, or if the model was trained on the
+        files of a task.
         """
         if self.tree.get("task", {}).get("kind", "none") != "none":
             return []
@@ -89,15 +89,15 @@ class StoredModel:
             raise InputError(f"{self.path}: [task]: {error}") from None
         if (task.kind != "none") != (self.tree["model"].get("output_head") == "classes"):
             raise InputError(
-                f'{self.path / CONFIG}: task.kind = "{task.kind}" and its head do not go together; '
-                "legal: the [task] that it has a head for"
+                f'{self.path / CONFIG}: task.kind = "{task.kind}" and its head are in conflict; '
+                "legal: the [task] for which the head was trained"
             )
         return task
 
     @property
     def began(self) -> Path | None:
-        """Return the model from which the training run began: the base of adapters, or the initial
-        model.
+        """Return the path of the model from which the training run began: the base model of the
+        adapters, or the initial model.
 
         The result is None if the run began from random weights.
         """
@@ -110,7 +110,7 @@ class StoredModel:
 
     @property
     def step(self) -> int:
-        """Return the number of steps that the weights were trained for."""
+        """Return the number of steps for which the weights were trained."""
         return self.manifest.progress.step
 
     def config(self, ranks: int = 1, precision: str = "fp32", **sizes: int) -> Config:
@@ -145,8 +145,9 @@ def manifest_of(checkpoint: Path, kind: str = WEIGHTS) -> Manifest:
 def open_model(path: Path, kind: str = WEIGHTS) -> StoredModel:
     """Return the newest complete checkpoint of `path`, with its config.toml.
 
-    `path` is a run directory, a converted model or a checkpoint. State of kind `kind` is used as
-    the weights. Raises InputError.
+    `path` is a run directory, a converted model or a checkpoint. State of the kind `kind` is used
+    as the weights. Raises InputError if there is no complete checkpoint, or if it cannot be used as
+    a model.
     """
     checkpoint = examine.newest(path)
     manifest = manifest_of(checkpoint, kind)
@@ -166,7 +167,8 @@ def open_model(path: Path, kind: str = WEIGHTS) -> StoredModel:
         raise InputError(f"{folder / CONFIG}: {error}") from None
     if not isinstance(tree.get("model"), dict):
         raise InputError(f"{folder / CONFIG} has no section [model]")
-    # the file has the [model] of the last start, the checkpoint the one that was trained
+    # config.toml has the [model] of the run's last start, the checkpoint the [model] that was
+    # trained
     model = manifest.said["model"] or tree["model"]
     return StoredModel(folder, checkpoint, {**tree, "model": model}, manifest)
 
@@ -182,8 +184,9 @@ class StoredAdapter:
     def over(self, stored: StoredModel, config: Config) -> Config:
         """Return `config`, the configuration of the base model `stored`, extended by the adapters.
 
-        If the adapters have a head for a task, it is added too, with the sequence length with which
-        it was trained. Raises InputError if the adapters were trained on another base model.
+        If the adapters have a head for a task, the configuration also gets this head, and the
+        sequence length with which it was trained. Raises InputError if the adapters were trained on
+        another base model.
         """
         self.adapted.require(
             self.checkpoint, Base(str(stored.checkpoint), fingerprint(stored.manifest))
@@ -222,7 +225,8 @@ class StoredAdapter:
 def open_adapter(path: Path, kind: str = WEIGHTS) -> StoredAdapter:
     """Return the adapters in the newest complete checkpoint of `path`.
 
-    State of kind `kind` is used as their weights. Raises InputError.
+    State of the kind `kind` is used as their weights. Raises InputError if the checkpoint has no
+    adapters, or no such state.
     """
     checkpoint = examine.newest(path)
     manifest = manifest_of(checkpoint, kind)
@@ -243,7 +247,8 @@ def config_of(
 ) -> Config:
     """Return a configuration without training for a model with the given keys of [model].
 
-    `data` None means the size that uses all `ranks`. Raises InputError.
+    If `data` is None, it is the data-parallel size that uses all `ranks`. Raises InputError if the
+    model or the layout is not legal.
     """
     if data is None:
         data = max(1, ranks // (tensor * pipeline))
@@ -262,7 +267,7 @@ def loaded_layer(
 ) -> tuple[Stage, ParameterBuffer]:
     """Return one layer of a model on the host, and the buffer that contains its weights.
 
-    The first layer comes with the embedding, the last one with the head. `config` must have the
+    The first layer also has the embedding, and the last layer the head. `config` must have the
     precision fp32 or fp64. Raises Damaged if the checkpoint is damaged.
     """
     stage = Stage(config, vocab_size, range(layer, layer + 1), TensorAxis(OneRank()))
@@ -286,5 +291,5 @@ def require_weights(reader: Reader, needed: Mapping[str, Declaration]) -> None:
     extra = [name for name in there if name.startswith(prefix) and name not in known]
     if extra:
         raise InputError(
-            f"checkpoint {reader.directory}: {extra[0]} is not of the model in its {CONFIG}"
+            f"checkpoint {reader.directory}: {extra[0]} is no tensor of the model in its {CONFIG}"
         )

@@ -10,10 +10,11 @@ from ptdmpi.model.documents import Documents, Pairs
 
 
 def as_tensors(rows: MicrobatchRows) -> Microbatch:
-    """Return a microbatch of arrays [b, s] as tensors [s, b] on the host, with all positions."""
+    """Return a microbatch of arrays [sequences, positions] as tensors [positions, sequences] on the
+    host, with all positions."""
 
     def perhaps(array: np.ndarray | None) -> Tensor | None:
-        """Return `_sequence_first(array)`; None stays None."""
+        """Return `_sequence_first(array)`, or None for None."""
         return None if array is None else _sequence_first(array)
 
     documents = pairs = None
@@ -36,6 +37,6 @@ def as_tensors(rows: MicrobatchRows) -> Microbatch:
 
 
 def _sequence_first(array: np.ndarray) -> Tensor:
-    """Return an array [b, s] as a contiguous tensor [s, b], so that the positions of a rank are
-    contiguous in memory."""
+    """Return an array [sequences, positions] as a contiguous tensor [positions, sequences], so that
+    the positions of one context rank are contiguous in memory."""
     return torch.from_numpy(array).t().contiguous()

@@ -27,8 +27,8 @@ from ptdmpi.inference.tokenizer import (
 class Text:
     """A model's tokenizer and its special ids.
 
-    `prefix` has the ids that come before every text (LLaMA's <s>). `ends` are the ids that end a
-    text. `eod` is the id with which an empty text begins.
+    `prefix` has the ids that come before every text, for example LLaMA's <s>. `ends` are the ids
+    that end a text. `eod` is the id with which an empty text begins.
     """
 
     tokenizer: Tokenizer
@@ -39,8 +39,8 @@ class Text:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without the prefix.
 
-        Raises InputError if the text cannot be encoded as UTF-8. Examples are half of a UTF-16
-        pair, and a byte of a command line that is not UTF-8.
+        Raises InputError if the text cannot be encoded as UTF-8. Examples are one half of a UTF-16
+        surrogate pair, and a byte of a command line that is not UTF-8.
         """
         try:
             text.encode()
@@ -59,13 +59,13 @@ class Text:
         return names
 
     def marked(self, text: str) -> list[int]:
-        """Return the ids of a chat template's text, in which special tokens are written as their
-        names."""
+        """Return the ids of a text made by a chat template, in which special tokens are written as
+        their names."""
         tokenizer = cast(MarkedTokenizer, self.tokenizer)
         return tokenizer.encode_marked([text])[0][0].tolist()
 
     def behind(self, before: Sequence[int], ids: Sequence[int]) -> str:
-        """Return the text of `ids` when they follow the ids `before`.
+        """Return the text that the ids `ids` add if they follow the ids `before`.
 
         If `ids` were decoded alone, some tokenizers would leave out a space at the beginning.
         """
@@ -84,10 +84,11 @@ MENDED = "give --tokenizer bytes or --tokenizer FILE, a tokenizer.json"
 
 
 def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDED) -> Text:
-    """Return the tokenizer of the model. `given` is "bytes", or the path of a tokenizer.json.
+    """Return the tokenizer of the model and its special ids. `given` is "bytes", or the path of a
+    tokenizer.json; if it is None, the model's own tokenizer is searched.
 
     Raises InputError, with the advice `mended`, if no tokenizer is known. Also raises InputError if
-    the tokenizer is not the model's.
+    the model was trained with another tokenizer.
     """
     try:
         name = given or name_of(stored)
@@ -101,7 +102,7 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
     if known not in (None, tokenizer.sha256):
         raise InputError(
             f"tokenizer {name} has sha256 {tokenizer.sha256[:12]}, the model expects {known[:12]}: "
-            "its ids stand for other text; legal: the tokenizer that it was trained with"
+            "its ids mean other text; legal: the tokenizer with which the model was trained"
         )
     prefix: tuple[int, ...] = ()
     ends = {_end_of(stored, tokenizer)}
@@ -112,7 +113,7 @@ def find_text(stored: StoredModel, given: str | None = None, mended: str = MENDE
     if beyond and min(ends) >= stored.vocab_size:
         raise InputError(
             f"tokenizer {name} ends a text by id {beyond[0]}, the model has a vocabulary of "
-            f"{stored.vocab_size}: give the --tokenizer that it was trained with"
+            f"{stored.vocab_size}: give the --tokenizer with which it was trained"
         )
     return Text(tokenizer, prefix, frozenset(ends), min(ends))
 
@@ -137,8 +138,9 @@ def find_chat(
     one.
 
     `find_chat` returns the template of the conversations on which ptdmpi trained the `adapter`.
-    Without an adapter's template, the result is the template of the model's own conversations, or
-    else the template of a model from Hugging Face. Raises InputError.
+    Without an adapter's template, the result is the template of the conversations on which ptdmpi
+    trained the model, or else the template that came with a model from Hugging Face. Raises
+    InputError if a shard or a template cannot be read.
     """
     if not hasattr(text.tokenizer, "encode_marked"):
         return None
@@ -157,7 +159,7 @@ def find_chat(
 
 
 def name_of(stored: StoredModel) -> str:
-    """Return the model's own tokenizer, as an argument of `load_tokenizer`.
+    """Return the name or the path of the model's own tokenizer, as an argument of `load_tokenizer`.
 
     A model with a head for a task has the tokenizer that the task names, or else the tokenizer of
     the model from which its training began. Raises InputError if the tokenizer is not known.
@@ -165,7 +167,7 @@ def name_of(stored: StoredModel) -> str:
     task = stored.tree.get("task", {})
     if task.get("tokenizer"):
         return str(task["tokenizer"])
-    # a converted model has its own tokenizer; runs with its config.toml begin with its weights
+    # a converted model has its own tokenizer, although `began` may name the converted model itself
     converted = (stored.path / KEPT).is_dir()
     if task.get("kind", "none") != "none" and stored.began is not None and not converted:
         return name_of(open_model(stored.began))
@@ -195,10 +197,11 @@ def token_ids(name: str) -> dict[str, int]:
 
 
 def ends_of(stored: StoredModel) -> set[int]:
-    """Return the ids that end a text, as the files of a model from Hugging Face say.
+    """Return the ids that end a text, according to the files that came with a model from Hugging
+    Face.
 
-    The files are config.json and generation_config.json of the model, or of the model from which it
-    began. Raises InputError if one of the files is not JSON.
+    The files are config.json and generation_config.json of the model, or of the model from which
+    its training began. Raises InputError if one of the files is not JSON.
     """
     kept = kept_files(stored)
     if kept is None:

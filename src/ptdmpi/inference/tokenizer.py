@@ -1,4 +1,5 @@
-"""The tokenizer of a stored model, which is found through the model's shards or its conversion."""
+"""The tokenizer of a stored model. The shards on which the model was trained name it, or it is
+among the files of a converted model."""
 
 import hashlib
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ def shard_header(stored: StoredModel | StoredAdapter) -> ShardHeader | None:
     """Return the header of the first shard that the model or the adapters were trained on.
 
     Returns None if ptdmpi did not train the model or the adapters on shards. Raises InputError if
-    the shards are missing, or were made again with another tokenizer.
+    the shards are missing, or if they were made again with another tokenizer after the training.
     """
     if not stored.datasets:
         return None
@@ -44,8 +45,8 @@ def shard_header(stored: StoredModel | StoredAdapter) -> ShardHeader | None:
 
 
 def template_file(stored: StoredModel | StoredAdapter) -> Path | None:
-    """Return the file of the chat template for the conversations that the model or adapters were
-    trained on.
+    """Return the file of the chat template for the conversations on which the model or the adapters
+    were trained.
 
     The file is in the folder of a merged model's config.toml, or else in the folder of the shards.
     Returns None if the shards are plain text, or if ptdmpi did not train the model. Raises the same
@@ -77,7 +78,7 @@ def find_tokenizer(header: ShardHeader, stored: StoredModel) -> Path:
 
 
 def _candidates(header: ShardHeader, stored: StoredModel) -> Iterator[Path]:
-    """Yield the paths at which the tokenizer may be."""
+    """Yield the paths at which the tokenizer of a shard may be, the most likely first."""
     folders = [stored.path]
     kept = kept_files(stored)
     if kept is not None:

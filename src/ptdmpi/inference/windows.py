@@ -14,7 +14,7 @@ class TokenWindows(TorchDataset[dict[str, Tensor]]):
     """The samples in a directory of token shards, in the order of the shards.
 
     Sample i has "input_ids" and "labels", int64 [seq_length] each. The label at a position is the
-    next token. A training run reads the same samples, in an order of its own.
+    next token. A training run reads the same samples in a random order.
     """
 
     def __init__(self, shards: Dataset, seq_length: int) -> None:
@@ -38,6 +38,6 @@ def open_shards(directory: str | Path, seq_length: int) -> TokenWindows:
     """Return the samples of `seq_length` tokens in a directory of shards.
 
     Tokens are verified when they are first read. Raises InputError if the directory has no shards,
-    if they do not belong together, or if no shard has a complete sample.
+    if the shards do not belong together, or if no shard has a complete sample.
     """
     return TokenWindows(Dataset(directory, verified=True), seq_length)

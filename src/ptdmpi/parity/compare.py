@@ -17,15 +17,16 @@ BARS = {
     "fp64": {"loss": 1e-12, "norm": 1e-12, "gradients": 1e-12, "parameters": 1e-11},
     "fp32": {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-5, "parameters": 1e-3},
 }
-# Muon iterates in bfloat16, except in fp64. If the last bit of a gradient makes a value round in
-# the other direction, the update differs by much more than that bit.
+# Muon iterates in bfloat16, except in fp64. If the last bit of a gradient makes a bfloat16 value
+# round in the other direction, the update differs by much more than the last bit.
 MUON_BARS = {**BARS, "fp32": {**BARS["fp32"], "loss": 1e-4, "norm": 1e-4}}
 BITWISE = ("fp32", "bf16")
 KEY_BIAS = "attention.qkv.bias"
 
 
 def bars_of(model: ComparedModel) -> dict[str, dict[str, float]]:
-    """Return the tolerances for the training runs of a model, by compute type and kind of value."""
+    """Return the tolerances for the training runs of a model: compute type -> kind of value
+    ("loss", "norm", "gradients", "parameters") -> tolerance."""
     if isinstance(model, MuonModel):
         return MUON_BARS
     return BARS
@@ -39,13 +40,13 @@ class Greatest:
     where: str
 
     def within(self, bar: float) -> bool:
-        """Return True if the difference is a number up to the tolerance `bar`."""
+        """Return True if the difference does not exceed the tolerance `bar`; False for NaN."""
         return self.value <= bar  # the comparison is False for NaN
 
 
 def differences(actual: Training, expected: Training) -> dict[str, Greatest]:
-    """Return the greatest differences in the loss, the norm, the first gradients and the final
-    parameters."""
+    """Return the greatest differences in the losses, in the gradient norms, in the gradients of the
+    first step, and in the final parameters."""
     return {
         "loss": _greatest_of_curve(actual.losses, expected.losses),
         "norm": _greatest_of_curve(actual.norms, expected.norms),
@@ -55,7 +56,8 @@ def differences(actual: Training, expected: Training) -> dict[str, Greatest]:
 
 
 def first_other_bit(actual: Training, expected: Training) -> str | None:
-    """Return the name of the first value whose bits differ; None if all bits are equal."""
+    """Return the name of the first value whose bits differ between the two runs; None if all bits
+    are equal."""
     for step, (a, b) in enumerate(zip(actual.losses, expected.losses, strict=True)):
         if a != b:
             return f"loss of step {step}"
@@ -72,7 +74,8 @@ def first_other_bit(actual: Training, expected: Training) -> str | None:
 
 
 def left_out(models: Iterable[ComparedModel]) -> list[str]:
-    """Return the names of the tensors whose key part is ignored in relative differences.
+    """Return the names of the biases of queries, keys and values whose key elements are ignored in
+    relative differences.
 
     A key bias adds the same number to all scores of a query, and the softmax cancels it. The true
     gradient of a key bias is therefore zero, and the computed gradient consists only of rounding
@@ -100,7 +103,8 @@ def _greatest_of_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor])
 
 
 def _compared(name: str, whole: Tensor) -> Tensor:
-    """Return the tensor, without its key part if it is the bias of q, k and v."""
+    """Return the tensor; if it is the bias of queries, keys and values, return it without the
+    elements for the keys."""
     if not name.endswith(KEY_BIAS):
         return whole
     query, _, value = whole.chunk(3)
@@ -108,8 +112,8 @@ def _compared(name: str, whole: Tensor) -> Tensor:
 
 
 def _relative(actual: Tensor, expected: Tensor) -> float:
-    """Return the greatest difference of elements divided by the greatest magnitude of the expected
-    tensor."""
+    """Return the greatest absolute difference between two elements, divided by the greatest
+    magnitude of an element of the expected tensor."""
     smallest = torch.finfo(expected.dtype).tiny
     return float((actual - expected).abs().max() / expected.abs().max().clamp(min=smallest))
 

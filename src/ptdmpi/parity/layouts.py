@@ -4,7 +4,7 @@ layouts.
 Most faults occur only in a combination of two settings. Examples are sequence parallelism with
 dropout, and an uneven split with a tied embedding. The cases therefore cover all pairs of settings,
 but not all combinations (Cohen et al. 1997, "The AETG system"). The candidates are few enough to be
-listed, and the greedy choice needs no random search, so it gives the same set on every machine.
+listed. The greedy choice needs no random numbers, so it gives the same set on every machine.
 """
 
 import itertools
@@ -23,8 +23,8 @@ from ptdmpi.config.zero import STAGES
 HIDDEN = 32
 HEADS = 4
 SEQ_LENGTH = 16
-MOST_RANKS = 16  # enough ranks for every pair of settings, such as t = 4 with p = 4
-GLOBAL_SIZE = 16  # sequences per step; every d and b below divides this
+MOST_RANKS = 16  # enough for every pair of settings, such as tensor = 4 with pipeline = 4
+GLOBAL_SIZE = 16  # sequences per step; a multiple of every data x micro_size below
 
 LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "tensor": (1, 2, 4),
@@ -41,11 +41,12 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "shard_group": (None, 2),
     "offload": ("none", "disk"),
 }
-# Every STRIDE-th combination is a candidate. The number is a prime that divides no number of
-# values, so each value of a factor occurs together with each value of any other factor. With 41,
-# the remaining candidates can be listed in a few seconds.
+# Every STRIDE-th combination is a candidate. STRIDE is a prime that divides no factor's number of
+# values, so each value of a factor occurs together with each value of any other factor. With a
+# STRIDE of 41, the remaining candidates can be listed in a few seconds.
 STRIDE = 41
-# 12 layers are enough for p v = 12 stages. No p v above 1 divides 7, and no t above 1 divides 53.
+# 12 layers are enough for pipeline x virtual = 12 stages. No number of stages above 1 divides 7
+# layers, and no tensor-parallel size above 1 divides a vocabulary of 53.
 MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
     "kind": ("gpt", "llama", "bert"),
     "layers": (12, 7),
@@ -73,7 +74,8 @@ MORE = {
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """A model that is trained in several layouts; all of them are compared with one reference."""
+    """A model that is trained in several layouts. Every one of these training runs is compared with
+    one reference run."""
 
     kind: str = "gpt"
     layers: int = 7
@@ -135,7 +137,7 @@ class MuonModel(ComparedModel):
 
 @dataclass(frozen=True)
 class ComparedLayout(Layout):
-    """A layout of a training run. The defaults are the plainest layout: one rank, nothing
+    """A layout of a training run. By default it is the plainest layout: one rank, and nothing is
     recomputed."""
 
     tensor: int = 1
@@ -155,10 +157,11 @@ class ComparedLayout(Layout):
     def base(self) -> "ComparedLayout":
         """Return the plainest layout for which a training run must have the same bits.
 
-        The base layout has the same values of the settings that determine the order of sums: t, b,
-        sequence parallelism and, unless the run is reproducible, d. If state is sharded, the base
-        layout also sums in the same order: over ranks before or after microbatches, and first
-        within shard groups or not.
+        The base layout has the same values of the settings that determine the order of sums: the
+        tensor-parallel size, the microbatch size, sequence parallelism and, unless the run is
+        reproducible, the data-parallel size. If the optimizer's state is sharded, the base layout
+        also sums gradients in the same order: over ranks before or after microbatches, and first
+        within shard groups or at once over all ranks.
         """
         plain = ComparedLayout(
             tensor=self.tensor,
@@ -177,8 +180,8 @@ class ComparedLayout(Layout):
 
     @property
     def has_copies(self) -> bool:
-        """Return True if groups of ranks shard the state, and several groups have the same
-        state."""
+        """Return True if groups of ranks shard the optimizer's state, and several groups have
+        copies of the same state."""
         return 1 < self.shards < self.copies
 
     @property
@@ -197,7 +200,7 @@ class Case:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the value of each factor."""
+        """Return the value of each factor of LAYOUT_FACTORS and MODEL_FACTORS, by name."""
         known = LAYOUT_FACTORS | MODEL_FACTORS
         values = vars(self.layout) | vars(self.model)
         return {name: values[name] for name in known}
@@ -207,7 +210,8 @@ class Case:
         """Return the cost of a step: the number of computed layers, counted for each microbatch and
         tensor rank.
 
-        At this model size a layer takes the same time, however small the part on a rank is.
+        At this model size a layer takes the same time on a rank, however few of its parameters the
+        rank has.
         """
         again = 4 / 3 if self.layout.recompute == "full" else 1.0
         microbatches = GLOBAL_SIZE // self.layout.micro_size
@@ -215,10 +219,11 @@ class Case:
 
     @property
     def effects(self) -> dict[str, Any]:
-        """Return the effects that the settings have. In some layouts a setting has no effect.
+        """Return the effects of the settings, by name. In some layouts a setting has no effect.
 
-        Pairs of effects are covered, too. Otherwise sequence parallelism and dropout might occur
-        together only at t = 1, where sequence parallelism has no effect.
+        The covering set also contains all pairs of effects. Otherwise sequence parallelism and
+        dropout might occur together only with one tensor rank, where sequence parallelism has no
+        effect.
         """
         layout = self.layout
         model = self.model
@@ -238,7 +243,7 @@ class Case:
         }
 
 
-# Name of a rule of layouts -> text in the table for cases that violate it.
+# Name of a rule that a layout must obey -> text in the table for cases that violate the rule.
 REASONS = {
     "chunks": "1f1b and zb-h1 have one chunk per rank, zb-v two",
     "stages": "more stages than layers",
@@ -247,7 +252,7 @@ REASONS = {
     "partition_mode": "only what full recomputation keeps is partitioned",
     "partition_sequence": "sequence parallelism divides activations already",
 }
-# Setting -> other settings that it needs. A case has the needed settings unless it sets them
+# Setting -> other settings that it needs. `_mildest` adds them to a case that does not set them
 # itself.
 NEEDED: dict[tuple[str, Any], dict[str, Any]] = {
     ("schedule", "zb-v"): {"virtual": 2},
@@ -258,7 +263,7 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
 def pairs(values: dict[str, Any]) -> Iterator[Pair]:
-    """Yield all pairs of (name, value), in the order of the names."""
+    """Yield all pairs of two entries (name, value), in the order of `values`."""
     return itertools.combinations(values.items(), 2)
 
 
@@ -290,11 +295,11 @@ def models() -> list[ComparedModel]:
 
 
 def covering_set(ranks: int = MOST_RANKS) -> list[Case]:
-    """Return cases with at most `ranks` ranks that together contain every pair that any legal case
-    has.
+    """Return cases with at most `ranks` ranks. Together they contain every pair that occurs in a
+    legal candidate.
 
-    A pair is two settings or effects of one case. The first cases have the most pairs for the time
-    they take.
+    A pair is two settings or effects of one case. The first cases contain the most pairs relative
+    to their training time.
     """
     combinations = itertools.product(*LAYOUT_FACTORS.values(), models())
     cases = (
@@ -307,7 +312,8 @@ def covering_set(ranks: int = MOST_RANKS) -> list[Case]:
 
 
 def missing_pairs(cases: Sequence[Case], ranks: int = MOST_RANKS) -> dict[str, list[Pair]]:
-    """Return the pairs of settings that occur in no case, by the reason that makes them illegal.
+    """Return the pairs of settings that occur in no case, grouped by the reason that makes them
+    illegal.
 
     Legal pairs have the reason "".
     """
@@ -325,7 +331,8 @@ def missing_pairs(cases: Sequence[Case], ranks: int = MOST_RANKS) -> dict[str, l
 
 
 def _mildest(values: dict[str, Any]) -> Case:
-    """Return a case with these values that violates a rule only if the values themselves do."""
+    """Return a case that has these values, and otherwise values with which it violates no rule. So
+    if the case violates a rule, the given values are the reason."""
     most_layers = {"layers": max(MODEL_FACTORS["layers"])}
     for setting in values.items():
         values = NEEDED.get(setting, {}) | values
@@ -335,11 +342,12 @@ def _mildest(values: dict[str, Any]) -> Case:
 
 
 def _cover(rows: Sequence[dict[str, Any]], costs: Sequence[float]) -> list[int]:
-    """Return the indices of rows that together contain every pair of values that any row has.
+    """Return the indices of rows that together contain every pair of values that occurs in any row.
+    `costs` has the cost of each row.
 
     Each choice takes the row with the greatest number of new pairs divided by the root of its cost.
-    With every STRIDE-th combination as a candidate, the result has a third more rows than if rows
-    were chosen only by the number of new pairs, but its rows together take a quarter less time.
+    With every STRIDE-th combination as a candidate, this rule chooses a third more rows than a rule
+    that ignores the costs, but the chosen rows together take a quarter less time.
     """
     codes: dict[str, dict[Any, int]] = {name: {} for name in rows[0]}
     table = np.array(
@@ -352,7 +360,7 @@ def _cover(rows: Sequence[dict[str, Any]], costs: Sequence[float]) -> list[int]:
     for i, j in itertools.combinations(range(len(sizes)), 2):
         columns.append(offset + table[:, i] * sizes[j] + table[:, j])
         offset += sizes[i] * sizes[j]
-    held = np.stack(columns, axis=1)  # [rows, pairs of columns]: the number of the pair of values
+    held = np.stack(columns, axis=1)  # [rows, pairs of columns]: index of the pair of values
     wanted = np.zeros(offset, dtype=bool)
     wanted[held] = True
     weights = 1.0 / np.sqrt(np.array(costs))
@@ -369,7 +377,8 @@ def _legal(cases: Sequence[Case], ranks: int) -> list[Case]:
 
 
 def reproducible_cases(ranks: int = MOST_RANKS) -> list[Case]:
-    """Return reproducible cases, whose bits must not depend on d. Their model has dropout."""
+    """Return cases with run.reproducible, in which the bits of the results must not depend on the
+    data-parallel size. Their model has dropout."""
     model = ComparedModel(dropout=True)
     layouts = [
         ComparedLayout(data=2, pipeline=2, schedule="1f1b"),
@@ -386,7 +395,8 @@ def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
     """Return cases for a model with the features of models after LLaMA.
 
     The model has sliding windows, caps, norms of queries and keys, and one key head for all tensor
-    ranks. The layouts divide this model, recompute it and cut its sequences into documents.
+    ranks. The layouts divide this model and recompute its activations. In two of the cases its
+    sequences consist of several documents.
     """
     model = ComparedModel(kind="gemma2", documents=True)
     cases = [
@@ -416,7 +426,7 @@ def modern_cases(ranks: int = MOST_RANKS) -> list[Case]:
 
 def adapted_cases(ranks: int = MOST_RANKS) -> list[Case]:
     """Return cases with adapters. The sums, splits and dropout masks of adapters are combined with
-    each kind of division."""
+    tensor, pipeline and data parallelism, and with sharded parameters."""
     lora = AdaptedModel("llama", layers=4, dropout=True)
     cases = [
         Case(
@@ -443,8 +453,9 @@ def adapted_cases(ranks: int = MOST_RANKS) -> list[Case]:
 def muon_cases(ranks: int = MOST_RANKS) -> list[Case]:
     """Return cases with Muon, which updates complete matrices although a layout divides them.
 
-    The tensor axis divides the matrices. Shards cut the matrices in a single group, in groups with
-    copies, and with sums by microbatch.
+    The tensor axis divides the matrices. The shards of the optimizer's state cut the matrices, too:
+    in one shard group, in several shard groups with copies of the state, and with gradients that
+    are summed over ranks in each microbatch.
     """
     model = MuonModel("llama", layers=4)
     layouts = [

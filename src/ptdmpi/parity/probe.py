@@ -1,9 +1,9 @@
 """A test which losses change when one token of the input changes.
 
-A causal model predicts a token at the position before it. All positions from the token's own to the
-end of its document attend to the token. In a bidirectional model all positions of the sample do. If
-labels are shifted at the edge of a slice, if one document attends to another, or if masks are at
-wrong positions, other losses change.
+A causal model predicts a token at the position before the token. All positions from the token's own
+to the end of its document attend to the token. In a bidirectional model all positions of the sample
+attend to it. If labels are shifted at the edge of a slice, if one document attends to another, or
+if masks are at wrong positions, other losses change.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,27 +27,30 @@ MODELS = (
     ComparedModel(kind="gpt", layers=2, masked=False),
     ComparedModel(kind="bert", layers=2, masked=False),
 )
-PLAIN = replace(ALONE, context=2)  # compared by each method of attention with each model
-# By each method with one of the models; the methods begin with different models.
+PLAIN = replace(ALONE, context=2)  # probed with each context-parallel method and each model
+# Each of these layouts is probed with each context-parallel method, and with one model each. The
+# methods begin with different models.
 COMBINED = (
     replace(ALONE, context=4),
     replace(PLAIN, tensor=2, sequence_parallel=True),
     replace(PLAIN, pipeline=2),
 )
-# The perturbed tokens: the first is at the edge of a chunk of c = 2, the last at one of c = 4.
+# The perturbed tokens. The first is at the edge of a chunk of 2 context ranks, the last at the edge
+# of a chunk of 4 context ranks.
 TOKENS = range(SEQ_LENGTH // 4, SEQ_LENGTH, 5)
 
 
 @dataclass(frozen=True)
 class Probed:
-    """A case, and what is wrong with the losses of its perturbed tokens, in words."""
+    """A case, and one line for each perturbed token that changes wrong losses."""
 
     case: Case
     faults: Sequence[str]
 
 
 def cases(ranks: int, *, short: bool = False) -> list[Case]:
-    """Return the cases that `ranks` ranks can probe; if `short`, one of each method."""
+    """Return the cases that `ranks` ranks can probe. If `short`, return one case for each
+    context-parallel method."""
     every = [
         Case(replace(PLAIN, context_method=method), model)
         for model in MODELS
@@ -70,9 +73,9 @@ def run(
     wire: Wire,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Probed]:
-    """Probe the cases `wanted`, small layouts at the same time. Every rank calls it with the same
-    arguments. Return the results on rank 0 of the world, [] on other ranks; `say` gets a line on
-    rank 0."""
+    """Probe the cases `wanted`; small layouts are probed at the same time on different ranks. Every
+    rank calls this with the same arguments. Return the results on rank 0 of the world, [] on other
+    ranks. `say` is called with a line of progress on rank 0."""
     if wanted and world.rank == 0:
         say(f"parity: perturbed tokens in {len(wanted)} cases")
     blocks = Blocks(world, wire)
@@ -95,10 +98,11 @@ def _faults_of(task: TrainingTask, axes: Axes) -> list[str] | None:
 
 
 def faults(engine: Engine, batch: Microbatch, tokens: Sequence[int]) -> list[str]:
-    """Perturb `tokens` of the first sample of a batch, one after the other, and return a line for
-    each that changes other losses than it should.
+    """Perturb `tokens` (positions) of the first sample of a batch, one after the other. Return a
+    line for each token that changes other losses than it should.
 
-    All ranks call it. The batch has all positions; its masked tokens are not perturbed.
+    All ranks call this. The batch has all positions of its sequences. Its masked tokens are not
+    perturbed.
     """
     lines = []
     before = losses_of(engine, batch)
@@ -116,7 +120,7 @@ def faults(engine: Engine, batch: Microbatch, tokens: Sequence[int]) -> list[str
 def losses_of(engine: Engine, batch: Microbatch) -> Tensor:
     """Return the loss of each label of the first sample, and then the sum of the losses of all
     other samples, in nats. Each loss is computed separately, with weight 0 for all other labels.
-    All ranks call it."""
+    All ranks call this."""
     labels, samples = batch.labels.shape
     losses = []
     for label in range(labels + (samples > 1)):
@@ -132,7 +136,7 @@ def losses_of(engine: Engine, batch: Microbatch) -> Tensor:
 
 def perturbed(batch: Microbatch, token: int, vocab_size: int) -> Microbatch:
     """Return a copy of the batch in which one input token of the first sample has another id. The
-    label at the position before it changes, too, unless the batch has masked tokens."""
+    label at the position before the token changes, too, unless the batch has masked tokens."""
     inputs = batch.inputs.clone()
     inputs[token, 0] = (inputs[token, 0] + 1) % vocab_size
     if batch.masked is not None:
@@ -144,7 +148,8 @@ def perturbed(batch: Microbatch, token: int, vocab_size: int) -> Microbatch:
 
 
 def seen_by(batch: Microbatch, token: int) -> list[int]:
-    """Return the numbers of the losses that a token of the first sample must change."""
+    """Return the indices of the losses in `losses_of` that a token of the first sample must
+    change."""
     if batch.masked is not None:
         return list(range(len(batch.masked)))
     end = len(batch.inputs)

@@ -1,4 +1,5 @@
-"""Training runs of cases. The results of these runs are full logical tensors."""
+"""Training runs of cases. Each run returns complete tensors, assembled from the shards on its
+ranks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,12 +24,12 @@ from ptdmpi.plan.layout.grid import Grid, layout_grid
 T = TypeVar("T")
 SEED = 1234
 MEAN_DOCUMENT = 6  # mean number of tokens in a document, in models with documents
-# At this model width the usual 0.02 would hardly change the residual stream, and faults would not
-# be visible.
+# At this model width the layers would hardly change the residual stream with the usual standard
+# deviation of 0.02, and faults would not be visible.
 INIT_STD = 0.1
-# If a gradient consists only of rounding errors, Adam divides these errors by epsilon. With an
-# epsilon of 1e-8 the step can be as large as the full learning rate, and chance would decide
-# whether parameters stay within their tolerance.
+# If a gradient consists only of rounding errors, Adam divides these errors by their own size plus
+# epsilon. With an epsilon of 1e-8 the step can be as large as the full learning rate, and chance
+# would decide whether parameters stay within their tolerance.
 EPSILON = 1e-6
 PROGRESS_EVERY_S = 20.0
 
@@ -63,7 +64,7 @@ class Training:
 
 
 def configuration(task: TrainingTask) -> Config:
-    """Return the configuration for a task, checked like a user's."""
+    """Return the configuration for a task, checked like the configuration of a user."""
     layout = task.case.layout
     model = task.case.model
     rate = 0.1 if model.dropout else 0.0
@@ -90,8 +91,8 @@ def configuration(task: TrainingTask) -> Config:
 def microbatches(config: Config, case: Case, step: int, data_rank: int) -> list[Microbatch]:
     """Return the microbatches of one data rank, from the global batch of `step`.
 
-    The tokens are random, and the same in every layout. In models with masked tokens, each sequence
-    keeps a different fraction of its tokens.
+    The tokens are random, and the same in every layout. If the model is `masked`, each sequence has
+    its own random fraction of positions whose loss has weight 1; its other positions have weight 0.
     """
     generator = torch.Generator().manual_seed(SEED + step)
     shape = (GLOBAL_SIZE, SEQ_LENGTH)
@@ -117,10 +118,10 @@ def microbatches(config: Config, case: Case, step: int, data_rank: int) -> list[
 
 
 def as_masked(batch: Microbatch, model: ModelConfig) -> Microbatch:
-    """Return the same tokens as samples for a masked language model.
+    """Return the tokens of a batch as samples for a masked language model.
 
-    The tokens of a sequence determine which of its positions are masked, and its number determines
-    the order of its two halves.
+    The tokens of a sequence determine which of its positions are masked. Sequences with an odd
+    sample number have the label 1 for the order of their two halves, the others 0.
     """
     places = torch.arange(len(batch.inputs))[:, None]
     masked = ((batch.inputs * 7919 + places * 104729) % 1009).argsort(dim=0, stable=True)
@@ -140,8 +141,8 @@ def as_masked(batch: Microbatch, model: ModelConfig) -> Microbatch:
 
 
 def train(task: TrainingTask, axes: Axes) -> Training | None:
-    """Train on the ranks of `axes`. Return the result on rank 0 of `axes`, and None on all other
-    ranks."""
+    """Train on the ranks of `axes`. Return the result of the training run on rank 0 of `axes`, and
+    None on all other ranks."""
     config = configuration(task)
     torch.set_num_threads(config.run.threads)
     engine = Engine(config, axes, task.case.model.vocab_size)
@@ -173,8 +174,8 @@ def train(task: TrainingTask, axes: Axes) -> Training | None:
 class Blocks:
     """The world divided into blocks of equal size, on which small layouts work at the same time.
 
-    All training runs share one set of communicators, since MPI libraries have a limited number of
-    them.
+    Training runs with the same grid of ranks share their communicators, since MPI libraries can
+    create only a limited number of communicators.
     """
 
     def __init__(self, world: World, wire: Wire) -> None:
@@ -190,11 +191,11 @@ class Blocks:
         *,
         work: Callable[[TrainingTask, Axes], T | None],
     ) -> dict[TrainingTask, T]:
-        """Do all tasks, which need the same number of ranks, by `work`. Every rank of the world
+        """Call `work` for all tasks, which need the same number of ranks. Every rank of the world
         calls this.
 
-        Return the results on rank 0 of the world, {} on other ranks. Now and then `say` gets a line
-        with the number of finished tasks of this block.
+        Return the results on rank 0 of the world, {} on other ranks. Every PROGRESS_EVERY_S
+        seconds, `say` is called with a line that has the number of finished tasks of this block.
         """
         ranks = tasks[0].case.layout.ranks
         blocks = self.world.size // ranks
@@ -217,7 +218,7 @@ class Blocks:
         return {task: result for part in gathered for task, result in part.items()}
 
     def _part(self, ranks: int, block: int) -> World | None:
-        """Return this rank's block as a separate world; None for a rank outside all blocks.
+        """Return this rank's block as a separate world; None if the rank is in no block.
 
         Every rank of the world calls this in the same order.
         """
@@ -229,7 +230,7 @@ class Blocks:
         return self._parts[ranks]
 
     def _split(self, part: World, layout: Layout) -> Axes:
-        """Return the communicators for a layout within a block."""
+        """Return the communicators for a layout on the ranks of a block."""
         grid = layout_grid(layout)
         if grid not in self._axes:
             self._axes[grid] = part.split(grid, self.wire)

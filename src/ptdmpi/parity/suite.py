@@ -1,4 +1,4 @@
-"""The comparisons of training runs, and their verdicts, which are the rows of the table."""
+"""The comparisons of training runs, and their verdicts. A verdict is a row of the table."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from ptdmpi.parity.run import Blocks, Training, TrainingTask, train
 
 STEPS = 20
 SHORT_STEPS = 3
-SHORT_ROWS = slice(1, 3)  # leave out the first row, which has one rank
+SHORT_ROWS = slice(1, 3)  # the first row is left out, because it has one rank
 
 COVERING = "Every layout against one rank, and its bits against p = v = 1"
 REPRODUCIBLE = "With run.reproducible = true: bits against d = 1"
@@ -32,7 +32,7 @@ TWICE = "A second run of one layout"
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison: a case, and a case `base` for which training must have the same bits.
+    """A comparison of a case with the case `base`, whose training must have the same bits.
 
     `attempt` is the number of a repetition, if the same training run is done twice and the results
     are compared.
@@ -69,9 +69,10 @@ class Comparison:
 class Verdict:
     """The result of one comparison.
 
-    Each field maps a compute type to results. `differences` has the greatest difference of each
-    kind of value. `bits` has the first value whose bits differ, or None. `torn` has the tensors
-    whose copies on several ranks differ. Bits are not compared on a transport that is not exact.
+    Each field maps a compute type to results. `differences` has the greatest difference from one
+    rank, by kind of value ("loss", "norm", "gradients", "parameters"). `bits` has the first value
+    whose bits differ, or None. `torn` has the tensors whose copies on several ranks differ. Bits
+    are not compared on a transport that is not exact.
     """
 
     comparison: Comparison
@@ -101,8 +102,8 @@ class Verdict:
 def comparisons(ranks: int, *, short: bool = False, exact: bool = True) -> list[Comparison]:
     """Return all comparisons that `ranks` ranks can make.
 
-    `short`: only a few comparisons of each kind, which take little time. If `exact` is False, leave
-    out the comparisons of reproducible runs, which require equal bits.
+    If `short`, return only a few comparisons of each section, which take little time. If `exact` is
+    False, leave out the comparisons of reproducible runs, which require equal bits.
     """
     covering = layouts.covering_set(ranks)
     sections = {
@@ -112,7 +113,8 @@ def comparisons(ranks: int, *, short: bool = False, exact: bool = True) -> list[
         ADAPTED: layouts.adapted_cases(ranks),
         MUON: layouts.muon_cases(ranks),
     }
-    # layouts with the most ranks, and among these with the most effects, find the most faults
+    # layouts with the most ranks find the most faults, and among these the layouts with the most
+    # effects do
     twice = [
         max(covering, key=lambda case: (case.layout.ranks, sum(map(bool, case.effects.values()))))
     ]
@@ -138,12 +140,12 @@ def run(
     say: Callable[[str], None] = lambda line: None,
     wire: Wire | None = None,
 ) -> list[Verdict]:
-    """Do the training runs for the comparisons `wanted`, small layouts at the same time, and
-    compare their results.
+    """Do the training runs for the comparisons `wanted`, and compare their results. Small layouts
+    are trained at the same time on different ranks.
 
     Every rank calls this with the same arguments. Returns a verdict for each comparison on rank 0,
-    [] on other ranks. `say` gets lines about the progress on rank 0. Bits are compared only on an
-    exact transport. Raises InputError if a layout needs more ranks than the world has.
+    [] on other ranks. `say` is called with lines about the progress on rank 0. Bits are compared
+    only on an exact transport. Raises InputError if a layout needs more ranks than the world has.
     """
     tasks = list(dict.fromkeys(task for comparison in wanted for task in comparison.tasks(steps)))
     wire = wire or wire_named()
@@ -167,7 +169,7 @@ def run(
 def _verdict(
     comparison: Comparison, steps: int, results: dict[TrainingTask, Training], exact: bool
 ) -> Verdict:
-    """Compare the results. If `exact`, compare the bits of the results, too."""
+    """Return the verdict of a comparison. If `exact`, the bits of the results are compared, too."""
     mine = {compute: results[comparison.compared(compute, steps)] for compute in (*BARS, *BITWISE)}
     bitwise = BITWISE if exact else ()
     return Verdict(

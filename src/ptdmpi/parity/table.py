@@ -1,4 +1,4 @@
-"""The table of verdicts, as Markdown of at most 120 columns and as JSON."""
+"""The table of verdicts, as Markdown in lines of at most 120 characters and as JSON."""
 
 import itertools
 import math
@@ -35,8 +35,8 @@ HEADINGS = (
 
 
 def text(rows: Sequence[Verdict], ranks: int, steps: int, *, probed: Sequence[Probed] = ()) -> str:
-    """Return the table: all rows, the legend of the abbreviations, the probes of tokens, and the
-    verdict at the end."""
+    """Return the table as text: all rows, the legend of the abbreviations, the probes of tokens,
+    and at the end the number of rows with faults."""
     models = list(dict.fromkeys(row.comparison.case.model for row in rows))
     lines: list[str] = []
     for section, of_section in itertools.groupby(rows, lambda row: row.comparison.section):
@@ -108,7 +108,7 @@ def _cells(row: Verdict, models: Sequence[ComparedModel]) -> list[str]:
 
 
 def _measured(row: Verdict, compute: str) -> str:
-    """Return the cell of the differences in one compute type."""
+    """Return the cell with the greatest differences in one compute type, and "ok" or "RED"."""
     of_type = row.differences[compute]
     bars = bars_of(row.comparison.case.model)[compute]
     fine = all(greatest.within(bars[name]) for name, greatest in of_type.items())
@@ -213,7 +213,7 @@ def _missing_pairs(rows: Sequence[Verdict], ranks: int) -> dict[str, list[Pair]]
 def as_json(
     rows: Sequence[Verdict], ranks: int, steps: int, *, probed: Sequence[Probed] = ()
 ) -> dict[str, Any]:
-    """Return the table as JSON, for programs."""
+    """Return the table as a tree for `json.dumps`, for programs."""
     return {
         "ranks": ranks,
         "steps": steps,
@@ -252,7 +252,7 @@ def _row(row: Verdict) -> dict[str, Any]:
 
 
 def _number(greatest: Greatest) -> dict[str, Any]:
-    """Return a difference as JSON. NaN and infinity become texts."""
+    """Return a difference as JSON. NaN and infinity become the strings "nan" and "inf"."""
     value: float | str = greatest.value
     if not math.isfinite(greatest.value):
         value = str(greatest.value)

@@ -1,4 +1,4 @@
 """Planning: the process grid, schedules, message programs, simulation and pictures.
 
-Imports neither torch, mpi4py nor h5py, and matplotlib only while it draws.
+This package does not import torch, mpi4py or h5py. It imports matplotlib only while it draws.
 """

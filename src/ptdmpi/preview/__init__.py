@@ -1,2 +1,2 @@
-"""Previews before a run starts: checks, sizes and times of the run, first configurations, and job
-scripts."""
+"""Everything before a run starts: a preview with checks, sizes and times, drafts of configurations,
+and job scripts."""

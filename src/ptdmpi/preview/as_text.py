@@ -11,8 +11,8 @@ LINES = 8  # number of lines that are shown of each sample
 
 
 def as_text(forecast: dict[str, Any]) -> str:
-    """Return the result of `preview` as text, without its entry "mistake", which the caller
-    prints."""
+    """Return the result of `preview` as text. The entry "mistake" of the preview is left out,
+    because the caller prints it."""
     rows = [
         *_run_rows(forecast),
         *_data_rows(forecast),
@@ -55,7 +55,7 @@ def _data_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("validation", text))
     paths = dict.fromkeys(dataset["path"] for dataset in (*forecast["train"], *forecast["valid"]))
     not_read = f"opened, but not read through: ptdmpi-data verify {' '.join(paths)} does"
-    # files of a task are read completely
+    # files of a task have remarks instead, because the preview reads them completely
     rows.append(("", "; ".join(forecast["told"]) or not_read))
     return rows
 
@@ -72,7 +72,7 @@ def _memory_rows(memory: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _sent_rows(sent: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return a row for each group of ranks in which rank 0 sends messages."""
+    """Return rows about the messages of rank 0, one for each group of ranks in which it sends."""
     about = "" if sent["is_exact"] else "about "
     texts = [f"{group}: {about}{text}" for group, text in sent_rows(sent["traffic"])]
     if not texts:

@@ -19,10 +19,10 @@ from ptdmpi.plan.machine.cluster import load_cluster, load_model, model_section
 from ptdmpi.plan.search import choose
 
 SMALL = "l=4,h=128,a=4,s=128"  # a model that trains in minutes on a laptop
-MOST_TENSOR = 8  # the ranks of a node, which on most machines has this many devices
+MOST_TENSOR = 8  # most nodes have 8 devices, and a tensor axis should stay inside a node
 BATCH = 64  # sequences per step for a model without a published batch size
 MICRO_SIZES = (8, 4, 2, 1)
-LEAST_STEPS = 20  # steps in one epoch; if there are fewer, the batch is made smaller
+LEAST_STEPS = 20  # if an epoch had fewer steps, the batch is made smaller
 MOST_STEPS = 10_000
 
 TEMPLATE = """\
@@ -38,17 +38,17 @@ steps = {steps}              # {epochs} of the data
 [model]
 {model}
 
-[parallel]                # tensor * pipeline * data = {counted_ranks}; data takes the rest
-tensor = {tensor}                # ranks that share each layer; keep them inside a node
+[parallel]                # tensor * pipeline * data = {counted_ranks}; data takes the other ranks
+tensor = {tensor}                # ranks that divide each layer; keep them inside a node
 pipeline = {pipeline}              # groups of consecutive layers
 virtual = {virtual}  # chunks of layers per pipeline rank; above 1: interleaved schedule
 {sequence}
 [batch]
 global_size = {batch}          # sequences per step, whatever the layout
-micro_size = {micro}  # sequences at a time on a rank: more is faster, but needs memory
+micro_size = {micro}  # sequences at a time on a rank: more are faster, but need memory
 
 [precision]
-compute = "{precision}"         # "bf16" on GPUs; masters and gradients stay float32
+compute = "{precision}"         # "bf16" on GPUs; master weights and gradients stay float32
 {recompute}
 [optimizer]
 {optimizer}
@@ -60,8 +60,8 @@ compute = "{precision}"         # "bf16" on GPUs; masters and gradients stay flo
 path = {train}
 
 [checkpoint]
-every_minutes = 15        # a crash loses no more
-keep = 2                  # the newest ones
+every_minutes = 15        # a crash loses at most the training of this time
+keep = 2                  # newest checkpoints that are kept
 
 [log]
 every_steps = {log}
@@ -118,7 +118,7 @@ def draft(wish: Wish) -> str:
 
 
 def _precision(wish: Wish) -> str:
-    """Return bf16 if the device supports it, else fp16 if it supports that, else fp32."""
+    """Return bf16 if the device supports bf16, else fp16 if the device supports fp16, else fp32."""
     if wish.cluster is None:
         return "bf16" if wish.on_gpu else "fp32"
     known = load_cluster(wish.cluster).device.peak_flops
@@ -128,8 +128,8 @@ def _precision(wish: Wish) -> str:
 def _folders(wish: Wish) -> tuple[str, str | None]:
     """Return the directories of training and validation shards.
 
-    The folders are the directories that `wish` names, or the folders `train` and `valid` in its
-    data directory.
+    These are the directories that `wish` names, or the folders `train` and `valid` in the data
+    directory of `wish`.
     """
     train = wish.data
     valid = wish.valid
@@ -201,7 +201,7 @@ def _written(wish: Wish, config: Config, data: dict[str, Any], *, steps: int, sa
     if not preset:
         lines = [f"{key} = {_toml(value)}" for key, value in model_section(wish.model).items()]
     warmup = f"warmup_steps = {max(1, steps // 20)}"
-    optimizer = f"learning_rate = 3e-4      # the peak\n{warmup}"
+    optimizer = f"learning_rate = 3e-4      # the highest rate\n{warmup}"
     if preset and recipe(wish.model)["optimizer"]:
         optimizer = "# as the preset's source states it (docs/reference/models.md)"
     sequence = ""
@@ -209,7 +209,7 @@ def _written(wish: Wish, config: Config, data: dict[str, Any], *, steps: int, sa
         sequence = "sequence_parallel = true\n"
     recompute = ""
     if config.recompute.mode != "none":
-        recompute = f'\n[recompute]\nmode = "{config.recompute.mode}"     # to fit\n'
+        recompute = f'\n[recompute]\nmode = "{config.recompute.mode}"     # to fit into memory\n'
     valid = '# valid = "DIRECTORY"   # other shards'
     validate = "# validate_every_steps = 100"
     if "valid" in data:

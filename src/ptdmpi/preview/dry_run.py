@@ -27,9 +27,9 @@ def show(
     """Print the preview of a configuration.
 
     All ranks that a launcher started may call this; only the first one prints. `ranks` is the
-    number of ranks. If `ranks` is None, it is the number of ranks that were started, or that are
-    needed. `cluster` replaces run.cluster. With `auto`, the layout is searched first. Raise
-    InputError if the run would not start.
+    number of ranks. If `ranks` is None, it is the number of started ranks, or else the number that
+    the configuration needs. `cluster` replaces run.cluster. With `auto`, the best layout is
+    searched first. Raise InputError if the run would not start.
     """
     if launched_rank():
         return
@@ -48,8 +48,8 @@ def show(
 
 
 def _ranks(tree: Mapping[str, Any], given: int | None) -> RankCount:
-    """Return the number `given`, or else the number of started ranks, or else the number that the
-    run needs."""
+    """Return the number of ranks, with its explanation: the number `given`, or else the number of
+    started ranks, or else the number that the run needs."""
     started = launched_size()
     if given is not None and given != started:
         return RankCount(given, "as --ranks says", 0)
@@ -60,12 +60,12 @@ def _ranks(tree: Mapping[str, Any], given: int | None) -> RankCount:
     needed, fixed = needed_ranks(tree)
     why = "as parallel.tensor, pipeline and data say"
     if not fixed:
-        why = 'the fewest: parallel.data = "auto" takes all that mpirun starts; --ranks says others'
+        why = 'the fewest: parallel.data = "auto" takes all that mpirun starts; or set --ranks'
     return RankCount(needed, why, 1 if needed == 1 else 0)
 
 
 def _laid_out(tree: Mapping[str, Any], ranks: int) -> tuple[Mapping[str, Any], str]:
-    """Return the configuration tree with the layout that --layout auto finds, and text about the
+    """Return the configuration tree with the layout that --layout auto finds, and a text about the
     search.
 
     Raise InputError if run.cluster is not set.

@@ -18,10 +18,10 @@ IDS = 16
 def first_samples(
     config: Config, source: SampleSource, course: Course, *, step: int, vocab_size: int
 ) -> dict[str, Any]:
-    """Return the first samples in the batch of step `step` (from 0), as ids and as text.
+    """Return the first samples in the batch of step `step` (counted from 0), as ids and as text.
 
-    The samples are read and checked as in the run. If there is no tokenizer, "no_text" is the
-    reason why there is no text.
+    The samples are read and checked in the same way as in the run. If the tokenizer is not found,
+    "no_text" is the reason, and the samples have no text.
     """
     count = min(SHOWN, config.samples)
     ids = course.samples(step) + np.arange(count)

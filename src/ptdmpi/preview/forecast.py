@@ -1,7 +1,7 @@
 """The preview of a run, for `ptdmpi train --dry-run` and `ptdmpi plan CONFIG`.
 
-The forecast needs no MPI, because the number of ranks is given. The forecast needs torch only to
-find the memory of a GPU.
+The preview needs no MPI, because the number of ranks is given. It needs torch only to find the
+memory of a GPU.
 """
 
 import math
@@ -41,8 +41,8 @@ def preview(
     """Return everything that is known before the start, in the form that `--json` prints.
 
     If the run would not start on this machine, "mistake" is the reason. `cluster` is a name or a
-    file that replaces `run.cluster`. Raise InputError, as the run would, for mistakes that do not
-    depend on the machine.
+    file that replaces `run.cluster`. For mistakes that do not depend on the machine, raise the
+    InputError that the run would raise.
     """
     config = checked(tree, ranks.count, ranks.local or None)
     source = source_of(config)
@@ -96,7 +96,7 @@ def preview(
 
 
 def _own_sizes(tree: Mapping[str, Any]) -> list[str]:
-    """Return a line that names the sizes that differ from the preset, if any do."""
+    """Return one line with the sizes that differ from the preset; an empty list if none differ."""
     own = own_sizes(tree)
     if not own:
         return []
@@ -137,7 +137,7 @@ def _drawn(course: Course, steps: int) -> list[dict[str, Any]]:
 class _Room:
     """The memory that a step needs, and the memory that a rank has (None if it is unknown).
 
-    `source` says to which memory the number of bytes belongs.
+    `source` says which memory `capacity_bytes` is, for example the memory of the cluster's device.
     """
 
     step: relief.Step
@@ -146,8 +146,8 @@ class _Room:
 
 
 def _room(config: Config, vocab_size: int, ranks: RankCount, pricer: Pricer | None) -> _Room:
-    """Return the memory of a rank on the cluster, or else on this host if the ranks are started
-    here."""
+    """Return the memory that a step needs, and the memory that a rank has: on the cluster, or else
+    on this host if the ranks are started here."""
     on_host = True
     host_bytes = math.inf
     capacity_bytes = None
@@ -173,8 +173,8 @@ def _room(config: Config, vocab_size: int, ranks: RankCount, pricer: Pricer | No
 
 
 def _memory(room: _Room) -> dict[str, Any]:
-    """Return the bytes of the rank that needs most memory, and the bytes that this rank has. "fits"
-    is None if the rank's memory is unknown."""
+    """Return the bytes that are needed by the rank that needs the most memory, and the bytes that a
+    rank has. "fits" is None if the memory of a rank is unknown."""
     rank, need = room.step.largest()
     on_hosts = room.step.on_hosts()
     fits = None
@@ -193,18 +193,19 @@ def _memory(room: _Room) -> dict[str, Any]:
 
 
 def _sent(config: Config, vocab_size: int, step: int) -> dict[str, Any]:
-    """Return the messages that rank 0 sends in `step` (from 0), by closed forms.
+    """Return the messages that rank 0 sends in `step` (counted from 0), computed by closed forms.
 
     "traffic": group of ranks -> kind of message -> {"messages", "bytes"}. "is_exact" is False if
-    codes are sent, whose length is known only for large matrices.
+    compressed gradients are sent, because the closed form of their length is exact only for large
+    matrices.
     """
     traffic = StepTraffic.of_config(config, vocab_size)
     return {"traffic": traffic.of(rank=0, step=step).by_kind, "is_exact": traffic.is_exact}
 
 
 def _here(local_ranks: int) -> tuple[int, str]:
-    """Return a rank's memory on this host or its GPUs, and text about how ranks share this
-    memory."""
+    """Return the bytes of a rank's memory on this host or on its GPUs, and a text that says which
+    ranks share this memory."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -217,8 +218,8 @@ def _here(local_ranks: int) -> tuple[int, str]:
 
 
 def _time(config: Config, price: Price | None, steps: int) -> dict[str, Any]:
-    """Return the time of one step and of all steps. The time is predicted, or else it was measured
-    earlier in this run."""
+    """Return the time of one step and of the remaining `steps`. The time is predicted, or else it
+    was measured earlier in this run."""
     step_s = None
     source = "not known: ptdmpi probe measures a machine for run.cluster"
     if price is not None:
@@ -228,7 +229,7 @@ def _time(config: Config, price: Price | None, steps: int) -> dict[str, Any]:
         status = _status(Path(config.run.dir))
         if status.get("rank_count") and status["layout"] == _layout(config).partition(", ")[0]:
             step_s = status["step_time_s"]
-            source = "as the run took before"
+            source = "as measured in this run"
     total = None if step_s is None else steps * step_s
     return {"step_s": step_s, "from": source, "steps": steps, "total_s": total}
 
@@ -248,7 +249,7 @@ def stored_bytes(config: Config, vocab_size: int) -> int:
     moments = config.optimizer.numbers
     numbers = stored_numbers(config.data_parallel, moments, config.data_size)
     size = numbers * element * trained_count(model, vocab_size)
-    if config.optimizer.has_matrices:  # for matrices the optimizer keeps one moment less
+    if config.optimizer.has_matrices:  # the optimizer keeps one moment less for matrices
         fewer = stored_numbers(config.data_parallel, moments - 1, config.data_size)
         size -= (numbers - fewer) * element * model.layers * matrix_elements(model, 1)
     return size

@@ -12,8 +12,8 @@ from ptdmpi.plan.layout.topology import file_ranks
 class RankCount:
     """A number of ranks, with its explanation.
 
-    `source` explains the number in words. `local` is how many of the ranks share this host; 0 if
-    unknown.
+    `source` explains the number in words. `local` is the number of these ranks on this host; 0 if
+    it is unknown.
     """
 
     count: int
@@ -22,10 +22,11 @@ class RankCount:
 
 
 def needed_ranks(tree: Mapping[str, Any]) -> tuple[int, bool]:
-    """Return how many ranks a configuration needs, and True if it accepts no other number.
+    """Return the number of ranks that a configuration needs, and True if the configuration accepts
+    no other number.
 
     If parallel.data is "auto", the data axis is assumed to have 1 rank, or as many ranks as the
-    graph that data_parallel.topology names. The configuration tree need not be valid.
+    graph in the file that data_parallel.topology names. The configuration tree need not be valid.
     """
     tensor = _positive(tree, "parallel", "tensor") or 1
     context = _positive(tree, "parallel", "context") or 1

@@ -27,14 +27,14 @@ class Bench:
     """The stopwatch of one rank. Every rank gets the same results.
 
     `findings` collects the results that are printed at the end, as (name, text of the value).
-    `clock` measures a rank's own work: if its single thread has its own core, it is the thread's
-    CPU time, which other programs on the machine do not change. `kernels` are the kernels that are
-    measured.
+    `clock` returns the seconds by which a rank's own work is timed. If a rank has a single thread
+    and its own core, `clock` is the CPU time of the thread, which other programs on the machine do
+    not change. `kernels` are the kernels that are measured.
     """
 
     def __init__(self, everyone: Communicator, device: torch.device, local_ranks: int) -> None:
-        """Store the ranks: `everyone` contains all of them, and `local_ranks` of them are on this
-        node."""
+        """Store the ranks that measure: `everyone` is the communicator of all ranks, and
+        `local_ranks` is the number of ranks on this node."""
         self.everyone = everyone
         self.device = device
         own_core = local_ranks <= len(os.sched_getaffinity(0))
@@ -72,8 +72,8 @@ class Bench:
         return self._least_s(work, self.clock)
 
     def message_s(self, work: Callable[[], Any]) -> float:
-        """Return the seconds of `work` that sends messages. The seconds are measured as in
-        `work_s`, but include waiting time."""
+        """Return the seconds of `work` that sends messages. The seconds are measured in the same
+        way as by `work_s`, but include the time in which a rank waits."""
         return self._least_s(work, time.perf_counter)
 
     def _least_s(self, work: Callable[[], Any], clock: Callable[[], float]) -> float:
@@ -102,7 +102,7 @@ class Bench:
         return (clock() - start) / repeats
 
     def finish(self) -> None:
-        """Wait until the device has computed all its work."""
+        """Wait until the device has finished all work that was started on it."""
         if self.device.type != "cpu":
             torch.get_device_module(self.device).synchronize(self.device)
 

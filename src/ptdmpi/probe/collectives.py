@@ -22,8 +22,8 @@ SIZES_BYTES = tuple(1 << power for power in range(10, 25, 2))
 
 
 class MeasuredGroup(NamedTuple):
-    """A group of ranks that is measured: this rank's communicator of it, the number of its nodes,
-    and its name."""
+    """A group of ranks whose messages are measured: its communicator on this rank, the number of
+    its nodes, and its name."""
 
     comm: Communicator
     nodes: int
@@ -91,9 +91,9 @@ def _tables(
 def overlaps(bench: Bench, world: World) -> bool:
     """Return True if a message arrives while its sender computes, without calls to MPI.
 
-    If it does not return True, the message arrives only when the sender waits for it. The arrival
-    is measured on the device, because on a transport with streams the host does not wait. Every
-    rank calls this and gets the same result.
+    If the result is False, the message arrives only when the sender waits for it. The arrival is
+    measured on the device, because on a transport with streams the host does not wait. Every rank
+    calls this and gets the same result.
     """
     wire = wire_named(device=bench.device)
     everyone = world.split(training_grid(data=world.size), wire)["data"]
@@ -203,8 +203,8 @@ def _of_previous(
 
 
 class MeasuredCollective(NamedTuple):
-    """A collective that is measured: `prepare` makes the timed function, and `expected` its right
-    result."""
+    """A collective that is measured. `prepare` returns the function that is timed, and `expected`
+    returns the right result of this function."""
 
     prepare: Callable[[Communicator, Tensor], Callable[[], Tensor]]
     expected: Callable[[Communicator, int, torch.dtype, torch.device], Tensor]

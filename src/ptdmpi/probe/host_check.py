@@ -1,5 +1,5 @@
-"""Checks of the machine: MPI, launcher, devices, transports, threads, and which tensor axes stay
-inside a node."""
+"""Checks of the machine: MPI, launcher, devices, transports, threads, and the sizes of the tensor
+axis that stay inside a node."""
 
 import os
 import platform
@@ -50,7 +50,7 @@ def _launch(world: World) -> list[MachineFinding]:
 
 
 def _ranks(world: World) -> str:
-    """Return the number of ranks, and how many of them are on a node."""
+    """Return a text with the number of ranks, of nodes, and of ranks on each node."""
     first_of_node = world.local_rank == 0
     every = world.control.allgather((world.local_size, first_of_node))
     counts = [local_size for local_size, first in every if first]
@@ -103,12 +103,13 @@ def _compiler(world: World, device_type: str) -> MachineFinding:
 
 
 def _gpus(world: World) -> str:
-    """Return rank 0's GPU, its peak rate if it is known, and how many ranks share it."""
+    """Return a text with this rank's GPU, its peak rate if that is known, and the number of ranks
+    that share the GPU."""
     device = world.device()
     sharing = ranks_sharing(world, device)
     name = device_name(device)
     peak = known_peak(name, "bf16")
-    rate = "no peak known: no MFU"
+    rate = "unknown peak, so no MFU"
     if peak is not None:
         rate = f"bf16 peak {peak / 1e12:g} TFLOP/s"
     shared = "" if sharing == 1 else f"; one for {counted(sharing, 'rank')}"

@@ -60,7 +60,8 @@ GPU = Extent(
 
 
 def launch_s(bench: Bench) -> float:
-    """Return the seconds of a kernel that does almost nothing, which is the cost of a launch."""
+    """Return the seconds of a kernel that computes almost nothing. They are the cost of a
+    launch."""
     tiny = torch.ones(16, device=bench.device)
     seconds = bench.work_s(lambda: [tiny + tiny for _ in range(100)]) / 100
     bench.note("smallest kernel", f"{seconds * 1e6:.1f} us")
@@ -73,8 +74,8 @@ def products(
     """Return a table of the FLOP/s of matrix multiplications (m, k) x (k, n), for all combinations
     of `sides`.
 
-    A rate is the mean of the three multiplications of a linear: output, gradient of the input,
-    gradient of the weight. `launch` seconds are subtracted from each.
+    A rate is computed from the mean time of the three multiplications of a linear: output, gradient
+    of the input, gradient of the weight. `launch` seconds are subtracted from this time.
     """
     rates: list[list[list[float]]] = []
     for m in sides:
@@ -126,8 +127,8 @@ def streams(
 ) -> dict[str, Any]:
     """Return a table of the bytes per second that are moved by adding two tensors.
 
-    `sizes` are the bytes that are read and written in total. The smallest sizes fit into caches,
-    and the largest sizes do not.
+    `sizes` are the total bytes that one addition reads and writes. `launch` seconds are subtracted
+    from each time. The smallest sizes fit into caches, and the largest sizes do not.
     """
     times = []
     for size in sizes:
@@ -142,8 +143,8 @@ def streams(
 
 
 def rising(times_s: Sequence[float]) -> list[float]:
-    """Return times that never decrease with size, because a disturbance must not make larger work
-    look faster."""
+    """Return the times, ordered by size, with each time raised to the largest time before it.
+    Otherwise a disturbance could make larger work look faster."""
     return list(accumulate(times_s, max))
 
 
@@ -188,7 +189,7 @@ def elementwise(
 ) -> dict[str, float]:
     """Return the seconds per element of activation functions, norms and the loss.
 
-    The times are for forward and backward separately. The results are compared with double
+    Forward and backward have separate times. The results are compared with results in double
     precision.
     """
     rows, columns = extent.elementwise

@@ -1,5 +1,5 @@
-"""Times of the trainer's own stages, and the fit of a cluster's fractions. A fraction is chosen so
-that predictions with this fraction of a measured rate agree with these times.
+"""Times of the trainer's own layers, and the fit of a cluster's fractions. A fraction of a measured
+rate is chosen so that predictions with it agree with these times.
 
 Layers are slower than a loop of their kernels: Python, autograd and the allocator take time between
 the kernels, and operands are not always in the cache.
@@ -28,7 +28,8 @@ from ptdmpi.probe.bench import Bench
 
 STEPS = 6  # the first step is a warm-up
 MOST_TENSOR = 8
-# factors by which fitted numbers may differ from the measurements of kernels and of messages
+# greatest factors by which fitted numbers may differ from the measurements of kernels (MOST_FACTOR)
+# and of messages (MOST_LINK_FACTOR)
 MOST_FACTOR = 100.0
 MOST_LINK_FACTOR = 4.0
 
@@ -76,7 +77,8 @@ GPU_CASES = (
 
 @dataclass(frozen=True)
 class Taken:
-    """The measured seconds of one step, as medians over steps and ranks.
+    """The measured seconds of one step. They are medians over ranks and over steps; `rest_s` is the
+    least over steps.
 
     `rest_s` is the time of a step outside forward, backward, optimizer and the all-reduce over the
     data axis. `elements` is the number of parameters.
@@ -90,7 +92,8 @@ class Taken:
 
 
 class Layers:
-    """Measurements of the trainer's stages, and the fit of a cluster's fractions to them."""
+    """Measurements of the trainer's layers, and the fit of a cluster's fractions to these
+    measurements."""
 
     def __init__(
         self, bench: Bench, world: World, precision: str, cases: Sequence[ProbedModel]
@@ -136,7 +139,8 @@ class Layers:
             return [self._take(case, 1) for case in self.cases]
 
     def _tensor(self) -> int:
-        """Return the largest size of the tensor axis that divides the number of a node's ranks."""
+        """Return the largest size of the tensor axis, up to MOST_TENSOR, that divides the number of
+        ranks of a node."""
         local = self.world.local_size
         return max(t for t in range(1, min(local, MOST_TENSOR) + 1) if local % t == 0)
 
@@ -202,7 +206,7 @@ class Layers:
         )
 
     def _take(self, case: ProbedModel, tensor: int) -> Taken:
-        """Return the times of steps in which t = `tensor` ranks share a batch."""
+        """Return the times of steps in which `tensor` ranks divide the layers of the model."""
         config = self._config(case, tensor)
         grid = training_grid(tensor=tensor, data=self.world.size // tensor)
         axes = self.world.split(grid, wire_named(device=self.bench.device))

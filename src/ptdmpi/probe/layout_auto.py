@@ -19,7 +19,7 @@ def with_best_layout(
     tree: Mapping[str, Any], overrides: Sequence[str], world: "World"
 ) -> dict[str, Any]:
     """Return the configuration `tree` with the layout that the run already has, or else with the
-    best one.
+    best layout.
 
     All ranks call this together. If `run.cluster` is not set, this machine is measured first.
     `overrides` are the --set options. Raise InputError on every rank if an override sets a part of
@@ -62,9 +62,9 @@ def _measured_cluster(config: Config, world: "World") -> str:
 def unused_path(folder: Path) -> Path:
     """Return a path in `folder` for a new cluster file; make the folder.
 
-    The path is cluster.toml, or cluster-2.toml and so on: an older file is kept, because `ptdmpi
-    report` reads the prediction for an older attempt from it. Raise InputError if the folder cannot
-    be made.
+    The path is cluster.toml, or cluster-2.toml and so on if older files exist. An older file is
+    kept, because `ptdmpi report` uses it to predict the steps of an older attempt. Raise InputError
+    if the folder cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -40,10 +40,10 @@ UNLIMITED = 1e15  # value for the rates of data sheets, which a measured cluster
 
 @dataclass(frozen=True)
 class Effort:
-    """The amount of measuring: which sizes are measured.
+    """The amount of measuring: the sizes that are measured.
 
-    If `ways` is None, the fastest implementations of kernels are not determined. For a device,
-    `make gpu` does that.
+    If `ways` is None, the fastest implementations of kernels are not determined. On a GPU, `make
+    gpu` determines them.
     """
 
     extent: kernels.Extent
@@ -76,7 +76,8 @@ def probe(
     memory = min(
         bench.everyone.all_gather_object(rank_memory_bytes(device, ranks_sharing(world, device)))
     )
-    # The memory of the program itself is not available for tensors, but a run needs it, too.
+    # The memory of the program itself is not available for tensors, but it is part of the memory of
+    # a run.
     program = _program_bytes(compute) if device.type == "cpu" else 0
     program = max(bench.everyone.all_gather_object(program))
     own = _quickest_kernels(bench, compute, effort.ways)
@@ -124,7 +125,7 @@ def _quickest_kernels(
     later measurements with `bench` use these kernels."""
     if sizes is None:
         return {}
-    with bench.phase("ways of attention and linears", sizes.measurements(dtype)):
+    with bench.phase("implementations of attention, linears and GELU", sizes.measurements(dtype)):
         entries = quickest.entries(bench, dtype, sizes)
     bench.kernels = Kernels(measured_choice(dtype, entries))
     return entries
@@ -151,8 +152,8 @@ def _device(
     *,
     memory_bytes: int,
 ) -> dict[str, Any]:
-    """Return the keys that a data sheet would give. Rates that the measured tables replace are set
-    so high that they limit nothing."""
+    """Return the section [device] of the cluster file. Rates for which a measured cluster has
+    tables are set so high that they limit nothing."""
     if bench.device.type != "cpu":
         name = device_name(bench.device)
     else:

@@ -70,8 +70,8 @@ class TimedSizes:
 
 
 def entries(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, list[dict[str, Any]]]:
-    """Measure with numbers of type `dtype`. Return one entry of each kind, for processors like this
-    one.
+    """Time the kernels with numbers of type `dtype`. Return one entry of each kind (attention,
+    linear, gelu), for processors like this one.
 
     Every rank calls this. Raises ProbeError on every rank if a kernel gives a wrong result on any
     rank.
@@ -110,7 +110,7 @@ def _attention(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str,
     products = [way for way, kernel in ways.items() if isinstance(kernel, AttentionByProducts)]
     quickest = min(products, key=lambda way: _sum_of_logarithms(times[way]))
     if not _gains(times["products"], times[quickest]):
-        quickest = "products"  # use the smallest block size, unless another is faster
+        quickest = "products"  # the usual block size is used unless another one is faster
     entry: dict[str, Any] = {"way": "library"}
     words = "library"
     if _gains(library, times[quickest]):
@@ -135,7 +135,8 @@ def _attention(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str,
 
 
 def _attention_times(bench: Bench, dtype: torch.dtype, sizes: TimedSizes) -> dict[str, list[float]]:
-    """Return the seconds of forward and backward of attention, by kernel and length."""
+    """Return the seconds of a forward and a backward of attention together, for each kernel and
+    each sequence length."""
     ways = _attention_ways(dtype)
     times: dict[str, list[float]] = {way: [] for way in ways}
     for length in sizes.lengths:
@@ -239,7 +240,7 @@ def _input_gradients(
 def _quicker_from(
     sizes: Sequence[int], before: Sequence[float], after: Sequence[float]
 ) -> int | None:
-    """Return the smallest size from which on the second kernel is always faster.
+    """Return the smallest of `sizes` at which, and above which, the second kernel is always faster.
 
     `before` and `after` are the seconds of the first and the second kernel at `sizes`. Returns None
     if the second kernel is not faster at the largest size.
@@ -253,8 +254,8 @@ def _quicker_from(
 
 
 def _gains(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Return True if the second kernel is faster over all sizes, by the sum of logarithms of its
-    times."""
+    """Return True if the second kernel is faster on the geometric mean over all sizes, by at least
+    LEAST_GAIN."""
     apart = _sum_of_logarithms(after) - _sum_of_logarithms(before)
     return apart < len(before) * math.log(1 - LEAST_GAIN)
 

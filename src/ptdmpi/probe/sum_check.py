@@ -20,8 +20,8 @@ PERIOD = 7
 
 
 def check_sums(world: World) -> list[MachineFinding]:
-    """Check sums over all ranks: of tensors on the host and, on GPUs, with the transport that
-    training uses.
+    """Check all-reduces over all ranks: of tensors on the host and, if the ranks have GPUs, of
+    tensors on the GPUs by the transport that training uses.
 
     All ranks call this together and get the same findings.
     """

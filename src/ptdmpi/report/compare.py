@@ -1,5 +1,4 @@
-"""Comparison of a measured and a predicted step: their timelines, and the seconds of their
-parts."""
+"""Comparison of a measured step with a predicted step, by the seconds of the parts of the step."""
 
 import math
 from dataclasses import replace
@@ -17,8 +16,8 @@ from ptdmpi.plan.schedule.simulate import Span, Timeline
 from ptdmpi.plan.show.table import lines
 from ptdmpi.report import trained
 
-# part of a step -> kinds of spans that belong to it; all ops, without the collectives inside them,
-# are computation
+# name of a part of a step -> kinds of spans that belong to this part; the part COMPUTING has all
+# ops without the collectives inside them
 WAITING = "bubble and messages between stages"
 AFTERWARDS = ("reduce", "optimizer")
 COMPUTING = "computing"
@@ -30,9 +29,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "optimizer": ("optimizer",),
     "data": ("data",),
 }
-# group of a collective inside an op -> the part that it belongs to. In the predicted step, the
-# messages of attention over the context axis and the messages to experts are added to the messages
-# of the tensor axis.
+# group of a collective inside an op -> part of the step to which the collective belongs. In the
+# predicted step, the messages of attention over the context axis and the messages to experts are
+# added to the messages of the tensor axis.
 INSIDE = {
     "tensor": "tensor axis",
     "context": "tensor axis",
@@ -42,8 +41,8 @@ INSIDE = {
 
 
 def parts(timeline: Timeline) -> dict[str, float]:
-    """Return the seconds of each part of a step, as means over the ranks. The parts and "other" add
-    up to the step.
+    """Return the seconds of each part of a step, as means over the ranks. The sum of all parts,
+    including "other", is the time of the step.
 
     After its last op a rank must wait for the slowest rank. The time from the end of a rank's last
     op until all ranks have ended their last op is part of the bubble.
@@ -105,7 +104,8 @@ def predicted(config: dict[str, Any], vocab_size: int, cluster: str) -> Timeline
 
 
 def pricer_of(config: Config, vocab_size: int, cluster: str) -> Pricer:
-    """Return the pricer for a resolved configuration on a cluster, which is given by name or file.
+    """Return the pricer for a resolved configuration on `cluster`, which is the name or the file of
+    a cluster.
 
     Raise InputError if the cluster cannot be used.
     """
@@ -121,10 +121,10 @@ def pricer_of(config: Config, vocab_size: int, cluster: str) -> Pricer:
 
 
 def cluster_of(path: Path, config: dict[str, Any]) -> str | None:
-    """Return the cluster that a run names, or None.
+    """Return the name or the file of the cluster that run.cluster names; None if the run names no
+    cluster, or if its cluster file is missing.
 
-    If the run names a cluster file, the file is searched at its path, and then in the run directory
-    `path`.
+    A cluster file is searched at the path in run.cluster, and then in the run directory `path`.
     """
     name = config["run"].get("cluster", "")
     if not name:
@@ -138,8 +138,8 @@ def cluster_of(path: Path, config: dict[str, Any]) -> str | None:
 
 
 def comparison(measured: Timeline, foreseen: Timeline) -> dict[str, Any]:
-    """Return the parts of the measured and the predicted step, the error of the prediction, and the
-    largest difference."""
+    """Return the parts of the measured and of the predicted step in seconds, the relative error of
+    the predicted step time, and the part with the largest difference."""
     measured_s = parts(measured)
     predicted_s = parts(foreseen)
     differences = {name: measured_s[name] - predicted_s[name] for name in measured_s}
@@ -153,7 +153,7 @@ def comparison(measured: Timeline, foreseen: Timeline) -> dict[str, Any]:
 
 
 def table(compared: dict[str, Any]) -> str:
-    """Return the comparison as lines of text."""
+    """Return the result of `comparison` as lines of text."""
     measured_s = compared["measured_s"]
     predicted_s = compared["predicted_s"]
     step_s = sum(measured_s.values())
@@ -190,8 +190,8 @@ def foreseen(
     """Return the predicted step for the run in directory `path`; None if no cluster is known.
 
     The prediction is for `cluster`, or else for the cluster that the run names. `vocab_size` is
-    None if no record has it. Raise InputError if the cluster cannot be used or `vocab_size` is
-    missing.
+    None if no record of the run has the vocabulary size. Raise InputError if the cluster cannot be
+    used or `vocab_size` is missing.
     """
     named = cluster or cluster_of(path, config)
     if named is None:

@@ -1,4 +1,4 @@
-"""The progress of runs on a terminal: one run as a block, several as a table."""
+"""The progress of runs on a terminal. One run is drawn as a block, several runs as a table."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ STATES = {
     "stopped": "yellow",
     "silent": "bold red",
 }
-# the headings of the table after name and state; the column without a heading shows the curve of
-# the loss
+# headings of the columns of the table after name and state; the column without a heading shows the
+# curve of the loss
 COLUMNS = ("step", "loss", "", "validation", "tokens/s", "mfu", "left", "saved")
 BAR_COLUMNS = 40
 BARS = "▁▂▃▄▅▆▇█"
@@ -32,8 +32,8 @@ MINUTE_S = 60
 
 
 def follow(look: Callable[[], list[dict[str, Any]]], console: Console, every_s: float) -> None:
-    """Redraw the display every `every_s` seconds until all runs are done or stopped, or until
-    Ctrl-C.
+    """Redraw the display every `every_s` seconds until all runs are done or stopped, or until the
+    user presses Ctrl-C.
 
     `look` returns the status of each run.
     """
@@ -47,7 +47,7 @@ def follow(look: Callable[[], list[dict[str, Any]]], console: Console, every_s: 
 
 
 def picture(statuses: Sequence[dict[str, Any]]) -> RenderableType:
-    """Return a drawing of several statuses, each from `Watched.status`."""
+    """Return a drawing of the runs with these statuses, each from `Watched.status`."""
     statuses = [_printable(status) for status in statuses]
     if len(statuses) == 1:
         return block(statuses[0])
@@ -60,7 +60,7 @@ def picture(statuses: Sequence[dict[str, Any]]) -> RenderableType:
 
 
 def _printable(value: Any) -> Any:
-    """Return a status in which control characters are replaced by their escapes.
+    """Return a copy of a status in which control characters are replaced by printable escapes.
 
     A log, a host name or a path may contain escape sequences, which a terminal would execute.
     """
@@ -113,7 +113,7 @@ def block(status: dict[str, Any]) -> RenderableType:
 
 
 def table(statuses: Sequence[dict[str, Any]]) -> Table:
-    """Return the drawing of several runs, with one line for each."""
+    """Return the drawing of several runs, with one line for each run."""
     drawn = Table(box=None, pad_edge=False)
     for head in ("run", "state", *COLUMNS):
         left = head in ("run", "state", "")
@@ -125,7 +125,8 @@ def table(statuses: Sequence[dict[str, Any]]) -> Table:
 
 
 def _cells(status: dict[str, Any]) -> dict[str, str]:
-    """Return the known texts about a run, by the headings in COLUMNS."""
+    """Return the cells of a run in the table, by heading (see COLUMNS). Cells whose values are
+    unknown are left out."""
     cells = {"saved": "none"}
     if "checkpoint" in status:
         cells["saved"] = f"{status['checkpoint']['step']:,}"
@@ -189,7 +190,8 @@ def _mfu(status: dict[str, Any]) -> str:
 
 
 def _remarks(status: dict[str, Any]) -> list[str]:
-    """Return a line about slow ranks, if there are any, and the warnings of the log."""
+    """Return the lines below a run: one about slow ranks, if there are any, and the warnings of the
+    log."""
     slow = ", ".join(
         f"rank {rank['rank']} ({rank['host']}) {rank['factor']:.2f} times"
         for rank in status["slow_ranks"]
@@ -199,8 +201,8 @@ def _remarks(status: dict[str, Any]) -> list[str]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return the values drawn as bars of eight heights. A value that is not finite becomes a
-    blank."""
+    """Return the values drawn as bars of eight heights, one character for each value. A value that
+    is not finite becomes a blank."""
     finite = [value for value in values if abs(value) < float("inf")]
     if not finite:
         return ""

@@ -1,15 +1,16 @@
-"""The noise scale of the gradients that a run has recorded, and whether a larger batch would be
-beneficial."""
+"""The noise scale of the gradients that a run has recorded, and its consequence: would a larger
+batch be beneficial?"""
 
 import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-# number of newest records that are used: the noise scale grows during training, so older records
+# number of newest records that are used; the noise scale grows during training, so older records
 # are no longer valid
 NEWEST = 100
-# If the noise scale is above LARGER or below SMALLER times the batch, the answer is clear.
+# A batch is too small if the noise scale is above LARGER times the batch, and too large if the
+# noise scale is below SMALLER times the batch.
 LARGER = 2.0
 SMALLER = 0.5
 
@@ -22,9 +23,9 @@ def judged(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     |G|^2 over the records, or None if the noise hides the gradient. `batch_tokens`: the mean number
     of valid tokens in a step. `steps`: the number of records. `answer`: a sentence.
 
-    A batch of B needs 1 + B_simple / B times the steps of an infinite batch, and B / B_simple + 1
-    times the smallest possible number of samples (McCandlish et al. 2018, arXiv 1812.06162,
-    equation 2.11).
+    A training with B tokens in a step needs 1 + B_simple / B times the steps of a training with an
+    infinite batch, and B / B_simple + 1 times the smallest possible number of samples (McCandlish
+    et al. 2018, arXiv 1812.06162, equation 2.11).
     """
     recorded = [record["gradient_noise"] for record in records if "gradient_noise" in record]
     # older versions also recorded the noise of skipped steps, which is not finite

@@ -1,5 +1,5 @@
-"""The report on a run as one HTML page, which contains its pictures and curves and needs no
-network."""
+"""The report on a run as one HTML page. The page contains all pictures and curves, and loads
+nothing from a network."""
 
 import base64
 import math
@@ -13,7 +13,7 @@ from ptdmpi.report.run import RecordedRun
 from ptdmpi.report.status import binned
 
 POINTS = 400  # maximum number of points in a curve
-# sizes in pixels: of a curve's picture, and of the margins for its axes
+# sizes in pixels: the width and height of a curve's picture, and the margins for its axes
 WIDTH = 420
 HEIGHT = 180
 LEFT = 56
@@ -42,7 +42,8 @@ pre { background: #f6f6f6; padding: .8rem; overflow-x: auto; font-size: 13px; }
 
 
 def page(run: RecordedRun, rows: Sequence[tuple[str, str]], pictures: Iterable[Path]) -> str:
-    """Return the page: the table `rows`, curves, `pictures` (PNG files), configuration and log."""
+    """Return the page as HTML: the table `rows`, the curves, the `pictures` (PNG files), the
+    configuration and the log."""
     last = run.steps[-1]
     name = escape(str(run.config["run"]["name"]))
     under = f"{last['layout']}, {counted(last['rank_count'], 'rank')}, "
@@ -64,7 +65,7 @@ def page(run: RecordedRun, rows: Sequence[tuple[str, str]], pictures: Iterable[P
 
 
 def _image(path: Path) -> str:
-    """Return an HTML element that contains a PNG file."""
+    """Return an HTML element that contains the data of a PNG file."""
     data = base64.b64encode(path.read_bytes()).decode()
     return f'<img alt="{escape(path.stem)}" src="data:image/png;base64,{data}">'
 
@@ -97,7 +98,8 @@ def _curves(run: RecordedRun) -> Iterable[str]:
 def svg(points: Sequence[tuple[float, float]], dots: Sequence[tuple[float, float]] = ()) -> str:
     """Return a curve, and separate dots, as SVG.
 
-    If there are many points, neighbours are averaged. Values that are not finite are left out.
+    If there are more than POINTS points, neighbouring points are averaged. Values that are not
+    finite are left out.
     """
     steps = binned([float(x) for x, _ in points], POINTS)
     values = binned([float(y) for _, y in points], POINTS)

@@ -1,4 +1,4 @@
-"""Pictures of one run: loss, scores on tasks, loads of experts, timeline; and the trace of a
+"""Pictures of one run (loss, scores on tasks, loads of experts, timeline), and the trace of a
 step."""
 
 import statistics
@@ -23,8 +23,8 @@ MOST_LABELS = 12  # maximum number of layers in the legend; more would hide the 
 def write(run: RecordedRun, foreseen: Timeline | None, folder: Path) -> list[Path]:
     """Draw the pictures and the trace of a run into `folder`, and return their paths.
 
-    `foreseen` is the predicted step, which is drawn above the measured one. Raise InputError if the
-    folder cannot be written.
+    `foreseen` is the predicted step, which is drawn above the measured step. Raise InputError if
+    the folder cannot be written.
     """
     loss = folder / "loss.png"
     loss_curve(run, loss)
@@ -95,7 +95,8 @@ def task_curves(run: RecordedRun, path: Path) -> None:
 
 
 def load_curves(run: RecordedRun, path: Path) -> None:
-    """Draw the share of the fullest expert of each layer, over the tokens of the run."""
+    """Plot, for each layer, the fraction of the tokens that its most loaded expert gets, over the
+    trained tokens."""
     from matplotlib.ticker import PercentFormatter
 
     figure, axes = _axes(run, "tokens of the fullest expert of a layer")
@@ -112,8 +113,7 @@ def load_curves(run: RecordedRun, path: Path) -> None:
 
 
 def _task_results(run: RecordedRun) -> dict[str, list[tuple[int, dict[str, Any]]]]:
-    """Return the results on each task file, by file. Each result is given with the number of tokens
-    trained before it."""
+    """Return file of tasks -> list of (number of tokens trained before the evaluation, result)."""
     tokens = tokens_by_step(run)
     results = defaultdict(list)
     for record in run.tasks:
@@ -124,7 +124,7 @@ def _task_results(run: RecordedRun) -> dict[str, list[tuple[int, dict[str, Any]]
 
 
 def tokens_by_step(run: RecordedRun) -> dict[int, int]:
-    """Return the number of tokens trained after each recorded step."""
+    """Return recorded step -> number of tokens trained up to this step."""
     return {record["step"]: record["tokens"] for record in run.steps}
 
 
@@ -151,16 +151,16 @@ def _axes(run: RecordedRun, label: str) -> tuple["Figure", "Axes"]:
     axes.set_title(f"{run.config['run']['name']}: {run.steps[-1]['layout']}", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#eeeeee")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # this prints 12k, 3.5M, 2G
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # prints numbers as 12k, 3.5M, 2G
     return figure, axes
 
 
 def centred_means(losses: list[float]) -> tuple[list[float], int]:
-    """Return the mean of the losses around each step, and the number of steps on each side that it
-    covers.
+    """Return the mean of the losses around each step, and the number of steps before and after a
+    step over which it is taken.
 
-    Near the ends the mean covers fewer steps on both sides, so that it is never shifted against the
-    curve.
+    Near the ends of the curve the mean is over fewer steps, but over equally many before and after
+    the step, so that it is not shifted against the curve.
     """
     reach = len(losses) // 100
     last = len(losses) - 1

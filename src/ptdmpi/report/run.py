@@ -1,4 +1,5 @@
-"""The complete content of a run directory: configuration, records, measured timeline, attempts."""
+"""The complete content of a run directory: configuration, records, measured timeline and
+attempts."""
 
 import contextlib
 import json
@@ -24,9 +25,10 @@ VALIDATION = ("validation_loss", "validation_perplexity", "validation_accuracy")
 class RecordedRun:
     """The contents of a run directory, as they were read.
 
-    `config` is the configuration that trained the last step. `measured` is the newest timeline, and
-    `measured_config` the configuration of its step. `records` are all records of `metrics.jsonl`,
-    oldest first; `steps`, `validations` and `tasks` each have the records of one kind.
+    `config` is the configuration that trained the last step. `measured` is the newest measured
+    timeline, and `measured_config` the configuration of the step that it measured. `records` are
+    all records of `metrics.jsonl`, oldest first; `steps`, `validations` and `tasks` each have the
+    records of one kind.
     """
 
     path: Path
@@ -97,8 +99,8 @@ def _records(lines: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _is_sound(record: dict[str, Any]) -> bool:
-    """Return True if the record has a step, its losses are numbers, and, for a validation, no key
-    is missing."""
+    """Return True if the record has a step and its losses are numbers. A validation must also have
+    a perplexity or an accuracy."""
     if not isinstance(record.get("step"), int):
         return False
     losses = [record.get(key, 0.0) for key in ("loss", *VALIDATION)]

@@ -11,15 +11,15 @@ from ptdmpi.report.run import RecordedRun
 from ptdmpi.report.status import binned
 from ptdmpi.report.summary import rows_of
 
-# rows that are left out, because their numbers cannot be compared between runs
+# entries of a summary that are left out, because they cannot be compared between runs
 OWN = ("attempts", "profiles", "drawn", "validation_losses", "step_shares", "comparison")
 NAMES = ("run.name", "run.dir")
 POINTS = 200  # number of points in each curve
 
 
 def table(runs: Sequence[RecordedRun], numbers: Sequence[dict[str, Any]]) -> str:
-    """Return a table as text, with a column for each run and a row for each number that at least
-    one run has."""
+    """Return a table as text, with a column for each run and a row for each entry that the summary
+    of at least one run has. `numbers` has the summaries."""
     columns = []
     for summary in numbers:
         compared = {key: value for key, value in summary.items() if key not in OWN}
@@ -33,7 +33,7 @@ def table(runs: Sequence[RecordedRun], numbers: Sequence[dict[str, Any]]) -> str
 def differing(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
     """Return the settings that differ between runs, with a list of one value for each run.
 
-    The value is None for a run that has no such key. The runs' names and directories are left out.
+    The value is None for a run that has no such key. The keys run.name and run.dir are left out.
     """
     flat = [dict(_flat("", run.config)) for run in runs]
     keys = dict.fromkeys(key for settings in flat for key in settings)
@@ -66,8 +66,8 @@ def labels(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def picture(runs: Sequence[RecordedRun], path: Path) -> None:
-    """Plot the loss of each run over tokens, smoothed to POINTS points, with validations as
-    dots."""
+    """Plot the loss of each run over trained tokens, averaged to at most POINTS points, with
+    validation losses as dots."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -91,10 +91,10 @@ def picture(runs: Sequence[RecordedRun], path: Path) -> None:
 
 
 def largest_gap(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:
-    """Return the mean and the largest difference between the losses of two runs, over the steps
-    that both have recorded.
+    """Return the mean and the largest absolute difference between the losses of two runs, over the
+    steps that both runs have recorded.
 
-    Return None unless there are exactly two runs with a common step.
+    Return None unless there are exactly two runs, and they have a common step.
     """
     if len(runs) != 2:
         return None

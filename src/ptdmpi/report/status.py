@@ -49,10 +49,10 @@ WARNINGS = (
 
 
 class Tail:
-    """A reader of a growing file, which returns only new complete lines.
+    """A reader of a growing file. It returns only complete lines that it has not returned before.
 
-    The file may be replaced or truncated, because a new start of the run removes records. A
-    replaced file is read from its beginning again, and `begun_anew` is True.
+    A new start of the run removes records, so the file may be replaced or truncated. It is then
+    read from its beginning again, and `begun_anew` is True after that call of `lines`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,7 +62,8 @@ class Tail:
         self._offset = 0
 
     def lines(self) -> list[str]:
-        """Return the lines written since the last call; none if the file cannot be read."""
+        """Return the lines that were written since the last call; an empty list if the file cannot
+        be read."""
         self.begun_anew = False
         try:
             with open_file(self.path, "rb") as file:
@@ -117,9 +118,9 @@ class Watched:
         self._slow_step = 0
 
     def status(self) -> dict[str, Any]:
-        """Return everything that is known now. Keys whose values are unknown are absent."""
+        """Return the present status of the run. Keys whose values are unknown are absent."""
         with contextlib.suppress(*BROKEN):
-            # a new start may have another number of steps; if the file is incomplete, it is skipped
+            # a new start may have another number of steps; an incomplete config.toml is ignored
             self._read_config()
         lines = self._metrics.lines()
         if self._metrics.begun_anew:
@@ -166,7 +167,8 @@ class Watched:
         elif "loss" in record:
             self._recent.append(record)
             self._losses.append(record["loss"])
-            # a run looks for slow ranks about every 20 steps, and records only slow ones
+            # a run looks for slow ranks about every 20 steps, and writes a record only if it finds
+            # some
             if "slow_ranks" in record:
                 self._slow = record["slow_ranks"]
                 self._slow_step = record["step"]
@@ -197,8 +199,8 @@ class Watched:
         }
 
     def _age_s(self) -> float:
-        """Return the seconds since the run last wrote, according to the clocks of this host and of
-        the disk."""
+        """Return the seconds since the run last wrote a file: the time of this host's clock minus
+        the time that the file system recorded."""
         newest = 0.0
         for name in ("metrics.jsonl", "log.txt", "config.toml"):
             with contextlib.suppress(OSError):
@@ -218,7 +220,8 @@ class Watched:
 
 
 def _is_sound(record: dict[str, Any]) -> bool:
-    """Return True if every value of a record that is shown has the right type and is possible.
+    """Return True if all values of a record that are displayed have the right type and a possible
+    size.
 
     Records are checked because a line that a disk has damaged may still be valid JSON.
     """
@@ -233,7 +236,8 @@ def _is_sound(record: dict[str, Any]) -> bool:
 
 
 def _is_sound_step(record: dict[str, Any]) -> bool:
-    """Return True if the record of a step has all values that are shown, and they are possible."""
+    """Return True if the record of a step has all values that are displayed, with the right types
+    and possible sizes."""
     step_s = record.get("step_time_s")
     slow = record.get("slow_ranks", [])
     return (
@@ -252,7 +256,7 @@ def _is_sound_step(record: dict[str, Any]) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for a number that can be plotted. NaN and infinities are numbers here."""
+    """Return True for a number that can be displayed, including NaN and infinities."""
     if isinstance(value, float):
         return not MOST_DRAWN < abs(value) < math.inf
     return type(value) is int and abs(value) <= MOST_DRAWN
@@ -272,7 +276,8 @@ def _are_scores(tasks: Any) -> bool:
 
 
 def binned(values: list[float], most: int) -> list[float]:
-    """Return at most `most` values, in order. Each is the mean of neighbouring values."""
+    """Return at most `most` values, in order. If there are more values, neighbouring values are
+    averaged."""
     if len(values) <= most:
         return list(values)
     edges = [round(i * len(values) / most) for i in range(most + 1)]

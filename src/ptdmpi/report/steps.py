@@ -1,4 +1,4 @@
-"""Timelines of a step of a run: the measured, the planned and the predicted one."""
+"""Timelines of a step of a run: the measured, the planned and the predicted timeline."""
 
 import statistics
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ PARTS = {
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """The mean seconds of each kind of op on each stage in a timeline, for a simulation in which
-    messages take no time."""
+    """The costs of ops for a simulation, measured in a timeline: the mean seconds of each kind of
+    op on each stage. Messages take no time."""
 
     mean_s: dict[tuple[str, int], float]
 
@@ -37,7 +37,7 @@ class MeasuredCosts:
         return cls({key: statistics.mean(values) for key, values in durations.items()})
 
     def duration_s(self, op: Op) -> float:
-        """Return the mean seconds of ops of this kind on this stage."""
+        """Return the mean seconds of ops with the kind and the stage of `op`."""
         return self.mean_s[op.kind, op.stage]
 
     def travel_s(self, op: Op) -> float:
@@ -48,7 +48,7 @@ class MeasuredCosts:
 def planned(run: RecordedRun, measured: Timeline) -> Timeline:
     """Simulate the run's schedule with the mean op times of `measured`, and without messages.
 
-    The bubble of the result is therefore due only to the schedule.
+    So the schedule is the only cause of the bubble in the result.
     """
     parallel = run.measured_config["parallel"]
     batch = run.measured_config["batch"]
@@ -67,16 +67,16 @@ def timelines(run: RecordedRun, measured: Timeline, foreseen: Timeline | None) -
 
 
 def compute_window(timeline: Timeline) -> Timeline:
-    """Return the part of a step that a schedule describes, without data, reduction and
-    optimizer."""
+    """Return the spans of a step that belong to the pipeline's schedule, without reading data,
+    gradient reduction and optimizer."""
     kinds = (*_kinds_of_ops(timeline), "receive", "send", "gather")
     spans = tuple(span for span in timeline.spans if span.kind in kinds)
     return Timeline(spans, timeline.title)
 
 
 def shares(timeline: Timeline) -> dict[str, float]:
-    """Return the share of each kind of span in the ranks' time. The shares and "other" add up to
-    1."""
+    """Return, for each kind of span, its fraction of the time of all ranks. The sum of all
+    fractions, including "other", is 1."""
     total_s = timeline.makespan_s * len(timeline.ranks)
     parts = dict.fromkeys([*_kinds_of_ops(timeline), *PARTS], 0.0)
     for span in timeline.spans:

@@ -14,12 +14,13 @@ from ptdmpi.train.records.keys import RECORD_KEYS, ReportRow, Unit
 
 Rows = list[tuple[str, str]]
 
-# layout and number of ranks of a record that is not of a step
+# layout and number of ranks of a record that has neither, such as a validation
 NO_LAYOUT = (None, None)
 
 
 def summary(run: RecordedRun) -> dict[str, Any]:
-    """Return the numbers for the table, in its order. Raise InputError if no step is recorded.
+    """Return the numbers of the report, in the order of the table. Raise InputError if no step is
+    recorded.
 
     `RECORD_KEYS` defines the rows for each key of the records.
     """
@@ -43,7 +44,7 @@ def summary(run: RecordedRun) -> dict[str, Any]:
 
 
 def _values(run: RecordedRun, key: str, row: ReportRow) -> list[Any]:
-    """Return the recorded values of a key from which a row is computed, oldest first."""
+    """Return the recorded values of `key` from which `row` is computed, oldest first."""
     records = run.records
     if row.of_layout:
         newest = _layout(run.steps[-1])
@@ -52,7 +53,7 @@ def _values(run: RecordedRun, key: str, row: ReportRow) -> list[Any]:
 
 
 def _layout(record: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return layout and number of ranks of a step's record; NO_LAYOUT for other records."""
+    """Return (layout, number of ranks) of the record of a step; NO_LAYOUT for other records."""
     return record.get("layout"), record.get("rank_count")
 
 
@@ -75,7 +76,7 @@ def _of_files(run: RecordedRun) -> dict[str, Any]:
 
 
 def _drawn(run: RecordedRun) -> list[dict[str, Any]]:
-    """Return, for each dataset, the number of samples that the run has used."""
+    """Return, for each training dataset, the number of samples that the run has used."""
     last = run.steps[-1]
     if "samples_drawn" not in last:  # an older version recorded none
         return []
@@ -89,7 +90,8 @@ def _drawn(run: RecordedRun) -> list[dict[str, Any]]:
 
 
 def _validation_losses(run: RecordedRun) -> dict[str, float]:
-    """Return the losses of the newest validation by the path of the dataset, if it has several."""
+    """Return dataset path -> loss of the newest validation; empty if the validation has a single
+    dataset."""
     losses: dict[str, float] = {}
     if run.validations:
         losses = run.validations[-1].get("validation_losses", losses)
@@ -103,8 +105,8 @@ def _tasks(run: RecordedRun) -> dict[str, Any]:
     return {"step": run.tasks[-1]["step"], "scores": run.tasks[-1]["tasks"]}
 
 
-# entries that are computed from several keys of the records: name in the summary -> function that
-# returns the value, which is empty if nothing is recorded
+# Entries of the summary that are computed from several keys of the records: name of the entry ->
+# function that returns its value, which is empty if nothing is recorded.
 _WITHIN: dict[str, Callable[[RecordedRun], Any]] = {
     "steps": lambda run: run.steps[-1]["step"],
     "drawn": _drawn,
@@ -116,7 +118,7 @@ _WITHIN: dict[str, Callable[[RecordedRun], Any]] = {
 
 
 def rows_of(numbers: dict[str, Any]) -> Rows:
-    """Return the summary as pairs of (name, text)."""
+    """Return the summary as rows (name, text) of the table."""
     rows: Rows = []
     for name, value in numbers.items():
         if name in _RECORDED:
@@ -175,9 +177,9 @@ def _rows_of_bubble(which: str) -> Callable[[float], Rows]:
     return lambda share: [(f"bubble fraction {which}", f"{share:.1%} of ideal time")]
 
 
-# name in the summary -> the row of a record key that has this name
+# name of an entry in the summary -> declaration of the row with this name in RECORD_KEYS
 _RECORDED = {row.name: row for declared in RECORD_KEYS.values() for row in declared.rows}
-# name in the summary -> a function that makes its rows
+# name of an entry in the summary -> function that returns its rows of the table
 _ROWS: dict[str, Callable[[Any], Rows]] = {
     "steps": lambda steps: [("steps", f"{steps:,}")],
     "sharding": lambda sharding: [("sharding", sharding)],

@@ -1,4 +1,4 @@
-"""The messages that rank 0 sends in a step: as counted by the run, and as computed by closed
+"""The messages that rank 0 sends in a step: the counts of the run, and the results of closed
 forms."""
 
 import contextlib
@@ -17,9 +17,9 @@ def sent(record: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Return a table of the messages that rank 0 sent: group of ranks -> kind of message -> entry.
 
     An entry has the `messages` and `bytes` in the step's record, `closed_form_bytes`, and
-    `closed_form_is_exact`. The latter two are None if this version cannot read the run's
-    configuration, or if the step had another layout. For a record by an older version, which
-    counted nothing, the table is empty.
+    `closed_form_is_exact`. `closed_form_bytes` and `closed_form_is_exact` are None if this version
+    cannot read the run's configuration, or if the step had another layout. For a record of an older
+    version, which did not count messages, the table is empty.
     """
     if "wire_bytes" not in record:
         return {}
@@ -51,8 +51,8 @@ def sent(record: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 
 
 class _ClosedForm(NamedTuple):
-    """The traffic of a step by closed forms. `is_exact`: the closed form is exact on the data axis,
-    too."""
+    """The traffic of a step, computed by closed forms. `is_exact` is True if the closed form of the
+    data axis is exact; the closed forms of other axes always are."""
 
     traffic: Traffic
     is_exact: bool

@@ -1,4 +1,4 @@
-"""The attempts of a run, and the configuration of each step, as recorded in the run's history."""
+"""The attempts of a run, and the configuration that trained each step, from the run's history."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,8 @@ class TrainedSteps(NamedTuple):
     last: int
 
     def trained(self, step: int) -> bool:
-        """Return True if this attempt trained `step`, according to the steps that it recorded."""
+        """Return True if this attempt trained `step`, judged by the steps that the attempt
+        recorded."""
         return self.attempt.first < step <= max(self.last, self.first)
 
 
@@ -36,8 +37,8 @@ def trained_steps(path: Path, steps: Sequence[Mapping[str, Any]]) -> list[Traine
 def config_at(
     history: Sequence[TrainedSteps], step: int | None, otherwise: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the configuration that trained `step`; for None, the configuration of the newest
-    attempt.
+    """Return the configuration that trained `step`. If `step` is None, return the configuration of
+    the newest attempt.
 
     Return `otherwise` if the history does not contain the step.
     """
@@ -46,9 +47,10 @@ def config_at(
 
 
 def resolved(config: dict[str, Any]) -> Config:
-    """Return a run's configuration, validated for the ranks of its layout, without spare ranks.
+    """Return a run's configuration without spare ranks, validated for the number of ranks of its
+    layout.
 
-    Raise InputError if this version does not accept it.
+    Raise InputError if this version does not accept the configuration.
     """
     parallel = config["parallel"]
     run = {**config["run"], "spare_ranks": 0, "on_failure": "abort"}
@@ -58,7 +60,7 @@ def resolved(config: dict[str, Any]) -> Config:
 
 
 def paths(history: Sequence[TrainedSteps], config: Mapping[str, Any]) -> list[str]:
-    """Return the paths of the training datasets, in the order of a record's `samples_drawn`."""
+    """Return the paths of the training datasets, in the order of `samples_drawn` in the records."""
     if not history:
         return [source["path"] for source in config["data"]["train"]]
     newest = history[-1].attempt.trained_on["stretches"][-1]
@@ -86,8 +88,8 @@ def as_json(history: Sequence[TrainedSteps]) -> list[dict[str, Any]]:
 
 
 def rows(entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return rows of the report's table for each attempt; none if there is a single, unchanged
-    attempt."""
+    """Return the rows of the report's table about attempts. The list is empty if the run had only
+    one attempt, without changes."""
     if len(entries) == 1 and not entries[0]["changed"]:
         return []
     table = []

@@ -1,4 +1,4 @@
-"""The parts of an answer: a sentence, a table, numbers for a program, a picture."""
+"""An answer of `ptdmpi ask`: a sentence, a table, numbers for a program, and a picture."""
 
 import textwrap
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from ptdmpi.plan.show.table import lines
 COLORS = ("#1f4e8c", "#c8511b", "#3b7d3b", "#8d5fb5")
 MOST_INSIDE = 2  # lines whose legend is inside the panel
 LETTERS_PER_PANEL = 56  # letters of a title
-MOST_PLAIN = 300  # greatest over least value of a logarithmic axis with plain labels
+MOST_PLAIN = 300  # greatest ratio of the ends of a logarithmic axis with plain labels
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def _draw(panel: Panel, axes: Any) -> None:
 def _label_plainly(axis: Any) -> None:
     """Label a logarithmic axis at 1, 2 and 5 times powers of ten, as plain numbers.
 
-    By default matplotlib also labels the ticks in between, as powers, if the axis covers less than
-    a decade; these labels overlap. Over many decades it labels only the powers.
+    By default, if the axis covers less than a decade, matplotlib also labels the minor ticks, as
+    powers of ten, and these labels overlap. An axis over many decades keeps matplotlib's labels.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -115,8 +115,8 @@ def _label_plainly(axis: Any) -> None:
 
 
 def _legend_place(panel: Panel) -> dict[str, Any]:
-    """Return the place of the legend: below a panel with many lines, because it would cover
-    them."""
+    """Return the position of the legend. It is below a panel with many lines, because a legend
+    inside the panel would cover the lines."""
     if len(panel.lines) <= MOST_INSIDE:
         return {"loc": "best"}
     return {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18)}

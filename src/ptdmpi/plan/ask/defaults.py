@@ -1,4 +1,4 @@
-"""The batch and the precision of a prediction whose request names none."""
+"""The batch size and the precision of a prediction if the request names none."""
 
 from ptdmpi.base.errors import InputError
 from ptdmpi.base.say import note
@@ -14,7 +14,8 @@ USUAL_TOKENS = 2**22
 
 
 def default_batch(model: str) -> int:
-    """Return the global batch of the preset `model`, in sequences: the published batch.
+    """Return the global batch of the preset `model`, in sequences: the batch that its source
+    publishes.
 
     If the sequence length is changed, the batch has as many tokens as the published batch. If no
     batch is published, it has about `USUAL_TOKENS` tokens, and a note says so. Raises InputError
@@ -39,8 +40,8 @@ def default_batch(model: str) -> int:
 
 
 def usual_precision(cluster: Cluster) -> str:
-    """Return the first precision that the cluster file has a peak for: bf16, else fp16, else
-    any."""
+    """Return bf16 if the cluster file has a peak for it, else fp16 if it has a peak for that, else
+    the first precision that has a peak."""
     known = cluster.device.peak_flops
     for precision in PREFERRED:
         if precision in known:
@@ -49,7 +50,8 @@ def usual_precision(cluster: Cluster) -> str:
 
 
 def pricer_of_names(model: str, cluster: str, batch: int | None) -> Pricer:
-    """Return a pricer of a model on a cluster, both by name, in the cluster's usual precision.
+    """Return a pricer of the model named `model` on the cluster named `cluster`, in the cluster's
+    usual precision.
 
     If `batch` is None, it is `default_batch`. Raises InputError for unknown names, and for a model
     that is no preset and has no batch.

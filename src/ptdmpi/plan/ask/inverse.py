@@ -1,5 +1,5 @@
-"""The days of a training from its speed, the speed from published days, and the model for a
-budget."""
+"""The duration of a training computed from its speed, the speed computed from a published duration,
+and the best size of a model for a budget of FLOPs."""
 
 import math
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from ptdmpi.plan.machine.cluster import model_of
 from ptdmpi.plan.shape.parameters import active_count, parameter_count
 
 DAY_S = 86400
-MODEL_FLOPS, HARDWARE_FLOPS = 6, 8  # FLOPs per token and parameter, without and with recomputation
+MODEL_FLOPS, HARDWARE_FLOPS = 6, 8  # per token and parameter, the second with recomputation
 RECOMPUTED = "full recomputation counted: Narayanan et al. 2021, equation 4"
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), Table 3
 CURVE = 60  # points of a curve
@@ -22,8 +22,8 @@ CURVE = 60  # points of a curve
 class TrainingWork(NamedTuple):
     """The work of training P `parameters` on T `tokens` by n `ranks`.
 
-    Each token and parameter takes `factor` FLOPs. Narayanan et al. 2021, equation 4, has the factor
-    8, which counts recomputation.
+    Each token and parameter takes `factor` FLOPs. The factor 8 of Narayanan et al. 2021, equation
+    4, includes full recomputation.
     """
 
     parameters: float
@@ -31,7 +31,8 @@ class TrainingWork(NamedTuple):
     ranks: int
 
     def days(self, flops_per_s: float, factor: int = MODEL_FLOPS) -> float:
-        """Return the days at X FLOP/s of each rank: `factor` T P / (n X)."""
+        """Return the duration in days if each rank reaches `flops_per_s` (X): `factor` T P / (n
+        X)."""
         return factor * self.tokens * self.parameters / (self.ranks * flops_per_s) / DAY_S
 
     def flops_per_s(self, days: float, factor: int = MODEL_FLOPS) -> float:
@@ -48,10 +49,11 @@ def days_answer(
     taken: float | None = None,
     utilisation: float | None = None,
 ) -> Reply:
-    """Return the model FLOPs utilisation of a training that takes `taken` days, or the days of a
-    training with a given `utilisation`.
+    """Return the model FLOPs utilisation of a training that takes `taken` days, or the duration of
+    a training that has a given `utilisation`.
 
-    Raises InputError unless exactly one of the two is given, and if the training exceeds the peak.
+    Raises InputError unless exactly one of `taken` and `utilisation` is given. Also raises
+    InputError if the training would exceed the device's peak.
     """
     if (taken is None) == (utilisation is None):
         raise InputError("give --days or --utilisation, one of the two")
@@ -111,8 +113,9 @@ def _speed_row(counted: str, flops_per_s: float, peak: float, meaning: str) -> l
 
 
 class Loss(NamedTuple):
-    """The loss L(N, D) = E + A / N^alpha + B / D^beta, in nats per token: Hoffmann et al. 2022,
-    equation 10, with the constants fitted there."""
+    """The loss L(N, D) = E + A / N^alpha + B / D^beta of a model with N parameters after D tokens,
+    in nats per token: Hoffmann et al. 2022, equation 10, with the fitted constants of that
+    paper."""
 
     least: float = 1.69
     a: float = 406.4
@@ -125,7 +128,8 @@ class Loss(NamedTuple):
         return self.least + self.a / parameters**self.alpha + self.b / tokens**self.beta
 
     def best(self, flops: float) -> float:
-        """Return N, the number of parameters with the least loss for C = 6 N D.
+        """Return N, the number of parameters with the least loss for a budget of C = `flops` = 6 N
+        D, where D is the number of tokens.
 
         By equation 4 of that paper, N is G (C / 6)^(beta / (alpha + beta)).
         """
@@ -135,7 +139,8 @@ class Loss(NamedTuple):
 
 
 def optimal(flops: float) -> float:
-    """Return the number of parameters N for which C = 6 N D and D = 20 N."""
+    """Return the number of parameters N for a budget of C = `flops` = 6 N D with D = 20 N
+    tokens."""
     return math.sqrt(flops / (MODEL_FLOPS * TOKENS_PER_PARAMETER))
 
 
@@ -147,7 +152,7 @@ def size_answer(flops: float) -> Reply:
     sizes = {
         name: parameter_count((model := model_of(name, keys)).config, model.vocab_size)
         for name, keys in model_presets().items()
-        if not keys.get("experts")  # the fit is of dense models
+        if not keys.get("experts")  # the loss was fitted to dense models
     }
     near = sorted(sizes, key=lambda name: abs(math.log(sizes[name] / best)))[:5]
     near.sort(key=lambda name: sizes[name])

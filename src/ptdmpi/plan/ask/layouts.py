@@ -24,22 +24,22 @@ from ptdmpi.plan.show.trace import chrome_trace
 
 ORDERS = ("simplest", "best")
 MOST_DRAWN = 10_000  # microbatches of a step
-BASE_BLOCK = 64  # elements of a frozen matrix that share a scale
+BASE_BLOCK = 64  # number of elements of a frozen matrix that share one scale
 
 
 @dataclass(frozen=True)
 class LayoutRequest:
     """The question of `ptdmpi plan`; its fields are the command's options.
 
-    If `layout` is given, it is priced and nothing is searched. `why` is a layout to compare with
-    the best one. `tokens` is the number of tokens of the whole training, from which its days and
-    rank-hours follow. `lora` is the rank of adapters over a frozen model. The frozen matrices have
-    codes of the kind `base_bits`, in blocks of `base_block` elements. A search keeps `headroom`
-    percent of a device's memory free. If `order` is "simplest", the first layout is the simplest
-    among the layouts that are almost as fast as the fastest one. If it is "best", the first layout
-    is the fastest. If a setting of the layout is None, the search chooses it. If `layout` is given,
-    such settings have the defaults of `Layout`, except `sequence_parallel` and `scatter_gather`,
-    for which the faster choice is taken.
+    If `layout` is given, it is priced and nothing is searched. `why` is a layout that is compared
+    with the best layout. `tokens` is the number of tokens of the whole training; the answer then
+    has its duration and rank-hours. `lora` is the rank of LoRA adapters on a frozen model. The
+    frozen matrices have codes of the kind `base_bits`, in blocks of `base_block` elements. A search
+    keeps `headroom` percent of a device's memory free. If `order` is "simplest", the first layout
+    is the simplest among the layouts that are almost as fast as the fastest one. If `order` is
+    "best", the first layout is the fastest. If a setting of the layout is None, the search chooses
+    it. If `layout` is given, such settings have the defaults of `Layout`, except
+    `sequence_parallel` and `scatter_gather`, for which the faster choice is taken.
     """
 
     model: str
@@ -70,7 +70,8 @@ class LayoutRequest:
     order: str = ORDERS[0]
 
     def space(self, ranks: int) -> Space:
-        """Return the layouts of `ranks` ranks that this request lets the search choose from."""
+        """Return the set of layouts on `ranks` ranks among which this request lets the search
+        choose."""
         return Space(
             ranks,
             schedule=self.schedule,
@@ -98,9 +99,9 @@ class LayoutRequest:
             )
 
     def adapted(self, model: Model) -> Model:
-        """Return `model` as it is trained: whole, or frozen under adapters.
+        """Return `model` as it is trained: completely, or frozen with trained adapters.
 
-        Raise InputError if options of adapters contradict each other.
+        Raise InputError if the options of adapters contradict each other.
         """
         if self.base_bits is not None and self.lora is None:
             raise InputError("--base-bits belongs to --lora")
@@ -125,7 +126,8 @@ class LayoutPlan:
     numbers: dict[str, Any]
 
     def draw(self, step: str | None, memory: str | None, trace: str | None) -> None:
-        """Write pictures of the layout's step and memory, and a trace, where a path is given.
+        """Write a picture of the layout's step, a picture of its memory, and a trace of the step.
+        An output without a path is not written.
 
         Raise InputError if the step has too many microbatches to be drawn.
         """
@@ -158,8 +160,8 @@ class LayoutPlan:
 def answer(request: LayoutRequest) -> LayoutPlan:
     """Return the best layouts for a request, or the price of the layout that the request names.
 
-    Raises InputError for unknown names, illegal sizes, options that contradict each other, and if
-    no layout fits.
+    Raises InputError for unknown names, for illegal sizes, for options that contradict each other,
+    and if no layout fits into memory.
     """
     pricer = _pricer(request)
     searched = pricer.keeping_free(request.headroom / 100)
@@ -201,10 +203,11 @@ def answer(request: LayoutRequest) -> LayoutPlan:
 
 
 def plan(model: str, cluster: str, **options: Any) -> dict[str, Any]:
-    """Return what `ptdmpi plan --model MODEL --cluster CLUSTER ... --json` prints.
+    """Return the result that `ptdmpi plan --model MODEL --cluster CLUSTER ... --json` prints.
 
     `options` are options of the command, such as ranks=64, layout="t=8,p=4,d=2" or zero=3. Neither
-    torch nor MPI is needed. Raises InputError as `answer` does, and TypeError for another option.
+    torch nor MPI is needed. Raises InputError in the same cases as `answer`, and TypeError for an
+    unknown option.
     """
     return answer(LayoutRequest(model, cluster, **options)).numbers
 
@@ -260,7 +263,8 @@ def _given_layout(pricer: Pricer, text: str, request: LayoutRequest) -> Layout:
 def _in_shard_groups(
     pricer: Pricer, layout: Layout, group: int | Literal["all", "node"] | None
 ) -> Layout:
-    """Return the layout with shard groups of `group` ranks; None stands for all."""
+    """Return the layout with shard groups of `group` ranks. If `group` is None, return `layout`
+    unchanged."""
     if group is None:
         return layout
     if isinstance(group, int):
@@ -274,7 +278,7 @@ def _in_shard_groups(
 
 def _comparison(pricer: Pricer, layout: Layout, best: Price) -> dict[str, Any]:
     """Return a comparison of `layout` with the best layout: the numbers of `layout`, the part of
-    its step that differs most, and the smallest set of changes that makes it faster."""
+    the step with the largest difference, and the changes of settings that make `layout` faster."""
     price = pricer.price(layout)
     parts = table.parts_s(price)
     best_parts = table.parts_s(best)
@@ -296,8 +300,8 @@ def _comparison(pricer: Pricer, layout: Layout, best: Price) -> dict[str, Any]:
 
 
 def _rules_of_thumb(pricer: Pricer, space: Space, best: Price) -> dict[str, Any]:
-    """Return the layout that the rules of Narayanan et al. 2021 choose, and their microbatch
-    size."""
+    """Return the layout that the rules of Narayanan et al. 2021 choose, and the microbatch size
+    that their model chooses for the best layout."""
     ruled = heuristic(pricer, space)
     times = microbatch_model(pricer, best.layout)
     return {
@@ -318,7 +322,7 @@ def _training_sections(pricer: Pricer, layout: Layout) -> dict[str, dict[str, An
     if layout.dp_overlap:
         return None
     preset, keys = preset_and_keys(pricer.model.name)
-    keys.pop("vocab_size", None)  # a run has the vocabulary of its data
+    keys.pop("vocab_size", None)  # the data of a run determines its vocabulary
     sections: dict[str, dict[str, Any]] = {}
     if preset is not None:
         sections["model"] = {"preset": preset, **keys}

@@ -1,9 +1,9 @@
 """The savings and the costs of communication-efficient data-parallel methods on a cluster.
 
-A method that does not sum whole gradients changes the update, so a training may need more steps.
-The answer gives the time of a step, and how many more steps a training may take until it is as slow
-as with whole gradients. If that number is large, the method may save time. Only a training can show
-whether it does.
+A method that does not sum the complete gradients changes the update, so a training may need more
+steps. The answer gives the time of a step, and the number of additional steps with which a training
+takes as long as with complete gradients. If this number is large, the method may save time. Only a
+training can show whether the method saves time.
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ from ptdmpi.plan.layout.run_method import RunMethod
 from ptdmpi.plan.machine.kernels import Group
 
 LEAST = {"method": "compressed", "compressor": "top_k", "ratio": 0.01}
-# Name of a method -> its section. The methods that are drawn over the number of replicas come
-# first.
+# Name of a method -> its section of the configuration. The picture over the number of replicas
+# shows the first DRAWN methods.
 METHODS: dict[str, dict[str, object]] = {
     "all_reduce": {},
     "parameter_server": {"method": "parameter_server"},
@@ -59,14 +59,14 @@ MOST_DRAWN = 1024  # replicas
 
 
 def sections() -> Iterator[tuple[str, DataParallelConfig]]:
-    """Yield the methods compared, each as (name, section of a configuration)."""
+    """Yield the methods that are compared, each as (name, section of a configuration)."""
     for name, keys in METHODS.items():
         yield name, DataParallelConfig.model_validate(keys)
 
 
 def answer(pricer: Pricer, layout: Layout) -> Reply:
-    """Return the price of each method in one layout. Raises InputError for a layout without
-    replicas, or one that shards."""
+    """Return the price of each method in one layout. Raises InputError if the layout has no
+    replicas, or if it shards state."""
     if layout.data == 1:
         raise InputError(
             f"layout {layout}: with d = 1 no rank communicates; legal: a --layout with d above 1"
@@ -108,8 +108,8 @@ def answer(pricer: Pricer, layout: Layout) -> Reply:
 def _priced(
     pricer: Pricer, layout: Layout, plain: Price
 ) -> tuple[list[dict[str, Any]], dict[str, list[tuple[float, float]]]]:
-    """Return the numbers of each method and, for the methods that are drawn, the milliseconds by
-    number of replicas."""
+    """Return the numbers of each method and, for the methods that are drawn, the points (number of
+    replicas, milliseconds)."""
     busiest = max(pricer.memory.stages.elements(layout, rank) for rank in range(layout.pipeline))
     near = pricer.times.data.replicas(layout).per_node
     entries: list[dict[str, Any]] = []

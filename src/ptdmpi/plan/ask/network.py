@@ -1,4 +1,4 @@
-"""Sensitivity of a step to a slower network, and to a network of two tiers."""
+"""The effect of a slower network, and of a network with two tiers, on the time of a step."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from ptdmpi.plan.search.search import search
 from ptdmpi.plan.search.space import Space
 from ptdmpi.plan.shape.parameters import ModelPart
 
-LATENCY = 10  # times as long
+LATENCY = 10  # factor of the latencies
 
 
 def slower(cluster: Cluster, adapters: float = 1.0, links: float = 1.0) -> Cluster:
@@ -45,10 +45,11 @@ class TieredTimes(StepTimes):
     """Seconds of steps on a network of two tiers. Messages within a pod of nodes have the rates of
     the cluster file; messages between pods have 1/`taper` of these rates.
 
-    If a message passes between pods anywhere, all ranks wait for it. So pipelines on more than one
-    pod send at the tapered rate, and so do data axes whose ranks are not all in one pod. The grid
-    is node-major. The ranks of a data axis are in a block of t d neighbours. So a data axis is in
-    one pod if t d divides the number of ranks in a pod.
+    If any message passes between pods, all ranks wait for it. So pipelines on more than one pod
+    send at the tapered rate, and so do data axes whose ranks are not all in one pod. Consecutive
+    ranks fill one node after the other, and the ranks of a data axis are in a block of tensor x
+    data consecutive ranks. So a data axis is in one pod if tensor x data divides the number of
+    ranks in a pod.
     """
 
     def __init__(
@@ -79,8 +80,8 @@ class TieredAxis(DataAxis):
         return self.pod_ranks % (layout.tensor * layout.data) != 0
 
     def _ends_s(self, layout: Layout) -> float:
-        """Return the seconds of the messages between the first and the last stage, whose ranks are
-        farthest apart."""
+        """Return the seconds of the messages between the first and the last pipeline stage. The
+        ranks of these two stages are farthest apart."""
         if layout.ranks > self.pod_ranks:
             return self.outside._ends_s(layout)
         return super()._ends_s(layout)
@@ -102,8 +103,9 @@ class TieredAxis(DataAxis):
 
 
 class What(NamedTuple):
-    """A change of the machine, with two steps on the changed machine: the step of the layout that
-    was best before the change, and the step of the layout that is best after it."""
+    """A change of the machine, with two steps on the changed machine. `same_s` is the step in the
+    layout that was best before the change, and `best` is the price of the layout that is best after
+    it."""
 
     name: str
     same_s: float
@@ -121,7 +123,7 @@ def machines(pricer: Pricer, pod_nodes: int | None) -> list[tuple[str, Pricer]]:
     if cluster.measured is not None:
         raise InputError(
             f"{cluster.name} was measured: its messages are tables of times, in which a rate "
-            "cannot be changed; ask of a cluster file of data sheets"
+            "cannot be changed; name a cluster file made from data sheets"
         )
     changed: list[tuple[str, Cluster]] = [
         ("as it is", cluster),
@@ -144,7 +146,7 @@ def machines(pricer: Pricer, pod_nodes: int | None) -> list[tuple[str, Pricer]]:
 
 
 def answer(pricer: Pricer, ranks: int, pod_nodes: int | None) -> Reply:
-    """Return how each change to the machine changes the step time: in the layout that is best
+    """Return the effect of each change of the machine on the step time: in the layout that is best
     before the change, and in the layout that is best after it."""
     changes: list[What] = []
     for name, changed in machines(pricer, pod_nodes):

@@ -1,11 +1,13 @@
-"""The ways to cut the two products of an MLP over the tensor axis, and the messages of each.
+"""The ways to cut the two matrix products of an MLP over the tensor axis, and the messages that
+each way needs.
 
-The MLP computes Y = f(X A) B. X has b s rows, A is (h, u) and B is (g, h), with u = g, or u = 2 g
-if f is gated. A product that is cut by columns needs its whole input and yields columns of its
-output. A product that is cut by rows needs only columns of its input and yields a summand of its
-output. f is not linear and must see the sum: f(X1 A1 + X2 A2) is not f(X1 A1) + f(X2 A2). So each
-way to cut A and B needs the following collectives. The letter after a collective is the number of
-columns of its tensor.
+The MLP computes Y = f(X A) B, with the activation function f. X has one row for each token, A has
+shape (h, u) and B has shape (g, h), where h is the hidden size and g the size of B's input. u = g,
+or u = 2 g if f is gated. A product that is cut by columns needs its whole input and yields columns
+of its output. A product that is cut by rows needs only columns of its input and yields a summand of
+its output. f is not linear and must see the sum: f(X1 A1 + X2 A2) is not f(X1 A1) + f(X2 A2). So
+each way to cut A and B needs the following collectives. The letter after a collective is the number
+of columns of its tensor.
 
     A by, B by       forward                            backward
     columns, rows    sum h                              sum h
@@ -13,10 +15,11 @@ columns of its tensor.
     rows, rows       reduce-scatter u, sum h            gather u, gather h
     rows, columns    sum u, gather h                    sum g, gather h
 
-A sum is an all-reduce. It sends as much as a reduce-scatter and a gather together, and each of
-these sends (t - 1)/t of the tensor. The first way, A by columns and B by rows, sends least (Shoeybi
-et al. 2019, arXiv 1909.08053, section 3). It sends nothing between the two products, and it never
-sends the wider tensor. Attention is cut in the same way: its heads take the place of the columns.
+A sum is an all-reduce. It sends as much as a reduce-scatter and a gather together. On t tensor
+ranks, a reduce-scatter or a gather sends (t - 1)/t of the tensor from each rank. The first way, A
+by columns and B by rows, sends least (Shoeybi et al. 2019, arXiv 1909.08053, section 3). It sends
+nothing between the two products, and it never sends the wider tensor. Attention is cut in the same
+way, with heads in place of columns.
 """
 
 from collections.abc import Mapping
@@ -33,7 +36,7 @@ from ptdmpi.plan.shape.parameters import first_linear
 
 class Partition(NamedTuple):
     """A way to cut A and B, with the collectives of forward and backward. Each collective is (kind,
-    its columns: "h", "g" or "u")."""
+    number of columns of its tensor: "h", "g" or "u")."""
 
     name: str
     sends: tuple[tuple[str, str], ...]
@@ -49,7 +52,8 @@ WAYS = (
 
 
 def widths(config: ModelConfig) -> dict[str, int]:
-    """Return h, g and u of a model."""
+    """Return the sizes h, g and u of a model's MLP, as the docstring of this module defines
+    them."""
     up = first_linear(config)
     width = config.expert_hidden if config.experts else config.ffn_hidden
     return {"h": config.hidden, "g": width, "u": sum(up.outputs)}
@@ -63,8 +67,9 @@ def sent(way: Partition, columns: Mapping[str, float], tensor: int) -> float:
 
 
 def answer(pricer: Pricer, tensor: int, micro_size: int) -> Reply:
-    """Return the costs of the four ways to cut one layer's MLP on t ranks, for one microbatch.
-    Raises InputError for a t that does not divide the model."""
+    """Return the costs of the four ways to cut one layer's MLP on `tensor` ranks, for one
+    microbatch of `micro_size` sequences. Raises InputError if `tensor` does not divide the
+    model."""
     config, machine = pricer.model.config, pricer.machine
     columns = widths(config)
     if tensor < 2 or columns["g"] % tensor or columns["h"] % tensor:

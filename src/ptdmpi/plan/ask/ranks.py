@@ -1,4 +1,5 @@
-"""`ptdmpi ask ranks`: the cost of a training by the number of ranks, each in its best layout."""
+"""`ptdmpi ask ranks`: the cost of a training on different numbers of ranks, each in its best
+layout."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from ptdmpi.plan.search.space import Space
 from ptdmpi.plan.shape.parameters import active_count, parameter_count
 from ptdmpi.plan.show import table
 
-LEAST_STATE_BYTES = 2  # least bytes of a parameter on a device in any layout
+LEAST_STATE_BYTES = 2  # lower bound of a parameter's bytes over the devices of one model
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def ladder(devices: int, least: int, most: int) -> list[int]:
 
 
 def between(fewer: int, more: int, devices: int) -> list[int]:
-    """Return up to three numbers of ranks between two others, in whole nodes."""
+    """Return up to three numbers of ranks between `fewer` and `more`. Each is a multiple of a
+    node's `devices`."""
     first = fewer // devices
     last = more // devices
     nodes = {first + (last - first) * part // 4 for part in (1, 2, 3)} - {first, last}
@@ -94,7 +96,7 @@ def answer(
         if late and early and min(early) > max(late) >= devices:
             costs += _costs(pricer, between(max(late), min(early), devices), tokens)
     if not costs:
-        search(pricer, Space(most))  # raises an error that says what is missing
+        search(pricer, Space(most))  # this raises an error that explains why no layout fits
     costs.sort(key=lambda known: known.ranks)
     in_time = [known for known in costs if days is None or known.days <= days]
     if not in_time:
@@ -109,7 +111,7 @@ def answer(
 
 
 def _costs(pricer: Pricer, rungs: list[int], tokens: float) -> list[Cost]:
-    """Return the cost on each number of ranks that has a layout."""
+    """Return the cost on each number of ranks in `rungs` that has a layout."""
     costs = []
     for ranks in rungs:
         note(f"ptdmpi ask: searching layouts of {counted(ranks, 'rank')}")
@@ -122,8 +124,8 @@ def _costs(pricer: Pricer, rungs: list[int], tokens: float) -> list[Cost]:
 
 
 def _row(cost: Cost, entry: dict[str, Any], money: float | None, *, is_best: bool) -> list[str]:
-    """Return the table's row for one number of ranks; `entry` describes its layout, as in the
-    JSON."""
+    """Return the table's row for one number of ranks; `entry` is the description of the layout in
+    the JSON."""
     row = [f"{cost.ranks}", f"{cost.days:.1f}", f"{cost.rank_hours:,.0f}"]
     if money is not None:
         row.append(f"{money:,.0f}")

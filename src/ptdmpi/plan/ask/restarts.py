@@ -1,15 +1,18 @@
-"""The checkpoint interval for a failure rate, and the share of time left for training (goodput).
+"""The best checkpoint interval for a failure rate, and the fraction of the time that remains for
+training (goodput).
 
 A job fails at random, on average every M seconds; for n nodes M is 1/n of one node's mean time
-between failures. It saves after each τ seconds of training, and a save takes δ. After a failure it
-takes R to continue, and the training since the last save is lost. By Daly 2006 ("A higher order
-estimate of the optimum checkpoint interval for restart dumps", equation 13) the goodput is
+between failures. It saves after each τ seconds of training, and a save takes δ seconds. A restart
+after a failure takes R seconds, and the training since the last save is lost. By Daly 2006 ("A
+higher order estimate of the optimum checkpoint interval for restart dumps", equation 13) the
+goodput is
 
     τ / (M exp(R / M) (exp((τ + δ) / M) - 1))
 
-for independent failures (exponential gaps), which also happen while the job saves or restarts. It
-is largest where (1 - τ/M) exp(τ/M) = exp(-δ/M), which for δ well below M is Young's sqrt(2 δ M)
-(Young 1974, "A first order approximation to the optimum checkpoint interval").
+for independent failures (exponential gaps), which also happen while the job saves or restarts. The
+goodput is largest where (1 - τ/M) exp(τ/M) = exp(-δ/M). If δ is much smaller than M, the solution
+is near Young's τ = sqrt(2 δ M) (Young 1974, "A first order approximation to the optimum checkpoint
+interval").
 """
 
 import math
@@ -28,7 +31,7 @@ CURVE = 60  # points of a curve
 @dataclass(frozen=True)
 class Failures:
     """The failures of one job, in seconds: `between_s` is the mean time between failures, `save_s`
-    the time that a save keeps training waiting, `restart_s` the time from a failure to the next
+    the time for which training stops during a save, `restart_s` the time from a failure to the next
     step."""
 
     between_s: float
@@ -36,8 +39,8 @@ class Failures:
     restart_s: float
 
     def useful(self, interval_s: float) -> float:
-        """Return the goodput, the share of time spent on steps that are not lost, with a save after
-        every `interval_s` of training."""
+        """Return the goodput, the fraction of the time that is spent on steps that are not lost,
+        with a save after every `interval_s` seconds of training."""
         mean = self.between_s
         try:
             spent = mean * math.exp(self.restart_s / mean)
@@ -48,7 +51,7 @@ class Failures:
 
     @property
     def young_s(self) -> float:
-        """Return Young's interval sqrt(2 δ M)."""
+        """Return Young's checkpoint interval sqrt(2 `save_s` `between_s`), in seconds."""
         return math.sqrt(2 * self.save_s * self.between_s)
 
     @property
@@ -72,8 +75,8 @@ def answer(
     bytes_per_s: float,
     restart_s: float,
 ) -> Reply:
-    """Return when to save in a training on `ranks` ranks whose nodes each fail every `node_days`,
-    with files written at `bytes_per_s` in total.
+    """Return the checkpoint interval for a training on `ranks` ranks. Each node fails once in
+    `node_days` days on average, and all ranks together write `bytes_per_s`.
 
     Raises InputError if the model's state cannot be saved between two failures.
     """

@@ -15,16 +15,16 @@ from ptdmpi.plan.show import table
 
 
 def batches(pricer: Pricer, sizes: Sequence[int]) -> dict[int, Pricer]:
-    """Return pricers of the same model at other global batches, by batch."""
+    """Return pricers of the same model with other global batch sizes, by size in sequences."""
     cluster, model, dtype = pricer.cluster, pricer.model, pricer.machine.dtype
     return {size: Pricer.of(cluster, model, size, dtype) for size in sizes}
 
 
 def lengths(pricer: Pricer, sizes: Sequence[int]) -> dict[int, Pricer]:
-    """Return pricers of the same model at other sequence lengths, by length, with as many tokens in
-    a step.
+    """Return pricers of the same model with other sequence lengths, by length in tokens. Every step
+    has the same number of tokens.
 
-    Raises InputError if these tokens are not a whole number of sequences.
+    Raises InputError if the tokens of a step are not a whole number of sequences.
     """
     tokens = pricer.batch * pricer.model.config.seq_length
     pricers = {}

@@ -13,7 +13,7 @@ from ptdmpi.plan.ask.layouts import LayoutPlan, LayoutRequest
 from ptdmpi.plan.cost.relief import size
 from ptdmpi.plan.machine.cluster import model_section
 
-STEPS = 1000  # if the request says nothing of the length of the training
+STEPS = 1000  # number of steps if the request has no number of tokens
 DATA = "data/train"
 
 
@@ -32,10 +32,11 @@ def check(file: Path, request: LayoutRequest) -> None:
 
 
 def write(file: Path, request: LayoutRequest, plan: LayoutPlan) -> None:
-    """Write a complete configuration of the plan's first layout, and say how to go on.
+    """Write a complete configuration with the plan's first layout, and print the command that
+    checks it.
 
-    The configuration has as many steps as the request has tokens, and names `DATA` as its data.
-    Raise InputError if the layout does not fit, or the file cannot be written.
+    The configuration has as many steps as the tokens of the request need, and names `DATA` as its
+    data. Raise InputError if the layout does not fit, or the file cannot be written.
     """
     best = plan.numbers["layouts"][0]
     memory = f"{size(best['peak_memory_bytes'])} of {size(best['capacity_bytes'])} per rank"

@@ -3,13 +3,13 @@
 The context axis has c ranks, and the data axis has d ranks. If a shard group has S ranks, there are
 c d / S shard groups. In a step of m microbatches each rank then takes part in these messages:
 
-    ZeRO 0   one sum of the gradients over all c d
+    ZeRO 0   one sum of the gradients over all c d ranks
     ZeRO 1   one reduce-scatter within the group, a sum of the shard over the groups, one gather of
              the weights after the update
-    ZeRO 2   m reduce-scatters of each unit, each after its backward; the rest as under ZeRO 1, but
-             unit by unit
-    ZeRO 3   also a gather of each unit, frozen ones included, before its forward and before its
-             backward, and none after the update
+    ZeRO 2   m reduce-scatters of each unit, each after its backward; the sum over the groups and
+             the gather of ZeRO 1, unit by unit
+    ZeRO 3   the reduce-scatters and the sum of ZeRO 2, and a gather of each unit, including frozen
+             units, before its forward and before its backward, but not after the update
 
 (Rajbhandari et al. 2020, arXiv 1910.02054, section 7; groups: Zhao et al. 2023, arXiv 2304.11277,
 section 3.2.2). A unit is the embedding, a layer, or the head; for DeepSpeed of 2021 it is a tensor.
@@ -31,8 +31,9 @@ VIEW_S = 2e-6  # the host's time for an operation in Python (pytorch/pytorch iss
 
 
 class InOps(NamedTuple):
-    """Seconds of the messages in a stage's forward and backward of one microbatch. `last_s`:
-    seconds of the step's last message, which cannot overlap with computation."""
+    """Seconds of the messages in a stage's forward and backward of one microbatch. `last_s` is the
+    seconds of the messages of one unit, which cannot overlap with computation because no op is left
+    in the step."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -64,7 +65,7 @@ class StagePlaces(NamedTuple):
 class DataAxis:
     """Seconds of a rank's messages over the data axis, for one model on one machine.
 
-    `elements` always counts the parameters of one rank.
+    The argument `elements` of its methods is always the number of parameters of one rank.
     """
 
     def __init__(self, machine: Machine, model: Model) -> None:
@@ -112,7 +113,8 @@ class DataAxis:
     def _dense_s(self, layout: Layout, elements: float) -> float:
         """Return the seconds in which ranks with different experts sum the gradients of all
         parameters outside experts. If state is sharded, each rank sums only its shard of these
-        gradients. The model treats embedding and head like layers."""
+        gradients. The estimate assumes that embedding and head have the same fraction of expert
+        parameters as layers."""
         if layout.expert == 1:
             return 0.0
         dense = self._dense_elements(layout.tensor)
@@ -121,8 +123,9 @@ class DataAxis:
         return self.machine.all_reduce_s(size, self._group(layout.expert, layout.tensor))
 
     def _units(self, layout: Layout, elements: float) -> list[tuple[float, int]]:
-        """Return (elements, count) of the messages after the pipeline: one of all `elements`, or
-        one for each whole layer in them and one for the rest."""
+        """Return (number of elements, number of messages) for the messages after the pipeline: one
+        message of all `elements`, or one message for each whole layer among them and one for the
+        remaining elements."""
         layer = self.layer_elements(layout.tensor, layout.expert)
         by_layer = covers_gradients(layout.zero) and layer > 0
         if not by_layer or self.cluster.software.zero_unit == "tensor":
@@ -165,22 +168,23 @@ class DataAxis:
 
     def in_ops(self, layout: Layout, stage: ModelPart) -> InOps:
         """Return the seconds of ZeRO's messages in the ops of one microbatch in a stage. ZeRO 0 and
-        1 send nothing there."""
+        1 send no messages in the ops."""
         if not layout.shards_gradients:
             return InOps()
         places = StagePlaces(
             held=stage,
             gathers_weights=layout.shards_weights,
             group=self.shard_group(layout),
-            # only 1F1B alternates forwards and backwards on one chunk: each op begins where the
-            # last ended
+            # only 1F1B alternates forwards and backwards on one chunk, so that each op begins with
+            # the layer with which the op before it ended
             stays=int(layout.schedule == "1f1b"),
             gathers=_gathers(layout),
         )
         return self._in_ops(places)
 
     def _counted_in_ops(self, stage: StagePlaces) -> InOps:
-        """Price the messages of a stage, unit by unit or, as DeepSpeed, tensor by tensor."""
+        """Return the seconds of a stage's messages in the ops of one microbatch. Messages are
+        priced unit by unit or, for DeepSpeed, tensor by tensor."""
         held, group = stage.held, stage.group
         places = parameters.places(self.model, self.vocab_size, held)
         if self.cluster.software.zero_unit == "tensor":
@@ -207,7 +211,8 @@ class DataAxis:
         skipped = held.idle + (held.idle > 0 and held.first)
         forward_s = sum(gathered[stage.stays :])
         backward_s = sum(gathered[skipped : len(gathered) - stage.stays])
-        # the first forward of a step finds no gathered weights, since the update has changed them
+        # in the first forward of a step no gathered weights are in memory, since the update has
+        # changed the weights
         first_s = gathered[0]
         return InOps(forward_s, backward_s + summed_s, pairs[0][1] + first_s)
 
@@ -232,9 +237,9 @@ class DataAxis:
         return layers * summed_s + 2 * max(0.0, layers - 1) * gathered_s
 
     def _one_unit_s(self, elements: int, group: Group) -> tuple[float, float]:
-        """Return the seconds of gathering a unit, and of summing its gradient. To sum the gradient,
-        a rank clears and fills a buffer of the whole unit. A reduce-scatter follows, and the rank
-        adds the result to its shard."""
+        """Return the seconds of gathering a unit's weights, and of summing its gradient. To sum the
+        gradient, a rank clears and fills a buffer of the whole unit. A reduce-scatter follows, and
+        the rank adds the result to its shard."""
         machine, gradients = self.machine, elements * self.gradient_bytes
         summed_s = machine.stream_s(gradients) + machine.reduce_scatter_s(gradients, group)
         summed_s += machine.stream_s(3 * gradients / group.ranks)
@@ -251,9 +256,9 @@ class DataAxis:
         return parameters.table_elements(self.model, self.vocab_size, tensor)
 
     def _all_tensors_s(self, held: ModelPart, group: Group) -> tuple[float, float]:
-        """Return the seconds of gathering, and of summing, all tensors of a stage's layers and the
-        vocabulary's table, one by one. Small tensors cost mostly latency, so the total size
-        alone would not give the time."""
+        """Return the seconds of gathering the weights, and of summing the gradients, of all tensors
+        of a stage's layers and of the vocabulary's table, one tensor at a time. Small tensors cost
+        mostly latency, so the total size alone would not give the time."""
         sizes = self.layer_tensors(held.tensor)
         pairs = [self._tensor_pair_s(size, group) for size in sizes]
         gathered_s, summed_s = (held.layers * sum(part) for part in zip(*pairs, strict=True))
@@ -277,8 +282,8 @@ class DataAxis:
         return gathered_s + listed_s, summed_s + listed_s
 
     def _listed_s(self, elements: int, ranks: int) -> float:
-        """Return the seconds that torch's list collectives add: a view of each rank's part, and a
-        kernel that copies it."""
+        """Return the seconds that torch's list collectives add: for each rank, the view of its
+        slice of the tensor and the kernel that copies the slice."""
         moved_s = self.machine.stream_s(2 * elements * self.machine.element_bytes)
         copied_s = max(ranks * self.cluster.device.kernel_s, moved_s)
         return ranks * VIEW_S + copied_s

@@ -1,4 +1,5 @@
-"""The parts of a model on each rank of a layout, and the units in which ranks send these parts."""
+"""The parts of a model (its linears, norms and tables) on each rank of a layout, and the units in
+which data ranks send them."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,8 +18,8 @@ OF_EXPERTS = " experts"  # end of the name of a unit that consists of experts
 
 
 class HeldParts:
-    """The stages and parts of a model that each rank of a layout holds. `table` maps each kind of
-    place to its parts by name."""
+    """The stages and parts of a model that each rank of a layout holds. A place is the embedding, a
+    layer or the head. `table` maps each kind of place to its parts by name."""
 
     def __init__(self, model: Model, layout: Layout) -> None:
         self.model, self.tensor, self.expert = model.config, layout.tensor, layout.expert
@@ -59,8 +60,8 @@ class HeldParts:
         return [part for stage in self.placed.stages_of(rank) for part in self.of_stage(stage)]
 
     def counted(self, rank: int) -> int:
-        """Return the number of parameters whose norms a rank adds to the norm of the gradient. For
-        a tied table only the rank with the first stage does so."""
+        """Return the number of parameters whose norms a rank adds to the norm of the gradient. The
+        norm of a tied table is added only by the rank with the first stage."""
         weights = sum(len(list(part.weights(1))) for _, part in self.of_rank(rank))
         tied = self.tied > 0 and self._holds_last(rank)
         return weights - tied
@@ -87,7 +88,7 @@ class HeldParts:
         if there are several shards. Its `SECOND` gradient, which has no weights, is always a
         separate unit. If experts are distributed over ranks, they are in separate units
         (`of_experts`). If `trains` is False, the units contain the frozen weights that ZeRO 3
-        gathers, and have other names. Quantized weights are in no unit.
+        gathers, and their names begin with "frozen". Quantized weights are in no unit.
         """
         units: dict[str, int] = {}
         uses: dict[str, list[str]] = {}
@@ -104,7 +105,7 @@ class HeldParts:
                     if not trains:
                         unit = f"frozen {unit}"
                     uses[place].append(unit)
-                    if tied and place == HEAD and both:  # the head uses the same table again
+                    if tied and place == HEAD and both:  # counted in the embedding
                         if not trains:
                             continue
                         unit = SECOND
@@ -129,8 +130,8 @@ class HeldParts:
                 yield places[self._skipped(places) :], -1
 
     def _skipped(self, places: Sequence[str]) -> int:
-        """Return how many of a stage's first places have no backward: the places before all trained
-        parts, and an embedding that only looks up rows of its tables."""
+        """Return the number of places at the beginning of a stage that have no backward: the places
+        before the first trained part, and an embedding that only looks up rows of its tables."""
         count = 0
         for place in places:
             parts = self._parts_of(place).values()
@@ -143,8 +144,8 @@ class HeldParts:
     def crossings(self, rank: int) -> int:
         """Return the number of neighbours of a rank's stages that are on other ranks.
 
-        For each microbatch the rank sends an activation or the gradient of an activation to each of
-        these neighbours, and receives the other of the two.
+        For each microbatch the rank exchanges one activation and one gradient of an activation with
+        each of these neighbours: it sends one of them and receives the other one.
         """
         stages = range(self.placed.stages)
         return sum(
@@ -173,7 +174,7 @@ def of_experts(unit: str) -> bool:
 
 
 def _unit_name(place: str, *, tied: bool, apart: bool) -> str:
-    """Return the name of the unit that a part of a place is in."""
+    """Return the name of the unit that contains a part of `place`."""
     if tied:
         return TIED
     if apart:

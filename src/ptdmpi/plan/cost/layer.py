@@ -1,10 +1,10 @@
 """Time of a layer, of the embedding and of the head for one microbatch on one rank: sums over their
 operators.
 
-An operator lists its kernels and messages (`plan.layer`); a cluster prices each of them here. The
-model assumes the kernels of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3;
-Narayanan et al. 2021, section 4.2: softmax with mask, bias with GeLU, and bias with dropout and
-addition fused).
+An operator lists its kernels and messages (`plan.layer`); the machine of a cluster gives the time
+of each of them here. The model assumes the kernels of Megatron-LM (Shoeybi et al. 2019, arXiv
+1909.08053, section 3; Narayanan et al. 2021, section 4.2: softmax with mask, bias with GeLU, and
+bias with dropout and addition fused).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,8 +33,8 @@ from ptdmpi.plan.machine.kernels import Group, Machine
 @dataclass(frozen=True)
 class Seconds:
     """Times of kernels, of messages that the kernels wait for, and of the host that launches both.
-    The messages go over the tensor axis, over the context axis, and to ranks with other experts. If
-    the host launches a kernel too late, the kernel is delayed."""
+    The messages go over the tensor axis, over the context axis, and to ranks with other experts. A
+    kernel is delayed if the host is not fast enough to launch it in time."""
 
     compute: float = 0.0
     messages: float = 0.0
@@ -63,7 +63,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """Return the time that passes: the device's or the host's, whichever is longer."""
+        """Return the elapsed time: the time of the device or of the host, whichever is longer."""
         return max(self.device, self.host)
 
     @property
@@ -124,7 +124,7 @@ class TensorRank:
         if message.to_next:
             seconds = self.machine.send_s(size, crosses_nodes=group.nodes > 1)
             return self._exposed_s(seconds, message, self.sizes.software.overlap_pipeline)
-        if message.collective == "all_to_all":  # bytes without a rank's own part
+        if message.collective == "all_to_all":  # without the bytes that a rank keeps itself
             size *= group.ranks / (group.ranks - 1)
         priced = getattr(self.machine, f"{message.collective}_s")
         seconds = message.pieces * priced(size, group)
@@ -160,7 +160,8 @@ class TensorRank:
 
 
 class LayerTimes(TensorRank):
-    """Times of one layer of a model on a tensor rank: layer `number`, or the last one (None)."""
+    """Times of one layer of a model on a tensor rank: of layer `number` or, if `number` is None, of
+    the last layer."""
 
     def __init__(
         self, machine: Machine, model: Model, layout: Layout, number: int | None = None
@@ -195,9 +196,9 @@ class LayerTimes(TensorRank):
 
     @cached_property
     def split_backward(self) -> Seconds:
-        """Return the times of I (gradient of the input) and W (gradients of the weights) in a split
-        backward. The messages of I do not overlap with computation, because no weight gradient is
-        computed at the same time."""
+        """Return the time of a split backward: the sum of I (gradient of the input) and W
+        (gradients of the weights). The messages of I do not overlap with computation, because no
+        weight gradient is computed at the same time."""
         kernels = backward_kernels(self.rows, self.sizes)
         return self.seconds(kernels, self._messages("inputs")) + self.weights
 
@@ -241,9 +242,10 @@ def forward_kernels(rows: Iterable[Operator], sizes: Sizes) -> Iterator[Kernel]:
 def backward_kernels(
     rows: Iterable[Operator], sizes: Sizes, input_trains: bool = True
 ) -> Iterator[Kernel]:
-    """Yield the kernels of a backward pass except those of `weight_kernels`.
+    """Yield the kernels of a backward pass, except the kernels of `weight_kernels`.
 
-    Without `input_trains`, the rows up to the first trained one compute no gradient of their input.
+    If `input_trains` is False, the operators up to and including the first trained operator compute
+    no gradient of their input.
     """
     for row in rows:
         if input_trains:
@@ -252,13 +254,13 @@ def backward_kernels(
 
 
 def weight_kernels(rows: Iterable[Operator], sizes: Sizes) -> Iterator[Kernel]:
-    """Yield the kernels of the weights' gradients."""
+    """Yield the kernels that compute the gradients of the weights."""
     for row in rows:
         yield from row.weights(sizes)
 
 
 class EndTimes(TensorRank):
-    """Times of the operators before the first layer and after the last one, on a tensor rank.
+    """Times of the operators before the first layer and after the last layer, on a tensor rank.
 
     The host's time is left out, because a model has one embedding and one head, but many layers.
     """
@@ -280,8 +282,8 @@ class EndTimes(TensorRank):
 
     @cached_property
     def embedding_backward(self) -> Seconds:
-        """Return the time of the embedding's backward. It computes only the table's gradient, so a
-        split backward counts the whole time in W (gradients of weights)."""
+        """Return the time of the embedding's backward. This backward computes only the gradient of
+        the table, so a split backward has all of it in W (gradients of weights)."""
         if not any(row.trains for row in self.embedding):
             return Seconds()
         sent = messages(self.embedding, self.sizes, "backward")
@@ -300,7 +302,7 @@ class EndTimes(TensorRank):
 
     @cached_property
     def head_weights(self) -> Seconds:
-        """Return the time of W in a split backward."""
+        """Return the time of the head's W (gradients of weights) in a split backward."""
         sent = messages(self.head, self.sizes, "weights", self.head_input_trains)
         return self._pass(weight_kernels(self.head, self.sizes), sent)
 

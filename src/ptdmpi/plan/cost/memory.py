@@ -28,7 +28,8 @@ from ptdmpi.plan.schedule.orders import KINDS, Placement
 from ptdmpi.plan.shape.codes import largest_tile
 from ptdmpi.plan.shape.parameters import frozen_layer
 
-# State in a file is read ahead and written back in blocks. Two blocks are in memory at once.
+# Optimizer state in a file is read ahead and written back in blocks of this many bytes. Two blocks
+# are in memory at once.
 CHUNK_BYTES = 64 * 2**20
 MOST_FLIGHTS = 10_000  # cached results
 
@@ -38,13 +39,13 @@ Sort = tuple[int, tuple[tuple[str, int], ...], bool, bool]  # the properties of 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one rank at its peak, by part. `host` is the number of bytes in the host's memory,
-    if the device has its own memory: offloaded state, buffers for tensors that are updated on the
-    host, and copies of the state."""
+    """Bytes of one rank at the moment of its highest memory, by kind of content. `host` is the
+    number of bytes in the host's memory, if the device has its own memory: offloaded state, buffers
+    for tensors that are updated on the host, and copies of the state."""
 
     weights: float
     gradients: float
-    optimizer: float  # moments, and masters if the weights are narrower
+    optimizer: float  # moments, and master weights if the weights are in a half type
     activations: float
     working: float  # working memory of one backward pass
     runtime: float = 0.0  # context of the device, buffers of messages
@@ -62,7 +63,7 @@ class Footprint:
 
     @property
     def standing(self) -> float:
-        """Return the bytes that are in use all the time."""
+        """Return the bytes that are in use during the whole step."""
         return self.weights + self.gradients + self.optimizer + self.runtime + self.copies
 
     @property
@@ -72,8 +73,8 @@ class Footprint:
 
 
 class StateBytes(NamedTuple):
-    """Bytes in use all the time: weights, gradients and the optimizer's state on a rank's device,
-    and its offloaded state in the host's memory."""
+    """Bytes in use during the whole step: weights, gradients and optimizer state on a rank's
+    device, and the rank's offloaded state in the host's memory."""
 
     weights: int
     gradients: int
@@ -87,8 +88,9 @@ class StateBytes(NamedTuple):
 
 
 def _placed(offload: str, optimizer: int, rooms: int, on_host: bool) -> tuple[int, int]:
-    """Return (bytes of the optimizer on the device, bytes in the host's memory). If the device is
-    the host (`on_host`), all bytes count as the device's."""
+    """Return (bytes of optimizer state on the device, bytes in the host's memory). `rooms` is the
+    number of bytes that an update on the host needs in addition. If ranks compute on the host
+    (`on_host`), its memory is the device's memory, and the second number is 0."""
     held = optimizer
     if offload == "disk":
         held = min(optimizer, 2 * CHUNK_BYTES)
@@ -98,19 +100,21 @@ def _placed(offload: str, optimizer: int, rooms: int, on_host: bool) -> tuple[in
 
 
 def _how(layout: Layout) -> tuple[Sharing, str]:
-    """Return how state is sharded and offloaded."""
+    """Return the sharding of a layout's state, and the name of the memory to which it is
+    offloaded."""
     return layout.sharing, layout.offload
 
 
 def _shards(sharing: Sharing) -> tuple[int, int, int, int]:
-    """Return four numbers of shards in the order of `_each_bytes`: of weights, of gradients, of the
-    gradients' copies for the optimizer, and of the optimizer's state."""
+    """Return four numbers of shards, in the order of `_each_bytes`: of the weights, of the
+    gradients, of the float32 copies of the gradients, and of the optimizer's state."""
     whole_update = (sharing.state_shards, sharing.state_shards)
     return sharing.weight_shards, sharing.gradient_shards, *whole_update
 
 
 def _ours(wide_products: bool, kept_block: int, on_host: bool) -> Software:
-    """Return this trainer's `Software` with the settings of a run."""
+    """Return the description of this trainer as a program (`Software`), with the settings of a
+    run."""
     changes = {"wide_products": wide_products, "kept_block": kept_block}
     return TRAINER.model_copy(update={**changes, "repeats_keys": not on_host})
 
@@ -171,9 +175,9 @@ class MemoryModel:
         return cls(*named, software, on_host=on_host, method=RunMethod.of(config, nodes))
 
     def distinct_ranks(self, layout: Layout) -> tuple[int, ...]:
-        """Return pipeline ranks that include the rank with the highest peak. If earlier ranks use
-        no less memory than later ranks, the result has one rank of each kind, otherwise all
-        ranks."""
+        """Return pipeline ranks that include the rank with the highest peak. In a schedule in which
+        earlier ranks never use less memory than later ranks, these are the first ranks of each kind
+        (`_counted_distinct`); otherwise they are all ranks."""
         if not KINDS[layout.schedule].earlier_holds_more:
             return tuple(range(layout.pipeline))
         return self._distinct(Cut.of(layout), layout.recompute_layers)
@@ -192,9 +196,9 @@ class MemoryModel:
     def _counted_sorts(
         self, cut: Cut, recompute_layers: int | None, rank: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return, for a pipeline rank, an example stage of each sort, and the sort's number for
-        each of its stages. Two stages of one sort need the same memory under all other settings of
-        the layout."""
+        """Return, for a pipeline rank, one stage of each sort, and the index of the sort of each of
+        its stages. Two stages of one sort need the same memory, whatever the other settings of the
+        layout are."""
         layers = self.stages.layers_of(cut)
         numbers: dict[Sort, int] = {}
         examples: list[int] = []
@@ -211,8 +215,8 @@ class MemoryModel:
         self, own: range, recompute_layers: int | None, placed: Placement, stage: int
     ) -> Sort:
         """Return the properties that determine a stage's memory: the number of its layers without a
-        backward, the number of its other layers by mode of recomputation, and whether it is the
-        first and the last of the model. `own` are its layers."""
+        backward, the number of its other layers by mode of recomputation, True if it is the model's
+        first stage, and True if it is the model's last stage. `own` are the layers of the stage."""
         layout = Layout(1, 1, 1, recompute="full", recompute_layers=recompute_layers)
         idle = self.model.idle(own)
         others = tuple(segments(layout, own[idle:]))
@@ -221,9 +225,9 @@ class MemoryModel:
     def peak(self, layout: Layout, rank: int, microbatches: int) -> Footprint:
         """Return the bytes that pipeline rank `rank` needs in a step of `microbatches`.
 
-        This is the maximum over the rank's ops in order: the tensors kept by the microbatches in
-        flight, the working memory of the running op, and for each neighbouring stage an
-        activation and a gradient.
+        The result is the maximum over the rank's ops. During an op the rank needs the tensors that
+        are kept for the microbatches in flight, the working memory of the op, and an activation and
+        a gradient for each neighbouring stage.
         """
         kept, working = self._held(layout, rank, microbatches)
         weights, gradients, optimizer, host = self._state(layout, rank)
@@ -240,7 +244,7 @@ class MemoryModel:
         )
 
     def _held(self, layout: Layout, rank: int, microbatches: int) -> tuple[int, int]:
-        """Return (bytes kept, working bytes) at the moment when a rank's ops need most memory."""
+        """Return (kept bytes, working bytes) at the op at which a rank needs the most memory."""
         key = _flight_key(layout, rank, microbatches)
         if key not in self._flights:
             if len(self._flights) > MOST_FLIGHTS:
@@ -279,8 +283,8 @@ class MemoryModel:
     def fits(self, layout: Layout, microbatches: int, capacity_bytes: float) -> bool:
         """Return True if every pipeline rank has enough memory.
 
-        The first check uses only the state and a lower bound of the activations, because it already
-        excludes most layouts of a large model.
+        The first checks use only the state and a lower bound of the activations. They are fast and
+        exclude most layouts of a large model.
         """
         room = capacity_bytes - self.runtime_bytes
         ranks = self.distinct_ranks(layout)
@@ -312,7 +316,7 @@ class MemoryModel:
 
     def copies_bytes(self, layout: Layout, rank: int) -> int:
         """Return the bytes of the copies of the state in the host's memory, for one rank of
-        pipeline rank `rank`. The ranks with the same state share its copy evenly."""
+        pipeline rank `rank`. Ranks that have the same state divide its copy evenly."""
         method = self.method
         if not method.copies:
             return 0
@@ -339,11 +343,12 @@ class MemoryModel:
         self, cut: Cut, tensor: int, rank: int, how: tuple[Sharing, str]
     ) -> "StateBytes":
         """Return `_state` for state that is sharded and offloaded according to `how`. The alignment
-        of buffers is ignored. If compute and master type are equal, there is one set of weights."""
+        of buffers is ignored. If compute type and master type are equal, the weights are also the
+        master weights."""
         sharing, offload = how
         every, train, shared = self.stages.elements_of(cut, tensor, rank)
-        # a tied table has one weight and one optimizer state, but two gradients: lookup and head
-        # each add to their own, and then the two are summed
+        # a tied table has one weight and one optimizer state, but two gradients: the embedding and
+        # the head each add to their own gradient, and then the two gradients are summed
         second = shared * self.software.tied_gradients_apart
         counts = (train, train + second, train + second, train)
         weights, summed, widened, optimizer = (
@@ -356,8 +361,8 @@ class MemoryModel:
         if self.method.matrices:  # the shard with the fewest matrix elements has most state
             fewest = min(work.elements for work in self.stages.dealt(cut, tensor, rank, sharing))
             optimizer -= fewest * self.wide_bytes
-        # buffers in the host's memory for each parameter that the host updates: for its gradient,
-        # and for its weight if the master is the weight
+        # bytes of buffers in the host's memory for each parameter that the host updates: for its
+        # gradient, and also for its weight if the weight itself is the master weight
         rooms = (1 + (self.compute_bytes >= FLOAT32.bytes)) * self.wide_bytes
         rooms *= -(-train // sharing.state_shards)
         held, host = _placed(offload, optimizer, rooms, self.on_host)
@@ -398,8 +403,8 @@ class MemoryModel:
     def least_frozen_bytes(
         self, layout: Layout, elements: float, layers: float, tensor: int
     ) -> float:
-        """Return a lower bound of the bytes of `elements` frozen weights, of which `layers` layers
-        may be quantized, on one of `tensor` ranks."""
+        """Return a lower bound of the bytes of `elements` frozen weights, on one of `tensor` ranks.
+        The weights of `layers` layers among them may be quantized."""
         packed, packed_bytes = frozen_layer(self.model, tensor)
         in_full = (elements - layers * packed) * self.compute_bytes
         return in_full / layout.sharing.weight_shards + layers * packed_bytes
@@ -409,21 +414,22 @@ class MemoryModel:
         memory: an activation and a gradient in transit for each neighbour, and gathered sharded
         state."""
         stages = placement_of(layout).stages_of(rank)
-        # with several chunks, a rank may hold the first or the last stage and still have neighbours
-        # on both sides
+        # a rank with several chunks may hold the first or the last stage and still have neighbours
+        # before and after
         sides = any(s > 0 for s in stages) + any(s + 1 < layout.stages for s in stages)
         around = 2 * sides * self.stages.parts(layout).sizes.boundary_bytes
         return around + self._whole_bytes(layout, rank)
 
     def _whole_bytes(self, layout: Layout, rank: int) -> int:
-        """Return the bytes of sharded state that a rank temporarily has unsharded: the gradient of
-        a unit, before ZeRO 2 and 3 scatter it, and the weights that ZeRO 3 gathers one unit ahead
-        of their use."""
+        """Return the bytes of unsharded gradients and weights that a rank has temporarily: under
+        ZeRO 2 and 3 the gradient of a unit before its reduce-scatter, and under ZeRO 3 also the
+        gathered weights of the unit in use and of the next unit."""
         if not layout.shards_gradients:
             return 0
         place, pair, whole = self.stages.largest_places(Cut.of(layout), layout.tensor, rank)
         gradient = max(self.software.gradient_bytes, self.compute_bytes)
-        # if a gradient is summed while the next place is computed, two gradients are in memory
+        # on a GPU a gradient is summed while the next place is computed, so the gradients of two
+        # places are in memory
         gradients = place if self.on_host else pair
         if self.software.zero_unit == "tensor":
             gradients += place  # torch's list collectives work on a copy of the whole tensor
@@ -441,8 +447,8 @@ def _flight_key(layout: Layout, rank: int, microbatches: int) -> tuple[object, .
 
 def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: int) -> int:
     """Return a lower bound of the activations that a rank keeps at its peak. The bound counts all
-    forwards before the first backward, each with the bytes of the smallest stage. It is fast
-    because it does not visit the ops in their order."""
+    forwards before the first backward, each with the bytes of the smallest stage. The bound is fast
+    to compute, because the ops are not visited one by one."""
     key = _flight_key(layout, rank, microbatches)
     if key not in memory.least_flights:
         sizes = (layout.pipeline, layout.virtual, microbatches)
@@ -455,10 +461,11 @@ def _least_held(memory: MemoryModel, layout: Layout, rank: int, microbatches: in
 def _beside(memory: MemoryModel, layout: Layout, rank: int, *, kept: int, working: int) -> int:
     """Return all working memory of a rank, in bytes.
 
-    The result is the larger of two amounts. The first is needed during the backward (`working`,
-    `beside_bytes`). The second is needed after the backward, when no activations are kept, by
-    messages of data ranks or by an update of whole matrices. Messages that overlap with the
-    forwards add to the first amount. Copies of neighbours' weights add to both amounts.
+    The result is the larger of two amounts. The first amount is needed during the backward
+    (`working`, `beside_bytes`). The second amount is needed after the backward, when no activations
+    are kept, by messages of data ranks or by an update of whole matrices. If messages overlap with
+    the forwards, their memory is added to the first amount. Copies of the weights of neighbours are
+    added to both amounts.
     """
     method = memory.method
     sizes = (layout.data, memory.stages.trained(layout, rank), memory.wide_bytes)
@@ -472,7 +479,7 @@ def _beside(memory: MemoryModel, layout: Layout, rank: int, *, kept: int, workin
             work.room_bytes(layout.tensor, size, widens=widens)
             for work in memory.stages.dealt(*how)
         )
-        working = max(working, room - kept)  # it follows the backwards
+        working = max(working, room - kept)  # `kept` bytes are free during the update
     if method.section.overlap:
         return copies + working + messages
     return copies + max(working, messages - kept)

@@ -1,7 +1,8 @@
 """Communication-efficient data-parallel methods: the seconds and the bytes of their messages over
 the data axis.
 
-The table has n data ranks, B bytes of gradients on each, W bytes of masters, and codes of C bytes:
+In the table there are n data ranks. Each has B bytes of gradients and W bytes of master weights,
+and its codes (compressed gradients or weights) have C bytes:
 
     method            in a step                                             each rank sends
     all_reduce        one sum                                               2 B (n - 1) / n
@@ -13,17 +14,19 @@ The table has n data ranks, B bytes of gradients on each, W bytes of masters, an
     compressed        one gather of codes                                   C (n - 1)
       squeezed twice  codes to their servers, codes of means back           2 C (n - 1) / n
 
-A decentralized step may send codes instead of weights. The table's W is then replaced by C, the
-bytes of codes. The codes of a local step are gathered.
+A decentralized step may send codes instead of weights; W in the table is then C. If a local step
+sends codes, they are gathered.
 
-The bytes that a rank sends are the mean over ranks. All parts of a ring begin at rank 0, so that
-the ring gives the same sums as all_reduce. In the textbook's ring each rank begins one part, and it
-has 2 (n - 1) messages of B / n in a row (`ptdmpi.engine.data_parallel.pairwise`). So the latency is
-O(n) for a ring and for a server, and O(1) for neighbours. The volume is O(n) for a server and for
-gathered codes. Gathering codes sends less than an all_reduce while C n < 2 B.
+The bytes that a rank sends are the mean over ranks. In this trainer's ring, every slice of the
+gradients starts at rank 0, so that the ring gives the same sums as all_reduce
+(`ptdmpi.engine.data_parallel.pairwise`). In the textbook's ring, each rank starts one slice, and
+there are 2 (n - 1) messages of B / n in a row. So the latency is O(n) for a ring and for a
+parameter server, and O(1) for decentralized steps. The volume is O(n) for a parameter server and
+for gathered codes. Gathering codes sends less than an all_reduce while C n < 2 B.
 
-The time of coding is a lower bound: the time in which memory reads and writes the bytes that coding
-needs. The time of choosing the greatest numbers, or of hashing, is not known before it is measured.
+The time of encoding and decoding is a lower bound: the time in which memory reads and writes their
+bytes. Selecting the greatest numbers, or hashing, takes longer; that time is unknown until it is
+measured.
 """
 
 import math
@@ -44,21 +47,23 @@ from ptdmpi.plan.machine.kernels import Group, Machine
 from ptdmpi.plan.shape.codes import bits_per_element
 from ptdmpi.plan.shape.parameters import first_linear
 
-# Kinds of error feedback with servers: each server has a part of the mean and compresses it again.
+# Kinds of error feedback in which each rank is the server of one slice of the gradient: it averages
+# this slice and compresses the mean again.
 SQUEEZED = ("double_squeeze", "neolithic")
-# The least count of numbers that coding reads and writes per element. Encoding reads the gradient
-# and the memory, and writes the memory. Each code that arrives reads and writes the sum.
-# Decentralized steps also read and write the public copies that are kept from earlier messages.
+# The least number of values that are read and written per element. Encoding reads the gradient and
+# the error-feedback memory, and writes this memory. Decoding a received code reads and writes the
+# sum. Decentralized steps also read and write the public copies that are kept from earlier
+# messages.
 CODING_PASSES, DECODING_PASSES, PUBLIC_PASSES = 3, 2, 3
 
 
 @cache
 def messages(name: str, ranks: int, per_node: int) -> tuple[tuple[float, float], ...]:
-    """Return (messages to other nodes, messages within the node) that a rank sends in each step of
-    a topology's period, as means over the ranks.
+    """Return, for each step of a topology's period, the number of messages that a rank sends: (to
+    other nodes, within the node), as means over the ranks.
 
-    If a topology has no period, the steps are its first ones. The ranks fill the nodes one after
-    the other. Raises InputError for a file of edges that does not fit `ranks`.
+    If a topology has no period, the result is for its first four steps. The ranks fill the nodes
+    one after the other. Raises InputError for a file of edges that does not fit `ranks`.
     """
     graph = topology(name, ranks)
     messages = []
@@ -73,8 +78,8 @@ def messages(name: str, ranks: int, per_node: int) -> tuple[tuple[float, float],
 
 
 def neighbours(name: str, ranks: int) -> float:
-    """Return the number of messages that a rank sends in a step, as the mean over the ranks and
-    over the steps of a period."""
+    """Return the number of messages that a rank sends in a step of the topology `name`, as the mean
+    over the ranks and over the steps of a period."""
     every = messages(name, ranks, ranks)
     return sum(map(sum, every)) / len(every)
 
@@ -96,12 +101,12 @@ class Told:
 
     @property
     def masters(self) -> float:
-        """Return the bytes of all masters."""
+        """Return the bytes of all master weights."""
         return self.elements * self.master_bytes
 
     def code(self, section: DataParallelConfig) -> float:
-        """Return C, the bytes of all rounds of a code. Numbers are sent in the type of the master
-        weights."""
+        """Return the bytes of a rank's code, over all rounds of encoding in a step. Uncompressed
+        numbers in it have the type of the master weights."""
         bits = bits_per_element(section, 8 * self.master_bytes, self.tile)
         return rounds_of(section) * self.elements * bits / 8
 
@@ -117,10 +122,10 @@ def told_of(
     """Return the message sizes of a rank with `elements` parameters. `gradient_bytes` and
     `master_bytes` are the sizes of one element.
 
-    In attention a tile of PowerSGD has the lines of one head. In the MLP and in the vocabulary's
-    table a tile has one n-th of the lines, with n = gcd(heads, ffn_hidden). If n does not divide
-    the vocabulary, each row of the table is sent uncompressed. The cost of a line of the returned
-    tile is the mean over all elements.
+    In attention, a tile of PowerSGD has the lines of one head. In the MLP and in the vocabulary's
+    table, a tile has one n-th of the lines, with n = gcd(heads, ffn_hidden). If n does not divide
+    the vocabulary, each row of the table is sent uncompressed. The returned tile has the mean
+    number of lines over all elements.
     """
     cut = math.gcd(model.heads, model.ffn_hidden)
     head, hidden = model.hidden / model.heads, float(model.hidden)
@@ -137,7 +142,8 @@ def told_of(
 
 
 def share_of_averages(section: DataParallelConfig) -> float:
-    """Return the share of steps after which all replicas are averaged; 0 if they never are."""
+    """Return the fraction of steps after which all replicas are averaged; 0 if they are never
+    averaged."""
     if section.method == "local":
         return 1 / section.local_steps
     if section.average_every:
@@ -146,8 +152,8 @@ def share_of_averages(section: DataParallelConfig) -> float:
 
 
 def code_messages(section: DataParallelConfig, sizes: Told, n: int) -> dict[str, float]:
-    """Return the approximate bytes of one step's codes on a rank, one sum for each kind of message.
-    The bytes are counted by the convention of `ptdmpi.base.traffic`."""
+    """Return the approximate bytes of the codes of one step on one of `n` ranks, for each kind of
+    message. The bytes are counted by the convention of `ptdmpi.base.traffic`."""
     code = sizes.code(section)
     if section.method == "decentralized":
         return {"neighbours": code}  # to each neighbour
@@ -160,11 +166,12 @@ def code_messages(section: DataParallelConfig, sizes: Told, n: int) -> dict[str,
 
 def sent_bytes(section: DataParallelConfig, sizes: Told, n: int) -> float:
     """Return the bytes that a data rank sends in a step, as the mean over steps and ranks, counted
-    by the convention of `ptdmpi.base.traffic`. Averages of moments are not counted."""
+    by the convention of `ptdmpi.base.traffic`. Messages that average the optimizer's moments are
+    not counted."""
     whole = 2 * sizes.gradients * (n - 1) / n
     match section.method:
         case "parameter_server":
-            return 2 * sizes.gradients * (n - 1) / n  # n - 1 go up, n - 1 come down
+            return 2 * sizes.gradients * (n - 1) / n  # to and from the server
         case "decentralized" if encodes(section):
             return neighbours(section.topology, n) * sizes.code(section)
         case "decentralized" | "local" if not encodes(section):
@@ -188,7 +195,7 @@ def _codes_bytes(section: DataParallelConfig, sizes: Told, n: int) -> float:
 
 
 def _sent_of(kind: str, size: float, n: int) -> float:
-    """Return the bytes that one of n ranks sends in a message of a kind."""
+    """Return the bytes that one of `n` ranks sends in a message of kind `kind`."""
     if kind in PASSES:
         return PASSES[kind] * size * (n - 1) / n
     return size
@@ -243,7 +250,7 @@ class MethodAxis(DataAxis):
                     told_s += (1 - averaging) * (self._neighbours_s(mixed, group) + sums_s)
                 return told_s
             case "decentralized":
-                every = 1 + neighbours(section.topology, n)  # codes: its own and received ones
+                every = 1 + neighbours(section.topology, n)  # its own code and the received codes
                 passes = CODING_PASSES + every * PUBLIC_PASSES
                 coding_s = machine.stream_s(passes * sizes.masters)
                 return self._neighbours_s(sizes.code(section), group) + coding_s
@@ -257,9 +264,9 @@ class MethodAxis(DataAxis):
     def _ring_s(self, sizes: Told, group: Group) -> float:
         """Return the seconds of a ring.
 
-        The values are sent in n - 1 parts. After 2 n - 3 messages the last part has passed n - 1
-        ranks. The sums need the same number of messages on their way back. If parts are larger than
-        the largest message, there are several such rounds.
+        The gradients of n ranks are sent in n - 1 slices. After 2 n - 3 messages, the last slice
+        has been summed over all ranks. Distributing the sums takes the same number of messages. If
+        a slice is larger than the largest message, there are several such rounds.
         """
         n = group.ranks
         if n == 1:
@@ -281,7 +288,7 @@ class MethodAxis(DataAxis):
         return sum(self._ways_s(size, far, near, group) for far, near in every) / len(every)
 
     def _compressed_s(self, sizes: Told, group: Group) -> float:
-        """Return the seconds of one exchange of codes, with their coding."""
+        """Return the seconds of one exchange of codes, including encoding and decoding."""
         machine, section, n = self.machine, self.section, group.ranks
         code, passes = sizes.code(section), CODING_PASSES * rounds_of(section)
         if section.compressor == "power_sgd":
@@ -289,7 +296,8 @@ class MethodAxis(DataAxis):
             passes += DECODING_PASSES
         elif section.error_feedback in SQUEEZED:
             start_s = self._send_s(0.0, group)
-            # each server gets n - 1 messages at once, and their bytes one after the other
+            # n - 1 messages arrive at each server at the same time, but their bytes arrive one
+            # after the other
             told_s = start_s + (n - 1) * (self._send_s(code / n, group) - start_s)
             told_s += machine.all_gather_s(code, group)
             # a rank decodes n codes of 1/n of the elements each, and then all means
@@ -318,7 +326,8 @@ class MethodAxis(DataAxis):
 
 
 class MethodTimes(StepTimes):
-    """Seconds of steps whose replicas exchange messages, and keep state, by a given method.
+    """Seconds of steps in which replicas exchange messages, and keep state, according to a given
+    data-parallel method.
 
     The class is used only for given layouts. A search does not choose the method, because a
     different method would change the training.

@@ -1,7 +1,7 @@
 """The step of a pipeline in seconds: the schedule that the runner executes, with the stages' times.
 
-`makespan_s` visits every op once, as `simulate.execute` does, but works on numbers in place of ops,
-so that a search can call it often. Tensor ranks and data ranks do the same work at the same time,
+`makespan_s` visits every op once, like `simulate.execute`. To be fast enough for a search, it works
+on integers instead of `Op` objects. Tensor ranks and data ranks do the same work at the same time,
 so one pipeline represents all pipelines.
 """
 
@@ -18,14 +18,15 @@ MOST_OPS = 100_000  # ops that are visited one by one
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of each stage's forward and backward, and of the messages into them.
+    """Seconds of each stage's forward and backward, and of the messages that they wait for.
 
     `forward_in_s[s]` is the time of the message with the activation from stage s - 1 to stage s,
     and `backward_in_s[s]` is the time of the message with the gradient from stage s + 1 to stage s.
-    Both are 0 if `placed` puts the two stages on one rank. With `overlap` a message travels while
-    its ranks compute. Without it the receiver waits for the whole message, and so does the sender,
-    which receives at the same time. If backwards are split, `weight_s` is the part of `backward_s`
-    spent on the gradients of weights; else it is empty.
+    Both are 0 if `placed` puts the two stages on one rank. With `overlap`, a message is transferred
+    while its sender and its receiver compute. Without `overlap`, the receiver waits for the whole
+    message, and so does the sender, which receives a message at the same time. If backwards are
+    split, `weight_s` is the part of `backward_s` spent on the gradients of weights; else it is
+    empty.
     """
 
     forward_s: tuple[float, ...]
@@ -38,7 +39,7 @@ class StageTimes:
 
     @cached_property
     def input_s(self) -> tuple[float, ...]:
-        """Return the seconds that each stage spends on its inputs' gradients, one part of a split
+        """Return the seconds that each stage spends on I (the gradients of its inputs) in a split
         backward."""
         parts = zip(self.backward_s, self.weight_s, strict=True)
         return tuple(whole_s - weight_s for whole_s, weight_s in parts)
@@ -78,8 +79,9 @@ class StageTimes:
 
         It is the maximum over ranks of the sum of three times: of the work that other ranks must do
         before this rank's first forward, of all work of this rank, and of the work that other ranks
-        must do after its last backward. After the input's part of a split backward only the rank's
-        own weight gradients must follow, which other ranks compute at the same time.
+        must do after its last backward. In a split backward, the third time is 0: after I (the
+        gradient of the input) a rank needs only its own weight gradients, and other ranks compute
+        theirs at the same time.
         """
         bound = before = after = 0.0
         way = float(not self.overlap)
@@ -103,8 +105,9 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class _Numbered:
-    """A schedule in numbers: each rank's ops as (number of the op, number of its source or -1,
-    index of its stage and kind in `ops`)."""
+    """A schedule of integers instead of `Op` objects. `orders` has each rank's ops as (number of
+    the op, number of its source or -1, index of its stage and kind in `ops`), and `count` is the
+    number of all ops."""
 
     orders: tuple[tuple[tuple[int, int, int], ...], ...]
     ops: tuple[Op, ...]
@@ -140,16 +143,16 @@ def _numbered(kind: str, placed: Placement, microbatches: int) -> _Numbered:
 def makespan_s(kind: str, microbatches: int, times: StageTimes) -> float:
     """Return the seconds from the first forward to the last backward.
 
-    Beyond `MOST_OPS` the pipeline has long been in its steady state, and each further microbatch
-    adds the same time.
+    A schedule of more than `MOST_OPS` ops is extrapolated: the pipeline has long been in its steady
+    state, in which each further microbatch adds the same time.
     """
     p, stages = times.placed.pipeline, times.placed.stages
-    # whole rounds of the pipeline; its steady state begins after the first
+    # a multiple of p microbatches (whole rounds); the steady state begins after the first round
     most = p * max(2, MOST_OPS // (2 * stages) // p)
     if microbatches <= 2 * most:
         return _simulated_s(kind, microbatches, times)
-    # both counts leave the same remainder after whole rounds, because interleaving pads an
-    # incomplete round and its time differs
+    # both simulated numbers of microbatches get the same incomplete round `rest`, because an
+    # interleaved schedule pads an incomplete round, so its time differs
     rest = microbatches % p
     shorter_s, longer_s = (_simulated_s(kind, count + rest, times) for count in (most, 2 * most))
     further = (microbatches - 2 * most - rest) / most
@@ -163,8 +166,8 @@ def _simulated_s(kind: str, microbatches: int, times: StageTimes) -> float:
 class _Pass:
     """One pass over a numbered schedule.
 
-    The ops that an op needs from its own stage, such as a backward's forward, come before it in its
-    rank's order, so a rank waits only for sources.
+    An op also needs earlier ops of its own stage; for example, a backward needs its forward. These
+    ops come before it in the order of its rank, so a rank waits only for sources on other ranks.
     """
 
     def __init__(self, numbered: _Numbered, times: StageTimes) -> None:
@@ -187,8 +190,9 @@ class _Pass:
         return max(self.clocks)
 
     def _advance(self, rank: int) -> None:
-        """Run one rank's ops until one waits for its source."""
-        # local names: a search spends most of its time in this loop
+        """Run the ops of one rank until an op must wait for its source."""
+        # attributes are copied to local names, because a search spends most of its time in this
+        # loop
         order, ends, waiting = self.orders[rank], self.ends, self.waiting
         durations, travels = self.durations, self.travels
         clock = self.clocks[rank]

@@ -1,8 +1,8 @@
 """The price of a layout: step time and memory, and their parts.
 
-A step is the pipeline's schedule, then the sum of gradients over the data axis, then the optimizer,
-as in Megatron-LM and in this trainer. Messages that sharding sends in each microbatch are part of
-its ops.
+A step consists of the pipeline's schedule, the sum of gradients over the data axis, and the
+optimizer, in this order, as in Megatron-LM and in this trainer. Messages that sharded weights and
+gradients need in each microbatch are part of the schedule's ops.
 """
 
 import copy
@@ -28,7 +28,7 @@ class StepParts:
     compute: float
     tensor: float  # sums over the tensor axis
     context: float  # messages of attention over the context axis
-    expert: float  # tokens on their way to experts and back
+    expert: float  # messages with tokens to experts and back
     pipeline: float  # messages between stages that do not overlap with computation
     bubble: float
     data: float  # sums and gathers over the data axis that do not overlap with computation
@@ -69,23 +69,23 @@ class Price:
 
     @property
     def mfu(self) -> float:
-        """Return the model FLOP/s of a rank (without recomputation) as a share of the device's
+        """Return the model FLOP/s of a rank (without recomputation) as a fraction of the device's
         peak."""
         return self.model_flops_per_rank / self.step_time_s / self.peak_flops
 
     @property
     def communication_fraction(self) -> float:
-        """Return the share of the step time that ranks spend on messages that do not overlap with
-        computation."""
+        """Return the fraction of the step time that ranks spend on messages that do not overlap
+        with computation."""
         parts = self.parts
         messages_s = parts.tensor + parts.context + parts.expert + parts.pipeline + parts.data
         return messages_s / self.step_time_s
 
 
 class Pricer:
-    """The prices of layouts of one model and batch on one cluster; shapes that layouts share are
-    priced once. `times` has the seconds of the parts of their steps. `usable_bytes` is the amount
-    of a device's memory that a layout may fill."""
+    """The prices of layouts of one model and batch on one cluster. Kernels of the same shape in
+    several layouts are priced once. `times` has the seconds of the parts of a step. `usable_bytes`
+    is the amount of a device's memory that a layout may fill."""
 
     def __init__(self, times: StepTimes, batch: int) -> None:
         self.times = times
@@ -110,13 +110,15 @@ class Pricer:
         *,
         method: RunMethod | None = None,
     ) -> "Pricer":
-        """Return the prices of a training. `method` has the meaning of the argument of `StepTimes`.
-        Raises InputError if the device has no peak for `precision`."""
+        """Return the pricer of a training with a global batch of `batch` sequences. `method` has
+        the meaning of the argument of `StepTimes`. Raises InputError if the device has no peak for
+        `precision`."""
         return cls(StepTimes(cluster, model, precision, method), batch)
 
     def keeping_free(self, share: float) -> "Pricer":
-        """Return this pricer for a search that keeps a share of each device's memory free: fewer
-        layouts fit. The prices are the same, and report the whole memory of the device."""
+        """Return a copy of this pricer for a search that keeps the fraction `share` of each
+        device's memory free, so that fewer layouts fit. The prices of the copy are the same, and
+        they report the whole memory of the device."""
         other = copy.copy(self)
         other.usable_bytes = self.capacity_bytes * (1 - share)
         return other
@@ -131,8 +133,9 @@ class Pricer:
     def rough_bound_s(self, layout: Layout) -> float:
         """Return a lower bound of `bound_s` that needs no stages.
 
-        It adds the mean rank's work, the time to fill and drain the pipeline before and after that
-        work, and the time of data axis and optimizer for the mean number of parameters of a rank.
+        It is the sum of three times: the work of the mean rank, the time to fill the pipeline
+        before this work and to drain it afterwards, and the time of data axis and optimizer for the
+        mean number of parameters of a rank.
         """
         after_s, each_s = self.rough_data_s(layout)
         return self.rough_work_s(layout) + after_s + layout.microbatches(self.batch) * each_s
@@ -148,8 +151,8 @@ class Pricer:
         return worked_s + (p - 1) * (fewest / 2 - less / p) * passed_s
 
     def _rough(self, layout: Layout) -> tuple[float, float]:
-        """Return two times in seconds: the work of the mean rank, and a layer's time for which
-        other ranks wait. Both are valid for any number of chunks."""
+        """Return two times in seconds: the work of the mean rank, and the time of one layer for
+        which other ranks wait. Both are the same for any number of chunks."""
         axes = (layout.tensor, layout.context, layout.expert, layout.pipeline, layout.data)
         sizes = (*axes, layout.micro_size)
         how = (layout.recompute, layout.recompute_layers is None, layout.partition_activations)
@@ -164,14 +167,15 @@ class Pricer:
         if key not in self._roughly:
             (layer, ends), config = self.times.kernels(layout), self.model.config
             back = backward_of(layer, layout)
-            # if only some layers are recomputed, compute the bound as if no layer were
+            # if only some layers are recomputed, the bound ignores recomputation
             if layout.recompute_layers is None:
                 back = back + layer.recomputed(layout)
             each = layer.forward.total + back.total
             idle, ahead_s = config.idle(), self.times.idle_layer(layout).forward.total
             layers_s = (config.layers - idle) * each + idle * ahead_s
             work = layout.microbatches(self.batch) * (layers_s + ends.total_s)
-            # after split backwards no rank waits at the end, see StageTimes.lower_bound_s
+            # after split backwards no rank waits at the end of the step (see
+            # StageTimes.lower_bound_s)
             passed = each
             if splits(layout):
                 passed = layer.forward.total
@@ -202,7 +206,7 @@ class Pricer:
 
     def may_fit(self, layout: Layout) -> bool:
         """Return False only if the mean rank has too little memory for its weights, gradients and
-        optimizer state, whatever the rest of the layout is."""
+        optimizer state, whatever the other settings of the layout are."""
         config = self.model.config
         layers, t = config.layers / layout.pipeline, layout.tensor
         each = self.times.data.layer_elements(t, layout.expert)
@@ -223,7 +227,7 @@ class Pricer:
         return all(self.memory.host_bytes(layout, r) <= self.host_capacity_bytes for r in ranks)
 
     def footprint(self, layout: Layout) -> Footprint:
-        """Return the memory, in bytes, of the pipeline rank that needs most."""
+        """Return the memory, in bytes, of the pipeline rank that needs the most memory."""
         return self.memory.largest(layout, layout.microbatches(self.batch))[1]
 
     def timeline(self, layout: Layout, title: str) -> Timeline:
@@ -244,8 +248,8 @@ class Pricer:
         return replace(drawn, spans=(*drawn.spans, *spans))
 
     def price(self, layout: Layout) -> Price:
-        """Return the price of the simulated step. Raises InputError for a layout that is not
-        legal."""
+        """Return the price of the layout; its step is simulated. Raises InputError for a layout
+        that is not legal."""
         p, microbatches = layout.pipeline, layout.microbatches(self.batch)
         times = self.times.stage_times(layout)
         makespan_s = pipeline.makespan_s(layout.schedule, microbatches, times)

@@ -1,4 +1,5 @@
-"""The contents of a rank's memory under a layout, and the changes that would make it fit."""
+"""The contents of a rank's memory in a layout, and the changes of settings with which a layout that
+is too large would fit."""
 
 import itertools
 import math
@@ -49,8 +50,8 @@ class Step:
         nodes: int = 1,
     ) -> "Step":
         """Return the step of a resolved configuration on `nodes` nodes. `wide_products` and
-        `kept_block` have the meaning of these fields of `Software`, and `on_host` that of the
-        argument of `MemoryModel`."""
+        `kept_block` have the meaning of these fields of `Software`, and `on_host` has the meaning
+        of the argument of `MemoryModel`."""
         memory = MemoryModel.of(
             config, vocab_size, wide_products, on_host=on_host, kept_block=kept_block, nodes=nodes
         )
@@ -72,11 +73,12 @@ class Step:
 
     @property
     def model_ranks(self) -> int:
-        """Return t p, the number of ranks that a model is divided over."""
+        """Return the number of ranks that compute one sample together: the product of the tensor,
+        context and pipeline axes."""
         return self.layout.model_ranks
 
     def largest(self) -> tuple[int, Footprint]:
-        """Return (pipeline rank, its peak) of the rank that needs most."""
+        """Return (pipeline rank, its peak memory) for the rank that needs the most memory."""
         return self.memory.largest(self.layout, self.microbatches)
 
     def peak(self, rank: int) -> Footprint:
@@ -84,7 +86,7 @@ class Step:
         return self.memory.peak(self.layout, rank, self.microbatches)
 
     def fits(self, capacity_bytes: float) -> bool:
-        """Return True if every pipeline rank has enough memory, and enough on its host."""
+        """Return True if every pipeline rank has enough memory on its device and on its host."""
         if self.on_hosts() > self.host_capacity_bytes:
             return False
         return self.memory.fits(self.layout, self.microbatches, capacity_bytes)
@@ -119,9 +121,9 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
     """Yield, for each set of changes that makes the run fit, the new settings and the memory that
     the run then needs.
 
-    Small sets of changes come before larger ones, and sets of one size are sorted by the time that
-    they cost. Sets that need more ranks come last. No set contains another one, and no two sets
-    change the same keys.
+    Small sets of changes come before larger sets. Sets of one size are sorted by the time that
+    their changes add to a step. Sets that need more ranks come last. No set contains another set,
+    and no two sets change the same keys.
     """
     fitting: list[Keys] = []
     for grown in GROWTHS:
@@ -147,8 +149,8 @@ def changes(step: Step, capacity_bytes: float) -> Iterator[tuple[str, Footprint]
 
 
 def _least_state_bytes(step: Step) -> float:
-    """Return the mean bytes of state over the ranks that divide the model. In any split at least
-    one rank has this many bytes or more."""
+    """Return the mean bytes of state over the ranks that divide the model. However the model is
+    divided, at least one rank has this many bytes."""
     memory, model = step.memory, step.memory.model
     count, frozen = parameter_count(model, memory.vocab_size), 0.0
     if model.adapt.adapts:
@@ -180,7 +182,7 @@ def _steps(step: Step, grown: int) -> list[Keys]:
         if partitions:
             divides["recompute.partition_activations"] = False
         steps.append(divides)
-    # ZeRO 1 also divides the update, and sends no more than ZeRO 0
+    # ZeRO 1 sends no more than ZeRO 0, and also divides the optimizer's work
     sharded = range(layout.zero + 1, step.most_zero + 1)
     if layout.copies * grown == 1:
         sharded = range(0)
@@ -195,7 +197,7 @@ def _steps(step: Step, grown: int) -> list[Keys]:
         steps.append({"recompute.mode": "full"})
     elif layout.tensor > 1 and not layout.sequence_parallel and not partitions:
         steps.append({"recompute.partition_activations": True})
-    # ZeRO 2 and 3 send as much for each microbatch as the lower stages send in a step
+    # ZeRO 2 and 3 send, for each microbatch, the bytes that ZeRO 0 and 1 send once in a step
     steps += [{"parallel.zero": zero} for zero in sharded if covers_gradients(zero)]
     if layout.shard_group is not None:
         steps.append({"parallel.shard_group": "all"})
@@ -208,8 +210,9 @@ def _steps(step: Step, grown: int) -> list[Keys]:
 
 
 def _places(step: Step) -> tuple[str, ...]:
-    """Return the other memories in which a run can keep its state. These memories are farther from
-    the device than the present one, or nearer to it if the host's memory is full."""
+    """Return the values of parallel.offload that a run may use instead of its present value. The
+    values name other memories for the state: slower memories to free the device, or the device
+    itself if the host's memory is full."""
     places: tuple[str, ...] = ("none", "optimizer", "disk")
     if step.memory.on_host:
         places = ("disk",)
@@ -217,11 +220,11 @@ def _places(step: Step) -> tuple[str, ...]:
 
 
 def explain(step: Step, capacity_bytes: float) -> str:
-    """Return text that explains the memory of the rank that needs most: its parts, and up to three
-    changes that would fit."""
+    """Return a text that explains the memory of the rank that needs the most memory: its parts, and
+    up to three sets of changes with which the run would fit."""
     rank, peak = step.largest()
     lines = [
-        f"memory of pipeline rank {rank}, which needs most: "
+        f"memory of pipeline rank {rank}, which needs the most: "
         f"{size(peak.total)}, and a rank has at most {size(capacity_bytes)}"
     ]
     parts = [(name, n) for name, n in peak.parts.items() if n or name != "runtime"]
@@ -236,7 +239,7 @@ def explain(step: Step, capacity_bytes: float) -> str:
         )
     fitting = list(itertools.islice(changes(step, capacity_bytes), 3))
     if fitting:
-        lines.append("what would fit, by itself:")
+        lines.append("each of these changes alone would fit:")
         lines += [f"  {text}: {size(after.total)}" for text, after in fitting]
     else:
         lines.append("no layout on up to 64 times the ranks would fit")

@@ -25,12 +25,12 @@ from ptdmpi.plan.shape.parameters import ModelPart, frozen_layer, frozen_places
 
 @dataclass(frozen=True)
 class PartBytes:
-    """Bytes of activations of one microbatch, for each part that a stage may consist of.
+    """Bytes of activations of one microbatch, for each part of a model that a stage may contain.
 
     `layers` has the bytes of a layer, by mode of recomputation. `idle` is the largest number of
-    bytes that the forward of a layer without a backward needs. `loss_works` is the most working
-    memory that the head's backward needs in addition to the bytes it keeps. `sent` has the bytes of
-    the output sent to the next stage.
+    bytes that the forward of a layer without a backward needs. `loss_works` is the largest working
+    memory of the head's backward, in addition to the bytes that the head keeps. `sent` has the
+    bytes of the output sent to the next stage.
     """
 
     sizes: Sizes
@@ -45,7 +45,8 @@ class PartBytes:
 
 @dataclass(frozen=True)
 class SplitBytes:
-    """Bytes of a split backward's operands from its I to its W, for one microbatch.
+    """Bytes of the operands that a split backward keeps from I (gradient of the input) to W
+    (gradients of the weights), for one microbatch.
 
     `layer_adds` and `head_adds` are the working memory that W needs in addition to the operands.
     """
@@ -59,8 +60,8 @@ class SplitBytes:
 
 class Cut(NamedTuple):
     """The properties of a layout that decide which part of the model each rank has: the placement
-    of stages on ranks, the number of layers that the first stage was given, and the number of ranks
-    over which experts are distributed."""
+    of stages on ranks, the given number of layers of the first stage (None if it is not given), and
+    the number of ranks over which experts are distributed."""
 
     placed: Placement
     first: int | None
@@ -68,7 +69,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout) -> "Cut":
-        """Return these properties of a layout."""
+        """Return the properties of `layout` that decide which part of the model each rank has."""
         first, expert = layout.first_layers, layout.expert
         return _cut(layout.schedule, layout.pipeline, layout.virtual, first=first, expert=expert)
 
@@ -93,10 +94,10 @@ class ActivationKey(NamedTuple):
 
 
 class StageMemory:
-    """Numbers of bytes and of parameters in the stages of one model in one compute type, if the
-    program `software` trains it.
+    """Numbers of bytes and of parameters in the stages of one model, if the program `software`
+    trains it in the compute type `precision`.
 
-    Parts that several layouts have in common are counted once. `layers_of` returns the layers of
+    Results that several layouts have in common are computed once. `layers_of` returns the layers of
     each stage of a `Cut`. `elements_of` returns `parameters.rank_elements` of (cut, tensor,
     pipeline rank).
     """
@@ -162,7 +163,7 @@ class StageMemory:
         return ModelPart.joined([parts[stage] for stage in cut.placed.stages_of(rank)])
 
     def _backward(self, layout: Layout, stage: int) -> range:
-        """Return the layers of a stage that have a backward; no other layer keeps anything."""
+        """Return the layers of a stage that have a backward. Only these layers keep activations."""
         return self.split(layout)[stage][self.stage_parts(layout)[stage].idle :]
 
     def frozen_bytes(self, cut: Cut, tensor: int, rank: int, *, frozen: int, shards: int) -> int:
@@ -183,7 +184,7 @@ class StageMemory:
     def kept_bytes(self, layout: Layout, stage: int) -> int:
         """Return the bytes that one microbatch keeps in a stage from its forward to its backward.
 
-        The input of a stage after the first is the input of its first layer.
+        The input of a stage other than the first stage is counted as the input of its first layer.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         kept = sum(count * parts.layers[mode].kept for mode, count in segments(layout, own))
@@ -205,8 +206,8 @@ class StageMemory:
         return kept
 
     def input_bytes(self, layout: Layout, stage: int) -> int:
-        """Return the most bytes that a microbatch needs in a stage while its input's gradient (I)
-        is computed.
+        """Return the largest number of bytes that a microbatch needs in a stage during I (the
+        gradient of the input).
 
         I frees activations and stores operands for W (gradients of the weights). The layer that is
         computed also needs its working memory. All layers with the same mode of recomputation
@@ -240,7 +241,8 @@ class StageMemory:
         """Return the most bytes that a stage's backward needs in addition to the kept activations.
 
         The peak is at the loss, or in the last layer of each group of layers with the same mode of
-        recomputation: when the backward of an earlier layer runs, more memory is free again.
+        recomputation: when the backward of an earlier layer in the group runs, more memory has been
+        freed.
         """
         parts, own = self.parts(layout), self._backward(layout, stage)
         most, freed = _forward_bytes(self, layout, stage), 0
@@ -256,8 +258,8 @@ class StageMemory:
         layer, the head), of two adjacent places, and of two adjacent places including frozen
         elements.
 
-        The first two count only trained elements. Two places are in memory at the same time: the
-        current place and the next one (`plan.schedule.places`).
+        The first two maxima are over trained elements only. Two places are in memory at the same
+        time: the current place and the next place (`plan.schedule.places`).
         """
         if self.software.zero_unit == "tensor":
             up = parameters.first_linear(self.model)
@@ -274,7 +276,7 @@ class StageMemory:
         return most
 
     def parts(self, layout: Layout) -> PartBytes:
-        """Return the bytes of each part that the stages of a layout may consist of."""
+        """Return the bytes of each part of a model that a stage of `layout` may contain."""
         key = ActivationKey(
             tensor=layout.tensor,
             context=layout.context,
@@ -288,7 +290,7 @@ class StageMemory:
         return self._parts(key)
 
     def _counted(self, key: ActivationKey) -> PartBytes:
-        """Return `parts` of layouts with these settings."""
+        """Return the result of `parts` for layouts with the settings `key`."""
         layout = Layout(
             key.tensor,
             1,

@@ -22,16 +22,16 @@ from ptdmpi.plan.shape.parameters import ModelPart
 
 
 class StepTimes:
-    """Seconds of the parts of steps of one model on one cluster; shapes that layouts share are
-    priced once."""
+    """Seconds of the parts of a step of one model on one cluster. Kernels of the same shape in
+    several layouts are priced once."""
 
     def __init__(
         self, cluster: Cluster, model: Model, precision: str, method: RunMethod | None = None
     ) -> None:
-        """Store the cluster and the model. `method` gives the number of optimizer values per
+        """Store the cluster and the model. `method` gives the number of optimizer moments per
         parameter, and the size of the receive buffers. Raises InputError if the device has no peak
         for `precision`."""
-        cluster.device.peak(precision)  # raises here, before any other work
+        cluster.device.peak(precision)  # this raises InputError before any other work
         self.cluster, self.model = cluster, model
         self.machine = machine_of(cluster, precision, PRECISIONS[precision].compute.bytes)
         self.method = method or RunMethod()
@@ -58,7 +58,7 @@ class StepTimes:
         return self._layers[key]
 
     def idle_layer(self, layout: Layout) -> LayerTimes:
-        """Return the times of a layer without a backward, and without adapters."""
+        """Return the times of a layer that has no backward and no adapters."""
         key = _layer_key(layout)
         if key not in self._idle:
             self._idle[key] = LayerTimes(self.machine, self.model, layout, 0)
@@ -67,7 +67,7 @@ class StepTimes:
     def stage_seconds(self, layout: Layout) -> list[tuple[Seconds, Seconds]]:
         """Return the times of (forward, backward) of each stage, for one microbatch."""
         layer, ends = self.kernels(layout)
-        # a recomputed layer runs (part of) its forward again before its backward
+        # a recomputed layer computes its forward, or a part of it, again before its backward
         layer_backward = backward_of(layer, layout)
         layer_forward, recomputed_s = layer.forward.launched, layer.recomputed(layout)
         again = (layer_backward + recomputed_s).launched
@@ -78,7 +78,7 @@ class StepTimes:
         held = self.memory.stages
         for layers, part in zip(held.split(layout), held.stage_parts(layout), strict=True):
             idle, own = part.idle, part.layers - part.idle
-            # this stage's share of the first `most` layers of the model
+            # this stage's number of the model's first `most` layers
             before = layers.start + idle
             recomputed = own if most is None else min(max(0, most - before), own)
             key = (idle, own, recomputed)
@@ -144,8 +144,8 @@ class StepTimes:
         """Return the seconds that sharding adds to each stage's (forward, backward) of a
         microbatch.
 
-        A device that sends while it computes waits only for messages that take longer than their
-        op.
+        If messages overlap with computation (`dp_overlap`), a device waits only for the time by
+        which the messages of an op exceed the op.
         """
         if not layout.shards_gradients:  # most layouts of a search
             return [(0.0, 0.0)] * len(seconds)
@@ -165,8 +165,9 @@ class StepTimes:
     def _way_s(self, layout: Layout, crosses: bool) -> float:
         """Return the seconds of one message between two stages.
 
-        Each tensor rank sends the whole tensor. If messages are scattered, it sends only its part,
-        and the ranks of the receiving node gather the parts (Narayanan et al. 2021, section 4.1).
+        Each tensor rank sends the whole tensor. If messages are scattered, each tensor rank sends
+        only its slice, and the tensor ranks of the next stage gather the slices (Narayanan et al.
+        2021, section 4.1).
         """
         layer, _ = self.kernels(layout)
         size = layer.boundary_bytes
@@ -178,10 +179,10 @@ class StepTimes:
 
     def after_s(self, layout: Layout) -> tuple[float, float]:
         """Return two times in seconds after the pipeline's last backward: of the messages over the
-        data axis, as far as they do not overlap with computation, and of the optimizer.
+        data axis, without the time in which they overlap with computation, and of the optimizer.
 
-        Both are for the rank with the most parameters. The first time includes the norm of a rank's
-        own gradient, as in the records of a run.
+        Both times are for the rank with the most parameters. The first time includes the norm of a
+        rank's own gradient, because the records of a run also include it in this time.
         """
         layers, ranks = self.memory.stages.split(layout), self.memory.distinct_ranks(layout)
         elements = max(self.memory.stages.trained(layout, rank) for rank in ranks)
@@ -195,8 +196,7 @@ class StepTimes:
             # the weights of the first layer, which are needed immediately
             hidden = ((behind.gradients_s, backward.total), (behind.weights_s, forward.total))
             data_s = sum(max(whole / own, whole - over) for whole, over in hidden)
-            # the last message of each microbatch is exposed, because no op follows that could hide
-            # it
+            # the last message is not hidden, because no op follows it
             data_s += self.data.in_ops(layout, self.memory.stages.stage_parts(layout)[0]).last_s
         data_s += self.update.own_norm_s(elements, self.method.noise_every)
         optimizer_s = self.update.optimizer_s(layout, elements)
@@ -232,7 +232,8 @@ def splits(layout: Layout) -> bool:
 
 
 def backward_of(layer: LayerTimes, layout: Layout) -> Seconds:
-    """Return the times of a layer's backward, whole or split as in the layout's schedule."""
+    """Return the times of a layer's backward, which is split if the schedule of `layout` splits
+    backwards."""
     if splits(layout):
         return layer.split_backward
     return layer.backward

@@ -1,13 +1,13 @@
 """Bytes that a rank sends in a step, by closed forms that equal the trainer's counts to the byte.
 
-With S = s b h bytes of one microbatch's activation and m microbatches, a rank of the tensor axis
-sums 2 S per layer in the forwards, and as much in the backwards (Shoeybi et al. 2019, arXiv
-1909.08053, section 3). With sequence parallelism a reduce-scatter and a gather replace each sum,
-and an input that a linear has not kept whole is gathered once more (Korthikanti et al. 2022, arXiv
-2205.05198, section 4.2.2). For each microbatch, a stage sends S bytes in each direction, or S/t if
-messages are scattered over t tensor ranks (Narayanan et al. 2021, arXiv 2104.04473, section 4.1).
-Over the data axis, data ranks sum their gradients (psi on each rank) once in a step. `_data` has
-the closed forms of ZeRO's stages, and `ptdmpi.plan.layout.run_method` has the closed forms of
+Let S be the bytes of one microbatch's activation between two layers. For each microbatch, a rank of
+the tensor axis sums 2 S bytes per layer in the forward, and 2 S in the backward (Shoeybi et al.
+2019, arXiv 1909.08053, section 3). With sequence parallelism a reduce-scatter and a gather replace
+each sum, and if a linear has kept only this rank's slice of its input, the input is gathered once
+more (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). For each microbatch, a stage sends
+S bytes in each direction, or S/t if messages are scattered over t tensor ranks (Narayanan et al.
+2021, arXiv 2104.04473, section 4.1). Data ranks sum their gradients once in a step. `_data` has the
+closed forms of ZeRO's stages, and `ptdmpi.plan.layout.run_method` has the closed forms of
 communication-efficient methods.
 """
 
@@ -44,17 +44,18 @@ from ptdmpi.plan.shape.dealt import Dealt, dealt
 from ptdmpi.plan.shape.matrices import gathered_bytes, iteration_bytes
 from ptdmpi.plan.shape.parameters import ModelPart, stage_parts
 
-LOAD_BYTES = 8  # the number of tokens of an expert, or a loss
+LOAD_BYTES = 8  # the size of one value: the number of tokens of an expert, or a router's loss
 
 
 class StepTraffic:
     """The traffic of one step of a model, layout, global batch and compute type.
 
-    `predictions` is the number of masked positions of a sample; None: the number that follows from
-    the default fraction. If `reproducible`, gradients are summed along the tree of
-    `run.reproducible`. `method` describes the messages of data ranks, by default one sum of the
-    gradients. All counts are exact, with two exceptions: the bytes of codes, whose length depends
-    on random draws and on how parameters are cut, and the bytes of tokens that are sent to experts.
+    `predictions` is the number of masked positions of a sample; if it is None, it follows from the
+    default fraction. If `reproducible`, gradients are summed along the tree of `run.reproducible`.
+    `method` describes the messages of data ranks, by default one sum of the gradients. All counts
+    are exact, with two exceptions: the bytes of codes (compressed gradients), whose length depends
+    on random draws and on the division of parameters, and the bytes of tokens that are sent to
+    experts.
     """
 
     def __init__(
@@ -93,16 +94,17 @@ class StepTraffic:
     def is_exact(self) -> bool:
         """Return True if the counts equal the counts of a run, to the byte and message. If experts
         are distributed over ranks, the number of tokens that a rank sends depends on the router.
-        The counts then assume that all experts have equally many tokens."""
+        The counts then assume that all experts get equally many tokens."""
         return not encodes(self.method.section) and self.layout.expert == 1
 
     def of(self, rank: int, shard: int = 0, data: int = 0, step: int = 0) -> Traffic:
-        """Return the bytes and messages that each rank sends in step `step` (from 0), by group.
-        Groups with the same ranks are counted as one group, because they share a communicator.
+        """Return the bytes and messages that one rank sends in step `step` (counted from 0), by
+        group of ranks. Groups with the same ranks are counted as one group, because they share a
+        communicator.
 
         `rank`, `shard` and `data` are this rank's coordinates on the pipeline axis, in its shard
-        group and on the data axis. A sum of partial gradients over the tensor axis is counted as if
-        it covered all elements, although each rank sums only its own part if gradients are sharded.
+        group and on the data axis. A sum of partial gradients over the tensor axis is counted for
+        all elements, although each rank sums only its shard of them if gradients are sharded.
         """
         norms = self.method.norms(step)
         tallies = {
@@ -131,8 +133,8 @@ class StepTraffic:
         tallies["pipeline"].add("all_reduce", size)
 
     def _tensor(self, rank: int, shard: int, norms: int) -> Tally:
-        """Return the traffic over the tensor axis: activations, partial gradients, norms, and
-        matrices updated as wholes."""
+        """Return the traffic over the tensor axis: activations, partial gradients, norms, and the
+        slices of matrices that the optimizer updates as wholes."""
         tally, layout = Tally(self.layout.tensor), self.layout
         for stage in self.placed.stages_of(rank):
             for message in self._messages(stage):
@@ -165,7 +167,8 @@ class StepTraffic:
         return tally
 
     def _messages(self, stage: int) -> Iterator[Message]:
-        """Yield the messages of one microbatch in a stage, over the axes of a layer."""
+        """Yield the messages of one microbatch inside the layers of a stage: over the tensor axis,
+        over the context axis, and to ranks with other experts."""
         config, first = self.model, self.model.adapt.first_layer
         if stage == 0:
             yield from self._passes(describe.embedding(config, self.vocab_size), False)
@@ -181,7 +184,8 @@ class StepTraffic:
             yield from self._passes(describe.head(config, self.vocab_size), True)
 
     def _passes(self, rows: Sequence[Operator], input_trains: bool) -> Iterator[Message]:
-        """Yield the messages of rows in their forward and in their backward, whole or split."""
+        """Yield the messages of operators in their forward and in their backward, which is split if
+        the schedule splits it."""
         yield from messages(rows, self.sizes, "forward")
         phases: Sequence[Phase] = ("backward",)
         if KINDS[self.layout.schedule].splits:
@@ -191,8 +195,9 @@ class StepTraffic:
 
     @property
     def _is_scattered(self) -> bool:
-        """Return True if each tensor rank sends only a share of the activations, because all tensor
-        ranks hold the same activations."""
+        """Return True if each tensor rank sends only its slice of the activations to the next
+        stage. All tensor ranks hold the same activations, so together they send each element
+        once."""
         layout, elements = self.layout, self.sizes.tokens * self.model.hidden
         return (
             layout.scatter_gather
@@ -222,21 +227,23 @@ class StepTraffic:
     def _data(self, rank: int, shard: int, data: int, step: int) -> dict[str, Tally]:
         """Return the traffic of gradients and weights, by group.
 
-        Each rank has psi gradients and psi weights. The volumes at the right are for many ranks,
-        for m = 1 and for equal types (Rajbhandari et al. 2020, arXiv 1910.02054, section 7):
+        Each rank has psi gradients and psi weights. The last column is the volume that a rank sends
+        if there are many ranks, one microbatch in a step, and one type for weights and gradients
+        (Rajbhandari et al. 2020, arXiv 1910.02054, section 7):
 
             ZeRO 0   a sum of the gradients                                          2 psi
-            ZeRO 1   gradients are scattered, updated weights gathered               2 psi
-            ZeRO 2   as ZeRO 1, but the gradients of each microbatch on their own    2 psi
-            ZeRO 3   weights are gathered for each forward and each backward of a
-                     microbatch, which recomputes with the weights that it has       3 psi
-                     (less those still there from the op before); frozen ones, too
+            ZeRO 1   gradients are scattered, updated weights are gathered           2 psi
+            ZeRO 2   like ZeRO 1, but gradients are scattered in each microbatch     2 psi
+            ZeRO 3   weights, including frozen weights, are gathered for each        3 psi
+                     forward and each backward of a microbatch, unless they are
+                     still in memory; recomputation uses the weights of its backward
 
-        If shards have copies, each part of the gradients is summed over the copies at the end. If
-        experts are distributed over ranks, the gradients of all other parameters are also summed
-        over ranks with different experts. For the norm of all gradients, the ranks gather the norms
-        of rows of gradients. If the optimizer updates whole matrices, their parts travel to the
-        owners of the matrices and back.
+        If several shard groups have copies of the same shards, each shard of the gradients is
+        summed over the groups at the end of the step. If experts are distributed over ranks, the
+        gradients of all other parameters are also summed over ranks with different experts. For the
+        norm of all gradients, the ranks gather the norms of rows of gradients. If the optimizer
+        updates whole matrices, the shards of a matrix are sent to the rank that updates it, and the
+        updated shards are sent back.
         """
         layout, m, shards = self.layout, self.microbatches, self.layout.shards
         if self.reproducible:
@@ -275,9 +282,9 @@ class StepTraffic:
 
     def _whole_sums(self, rank: int) -> dict[str, Tally]:
         """Return the traffic of gradients that are not sharded. The gradients of distributed
-        experts are summed along one axis after the other, and all other gradients over all ranks
-        that see different tokens. In the buffer, the second gradient of a tied table comes after
-        the gradients of experts."""
+        experts are summed along one axis after the other. All other gradients are summed over all
+        ranks that have different tokens. In the buffer, the second gradient of a tied table comes
+        after the gradients of experts."""
         grid, units = layout_grid(self.layout), self.held.units(rank, False, 1)[0]
         element = self.sizes.wide_bytes
         apart = sum(size for unit, size in units.items() if of_experts(unit))
@@ -294,8 +301,9 @@ class StepTraffic:
         return tallies
 
     def _tree(self, rank: int) -> Tally:
-        """Return the traffic of a tree of microbatches: each data rank broadcasts its nodes to all
-        others, stage by stage."""
+        """Return the traffic of a reproducible sum along a binary tree over all microbatches. Each
+        data rank broadcasts the sums at its nodes of the tree to all other data ranks, stage by
+        stage."""
         m, d = self.microbatches, self.layout.data
         tally = Tally(d)
         nodes = sum(tree_nodes(m * d, r * m, (r + 1) * m) for r in range(d))
@@ -306,8 +314,9 @@ class StepTraffic:
         return tally
 
     def _ends(self, rank: int, shard: int) -> Tally:
-        """Return the traffic of this rank's part of the two gradients of a tied table, one from the
-        embedding and one from the head, if these are on two ranks."""
+        """Return the traffic that sums this rank's shard of the two gradients of a tied table. One
+        gradient is from the embedding and one from the head. If both are on one rank, there is no
+        traffic."""
         first, last = (self.placed.rank_of(stage) for stage in (0, self.held.last))
         if not self.held.tied or first == last or rank not in (first, last):
             return Tally(1)
@@ -319,7 +328,8 @@ class StepTraffic:
 
 
 def _dealt(of: StepTraffic, rank: int, shard: int) -> Dealt:
-    """Return a rank's work in an update of whole matrices."""
+    """Return the matrices that a rank updates as wholes, and the slices that it exchanges for
+    this."""
     if not of.method.matrices:
         return Dealt()
     layout = of.layout
@@ -357,8 +367,9 @@ def _told(of: StepTraffic, rank: int, data: int, step: int) -> Tally:
 
 
 def tree_nodes(leaves: int, first: int, end: int) -> int:
-    """Return the least number of nodes of the binary tree over `leaves` that together cover the
-    leaves `first` to `end` - 1. A node without a sibling and its parent are counted as one node."""
+    """Return the smallest number of nodes of the binary tree over `leaves` leaves that together
+    cover the leaves `first` to `end` - 1. A node without a sibling and its parent are counted as
+    one node."""
     nodes = 0
     while first < end:
         span = 1

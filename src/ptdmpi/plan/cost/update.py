@@ -1,4 +1,4 @@
-"""The optimizer's part of a step: on the device, on the host, or with its state in a file."""
+"""The time of the optimizer in a step: on the device, on the host, or with the state in a file."""
 
 from ptdmpi.config import InputError
 from ptdmpi.config.layout import Layout
@@ -13,7 +13,8 @@ class UpdateTimes:
     The rank updates its shard of these parameters."""
 
     def __init__(self, machine: Machine, moments: int = 2) -> None:
-        """Store the machine; `moments` is how many numbers the optimizer keeps per parameter."""
+        """Store the machine. `moments` is the number of moments that the optimizer keeps per
+        parameter."""
         self.moments = moments
         self.machine, self.cluster = machine, machine.cluster
         self.gradient_bytes = self.cluster.software.gradient_bytes
@@ -21,9 +22,10 @@ class UpdateTimes:
     def optimizer_s(self, layout: Layout, elements: float) -> float:
         """Return the seconds of the optimizer's kernels, which memory bandwidth bounds.
 
-        The kernels clear the gradients, divide them by d, and update this rank's shard. (This
-        trainer does not divide gradients, because the weights of its loss include the division.)
-        Raises InputError if the cluster file lacks a rate that an offloaded update needs.
+        The kernels clear the gradients, divide them by the number of data ranks, and update this
+        rank's shard. (This trainer does not divide gradients, because the weights of its loss
+        include the division.) Raises InputError if the cluster file lacks a rate that an offloaded
+        update needs.
         """
         shard = elements / layout.shards
         kernels = self._update_bytes()
@@ -46,16 +48,17 @@ class UpdateTimes:
         return self.machine.stream_s(elements * self.gradient_bytes) / every if every else 0.0
 
     def matrix_s(self, whole: Whole, tensor: int, group: Group) -> float:
-        """Return the seconds of Muon for one parameter: its products, which each tensor rank
-        computes itself, and the gather of its slices from the tensor axis."""
+        """Return the seconds of Muon for one matrix: its matrix products, which every tensor rank
+        computes for the whole matrix, and the gather of the slices of the matrix over the tensor
+        axis."""
         products_s = sum(self.machine.gemm_s(*sizes) for sizes in products(whole))
         gathered = gathered_bytes(whole, tensor, self.machine.element_bytes)
         return products_s + self.machine.all_gather_s(gathered, group)
 
     def matrices_s(self, some: Dealt, tensor: int, group: Group, shards: Group) -> float:
         """Return the seconds of Muon for all matrices that a rank makes orthogonal. The seconds
-        include the parts of matrices that the rank exchanges with other ranks of its shard group,
-        and the parts of the update that come back."""
+        include the exchange of shards of the matrices with the other ranks of its shard group,
+        before and after the update."""
         made = (n * self.matrix_s(matrix, tensor, group) for (matrix, _), n in some.makes.items())
         element, crosses = iteration_bytes(self.machine.element_bytes), shards.nodes > 1
         ways = [
@@ -67,9 +70,10 @@ class UpdateTimes:
     def _update_bytes(self) -> list[int]:
         """Return the bytes per parameter that each kernel of the update moves.
 
-        The kernels widen the gradient if it is narrower than the master; take out the loss scale
-        (fp16); take the norm; scale; run the optimizer, which reads gradient, master and moments
-        and writes the last two (AdamW 7 numbers, SGD 3); and copy the master to the weight.
+        There are up to six kernels. They convert the gradient to float32 if it is in a half type,
+        divide by the loss scale (fp16), compute the norm, scale the gradient to clip it, run the
+        optimizer, and copy the master weight to the weight. The optimizer reads gradient, master
+        weight and moments, and writes master weight and moments (AdamW 7 numbers, SGD 3).
         """
         gradient, weight, w = self.gradient_bytes, self.machine.element_bytes, FLOAT32.bytes
         kernels = [w, 2 * w, (3 + 2 * self.moments) * w]
@@ -85,8 +89,8 @@ class UpdateTimes:
         """Return the seconds of an offloaded update, at the speed of the host's memory.
 
         Gradients are sent from the device to the host, and weights from the host to the device (Ren
-        et al. 2021, arXiv 2101.06840, section 4); state in a file is read and written. The ranks of
-        a node's devices share its memory and disk.
+        et al. 2021, arXiv 2101.06840, section 4); optimizer state in a file is read and written.
+        The ranks on a node share its memory and disk.
         """
         if missing := self.cluster.lacks(offload):
             keys = " and ".join(f"host.{key}" for key in missing)
@@ -101,8 +105,8 @@ class UpdateTimes:
         else:
             assert host.memory_bytes_per_s and host.link_bytes_per_s  # `lacks` has checked them
             update_s = shard * sum(kernels) / (host.memory_bytes_per_s / devices)
-            # if the masters are the weights, the link also carries the weights from the device to
-            # the host
+            # if the weights are the master weights, the link also carries the weights from the
+            # device to the host
             moved = self.gradient_bytes + weight * (2 if weight >= FLOAT32.bytes else 1)
             update_s += shard * moved / host.link_bytes_per_s
         if offload == "disk":

@@ -1,1 +1,2 @@
-"""A layer as data: operators in rows, from which the model is built and the planner counts."""
+"""A layer as a list of operators. The model is built from this list, and the planner computes costs
+from it."""

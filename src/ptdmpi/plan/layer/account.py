@@ -19,8 +19,7 @@ from ptdmpi.config.choices import RECOMPUTE_MODES
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """`batch` products of matrices [m, k] and [k, n], and the number of kernels that compute
-    them."""
+    """`batch` products of matrices [m, k] and [k, n], which `launches` kernels compute."""
 
     m: int
     n: int
@@ -31,8 +30,8 @@ class MatrixProduct:
 
     @property
     def flops(self) -> float:
-        """Return the number of floating-point operations: m n k multiplications, and as many
-        additions, for each product."""
+        """Return the number of floating-point operations: m n k multiplications and m n k additions
+        for each product."""
         return 2.0 * self.batch * self.m * self.n * self.k
 
 
@@ -51,8 +50,8 @@ class MemoryPass:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """Kernels over `elements`. Each entry of `element_bytes` is the bytes that one kernel moves per
-    element.
+    """Kernels over `elements` elements. Each entry of `element_bytes` is the number of bytes that
+    one kernel moves per element.
 
     `kind` names the operation ("gelu", "layernorm_backward"): a cluster file with measurements has
     a time per element for it.
@@ -72,10 +71,11 @@ class Elementwise:
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """Attention whose scores stay on chip: `rows` queries of `columns` keys.
+    """Attention whose scores stay on chip, for `rows` queries with `columns` keys each.
 
     `products` is the number of matrix products: 2 forward and 5 backward (Dao et al. 2022, arXiv
-    2205.14135, algorithm 4). `seen` is the share of the causal scores that lie in a window.
+    2205.14135, algorithm 4). `seen` is the fraction of the causal scores that lie in the sliding
+    window.
     """
 
     rows: int
@@ -88,16 +88,16 @@ class FusedAttention:
 
     @property
     def flops(self) -> float:
-        """Return the number of floating-point operations as in model FLOPs: for every query with
-        every key, including masked pairs."""
+        """Return the number of floating-point operations by the convention of model FLOPs: every
+        query with every key, including masked pairs."""
         return 2.0 * self.products * self.rows * self.columns * self.head_size
 
 
 Kernel = MatrixProduct | MemoryPass | Elementwise | FusedAttention
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-# The phases of an operator: its forward, its backward, and, where the backward is split, the part
-# that computes the input's gradient (I) and the part that computes the weights' gradients (W).
+# The phases of an operator: its forward and its backward. A split backward has two phases instead:
+# "inputs" (I) computes the gradient of the input, and "weights" (W) the gradients of the weights.
 Phase = Literal["forward", "backward", "inputs", "weights"]
 
 
@@ -105,11 +105,11 @@ Phase = Literal["forward", "backward", "inputs", "weights"]
 class Message:
     """A collective of an activation or its gradient over an axis of the grid.
 
-    `whole_bytes` is the size of the whole tensor, as `base.traffic` counts a collective. `behind`
-    has the kernels that run at the same time as the message, on clusters that overlap them.
-    `pieces` is the number of messages that published programs send instead of one; the latency is
-    counted once for each of these messages. `to_next` marks an all-to-all in which each rank sends
-    the whole tensor to the next rank.
+    `whole_bytes` is the size of the whole tensor, by the convention of `base.traffic`. `behind` has
+    the kernels that run at the same time as the message, on clusters that overlap kernels and
+    messages. `pieces` is the number of messages that published programs send instead of one; the
+    latency is counted once for each of these messages. `to_next` marks an all-to-all in which each
+    rank sends the whole tensor to the next rank.
     """
 
     collective: Collective
@@ -139,11 +139,11 @@ class Item:
 
 
 def kept(items: Iterable[Item], mode: str) -> list[Item]:
-    """Return the items that recomputation `mode` keeps until the backward pass."""
+    """Return the tensors in `items` that recomputation `mode` keeps until the backward pass."""
     rank = RECOMPUTE_MODES.index
     return [item for item in items if rank(mode) <= rank(item.kept_up_to)]
 
 
 def total_bytes(items: Iterable[Item]) -> int:
-    """Return the bytes of all items."""
+    """Return the total bytes of the tensors in `items`."""
     return sum(item.bytes for item in items)

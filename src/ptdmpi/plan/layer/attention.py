@@ -1,4 +1,5 @@
-"""The core of attention, from the output of the first linear to the outputs of the heads."""
+"""The operators of attention between its two linears: from queries, keys and values to the outputs
+of the heads."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,11 +38,12 @@ PLAIN_SOFTMAX = (6 + 8 + 9 + 8 + 6, 6 + 12 + 8 + 9 + 8 + 6)
 
 @dataclass(frozen=True)
 class SplitHeads(Operator):
-    """[s, b, (a + 2 kv)/t d] -> queries, keys and values by head, normalised and rotated.
+    """The output of the first linear, [positions, sequences, (query heads + 2 key heads) of this
+    rank x head size] -> queries, keys and values by head, normalised and rotated.
 
     `norms` are the norms of queries and of keys, each over a head (Dehghani et al. 2023, arXiv
-    2302.05442, section 2); empty if the model has none. `rotates`: the model has RoPE (Su et al.
-    2021, arXiv 2104.09864).
+    2302.05442, section 2); empty if the model has no such norms. `rotates` is True if the model has
+    RoPE (Su et al. 2021, arXiv 2104.09864).
     """
 
     norms: tuple[tuple[str, Norm], ...] = ()
@@ -52,7 +54,7 @@ class SplitHeads(Operator):
 
     def _normalised(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
         """Yield the kernels of the norm of queries and the norm of keys. Their time is computed as
-        for one norm over both."""
+        if one norm were over queries and keys."""
         if not self.norms:
             return
         heads, kv_heads = sizes.priced_heads
@@ -68,7 +70,8 @@ class SplitHeads(Operator):
 
     def _rotated(self, sizes: Sizes) -> Iterator[Kernel]:
         """Yield the kernels of the rotation: two products, a difference and a sum. Queries and keys
-        are rotated together unless norms have separated them. They are not priced."""
+        are rotated together unless norms have separated them. These kernels have no time of their
+        own (`priced` is False)."""
         if not self.rotates:
             return
         heads, kv_heads = sizes.priced_heads
@@ -76,7 +79,8 @@ class SplitHeads(Operator):
         if self.norms:
             rotations = heads, kv_heads
         for count in rotations:
-            # each product reads and writes all; each other kernel reads two halves and writes one
+            # each product reads and writes all elements; each other kernel reads two halves and
+            # writes one half
             moved = 2 * _moved_bytes(sizes, count) * (1 + 0.75)
             yield MemoryPass(moved, launches=4, priced=False)
 
@@ -101,8 +105,8 @@ class SplitHeads(Operator):
         yield MemoryPass(_moved_bytes(sizes, heads + 2 * kv_heads))
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the norms' input. It is the whole output of the linear, because queries and keys
-        are views of that output."""
+        """Yield the input of the norms, and their statistics. The input is the whole output of the
+        first linear, because queries and keys are views of this output."""
         if not self.norms:
             return
         heads, kv_heads = sizes.local_heads
@@ -126,22 +130,24 @@ def _moved_bytes(sizes: Sizes, heads: int) -> int:
 class Attend(Operator):
     """softmax(Q K^T) V by head, with mask, cap, window and dropout; then the heads are joined.
 
-    Scores that are written to memory have a s^2 b / t elements; FlashAttention keeps none (Dao et
-    al. 2022, arXiv 2205.14135, algorithm 4). `RingCore` describes the costs of ring attention.
+    Explicit attention writes one score for each head of this rank, each query and each key to
+    memory; FlashAttention keeps no scores (Dao et al. 2022, arXiv 2205.14135, algorithm 4).
+    `RingCore` describes the costs of ring attention.
     """
 
     recomputed_selectively: ClassVar[bool] = True
 
     def multiplications(self, model: ModelConfig) -> float:
-        """Return the multiplications of Q K^T and of weights V, per position. Each query counts all
-        s positions, or only its window; the result is the mean over layers."""
+        """Return the multiplications of Q K^T and P V per position, where P are the softmaxed
+        scores. A query is counted with all positions of the sequence, or only with its window. The
+        result is the mean over layers."""
         return 2 * model.attention_width * model.mean_keys
 
     # -- time -------------------------------------------------------------------------------------
 
     def core(self, sizes: Sizes, backward: bool) -> Iterator[Kernel]:
-        """Yield the kernels from query, key and value to the heads' outputs. They are never fused
-        if scores are capped."""
+        """Yield the kernels from queries, keys and values to the outputs of the heads. These
+        kernels are never fused if scores are capped."""
         if _in_ring(sizes):
             yield from RingCore(sizes).kernels(seen_share(sizes), backward)
             return
@@ -159,7 +165,8 @@ class Attend(Operator):
                 seen=seen_share(sizes),
             )
             return
-        # forward Q K^T, P V; backward dO V^T, then P^T dO, dS K and dS^T Q
+        # the products are Q K^T and P V in a forward, and dO V^T, P^T dO, dS K and dS^T Q in a
+        # backward
         yield MatrixProduct(queries, s, d, batch)
         for _ in range(3 if backward else 1):
             yield MatrixProduct(queries, d, s, batch)
@@ -167,7 +174,8 @@ class Attend(Operator):
         fused = not capped and s <= FUSED_KEYS and batch % FUSED_HEADS == 0
         softmax = (FUSED_SOFTMAX if fused else PLAIN_SOFTMAX)[backward]
         e = sizes.compute_bytes
-        # because of the mask, the softmax kernel reads only half of the scores, but it writes all
+        # because of the causal mask, the softmax kernel reads only half of the scores, but it
+        # writes all scores
         yield MemoryPass(scores * softmax * e / 2)
         if sizes.software.dropout:
             yield MemoryPass(scores * (2 * e + 1))
@@ -197,8 +205,9 @@ class Attend(Operator):
     # -- memory -----------------------------------------------------------------------------------
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the tensors kept for the backward. The output is one of them, because the kernels'
-        backward reads it. The next operator also reads it as its input."""
+        """Yield the tensors that are kept for the backward. The output of the core is one of them,
+        because the backward of the kernels reads it. The next operator also reads it as its
+        input."""
         model, c = sizes.model, sizes.compute_bytes
         heads, kv_heads, _ = _core_shape(sizes)
         explicit = model.attention_dropout > 0.0
@@ -206,8 +215,8 @@ class Attend(Operator):
             width = sizes.share(model.attention_width)
             yield Item(f"{self.name}.output", sizes.tokens * width, c)
         elif not explicit and not model.attention_softcap and sizes.operand_bytes == c:
-            # the next row sends the output but does not keep it; only the backward of the attention
-            # kernel reads it
+            # the next operator sends the output but does not keep it; only the backward of the
+            # attention kernel reads the output
             yield Item(f"{self.name}.output", heads * _rows(sizes) * model.head_size, c, "none")
         if _in_ring(sizes):
             yield from RingCore(sizes).kept()
@@ -215,15 +224,18 @@ class Attend(Operator):
         if not sizes.fused_attention:
             yield from self._kept_by_published_program(sizes)
             return
-        # the explicit core repeats grouped keys and values, FlashAttention does not
+        # the explicit core repeats the key and value heads of a group for each query head,
+        # FlashAttention does not
         repeated = heads if explicit else kv_heads
-        # capped scores are computed in blocks, and operands are widened only for their block
+        # capped scores are computed in blocks, and operands are converted to float32 only for one
+        # block at a time
         capped = model.attention_softcap > 0.0 and not explicit
         copied = repeated != kv_heads
         copied = copied or (sizes.operand_bytes != c and not capped)
         queries = heads * _rows(sizes) * model.head_size
         keys = 2 * sizes.keys * model.head_size
-        # if products work on a copy, only the core's recomputation needs the originals
+        # if the matrix products use a copy, only the recomputation of the core needs the original
+        # tensors
         if mode == "selective" or not copied:
             yield Item("attention.query_key_value", queries + kv_heads * keys, c)
         if copied:
@@ -235,8 +247,8 @@ class Attend(Operator):
             yield from self._kept_by_kernels(sizes)
 
     def _kept_by_published_program(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the tensors that Megatron-LM keeps by the account of Korthikanti et al. 2022 (arXiv
-        2205.05198, section 4.1): with dropout, and only the softmax fused."""
+        """Yield the tensors that Megatron-LM keeps according to Korthikanti et al. 2022 (arXiv
+        2205.05198, section 4.1): with dropout, and with only the softmax fused."""
         c, per_head = sizes.compute_bytes, sizes.tokens * sizes.model.head_size
         heads, kv_heads = sizes.local_heads
         scores = sizes.tokens * heads * sizes.model.seq_length
@@ -266,7 +278,7 @@ class Attend(Operator):
         model, c = sizes.model, sizes.compute_bytes
         heads, kv_heads, _ = _core_shape(sizes)
         rows = _rows(sizes)
-        if not model.attention_softcap:  # capped scores are computed again with their softmax
+        if not model.attention_softcap:  # the backward recomputes a capped softmax
             yield Item("attention.logsumexp", rows * heads, sizes.wide_bytes, "none")
         repeats = sizes.software.repeats_keys and not model.attention_softcap
         if repeats and c >= sizes.wide_bytes and kv_heads < heads:
@@ -279,8 +291,8 @@ class Attend(Operator):
             yield Item("attention.output.copy", size, sizes.wide_bytes, "none")
 
     def forward_bytes(self, sizes: Sizes) -> int:
-        """Return the number of bytes of queries, keys, values and the output, and of their copies
-        if operands are widened for products."""
+        """Return the number of bytes of queries, keys, values and the output, and of their float32
+        copies if matrix products need these."""
         if _in_ring(sizes):
             return RingCore(sizes).forward_bytes()
         each = sizes.compute_bytes
@@ -290,8 +302,9 @@ class Attend(Operator):
         return 2 * (_rows(sizes) + sizes.keys) * width * each
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradients of the softmax's output and input, or, for kernels
-        without stored scores, of the operands' gradients."""
+        """Return the working bytes of the backward. With explicit scores these are the gradients of
+        the softmax's output and input. For kernels that store no scores they are the gradients of
+        the operands."""
         if _in_ring(sizes):
             return RingCore(sizes).backward_bytes()
         model = sizes.model
@@ -304,8 +317,8 @@ class Attend(Operator):
         return operands + capped_block_bytes(sizes)
 
     def drawing_bytes(self, sizes: Sizes) -> int:
-        """Return the number of bytes of the dropout mask's hashes, in addition to scores and
-        weights."""
+        """Return the number of bytes that drawing the dropout mask needs: the hashes, and two
+        tensors as large as the scores."""
         if sizes.model.attention_dropout == 0.0 or _in_ring(sizes):
             return 0
         scores = _core_shape(sizes).heads * _rows(sizes) * sizes.model.seq_length
@@ -313,8 +326,8 @@ class Attend(Operator):
 
 
 def _core_shape(sizes: Sizes) -> CoreShape:
-    """Return the part of the attention core that a rank computes. Its heads are padded if the
-    tensor-parallel size t does not divide them."""
+    """Return the part of the attention core that a rank computes. The number of heads is rounded up
+    if the tensor-parallel size does not divide it."""
     return CoreShape.of(sizes, sizes.local_heads)
 
 
@@ -323,14 +336,14 @@ def _in_ring(sizes: Sizes) -> bool:
 
 
 def _rows(sizes: Sizes) -> int:
-    """Return the number of queries of a microbatch for each head of this rank."""
+    """Return the number of queries that this rank has for each of its heads in a microbatch."""
     return _core_shape(sizes).queries * sizes.layout.micro_size
 
 
 def seen_share(sizes: Sizes) -> float:
-    """Return the number of scores that lie in the window, as a share of all scores of a causal
-    layer. The share is the mean over layers, on the context rank with the most such scores. On one
-    rank, a window of r s keys gives 1 - (1 - r)^2."""
+    """Return the fraction of the scores of a causal layer that lie in the sliding window. The
+    fraction is the mean over layers, on the context rank with the most such scores. On one rank, if
+    the window is a fraction r of the sequence length, the result is 1 - (1 - r)^2."""
     model = sizes.model
     s, window = model.seq_length, model.sliding_window
     if not 0 < window < s:
@@ -346,14 +359,15 @@ def seen_share(sizes: Sizes) -> float:
 def kept_probabilities(sizes: Sizes) -> int:
     """Return the number of probabilities that each head keeps of a microbatch.
 
-    The probabilities are kept in blocks of queries. A block has all keys up to its last query, even
-    the keys that windows and documents hide.
+    The probabilities are kept in blocks of queries. A block has all keys up to the position of its
+    last query, even the keys that are hidden by windows or are in other documents.
     """
     model, block = sizes.model, sizes.software.kept_block
     if model.attention != "causal" or model.attention_softcap:
         return 0
     count = 0
-    # the queries of the first context rank; in zigzag order every rank has as many probabilities
+    # count the queries of the first context rank; in zigzag order every context rank has the same
+    # number of probabilities
     runs = [range(model.seq_length)]
     if _core_shape(sizes).queries < model.seq_length:
         chunk = model.seq_length // (2 * sizes.layout.context)
@@ -366,10 +380,11 @@ def kept_probabilities(sizes: Sizes) -> int:
 
 
 def capped_block_bytes(sizes: Sizes) -> int:
-    """Return the bytes of attention with capped scores, one block of queries on all keys.
+    """Return the working bytes of attention with capped scores, for one block of queries with all
+    keys.
 
-    These are the scores, their values of tanh, the gradients of both, a factor of these gradients,
-    and the weights in the type in which they are multiplied.
+    They are four tensors of scores in the type of sums (float32 or wider), for the scores, their
+    tanh and gradients, and the attention weights in the type of matrix products.
     """
     model = sizes.model
     if not model.attention_softcap:

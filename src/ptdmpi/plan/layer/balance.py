@@ -1,17 +1,17 @@
-"""The balance of causal attention over the ranks of an axis that cuts sequences in zigzag.
+"""The balance of causal attention over the context ranks, which cut sequences in zigzag order.
 
-Each of c ranks has two of 2c equal chunks, r and 2c - 1 - r. Without a window every rank has the
-same number of scores (Dubey et al. 2024, arXiv 2407.21783, section 3.3.2). With a window the
-numbers differ, because queries in the first chunks see fewer keys than other queries. So the rank
-with the first chunk has fewer scores than the other ranks.
+A sequence is cut into 2c equal chunks for c ranks, and rank r has the chunks r and 2c - 1 - r.
+Without a window every rank has the same number of scores (Dubey et al. 2024, arXiv 2407.21783,
+section 3.3.2). With a window the numbers differ, because queries in the first chunks see fewer keys
+than other queries. So the rank with the first chunk has fewer scores than the other ranks.
 """
 
 import itertools
 
 
 def scores_before(position: float, window: float) -> float:
-    """Return the number of scores of the queries before `position` if each sees at most `window`
-    keys."""
+    """Return the number of scores of all queries before `position` if each query sees at most
+    `window` keys."""
     inside = min(position, window)
     return inside**2 / 2 + window * (position - inside)
 
@@ -20,7 +20,7 @@ def imbalance(length: int, window: int, context: int) -> float:
     """Return the number of scores of the busiest of `context` ranks, divided by the mean number
     over these ranks.
 
-    The sequence has `length` positions; `window` is the number of keys that a query sees at most.
+    The sequence has `length` positions, and a query sees at most `window` keys.
     """
     if window >= length or context == 1:
         return 1.0

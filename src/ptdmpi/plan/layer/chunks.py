@@ -1,26 +1,28 @@
-"""Sizes of the chunks in which large tensors are computed to save memory. They change no result.
+"""Sizes of the chunks in which large tensors are computed to save memory. The sizes change no
+result.
 
-The loss widens logits to float32 in chunks of rows. On a CPU a chunk is 1 MiB, which fits into a
+The loss converts logits to float32 in chunks of rows. On a CPU a chunk is 1 MiB, which fits into a
 core's caches. On a device it is 64 MiB, so that kernels are few and long. The value for devices was
-chosen by reasoning, not by measurement. Attention by products computes the scores of a block of
-queries at once.
+chosen by reasoning, not by measurement. Attention by matrix products computes the scores of one
+block of queries at a time.
 """
 
 HOST_ELEMENTS = 2**18
 DEVICE_ELEMENTS = 2**24
-QUERY_BLOCK = 128  # queries whose scores are computed at once,
-BLOCK_SCORES = 1 << 20  # and the number of these scores
+QUERY_BLOCK = 128  # number of queries whose scores are computed at once
+BLOCK_SCORES = 1 << 20  # largest number of scores that are computed at once
 
 
 def loss_rows(columns: int, on_host: bool) -> int:
-    """Return how many rows, each of `columns` logits, the loss converts to float32 at once; at
+    """Return the number of rows of `columns` logits that the loss converts to float32 at once; at
     least 1."""
     elements = HOST_ELEMENTS if on_host else DEVICE_ELEMENTS
     return max(1, elements // max(1, columns))
 
 
 def scores_at_once(queries: int, keys: int, *, heads: int, group: int) -> int:
-    """Return how many scores of a block of queries are computed at once. They are the scores of all
-    `heads`, or of as many groups of heads as BLOCK_SCORES allows, but at least of one group."""
+    """Return the number of scores of a block of queries that are computed at once. They are the
+    scores of all `heads`, or, if these are more than BLOCK_SCORES, of as many heads as BLOCK_SCORES
+    allows, but at least of one group of `group` heads."""
     block = min(QUERY_BLOCK, queries) * keys
     return min(heads * block, max(BLOCK_SCORES, group * block))

@@ -1,8 +1,8 @@
-"""Attention over a context axis, whose ranks have different positions of a sequence. The module has
-the part of the core that a rank computes, and the operators that communicate.
+"""Attention over the context axis, whose ranks have different positions of a sequence: the part of
+the attention core that a rank computes, and the operators that communicate.
 
-Each method of context parallelism has its own operators ("rows"). The operators of methods that a
-layout does not use have no costs.
+Each method of context parallelism has its own operators. The operators of methods that a layout
+does not use have no costs.
 """
 
 import math
@@ -16,27 +16,30 @@ from ptdmpi.plan.layer.chunks import QUERY_BLOCK, scores_at_once
 from ptdmpi.plan.layer.operator import Operator, hash_bytes
 from ptdmpi.plan.layer.sizes import Sizes
 
-# How often a score is read or written outside of products, in a forward and in a backward: maximum,
-# difference, exponential and sum; in a backward difference, exponential, and the scores' gradient.
+# The number of times that a score is read or written outside of matrix products, in a forward and
+# in a backward. The forward computes maximum, difference, exponential and sum. The backward
+# computes difference, exponential, and the gradient of the scores.
 SOFTMAX_PASSES = (6, 10)
-HASH_BYTES = 8  # bytes of a query's hash, from which the dropout of its weights is drawn
-# How often the result is read or written in each visit of keys, when it is scaled and the new part
-# is added.
+HASH_BYTES = 8  # bytes of a query's hash, from which the dropout of its attention weights is drawn
+# The number of times that the result is read or written for each block of keys and values that
+# arrives: the result is scaled, and the block's contribution is added.
 MERGE_PASSES = 5
 
 
 def key_copies(kv_heads: int, ranks: int) -> int:
-    """Return how many copies of each key head are needed, so that the heads can be distributed over
-    `ranks` ranks: the least number with which each rank has as many key heads as any other.
+    """Return the number of copies of each key head that are needed to distribute the key heads over
+    `ranks` ranks. It is the smallest number with which all ranks have equally many key heads.
 
-    If the ranks divide the query heads, the copies divide the query heads of a key head.
+    If `ranks` divides the number of query heads, the number of copies divides the number of query
+    heads of each key head.
     """
     return ranks // math.gcd(kv_heads, ranks)
 
 
 class CoreShape(NamedTuple):
-    """The part of the core that a rank computes in each sequence: the numbers of query heads and of
-    key heads, and the number of queries of a head. It reads the keys of all positions."""
+    """The part of the attention core that a rank computes in each sequence: the numbers of query
+    heads and of key heads, and the number of queries of a head. The rank reads the keys of all
+    positions."""
 
     heads: int
     kv_heads: int
@@ -44,7 +47,8 @@ class CoreShape(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Sizes, heads_of_both: tuple[int, int]) -> "CoreShape":
-        """Return the part of a context rank, if its tensor rank has these query and key heads.
+        """Return the part of a context rank. `heads_of_both` is (query heads, key heads) of its
+        tensor rank.
 
         With "all_gather" and "ring" a context rank computes all heads for its own queries. With
         "ulysses" it computes 1/c of the heads for all queries, where c is the number of context
@@ -59,7 +63,8 @@ class CoreShape(NamedTuple):
 
 @dataclass(frozen=True)
 class _Exchange(Operator, ABC):
-    """Messages over the context axis before or after the core, and the copies next to them."""
+    """Messages over the context axis before or after the attention core, and the copies that they
+    need."""
 
     @abstractmethod
     def _bytes(self, sizes: Sizes) -> int:
@@ -81,15 +86,15 @@ class _Exchange(Operator, ABC):
         return 2 * self._bytes(sizes)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the number of bytes of the gradients, which are in memory three times: as they are
-        computed, as they are sent, and as they arrive."""
+        """Return the number of bytes of the gradients, which are in memory three times: in the
+        computed order, in the order in which they are sent, and as received."""
         return 3 * self._bytes(sizes)
 
 
 @dataclass(frozen=True)
 class GatherKeys(_Exchange):
-    """The gather of the keys and values of all positions from the ranks that have them, with a copy
-    of this rank's queries. Only the method "all_gather" needs it.
+    """The gather of the keys and values of all positions from the context ranks. Only the method
+    "all_gather" needs it.
 
     The gradients of keys and values are summed over the context axis (Dubey et al. 2024, arXiv
     2407.21783, section 3.3.2).
@@ -118,18 +123,18 @@ class GatherKeys(_Exchange):
 
 @dataclass(frozen=True)
 class _Dealing(_Exchange):
-    """An all-to-all before or after the core. Before it a rank has all heads at some positions, and
-    after it some heads at all positions, or the other way round. Only the method "ulysses" needs
-    it.
+    """An all-to-all before or after the attention core. The all-to-all before the core takes a rank
+    from all heads at its own positions to some heads at all positions. The all-to-all after the
+    core does the reverse. Only the method "ulysses" needs them.
 
-    In the core each rank has 1/c of the heads at all positions (Jacobs et al. 2023, arXiv
-    2309.14509, section 3.1).
+    In the core each of c context ranks has 1/c of the heads at all positions (Jacobs et al. 2023,
+    arXiv 2309.14509, section 3.1).
     """
 
     @abstractmethod
     def _elements(self, sizes: Sizes) -> int:
-        """Return the number of elements that a rank has before the exchange, which equals the
-        number after it."""
+        """Return the number of elements that a rank has before the exchange. It has the same number
+        afterwards."""
 
     def _bytes(self, sizes: Sizes) -> int:
         """Return the bytes of `_elements`; 0 if nothing is exchanged."""
@@ -137,8 +142,8 @@ class _Dealing(_Exchange):
         return deals * self._elements(sizes) * sizes.compute_bytes
 
     def _copies(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the copies before and after the exchange. The first collects the elements for each
-        receiver, and the second restores the order of heads and positions."""
+        """Yield the copies before and after the exchange. The first copy collects the elements for
+        each receiver, and the second copy restores the order of heads and positions."""
         if size := self._bytes(sizes):
             yield MemoryPass(4 * size, launches=2)
 
@@ -153,8 +158,8 @@ class _Dealing(_Exchange):
 @dataclass(frozen=True)
 class DealHeads(_Dealing):
     """Queries, keys and values of all heads at this rank's positions -> queries, keys and values of
-    this rank's part of the heads at all positions. Key heads are repeated if the ranks do not
-    divide them."""
+    this rank's heads at all positions. Key heads are repeated if their number is not divisible by
+    the number of context ranks."""
 
     def _elements(self, sizes: Sizes) -> int:
         heads, kv_heads = sizes.local_heads
@@ -164,14 +169,14 @@ class DealHeads(_Dealing):
 
 @dataclass(frozen=True)
 class JoinHeads(_Dealing):
-    """Outputs of this rank's part of the heads at all positions -> outputs of all heads at this
-    rank's positions."""
+    """Outputs of this rank's heads at all positions -> outputs of all heads at this rank's
+    positions."""
 
     def _elements(self, sizes: Sizes) -> int:
         return sizes.tokens * sizes.share(sizes.model.attention_width)
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the joined outputs, which are the input of the next row."""
+        """Yield the joined outputs, which are the input of the next operator."""
         if size := self._bytes(sizes):
             each = sizes.compute_bytes
             yield Item(f"{self.name}.output", size // each, each)
@@ -181,10 +186,11 @@ class RingCore:
     """Attention of this rank's queries to the keys and values of all ranks, which arrive one block
     after the other.
 
-    Scores are computed by products in float32 at least, for a block of queries and a chunk of keys
-    at a time, and are not kept. In each visit there are four pairs of a query chunk and a key
-    chunk. Under a causal mask a rank computes two pairs of each visit, and three pairs with its own
-    keys; two of these three are on the diagonal.
+    Scores are computed by matrix products in float32 or wider, for a block of queries and a chunk
+    of keys at a time, and are not kept. The arrival of one block of keys and values is called a
+    visit. In each visit there are four pairs of a query chunk and a key chunk. Under a causal mask
+    a rank computes two pairs of each visit. With its own keys it computes three pairs, of which two
+    are on the diagonal.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -195,8 +201,9 @@ class RingCore:
         self.key_elements = 2 * kv_heads * sizes.tokens * sizes.model.head_size
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
-        """Yield (queries, keys) of each pair of chunks that see each other. On the diagonal, each
-        block of queries reads the keys up to its own last position."""
+        """Yield (number of queries, number of keys) for each pair of chunks whose scores are
+        computed. On the diagonal, each block of queries reads the keys up to its own last position,
+        and the number of keys is the mean over blocks."""
         chunk, visits = self.chunk, self.sizes.layout.context
         if self.sizes.model.attention != "causal":
             yield from [(chunk, chunk)] * (4 * visits)
@@ -205,8 +212,8 @@ class RingCore:
         yield from [(chunk, (chunk + min(QUERY_BLOCK, chunk)) // 2)] * 2
 
     def kernels(self, seen: float, backward: bool) -> Iterator[Kernel]:
-        """Yield the kernels of a forward or of a backward; `seen` is the share of scores that lie
-        in a window."""
+        """Yield the kernels of a forward or of a backward. `seen` is the fraction of the scores
+        that lie in the sliding window."""
         sizes = self.sizes
         for queries, all_keys in self._pairs():
             keys = max(1, round(all_keys * seen))
@@ -223,28 +230,29 @@ class RingCore:
         return self.sizes.layout.micro_size * self.sizes.priced_heads[0]
 
     def _score_products(self, queries: int, keys: int, backward: bool) -> Iterator[Kernel]:
-        """Yield the products of a pair of chunks that have scores as a result: Q K^T, and in a
-        backward dO V^T."""
+        """Yield the matrix products whose result has the shape of the scores of a pair of chunks: Q
+        K^T, and in a backward also dO V^T."""
         yield from [MatrixProduct(queries, keys, self.sizes.model.head_size, self._batch)] * (
             1 + backward
         )
 
     def _value_products(self, queries: int, keys: int, backward: bool) -> Iterator[Kernel]:
-        """Yield the products of a pair of chunks that read scores: P V in a forward, and P^T dO,
-        dS^T Q and dS K in a backward."""
+        """Yield the matrix products that read the scores of a pair of chunks: P V in a forward, and
+        P^T dO, dS^T Q and dS K in a backward."""
         d = self.sizes.model.head_size
         if backward:
             yield from [MatrixProduct(keys, d, queries, self._batch)] * 2
         yield MatrixProduct(queries, d, keys, self._batch)
 
     def messages(self, phase: Phase, seen: float, input_trains: bool) -> Iterator[Message]:
-        """Yield the messages of a phase: each block of keys and values visits c - 1 other ranks. In
-        a backward its gradients follow it, and return to its own rank.
+        """Yield the messages of a phase. Each block of keys and values visits all other context
+        ranks. In a backward, the gradients of the block follow it, and at the end return to the
+        rank that owns it.
 
         The products of a visit overlap with the messages of the next visit. In a backward the
         products that compute scores overlap with the messages of keys and values. All other
-        products overlap with the messages of gradients, except when the gradients return to their
-        own rank.
+        products overlap with the messages of gradients, except with the last message, in which the
+        gradients return to their own rank.
         """
         if phase == "weights" or (phase != "forward" and not input_trains):
             return
@@ -264,7 +272,8 @@ class RingCore:
             yield Message("all_to_all", wide, "context", to_next=True)
 
     def kept(self) -> Iterator[Item]:
-        """Yield the tensors that are kept for the backward in addition to the output."""
+        """Yield the tensors that attention in a ring keeps for the backward in addition to its
+        output."""
         sizes = self.sizes
         size = self.query_elements + self.key_elements
         yield Item("attention.query_key_value", size, sizes.compute_bytes)
@@ -272,25 +281,25 @@ class RingCore:
         yield Item("attention.logsumexp", rows, sizes.wide_bytes)
 
     def forward_bytes(self) -> int:
-        """Return the number of bytes of these tensors: the inputs and the output; the queries and
-        the output in the type of sums; the present block of keys and values and the next one; the
-        scores."""
+        """Return the number of working bytes of the forward: for the inputs and the output, for the
+        queries and the output in the type of sums, for two blocks of keys and values (the present
+        and the next block), and for the scores."""
         narrow = 2 * self.query_elements + 3 * self.key_elements
         wide = 2 * self.query_elements * self.sizes.wide_bytes
         return narrow * self.sizes.compute_bytes + wide + self._tile_bytes()
 
     def backward_bytes(self) -> int:
-        """Return the number of bytes of these tensors: the queries and their gradient in the type
-        of sums; two blocks of keys and values; three blocks of their gradients (this rank's part,
-        the sum that arrives, and the new sum); the scores."""
+        """Return the number of working bytes of the backward: for the queries and their gradient in
+        the type of sums, for two blocks of keys and values, for three blocks of their gradients
+        (this rank's contribution, the received sum and the new sum), and for the scores."""
         wide = 2 * self.query_elements + 3 * self.key_elements
         blocks = 2 * self.key_elements * self.sizes.compute_bytes
         return wide * self.sizes.wide_bytes + blocks + self._tile_bytes()
 
     def _tile_bytes(self) -> int:
         """Return the number of bytes for the scores that are computed at once: the scores, their
-        values of tanh, the gradients of both, and the weights in the type in which they are
-        multiplied. With dropout there are also the mask and a hash of each query."""
+        tanh, the gradients of both, and the attention weights in the type of matrix products. With
+        dropout there are also the mask and the hashes."""
         sizes, model = self.sizes, self.sizes.model
         micro_size = sizes.layout.micro_size
         group = model.heads // model.kv_heads * micro_size

@@ -1,9 +1,9 @@
 """The parts of a model: its layer, its embedding and its head, each as operators in order.
 
 This list of operators is the only description of a model. The model is built from the list and
-computes it row by row (`model/transformer.py`). Parameters, time, memory, traffic and FLOPs are
-sums and maxima over the list (`folds.py`). A layer is a list of sublayers, each of which adds
-something to the residual stream x [s, b, h]:
+computes one operator after the other (`model/transformer.py`). Parameters, time, memory, traffic
+and FLOPs are sums and maxima over the list (`folds.py`). A layer is a list of sublayers. Each
+sublayer adds its output to the residual stream x [positions, sequences, hidden size]:
 
     attention     x -> norm -> qkv -> heads -> core -> out -> x + dropout
     mlp           x -> norm -> up -> activation -> down -> x + dropout
@@ -37,14 +37,15 @@ from ptdmpi.plan.layer.operator import Operator
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Scale, Sees, Table
 from ptdmpi.plan.layer.products import Multiply
 
-WORD_TABLE = "word"  # the part of the embedding that a tied head shares
-# numbers of a layer's dropout masks, except the masks of residual sums (`RandomStream.at`)
+WORD_TABLE = "word"  # name of the table that a tied head shares
+# number of a dropout mask in a layer -> its use; `AddResidual.place` numbers the masks of residual
+# sums (`RandomStream.at` uses the numbers)
 OTHER_MASKS = {2: "attention's weights", 3: "the adapters"}
 
 
 @dataclass(frozen=True)
 class Sublayer:
-    """Operators in order, from the residual stream "x" back to it."""
+    """Operators in order. The first reads the residual stream "x", and the last writes it."""
 
     name: str
     operators: tuple[Operator, ...]
@@ -52,20 +53,22 @@ class Sublayer:
 
 @dataclass(frozen=True)
 class LayerBuild:
-    """The model to which the sublayers of one layer belong, and whether its linears have
-    adapters."""
+    """The arguments from which a sublayer of a layer is made: the model, and True (`adapted`) if
+    the linears of the layer have adapters."""
 
     model: ModelConfig
     adapted: bool
 
     @property
     def residual_std(self) -> float:
-        """Return the standard deviation of weights whose outputs are added to the residual stream:
-        smaller by sqrt(2 l) (Radford et al. 2019, GPT-2, section 2.3)."""
+        """Return the initial standard deviation of weights whose outputs are added to the residual
+        stream: `init_std` divided by sqrt(2 x number of layers) (Radford et al. 2019, GPT-2,
+        section 2.3)."""
         return self.model.init_std / math.sqrt(2 * self.model.layers)
 
     def product(self, name: str, linear: Linear, source: str, target: str) -> Multiply:
-        """Return the row of a linear, with the adapters that it has."""
+        """Return the operator of a linear with its adapters. It reads the value `source` and writes
+        the value `target`."""
         adapters = adapters_of(self.model, name, linear) if self.adapted else ()
         if self.model.adapt.adapts:
             linear = replace(linear, trains=False)
@@ -80,7 +83,7 @@ class LayerBuild:
         )
 
     def norm(self, name: str, source: str, target: str) -> Normalize:
-        """Return the row of a norm over [h]."""
+        """Return the operator of a norm over the hidden size."""
         part = norm_part(self.model, trains=not self.model.adapt.adapts)
         return Normalize(name, (source,), (target,), part)
 
@@ -88,9 +91,9 @@ class LayerBuild:
         """Return a sublayer of operators that read "y" and write "y", with norm and residual sum.
 
         The forms are "pre": x + f(norm(x)); "post": norm(x + f(x)) (Vaswani et al. 2017, BERT); and
-        "sandwich": as "pre", with another norm of the added term (Ding et al. 2021, arXiv
-        2105.13290). `place` is the number of the sublayer's dropout mask. No other mask of the
-        layer has this number (`OTHER_MASKS`).
+        "sandwich": x + norm(f(norm(x))) (Ding et al. 2021, arXiv 2105.13290). `place` is the number
+        of the sublayer's dropout mask. No other mask of the layer may have this number
+        (`OTHER_MASKS`).
         """
         residual = AddResidual(
             name=f"{name}.residual",
@@ -111,7 +114,8 @@ class LayerBuild:
 
 
 def attention(build: LayerBuild) -> Sublayer:
-    """Return self-attention, its heads divided over the tensor axis (Vaswani et al. 2017)."""
+    """Return the sublayer of self-attention (Vaswani et al. 2017). The tensor axis divides its
+    heads."""
     model = build.model
     query = model.attention_width
     key_value = model.kv_heads * model.head_size
@@ -156,15 +160,15 @@ def attention(build: LayerBuild) -> Sublayer:
 
 
 def mlp(build: LayerBuild) -> Sublayer:
-    """Return the MLP of a layer: two linears around an activation function, a gated unit (Shazeer
-    2020), or a mixture of several MLPs."""
+    """Return the MLP sublayer of a layer: two linears around an activation function or around a
+    gated unit (Shazeer 2020), or a mixture of experts."""
     if build.model.experts:
         return _mixture(build)
     return build.sublayer("mlp", 1, *_feed_forward(build, "mlp", build.model.ffn_hidden))
 
 
 def _linears(build: LayerBuild, width: int) -> tuple[Linear, Linear]:
-    """Return the two linears of an MLP of a width."""
+    """Return the two linears of an MLP whose inner width is `width`."""
     model = build.model
     up = Linear(
         inputs=model.hidden,
@@ -185,7 +189,8 @@ def _linears(build: LayerBuild, width: int) -> tuple[Linear, Linear]:
 def _feed_forward(
     build: LayerBuild, name: str, width: int, value: str = "y"
 ) -> tuple[Operator, ...]:
-    """Return the rows of an MLP of a width, which read "y" and write `value`."""
+    """Return the operators of an MLP whose inner width is `width`. They read the value "y" and
+    write `value`."""
     model = build.model
     up, down = _linears(build, width)
     return (
@@ -203,8 +208,9 @@ def _feed_forward(
 
 
 def _mixture(build: LayerBuild) -> Sublayer:
-    """Return the experts and their router. If there are shared experts, the result also has their
-    MLP, which computes every token (Dai et al. 2024, arXiv 2401.06066)."""
+    """Return the sublayer of a mixture of experts: the router and the experts. If there are shared
+    experts, the result also has their MLP, which computes every token (Dai et al. 2024, arXiv
+    2401.06066)."""
     model = build.model
     shared: tuple[Operator, ...] = ()
     inputs: tuple[str, ...] = ("y",)
@@ -231,8 +237,8 @@ def _mixture(build: LayerBuild) -> Sublayer:
 
 
 def layer(model: ModelConfig, number: int | None = None) -> tuple[Sublayer, ...]:
-    """Return the sublayers of layer `number`; None: the last layer, which has adapters if any layer
-    has."""
+    """Return the sublayers of layer `number`. If `number` is None, return the sublayers of the last
+    layer, which has adapters if any layer has adapters."""
     at = model.layers - 1 if number is None else number
     adapted = model.adapt.adapts and at >= model.adapt.first_layer
     build = LayerBuild(model, adapted)
@@ -258,7 +264,8 @@ def _require_own_masks(sublayers: Iterable[Sublayer]) -> None:
 def norm_part(
     model: ModelConfig, size: int | None = None, *, sees: Sees = "positions", trains: bool = True
 ) -> Norm:
-    """Return any norm of the model: over [h], or over `size`; `sees` as for `Norm`."""
+    """Return a norm of the kind that the model uses, over the hidden size, or over `size` elements.
+    `sees` is the argument of `Norm`."""
     shift = model.norm == "layernorm"
     return Norm(model.hidden if size is None else size, shift, trains, sees)
 
@@ -266,7 +273,8 @@ def norm_part(
 def adapters_of(
     model: ModelConfig, name: str, linear: Linear
 ) -> tuple[tuple[str, LowRankPair | Scale], ...]:
-    """Return the trainable parts next to a linear: `attention.qkv.lora_q` and so on."""
+    """Return the adapters of the linear `name`, as (name, part): `attention.qkv.lora_q` and so
+    on."""
     adapt = model.adapt
     adapters: list[tuple[str, LowRankPair | Scale]] = []
     for number, (target, (row, output)) in enumerate(targets_of(adapt, model.gates).items()):
@@ -295,7 +303,7 @@ def adapters_of(
 
 
 def embedding(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
-    """Return the operators before the first layer: ids -> x."""
+    """Return the operators before the first layer. They read the token ids and write x."""
     h, std = model.hidden, model.init_std
     trains = not model.adapt.adapts
     table = Table(vocab_size, h, std, split=True, trains=trains)
@@ -314,9 +322,9 @@ def embedding(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
 
 
 def head(model: ModelConfig, vocab_size: int) -> tuple[Operator, ...]:
-    """Return the operators after the last layer: x -> the loss.
+    """Return the operators after the last layer. They read x and write the loss.
 
-    If the weights are tied, the weight of "head" is the embedding's.
+    If the weights are tied, the weight of "head" is the table of the embedding.
     """
     trains = not model.adapt.adapts
     rows: list[Operator] = []
@@ -382,8 +390,8 @@ def _masked_transform(model: ModelConfig, trains: bool) -> list[Operator]:
 
 
 def _sentence_order(model: ModelConfig, trains: bool) -> list[Operator]:
-    """Return the pooler, its two logits, which tell whether two segments are in their order, and
-    their loss (Lan et al. 2020, arXiv 1909.11942)."""
+    """Return the operators that predict whether two segments are in their original order: the
+    pooler, a linear with two logits, and the loss (Lan et al. 2020, arXiv 1909.11942)."""
     h, std = model.hidden, model.init_std
     pooler = Linear(h, (h,), model.head_bias, std, trains=trains)
     order = Linear(h, (2,), model.head_bias, std, trains=trains)
@@ -398,16 +406,16 @@ def _sentence_order(model: ModelConfig, trains: bool) -> list[Operator]:
 def _of_samples(
     name: str, source: str, target: str, linear: Linear, *, shares_input: bool
 ) -> Multiply:
-    """Return the row of a linear on one position of each sequence; every rank has the whole
-    position."""
+    """Return the operator of a linear on one position of each sequence. Every tensor rank computes
+    the whole linear."""
     return Multiply(name, (source,), (target,), linear, rows="samples", shares_input=shares_input)
 
 
 def _task(model: ModelConfig) -> list[Operator]:
-    """Return the head for a task.
+    """Return the operators of the head for a task.
 
     BERT classifies from its first token, through the pooler (Devlin et al. 2019, section 4.1). A
-    decoder classifies from its last token, by only a linear (Radford et al. 2018). The head is
+    decoder classifies from its last token, with a single linear (Radford et al. 2018). The head is
     trained even if the rest of the model trains only adapters, because a frozen head would not have
     learned the task.
     """

@@ -13,25 +13,27 @@ MASK_BYTES = 1  # bytes of an element of a dropout mask
 
 
 def norm_statistics(sizes: Sizes, name: str, rows: int) -> Item:
-    """Return the statistics that a norm keeps of each row: mean and 1 / deviation, or 1 / root mean
-    square."""
+    """Return the statistics that a norm keeps of each row: mean and 1 / standard deviation for
+    LayerNorm, or 1 / root mean square for RMSNorm."""
     if sizes.model.norm == "layernorm":
         return Item(f"{name}.statistics", 2 * rows, sizes.compute_bytes)
     return Item(f"{name}.statistics", rows, sizes.wide_bytes)
 
 
 def norm_operands(sizes: Sizes, name: str, norm: Norm) -> Iterator[Item]:
-    """Yield the gradients of a norm's weights. A split backward computes these gradients in I and
-    adds them in W, so they stay in memory from I to W."""
+    """Yield the gradients of a norm's weights. A split backward computes these gradients in I
+    (gradient of the input) and adds them to their sum in W (gradients of the weights), so they stay
+    in memory from I to W."""
     if norm.trains:
         yield Item(f"{name}.weights", sum(norm.weights(sizes.layout.tensor)), sizes.compute_bytes)
 
 
 @dataclass(frozen=True)
 class Normalize(Operator):
-    """LayerNorm or RMSNorm over the last dim: [rows, h] -> [rows, h].
+    """LayerNorm or RMSNorm over the last dim: [rows, hidden size] -> [rows, hidden size].
 
-    `joins`: the input is also the residual, so its gradient is the sum of two gradients.
+    `joins` is True if the input is also the residual, so that its gradient is the sum of two
+    gradients.
     """
 
     norm: Norm
@@ -49,16 +51,17 @@ class Normalize(Operator):
         yield Elementwise(sizes.model.norm, self._elements(sizes), (2 * sizes.compute_bytes,))
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the passes of the backward: one reads dy and x and writes dx, one reads dy and x
-        for the weights' gradients, and one sums the gradients of input and residual."""
+        """Yield the passes of the backward for output y and input x. One pass reads dy and x and
+        writes dx, one reads dy and x for the gradients of the weights, and one sums the gradients
+        of input and residual."""
         e = sizes.compute_bytes
         moved = (3 * e, 2 * e, 3 * e) if self.joins else (5 * e,)
         yield Elementwise(f"{sizes.model.norm}_backward", self._elements(sizes), moved)
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
         yield Item(f"{self.name}.input", self._elements(sizes), sizes.compute_bytes)
-        # the published account of a layer keeps no statistics of norms (Korthikanti et al. 2022,
-        # section 4.1)
+        # the published list of a layer's tensors has no statistics of norms (Korthikanti et al.
+        # 2022, section 4.1)
         if sizes.fused_attention or not self.joins:
             yield norm_statistics(sizes, self.name, sizes.rows(self.rows))
         if sizes.model.zero_centered_norm and sizes.fused_attention:
@@ -70,11 +73,11 @@ class Normalize(Operator):
 
 @dataclass(frozen=True)
 class Activate(Operator):
-    """GELU or another activation: [rows, gates width] -> [rows, width]. With two gates the
-    activation of one is multiplied by the other (Shazeer 2020, arXiv 2002.05202).
+    """GELU or another activation: [rows, `gates` x width] -> [rows, width]. With two gates, the
+    activation of the first gate is multiplied by the second gate (Shazeer 2020, arXiv 2002.05202).
 
-    `width` is the width of the output on all tensor ranks together. `split`: the tensor axis
-    divides it.
+    `width` is the width of the output on all tensor ranks together. `split` is True if the tensor
+    axis divides this width.
     """
 
     function: str
@@ -88,8 +91,8 @@ class Activate(Operator):
         return sizes.rows(self.rows) * width
 
     def _priced_elements(self, sizes: Sizes) -> int:
-        """Return the number of elements that determine the computing time. It excludes the padding
-        of a width that the tensor-parallel size t does not divide."""
+        """Return the number of elements that determine the computing time. The padding of a width
+        that the tensor-parallel size does not divide is excluded."""
         width = self.width // sizes.layout.tensor if self.split else self.width
         return sizes.rows(self.rows) * width
 
@@ -108,8 +111,9 @@ class Activate(Operator):
         return self.gates * self._elements(sizes) * sizes.compute_bytes
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the input's gradient and of the gate's product. Under sequence
-        parallelism the gathered gradient of the next linear is still counted."""
+        """Return the bytes of the gradient of the input and, with two gates, of their product.
+        Under sequence parallelism the gathered gradient of the next linear's output is still in
+        memory and is added."""
         size = self.gates * self._elements(sizes)
         if self.gates == 2:
             size += self._elements(sizes)
@@ -120,9 +124,10 @@ class Activate(Operator):
 
 @dataclass(frozen=True)
 class AddResidual(Operator):
-    """x + dropout(y), both [rows, h]; without dropout the plain sum.
+    """x + dropout(y), or x + y without dropout; x and y are [rows, hidden size].
 
-    `mask` is the mask's name in memory, `place` its number in the layer.
+    `mask` is the name of the dropout mask among the kept tensors, and `place` the number of this
+    mask in the layer.
     """
 
     mask: str
@@ -133,8 +138,8 @@ class AddResidual(Operator):
         return sizes.rows(self.rows) * sizes.model.hidden
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield one pass that reads branch and residual and writes their sum, and with dropout its
-        mask."""
+        """Yield one pass that reads the sublayer's output and the residual, and writes their sum
+        and, with dropout, the mask."""
         moved = 3 * sizes.compute_bytes + MASK_BYTES * sizes.software.dropout
         yield MemoryPass(self._elements(sizes) * moved)
 
@@ -149,7 +154,8 @@ class AddResidual(Operator):
             yield Item(self.mask, self._elements(sizes), 1)
 
     def drawing_bytes(self, sizes: Sizes) -> int:
-        """Return the number of bytes of the mask's hashes, of the branch and of its gradient."""
+        """Return the number of bytes that drawing the dropout mask needs: the hashes, and two
+        tensors as large as the sublayer's output."""
         if not sizes.drops:
             return 0
         local = self._elements(sizes)

@@ -1,5 +1,5 @@
-"""The operators before a model's first layer and after its last one: lookups, output head and
-loss."""
+"""The operators before the first layer of a model and after its last layer: lookups, output head
+and loss."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +29,8 @@ from ptdmpi.plan.layer.sizes import Sizes
 
 @dataclass(frozen=True)
 class LookUp(Operator):
-    """Token ids [s, b] -> rows [s, b, h] of the vocabulary's table, summed over the tensor axis."""
+    """Token ids [positions, sequences] -> rows [positions, sequences, hidden size] of the
+    vocabulary's table, summed over the tensor axis."""
 
     table: Table
 
@@ -40,8 +41,9 @@ class LookUp(Operator):
         yield MemoryPass(sizes.tokens * self.table.hidden * 2 * sizes.compute_bytes)
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the passes of the table's gradient. A dense gradient is cleared, filled and added;
-        otherwise only the rows that were looked up are added."""
+        """Yield the passes that add the gradient of the table to its sum. A program with
+        `adds_in_place` adds only the rows that were looked up. Other programs clear, fill and add a
+        gradient of the whole table."""
         if not self.table.trains:
             return
         e, g = sizes.compute_bytes, sizes.software.gradient_bytes
@@ -56,7 +58,8 @@ class LookUp(Operator):
         size = sizes.tokens * self.table.hidden * sizes.compute_bytes
         if phase == "forward":
             yield summed(sizes, size)
-        # if the table is whole, a rank needs no gradients of other ranks' positions
+        # a tensor rank adds the gradients of its rows at all positions, so the gradients at the
+        # other ranks' positions are gathered
         scatters = sizes.divides_sequence and sizes.software.adds_in_place
         if phase in ("backward", "weights") and scatters and self.table.trains:
             yield Message("all_gather", size)
@@ -67,7 +70,7 @@ class LookUp(Operator):
             yield Item("embedding.elsewhere", sizes.tokens, 1)
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the gradient of the looked-up rows."""
+        """Yield the gradient of the looked-up rows, and the kept tensors of the lookup."""
         size = sizes.local_tokens * self.table.hidden
         yield Item("embedding.gradient", size, sizes.compute_bytes)
         yield from self.kept(sizes, "none")
@@ -75,7 +78,7 @@ class LookUp(Operator):
 
 @dataclass(frozen=True)
 class AddRows(Operator):
-    """x + rows of a small table: learned positions, or the types of tokens."""
+    """x + rows of a small table: embeddings of positions, or of token types."""
 
     table: Table
     by_position: bool = False
@@ -84,14 +87,16 @@ class AddRows(Operator):
         return {self.name: self.table}
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the gradient of a slice of a table, which is as large as the table."""
+        """Yield the gradient of the table of positions. Its gradient has the size of the whole
+        table, even if a slice of it was added."""
         if self.by_position:
             yield Item(self.name, self.table.rows * self.table.hidden, sizes.compute_bytes)
 
 
 @dataclass(frozen=True)
 class DropEmbedding(Operator):
-    """Dropout on the embedding: [local, h] -> [local, h]. Positions are added in the same pass."""
+    """Dropout on the embedding, [local rows, hidden size]. The same pass also adds the
+    positions."""
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
         moved = 2 * sizes.compute_bytes + MASK_BYTES * sizes.software.dropout
@@ -104,11 +109,13 @@ class DropEmbedding(Operator):
 
 @dataclass(frozen=True)
 class SelectPositions(Operator):
-    """Activations [local, h] -> [k, b, h] at some positions of each sequence, whole on every rank.
+    """Activations [local rows, hidden size] -> activations at some positions of each sequence,
+    [selected positions, hidden size]. Every tensor rank gets all of them.
 
-    If `predicted` is set, these are the predicted positions; if `samples` is set, there is one
-    position of each sequence in addition. `has_backward`: a part before this operator trains.
-    `feeds_trained`: a linear that trains reads the activations, so they are kept.
+    With `predicted`, the masked positions, which the head predicts, are selected; with `samples`,
+    also one position of each sequence. `has_backward` is True if an operator before this one
+    trains. `feeds_trained` is True if a trained linear reads the selected activations, so that they
+    are kept.
     """
 
     predicted: bool
@@ -125,8 +132,8 @@ class SelectPositions(Operator):
         return count + (sizes.layout.micro_size if self.samples else 0)
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the joined predicted and first positions, and the activations at them. The one
-        position of each sequence for a task is part of the batch."""
+        """Yield the indices of the selected positions, and the activations at these positions. For
+        a task no indices are kept, because the batch has the one position of each sequence."""
         if not self.has_backward:
             return
         positions = self._positions(sizes)
@@ -138,10 +145,12 @@ class SelectPositions(Operator):
 
 @dataclass(frozen=True)
 class Predict(Operator):
-    """[predicted, h] -> this rank's logits [predicted, V/t], capped if the model caps them.
+    """Activations [predicted positions, hidden size] -> this tensor rank's logits [predicted
+    positions, columns of the vocabulary], capped if the model caps them.
 
-    `selected`: an earlier operator has already selected the predicted positions, so every rank has
-    all rows of the input. `shares_input`: the input is part of a tensor that another row keeps.
+    `selected` is True if an earlier operator has selected the predicted positions, so that every
+    tensor rank has all rows of the input. `shares_input` is True if the input is part of a tensor
+    that another operator keeps.
     """
 
     linear: Linear
@@ -209,8 +218,8 @@ class Predict(Operator):
             yield Item("head.bias", columns, sizes.wide_bytes)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the gradients. Published accounts of programs of 2021 count only the
-        gradients of the loss."""
+        """Return the working bytes of the backward. The result is 0 for programs of 2021, because
+        their published lists have only the gradients of the loss."""
         if not sizes.fused_attention:
             return 0
         columns = self._columns(sizes)
@@ -225,10 +234,11 @@ class Predict(Operator):
 
 @dataclass(frozen=True)
 class CrossEntropy(Operator):
-    """Logits [predicted, V/t] and labels -> the summed loss, in float32 or wider.
+    """This rank's logits [predicted positions, columns of the vocabulary] and the labels -> the
+    summed loss, in float32 or wider.
 
-    `columns`: the whole vocabulary. Without `split` they are classes of each sequence, [samples,
-    columns], which are not divided over ranks.
+    `columns` is the size of the whole vocabulary. If `split` is False, the logits are [sequences,
+    classes], `columns` is the number of classes, and every rank has all of them.
     """
 
     columns: int
@@ -242,8 +252,9 @@ class CrossEntropy(Operator):
         return sizes.rows("predicted" if self.split else "samples") * self._local_columns(sizes)
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that widen the logits, take their maximum, shift them, take
-        exponentials, sum the exponentials, and divide by the sum. Reductions only read."""
+        """Yield the kernels that convert the logits to float32, take their maximum, subtract it,
+        take exponentials, sum these, and divide by the sum. The kernels of maximum and sum only
+        read."""
         e, w = sizes.compute_bytes, sizes.wide_bytes
         moved: tuple[float, ...] = (w, 2 * w, 2 * w, w, 2 * w)
         if e != w:
@@ -258,8 +269,9 @@ class CrossEntropy(Operator):
         yield Elementwise("loss_backward", self.logits(sizes), moved)
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
-        """Yield two messages: the maximum of each token's logits, and then the sum of exponentials
-        with the label's logit. Published programs send the second one as two messages."""
+        """Yield two messages: the maximum of the logits of each token, and then the sum of
+        exponentials together with the logit of the label. Published programs send two messages
+        instead of the second message."""
         if phase == "forward" and self.split and sizes.layout.tensor > 1:
             size = sizes.predicted * sizes.wide_bytes
             yield Message("all_reduce", size)
@@ -267,7 +279,7 @@ class CrossEntropy(Operator):
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
         """Yield the logits, and the maximum and sum of exponentials of each row. Programs of 2021,
-        and losses of classes, keep probabilities in float32."""
+        and losses over classes, keep the probabilities in float32 instead."""
         logits = self.logits(sizes)
         if sizes.fused_attention and self.split:
             yield Item("loss.logits", logits, sizes.compute_bytes)
@@ -279,8 +291,8 @@ class CrossEntropy(Operator):
             yield Item("loss.here", sizes.predicted, 1)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the rows of logits that are widened at once. The gradient replaces
-        the logits in their memory; with a soft cap it is a separate tensor."""
+        """Return the bytes of the logits that are converted to float32 at once. The gradient
+        overwrites the logits; with a soft cap it is a separate tensor, whose bytes are added."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         logits = self.logits(sizes)
         if not self.split:
@@ -294,7 +306,8 @@ class CrossEntropy(Operator):
 
 @dataclass(frozen=True)
 class Tanh(Operator):
-    """The pooler's tanh and, for a task, dropout: [samples, h] (Devlin et al. 2019)."""
+    """The pooler's tanh and, for a task, dropout, on [sequences, hidden size] (Devlin et al.
+    2019)."""
 
     drops: bool = False
 

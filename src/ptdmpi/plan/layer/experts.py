@@ -1,9 +1,9 @@
 """Mixture of experts: several MLPs, of which a router chooses some for each token.
 
 Shazeer et al. 2017 (arXiv 1701.06538), without capacities: a chosen expert computes all of its
-tokens. The tensor axis divides the width of each expert. All tensor ranks choose the same experts,
-and each computes a part of the outputs and of all gradients, including the router's. The usual sums
-over the tensor axis add these parts.
+tokens. The tensor axis divides the width of each expert. All tensor ranks choose the same experts.
+Each computes a summand of the outputs and of all gradients, including the gradient of the router.
+The usual sums over the tensor axis add these summands.
 """
 
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ from ptdmpi.plan.layer.products import copied_bytes, summed, weight_gradient
 from ptdmpi.plan.layer.sizes import Sizes
 
 INDEX_BYTES = 8  # an index of an expert or of a token
-# If experts are distributed over ranks, memory is counted for this multiple of the mean number of
-# rows of a rank.
+# If experts are distributed over ranks, a rank has memory for this multiple of the mean number of
+# rows (tokens of its experts).
 FULLEST = 2
 # passes over the scores of all experts: their softmax, the choice, and the order of the tokens
 SCORE_PASSES = 4
@@ -34,16 +34,19 @@ SCORE_PASSES = 4
 
 @dataclass(frozen=True)
 class MixExperts(Operator):
-    """[rows, h] -> [rows, h]: the weighted sum of the experts that the router chooses for a token.
+    """The weighted sum of the outputs of the experts that the router chooses for a token: [rows,
+    hidden size] -> [rows, hidden size].
 
     If experts are distributed over e ranks, the time assumes that all experts have equally many
-    tokens, so a rank computes as many rows as without expert parallelism. The memory allows for
-    `FULLEST` times as many rows, or for the largest possible number of rows if that is less.
+    tokens, so a rank computes as many rows as without expert parallelism. The memory is for
+    `FULLEST` times this number of rows, or for the largest possible number of rows if that is
+    smaller.
 
-    `up` and `down` are the two linears of each of `count` experts, around `function`; `chosen` is
-    the number of experts of a token. A second input is added to the sum: the output of experts that
-    compute every token. If the router has a bias, load balancing updates it in each step, and no
-    gradient trains it. Under sequence parallelism the operator reads and writes "local" rows.
+    `up` and `down` are the two linears of each of `count` experts, with the activation `function`
+    between them. `chosen` is the number of experts of a token. If there are shared experts, their
+    output is the second input, which is added to the sum. If the router has a bias, load balancing
+    updates it in each step, and no gradient trains it. Under sequence parallelism the operator
+    reads and writes "local" rows.
     """
 
     router: Linear
@@ -81,8 +84,8 @@ class MixExperts(Operator):
 
     def _pairs(self, sizes: Sizes) -> int:
         """Return the number of rows of all experts together: one row for each token and each of its
-        experts. If experts are distributed over ranks, a rank has on average the same number of
-        rows, which come from all ranks of its expert group."""
+        experts. If experts are distributed over ranks, a rank has this number of rows on average,
+        and they come from all ranks of its expert group."""
         return sizes.tokens * self.chosen
 
     def _most_rows(self, sizes: Sizes) -> int:
@@ -105,8 +108,8 @@ class MixExperts(Operator):
         return sizes.tokens * self.count
 
     def _groups(self, sizes: Sizes) -> tuple[int, int]:
-        """Return (number of experts that have tokens, number of rows of each). The model assumes
-        that these experts have equally many tokens."""
+        """Return (number of experts that have tokens, number of rows of each of these experts). The
+        estimate assumes that these experts have equally many tokens."""
         pairs = self._pairs(sizes)
         used = min(self.count, pairs)
         return used, -(-pairs // used)
@@ -132,14 +135,14 @@ class MixExperts(Operator):
         used, _ = self._groups(sizes)
         yield MatrixProduct(sizes.tokens, self.count, h)
         yield MemoryPass(SCORE_PASSES * self._scores(sizes) * sizes.wide_bytes, SCORE_PASSES)
-        if sizes.layout.expert > 1:  # rows in the order of experts, and results added to tokens
+        if sizes.layout.expert > 1:  # rows sorted by expert, results added to tokens
             yield MemoryPass(5 * pairs * h * c, 1 + self.count)
-        yield MemoryPass(2 * pairs * h * c, used)  # the rows of each expert
+        yield MemoryPass(2 * pairs * h * c, used)  # the rows of each expert are selected
         yield self._products(sizes, self._up_width(sizes), h)
         yield self._activated(sizes, self.function, len(self.up.outputs) + 1)
-        yield MemoryPass(2 * pairs * width * c, used)  # times their weights
+        yield MemoryPass(2 * pairs * width * c, used)  # rows are multiplied by their weights
         yield self._products(sizes, h, width)
-        yield MemoryPass(3 * pairs * h * c, used)  # added to their tokens
+        yield MemoryPass(3 * pairs * h * c, used)  # results are added to their tokens
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
         c, h = sizes.compute_bytes, self.up.inputs
@@ -148,9 +151,10 @@ class MixExperts(Operator):
         used, _ = self._groups(sizes)
         if sizes.layout.expert > 1:
             yield MemoryPass(5 * pairs * h * c, 1 + self.count)
-        yield MemoryPass(4 * pairs * h * c, 2 * used)  # rows of inputs and of outputs' gradients
+        yield MemoryPass(4 * pairs * h * c, 2 * used)  # inputs, and gradients of outputs
         yield self._products(sizes, width, h)
-        # the activation again, its product with the gradient, and the weighted gradient
+        # the activation is computed again, multiplied by the gradient, and the gradient is
+        # multiplied by the weights
         yield self._activated(sizes, self.function, gates + 1)
         yield MemoryPass(6 * pairs * width * c, 3 * used)
         yield self._activated(sizes, f"{self.function}_backward", 2 * gates + 1)
@@ -165,7 +169,7 @@ class MixExperts(Operator):
         for linear in (self.up, self.down):
             inputs, outputs = linear.local(sizes.layout.tensor)
             yield from weight_gradient(sizes, inputs, outputs, rows, weights=used)
-            if sizes.layout.expert > 1:  # cleared, and added to the sum
+            if sizes.layout.expert > 1:  # the gradients are cleared, and added to the sum
                 yield MemoryPass(4 * used * inputs * outputs * sizes.wide_bytes, 2 * used)
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
@@ -181,7 +185,7 @@ class MixExperts(Operator):
                 yield gathered
             yield summed(sizes, size)
             return
-        if sizes.divides_sequence:  # the input again, and the output's gradient
+        if sizes.divides_sequence:  # gather the input again, and the gradient of the output
             yield gathered
             yield gathered
         yield summed(sizes, size)
@@ -204,15 +208,15 @@ class MixExperts(Operator):
     # -- memory -----------------------------------------------------------------------------------
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the operator's input, the router's outputs, the experts' first products, and the
-        choice of experts. No mode of recomputation computes the choice again."""
+        """Yield the operator's input, the scores of the router, the outputs of the experts' first
+        linears, and the chosen experts. No mode of recomputation chooses experts again."""
         pairs, rows = self._pairs(sizes), self._most_rows(sizes)
-        if len(self.inputs) == 1:  # otherwise the first linear of the shared experts keeps it
+        if len(self.inputs) == 1:  # else the shared experts' first linear keeps it
             yield Item(f"{self.name}.input", self._input_elements(sizes), sizes.compute_bytes)
         yield Item(f"{self.name}.scores", self._scores(sizes), sizes.wide_bytes)
         yield Item(f"{self.name}.chosen", pairs, INDEX_BYTES, "full")
         yield Item(f"{self.name}.up", rows * self._up_width(sizes), sizes.compute_bytes)
-        if sizes.layout.expert > 1:  # rows that have arrived, and their weights
+        if sizes.layout.expert > 1:  # rows received from other ranks, and their weights
             yield Item(f"{self.name}.arrived", rows * self.up.inputs, sizes.compute_bytes)
             yield Item(f"{self.name}.weights", rows, sizes.wide_bytes)
 
@@ -220,8 +224,8 @@ class MixExperts(Operator):
         return sizes.local_tokens * self.up.inputs
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the rows of the experts and their gradients, at both linears, and the router's
-        operands."""
+        """Yield the rows of the experts and the gradients of these rows, at both linears, and the
+        operands of the router."""
         c, wide, h = sizes.compute_bytes, sizes.wide_bytes, self.up.inputs
         width = 2 * h + self._width(sizes) + self._up_width(sizes)
         yield Item(f"{self.name}.rows", self._most_rows(sizes) * width, c)
@@ -234,8 +238,8 @@ class MixExperts(Operator):
         return self._input_elements(sizes) * sizes.compute_bytes
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the input's gradient, of gathered tensors, of the router's tensors,
-        and of the tensors of one expert, which may have every token of the microbatch."""
+        """Return the bytes of the gradient of the input, of gathered tensors, of the router's
+        tensors, and of the tensors of one expert, which may have all tokens of the microbatch."""
         c, wide, h = sizes.compute_bytes, sizes.wide_bytes, self.up.inputs
         tokens = sizes.tokens
         whole = tokens * h * (2 * c + (wide if wide > c else 0))
@@ -245,16 +249,16 @@ class MixExperts(Operator):
         expert = tokens * (3 * h + 4 * self._width(sizes) + 2 * self._up_width(sizes)) * c
         if wide > c:
             expert += tokens * self._width(sizes) * 2 * wide
-        if sizes.layout.expert > 1:  # gradients of rows on their way there and back
+        if sizes.layout.expert > 1:  # gradients of rows that are sent and received
             moved = self._most_rows(sizes) + self._pairs(sizes)
             whole += moved * (2 * h * c + INDEX_BYTES)
         return whole + scores + expert + self.adding_bytes(sizes)
 
     def adding_bytes(self, sizes: Sizes) -> int:
         """Return the number of bytes that the largest weight gradient of one expert needs until it
-        is added to the sum, if the two have different types. The expert may have every token of the
-        microbatch. If experts are distributed over ranks, each product is complete before it is
-        added."""
+        is added to the sum, if the gradient and the sum have different types. The expert may have
+        all tokens of the microbatch. If experts are distributed over ranks, each gradient is stored
+        completely before it is added."""
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         shape = self.up.local(sizes.layout.tensor)
         inputs, outputs = shape

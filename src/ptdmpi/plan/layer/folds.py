@@ -1,7 +1,8 @@
-"""Parameters, FLOPs, messages and memory of a model, each as a sum or a maximum over its operators.
+"""Parameters, FLOPs, messages and memory of a model. Each is a sum or a maximum over the model's
+operators.
 
-Time is also a sum over operators. It is in `plan.cost.layer`, because it needs a machine that
-prices kernels.
+Time is also a sum over operators. `plan.cost.layer` computes it, because the times of kernels
+depend on the machine.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,13 +21,13 @@ Rows = Sequence[Operator]
 
 
 def operators(sublayers: Iterable[Sublayer]) -> tuple[Operator, ...]:
-    """Return the rows of a layer, in the order of its forward."""
+    """Return the operators of a layer's sublayers, in the order of the forward."""
     return tuple(row for sublayer in sublayers for row in sublayer.operators)
 
 
 def parts_of(rows: Iterable[Operator], expert: int = 1) -> dict[str, Part]:
-    """Return the parts of these rows with weights, trained or frozen, by name. If experts are
-    distributed over `expert` ranks, the result has the experts of the first rank only."""
+    """Return the parts of these operators, trained or frozen, by name. If experts are distributed
+    over `expert` ranks, the result has only the experts of the first rank."""
     parts: dict[str, Part] = {}
     for row in rows:
         parts |= row.held(expert)
@@ -37,12 +38,14 @@ def parts_of(rows: Iterable[Operator], expert: int = 1) -> dict[str, Part]:
 
 
 def multiplications(rows: Iterable[Operator], model: ModelConfig) -> float:
-    """Return the multiplications per position of the forward products of these operators."""
+    """Return the number of multiplications per position in the forward matrix products of these
+    operators."""
     return sum(row.multiplications(model) for row in rows)
 
 
 def frozen_multiplications(rows: Iterable[Operator], model: ModelConfig) -> float:
-    """Return `multiplications` of the products whose weights do not train."""
+    """Return the number of multiplications per position in the forward products whose weights are
+    frozen."""
     return sum(row.frozen_multiplications(model) for row in rows)
 
 
@@ -52,10 +55,11 @@ def frozen_multiplications(rows: Iterable[Operator], model: ModelConfig) -> floa
 def messages(
     rows: Iterable[Operator], sizes: Sizes, phase: Phase, input_trains: bool = True
 ) -> Iterator[Message]:
-    """Yield the messages of these rows in a phase.
+    """Yield the messages of these operators in a phase.
 
-    `input_trains`: a part before these rows trains, so the first row also computes the gradient of
-    its input. Otherwise only the rows after the first trained row compute such a gradient.
+    `input_trains` is True if a part before these operators trains, so that the first operator also
+    computes the gradient of its input. If it is False, only the operators after the first trained
+    operator compute the gradient of their input.
     """
     for row in rows:
         yield from row.messages(sizes, phase, input_trains)
@@ -63,8 +67,8 @@ def messages(
 
 
 def recomputed(rows: Rows, sizes: Sizes) -> Rows:
-    """Return the rows that full recomputation computes again: all up to the last row that keeps a
-    tensor (torch's checkpoint stops there)."""
+    """Return the operators that full recomputation computes again: all operators up to the last one
+    that keeps a tensor. The checkpoint function of torch stops after the last kept tensor."""
     needed = [number for number, row in enumerate(rows, 1) if row.keeps_at_its_end(sizes)]
     return rows[: max(needed, default=0)]
 
@@ -84,25 +88,26 @@ def items(rows: Rows, sizes: Sizes, mode: str) -> list[Item]:
 
 
 def kept_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
-    """Return the bytes that rows outside of layers keep; these are never recomputed."""
+    """Return the bytes that the operators before and after the layers keep. These operators are
+    never recomputed."""
     return sum(total_bytes(row.kept(sizes, "none")) for row in rows)
 
 
 def operand_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
-    """Return the number of bytes of the operands that a split backward keeps from its I to its
-    W."""
+    """Return the number of bytes of the operands that a split backward keeps from I (gradient of
+    the input) to W (gradients of the weights)."""
     return sum(total_bytes(row.operands(sizes)) for row in rows)
 
 
 def adding_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
-    """Return the maximal bytes that W needs in addition to its operands; gradients are added one
-    after the other."""
+    """Return the largest number of bytes that W (gradients of the weights) needs in addition to its
+    operands. Gradients are added to their sums one after the other."""
     return max((row.adding_bytes(sizes) for row in rows), default=0)
 
 
 def value_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
-    """Return the bytes of the largest quantized weight when it is unpacked, and of the working
-    memory for that; 0 if no weight is quantized."""
+    """Return the bytes of the largest quantized weight after unpacking, plus the working memory of
+    the unpacking; 0 if no weight is quantized."""
     products = [row for row in rows if isinstance(row, Multiply)]
     largest = max((row.quantized_elements(sizes) for row in products), default=0)
     return largest * sizes.compute_bytes + min(largest, chunk_elements(sizes.on_host)) * CHUNK_BYTES
@@ -110,8 +115,8 @@ def value_bytes(rows: Iterable[Operator], sizes: Sizes) -> int:
 
 def idle_bytes(rows: Rows, sizes: Sizes) -> int:
     """Return the bytes that the forward of a layer without a backward needs. They are the larger of
-    two amounts: the tensors that it would keep for a backward; and the residual stream together
-    with the tensors of one row."""
+    two amounts: the bytes of the tensors that the layer would keep for a backward, and the bytes of
+    the residual stream together with the tensors of one operator."""
     most = max(row.forward_bytes(sizes) for row in rows) + sizes.boundary_bytes
     return max(total_bytes(kept(items(rows, sizes, "none"), "none")), most)
 
@@ -120,9 +125,10 @@ def idle_bytes(rows: Rows, sizes: Sizes) -> int:
 class LayerBytes:
     """Bytes of one layer under a mode of recomputation, for one microbatch.
 
-    `kept`: from its forward to its backward. `works`: the maximum that its backward needs in
-    addition to what this layer and earlier ones keep. `input_works`: the same in the I of a split
-    backward, which also holds the operands of later rows.
+    `kept` is the number of bytes that stay in memory from the forward to the backward. `works` is
+    the largest number of bytes that the backward needs in addition to the bytes kept by this layer
+    and earlier layers. `input_works` is the same number for I (gradient of the input) in a split
+    backward, which also holds the operands of later operators.
     """
 
     kept: int
@@ -131,12 +137,14 @@ class LayerBytes:
 
 
 def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> LayerBytes:
-    """Walk a layer's backward from its last row to its first, and return its maximum of memory.
+    """Return the memory of a layer under recomputation `mode`. The maximum in its backward is found
+    by visiting its operators from the last to the first.
 
-    Each row needs its own working memory, the gradient of the residual stream, and the recomputed
-    tensors. The tensors of later sublayers have already been freed. The inputs of later rows of the
-    same sublayer have been freed, too. Only the memory of the next row's input is still in use,
-    because this input's gradient is as large.
+    During the backward of an operator the layer needs the working memory of this operator, the
+    gradient of the residual stream, and the recomputed tensors. The tensors of later sublayers have
+    already been freed. In the same sublayer, the inputs of later operators have been freed, too,
+    except the input of the next operator: its memory is counted as still in use, because the
+    gradient of this input has the same size.
     """
     rows = operators(sublayers)
     tensors = items(rows, sizes, mode)
@@ -144,7 +152,8 @@ def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> Layer
     again = total_bytes(tensors) - whole
     stays = whole
     if mode == "full" and sizes.layout.partition_activations and sizes.layout.tensor > 1:
-        # only this rank's share stays; all of it is gathered while the layer is recomputed
+        # only this rank's slice of the input is kept; the whole input is gathered while the layer
+        # is recomputed
         stays = whole // sizes.layout.tensor
         again += whole
     works = 0
@@ -165,14 +174,14 @@ def layer_bytes(sublayers: Sequence[Sublayer], sizes: Sizes, mode: str) -> Layer
         own = [item for row in sublayer.operators for item in row.kept(sizes, mode)]
         gone += total_bytes(own)
         operands += operand_bytes(sublayer.operators, sizes)
-    if mode == "full":  # recomputation ends with the last dropout mask
+    if mode == "full":  # recomputation ends with drawing the last dropout mask
         works = max(works, again + rows[-1].drawing_bytes(sizes))
     return LayerBytes(stays, works, max(works, input_works))
 
 
 def _backwards(sublayer: Sublayer, sizes: Sizes) -> Iterator[tuple[Operator, int]]:
-    """Yield each row from the last to the first, with the bytes of later rows' inputs that are
-    freed."""
+    """Yield each operator from the last to the first, with the bytes of the inputs of later
+    operators that have been freed."""
     freed = 0
     after = 0
     for row in reversed(sublayer.operators):
@@ -182,8 +191,8 @@ def _backwards(sublayer: Sublayer, sizes: Sizes) -> Iterator[tuple[Operator, int
 
 
 def _last_input(sublayer: Sublayer, sizes: Sizes) -> int:
-    """Return the bytes of the input of a sublayer's last product, which is kept as an operand until
-    W."""
+    """Return the bytes of the input of a sublayer's last linear. A split backward keeps this input
+    as an operand until W (gradients of the weights)."""
     products = [row for row in sublayer.operators if isinstance(row, Multiply)]
     if not products:
         return 0

@@ -1,5 +1,5 @@
-"""The format of quantized matrices: blocks of a row with a float32 scale, a code for each element,
-the values of the codes, and the bytes. No torch is needed."""
+"""The format of quantized matrices: a code for each element, a float32 scale for each block of a
+row, the values of the codes, and the sizes in bytes. This module does not need torch."""
 
 import itertools
 import math
@@ -11,18 +11,19 @@ from ptdmpi.config.model import QuantizeConfig
 
 CODES = get_args(CodesName)
 # A host unpacks a matrix in chunks of CHUNK_ELEMENTS elements, with CHUNK_BYTES bytes of working
-# memory per element. Another device takes larger chunks, because its launches would cost more than
-# its caches would save.
+# memory per element. Other devices unpack chunks that are DEVICE_CHUNKS times as large, because the
+# launches of more kernels would cost more time than their caches would save.
 CHUNK_ELEMENTS, CHUNK_BYTES, DEVICE_CHUNKS = 1 << 18, 24, 16
-# Kernels that unpack a chunk: bytes to integers, levels, products with scales, the compute type.
+# Number of kernels that unpack a chunk: to integers, to levels, multiplication by the scales,
+# conversion to the compute type.
 UNPACKING_KERNELS = 4
 SCALE_BYTES = 4  # float32, whatever the compute type is
-# Names of a matrix's two parts in files; they replace "weights".
+# Kinds of the two tensors of a quantized matrix in files. They replace the kind "weights".
 KIND_OF_CODES, KIND_OF_SCALES = "codes", "scales"
 
-# The 16 levels of nf4: quantiles of a normal distribution, half of them for each sign and zero
-# included. So normally distributed weights use each level equally often (Dettmers et al. 2023,
-# arXiv 2305.14314, section 3, appendix E).
+# The 16 levels of nf4: quantiles of a normal distribution, half of them for each sign, with zero as
+# one of them. Normally distributed weights therefore use each level about equally often (Dettmers
+# et al. 2023, arXiv 2305.14314, section 3, appendix E).
 NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -45,10 +46,12 @@ NF4 = (
 
 @dataclass(frozen=True)
 class Codes:
-    """A kind of codes: the `bits` of each, and their `levels`, ascending and exact in float32.
+    """A kind of codes: the number of `bits` of a code, and the `levels` of the codes, ascending and
+    exact in float32.
 
-    `reach` is the level of a block's largest magnitude; with a minimum, of its largest value.
-    `numbers`: how many float32 values a block has, its scale and perhaps its minimum.
+    `reach` is the level to which the largest magnitude of a block is mapped; if blocks store a
+    minimum, the level of their largest value. `numbers` is the number of float32 values of a block:
+    1 for its scale, or 2 for its scale and its minimum.
     """
 
     bits: int
@@ -71,13 +74,14 @@ FORMS: dict[CodesName, Codes] = {
 
 @dataclass(frozen=True)
 class LowBit:
-    """The format of a quantized matrix [o, i]: a code for each element, and a scale for each
-    `block` of a row.
+    """The format of a quantized matrix [o, i]: a code for each element, and a scale for each block
+    of `block` elements of a row (o outputs, i inputs).
 
     The value of an element is the level of its code times the scale of its block. The levels of
-    int8 and int4 are integers; the largest magnitude of a block is 127 for int8 and -8 for int4,
-    with the scale's sign (absmax). The levels of nf4 are between -1 and 1. The levels of uint4
-    count from a minimum, which each block stores next to its scale.
+    int8 and int4 are integers; the element with the largest magnitude in a block gets the level 127
+    (int8) or -8 (int4), and the scale has the sign that this needs (absmax). The levels of nf4 are
+    between -1 and 1. The values of uint4 are relative to a minimum, which each block stores in
+    addition to its scale.
     """
 
     codes: CodesName
@@ -107,21 +111,23 @@ class LowBit:
 
     @property
     def reach(self) -> float:
-        """Return the level of a block's largest magnitude, or, for uint4, of its largest value."""
+        """Return the level to which the largest magnitude of a block is mapped; for uint4, the
+        level of its largest value."""
         return FORMS[self.codes].reach
 
     @property
     def middles(self) -> tuple[float, ...]:
-        """Return the thresholds between neighbouring levels, ascending; one fewer than levels."""
+        """Return the thresholds halfway between neighbouring levels, ascending. There is one less
+        than there are levels."""
         return tuple((low + high) / 2 for low, high in itertools.pairwise(self.levels))
 
     def code_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return the shape of a matrix's codes in bytes, row by row."""
+        """Return the shape of the codes of a matrix, (rows, bytes per row)."""
         return rows, columns * self.bits // 8
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return the shape of a matrix's scales: the `numbers` of all blocks of a row in one
-        line."""
+        """Return the shape of the scales of a matrix: (rows, blocks of a row x float32 values of a
+        block)."""
         return rows, columns // self.block * self.numbers
 
     def bytes_of(self, rows: int, columns: int) -> int:
@@ -131,7 +137,7 @@ class LowBit:
 
     @property
     def bits_per_element(self) -> float:
-        """Return the bits per element of a large matrix, scales included."""
+        """Return the bits per element of a large matrix, including its scales."""
         return self.bits + 8 * SCALE_BYTES * self.numbers / self.block
 
 
@@ -145,8 +151,8 @@ def chunk_elements(on_host: bool) -> int:
 def unpacking(
     form: LowBit, shape: tuple[int, int], compute_bytes: int, on_host: bool
 ) -> tuple[float, int]:
-    """Return (bytes that are moved, kernels) for unpacking a matrix of (inputs, outputs) once, as
-    `ptdmpi.model.low_bit` does.
+    """Return (bytes moved, number of kernels) for unpacking a matrix with `shape` = (inputs,
+    outputs) once, as `ptdmpi.model.low_bit` does.
 
     There are four passes, and a fifth for codes with a minimum. The first pass reads codes and
     writes them as integers of four bytes. The second reads the integers and writes levels. The

@@ -1,9 +1,9 @@
-"""An operator: one row in the description of a model, with methods that return its costs.
+"""An operator: one entry ("row") in the description of a model, with methods that return its costs.
 
-A row reads named values and writes named values. A sublayer in `describe.py` is a list of rows in
-order. `ptdmpi.model.operators` has one module or function for each kind of row, which computes it.
-Time, memory, traffic and FLOPs of a step are sums and maxima over rows (`folds.py`), which use
-nothing but these methods.
+An operator reads named values and writes named values. A sublayer in `describe.py` is an ordered
+list of operators. `ptdmpi.model.operators` has one module or function for each kind of operator,
+which computes it. Time, memory, traffic and FLOPs of a step are sums and maxima over operators
+(`folds.py`), which use only the methods of this class.
 """
 
 from collections.abc import Iterator
@@ -15,24 +15,26 @@ from ptdmpi.plan.layer.account import Item, Kernel, Message, Phase
 from ptdmpi.plan.layer.parts import Part
 from ptdmpi.plan.layer.sizes import Sizes
 
-MASK_CHUNK_ELEMENTS = 2**18  # elements of a dropout mask that are drawn at once (on a CPU)
+MASK_CHUNK_ELEMENTS = 2**18  # elements of a dropout mask that a CPU draws at once
 
 
 @dataclass(frozen=True)
 class Operator:
-    """A row of the description: its name, the values that it reads and writes, and its costs.
+    """An operator of the model's description: its name, the names of the values that it reads and
+    writes, and its costs.
 
-    Values are [rows, width] on each rank (`sizes.Rows` has the rows). A value is freed after the
-    last row of its sublayer that reads it. The methods return the costs; each kind of operator
-    overrides the methods whose results are not empty. Sizes are for one rank and one microbatch.
+    Values are [rows, width] on each rank (`sizes.Rows` defines the numbers of rows). A value is
+    freed after the last operator of its sublayer that reads it. The methods return the costs. Each
+    kind of operator overrides the methods whose results are not empty. Sizes are for one rank and
+    one microbatch.
     """
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
-    # True if its tensors are cheap to compute and large: they are recomputed under `recompute.mode
-    # = "selective"` (Korthikanti et al. 2022, arXiv 2205.05198, section 5).
+    # True if the operator's tensors are large and cheap to compute. They are then recomputed under
+    # `recompute.mode = "selective"` (Korthikanti et al. 2022, arXiv 2205.05198, section 5).
     recomputed_selectively: ClassVar[bool] = False
 
     def parts(self) -> dict[str, Part]:
@@ -41,8 +43,8 @@ class Operator:
 
     def held(self, expert: int) -> dict[str, Part]:
         """Return the operator's `parts` that one rank has if experts are distributed over `expert`
-        ranks. The result has the names of the first rank; all other ranks have parts of the same
-        shapes."""
+        ranks. The names are those on the first of these ranks; all other ranks have parts of the
+        same shapes."""
         return self.parts()
 
     @property
@@ -56,28 +58,29 @@ class Operator:
         return None
 
     def multiplications(self, model: ModelConfig) -> float:
-        """Return the multiplications per row of its forward products on all tensor ranks together,
-        as for model FLOPs, in which each multiplication is two FLOPs and a causal layer computes
-        all scores."""
+        """Return the number of multiplications per row in the operator's forward matrix products,
+        on all tensor ranks together, by the convention of model FLOPs: a multiplication is two
+        FLOPs, and all scores of a causal layer are counted."""
         return 0.0
 
     def frozen_multiplications(self, model: ModelConfig) -> float:
-        """Return the `multiplications` with weights that do not train: all of them if the operator
-        has parts and none of the parts trains."""
+        """Return the number of multiplications with frozen weights: all `multiplications` if the
+        operator has parts and no part trains, else 0."""
         return self.multiplications(model) if self.parts() and not self.trains else 0.0
 
     # -- time -------------------------------------------------------------------------------------
 
     def forward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels of its forward."""
+        """Yield the kernels of the operator's forward."""
         yield from ()
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels of its backward, except those of `weights`."""
+        """Yield the kernels of the operator's backward, except the kernels of `weights`."""
         yield from ()
 
     def weights(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that a split backward delays until its W: the gradients of matrices."""
+        """Yield the kernels that compute the gradients of matrices. A split backward delays them
+        until W."""
         yield from ()
 
     def recomputed(self, sizes: Sizes) -> Iterator[Kernel]:
@@ -85,45 +88,50 @@ class Operator:
         yield from ()
 
     def messages(self, sizes: Sizes, phase: Phase, input_trains: bool = True) -> Iterator[Message]:
-        """Yield the operator's messages in a phase. `input_trains`: the operator's input has a
-        gradient."""
+        """Yield the operator's messages in a phase. `input_trains` is True if the operator's input
+        has a gradient."""
         yield from ()
 
     # -- memory -----------------------------------------------------------------------------------
 
     def kept(self, sizes: Sizes, mode: str) -> Iterator[Item]:
-        """Yield the tensors that autograd keeps for its backward, under a mode of recomputation."""
+        """Yield the tensors that autograd keeps for the operator's backward, under recomputation
+        `mode`."""
         yield from ()
 
     def keeps_at_its_end(self, sizes: Sizes) -> bool:
         """Return True if the operator keeps a tensor that is complete only at the end of its
-        forward. Its recomputation then includes all of its kernels and messages."""
+        forward. The recomputation of such an operator includes all of its kernels and messages."""
         return any(True for _ in self.kept(sizes, "none"))
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the tensors of this operator that a split backward keeps from its I to its W."""
+        """Yield the tensors of this operator that a split backward keeps from I (gradient of the
+        input) to W (gradients of the weights)."""
         yield from ()
 
     def forward_bytes(self, sizes: Sizes) -> int:
-        """Return the maximal bytes of its forward if there is no backward: its inputs and outputs,
-        and copies of these. Rows without copies need not override this method."""
+        """Return the largest number of bytes that the operator's forward needs if there is no
+        backward: its inputs and outputs, and copies of these. Operators without copies need not
+        override this method."""
         return 0
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the most bytes that its backward needs, without kept tensors and its gradient."""
+        """Return the largest number of bytes that the operator's backward needs, without kept
+        tensors and the gradient of the residual stream."""
         return 0
 
     def drawing_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes that are needed at once to draw its dropout mask."""
+        """Return the number of bytes that are needed to draw the operator's dropout mask."""
         return 0
 
     def adding_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes that W needs, without its operands, to add one gradient of a matrix."""
+        """Return the number of bytes that W (gradients of the weights) needs, without its operands,
+        to add the gradient of one matrix to its sum."""
         return 0
 
     def replaced_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of its kept input, which is freed once the input's gradient has been
-        used."""
+        """Return the bytes of the operator's kept input, which is freed as soon as the gradient of
+        the input has been used."""
         return 0
 
 
@@ -134,10 +142,11 @@ def hash_bytes(elements: int) -> int:
 
 @dataclass(frozen=True)
 class OwnOperator(Operator):
-    """A row of a sublayer of the user's own (`model.sublayers`), which also makes its module."""
+    """An operator of a sublayer that a user has written (`model.sublayers`). It also makes its own
+    torch module."""
 
     def module(self, build: Any) -> Any:
-        """Return the module that computes this row on one rank, a `torch.nn.Module`.
+        """Return the `torch.nn.Module` that computes this operator on one rank.
 
         Its `forward(*inputs, context)` returns the outputs. `build`, of the class
         `ptdmpi.model.operators.Build`, has the model's configuration, the tensor axis and the

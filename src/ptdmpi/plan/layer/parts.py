@@ -1,7 +1,7 @@
-"""The parts of a model that hold parameters: linears, norms, tables and adapters, as data.
+"""Descriptions of the parts of a model that hold parameters: linears, norms, tables and adapters.
 
 An operator names its parts (`operator.py`), and `ptdmpi.model` makes a module from each of them.
-This file does not import torch, so parameters can be counted on a login node.
+This file does not import torch, so parameters can also be counted where torch is not installed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,10 +11,10 @@ from typing import Literal
 Sees = Literal["positions", "heads", "all"]
 
 # Every parameter and every shard starts at a multiple of this many elements. So vectorised kernels
-# compute each element by the same instructions, wherever it is, and need no scalar code for the
+# compute every element with the same instructions, at any position, and need no scalar code for the
 # last elements. The bits of an element then depend neither on its neighbours nor on the rank that
-# holds it. For the same reason norms are computed by rows of this length: a row is never divided
-# between two ranks.
+# holds it. For the same reason, norms of gradients are computed in rows of this length: a row is
+# never divided between two ranks.
 ALIGNMENT = 256
 
 
@@ -23,11 +23,12 @@ class Linear:
     """y = x W^T + b, with W of shape [sum(outputs), inputs].
 
     `split` is the dim that the tensor axis divides. "columns" divides each of the outputs (such as
-    q, k and v); "rows" divides the inputs; with None every rank holds all. `most` is the number of
-    shares into which each of the outputs can be divided, because a head is never cut; None means t,
-    the tensor-parallel size. `init_std` is the standard deviation of the initial weights. `trains`
-    is False for a frozen part, which has weights but no gradients, masters or moments.
-    `partial_gradient`: each tensor rank has a part of W's gradient, and a bias has none.
+    queries, keys and values); "rows" divides the inputs; with None every rank holds the whole
+    matrix. `most` is, for each output, the largest number of slices into which it can be divided,
+    because a head is never cut; if `most` is None, this number is the tensor-parallel size.
+    `init_std` is the standard deviation of the initial weights. `trains` is False for a frozen
+    part, which has weights but no gradients, master weights or moments. With `partial_gradient`,
+    each tensor rank computes only a summand of the gradient of W, and the bias has no gradient.
     """
 
     inputs: int
@@ -40,7 +41,8 @@ class Linear:
     partial_gradient: bool = False
 
     def local(self, tensor: int) -> tuple[int, int]:
-        """Return (inputs, outputs) of one tensor rank, padded where t does not divide them."""
+        """Return (inputs, outputs) of one tensor rank. The divided number is rounded up if
+        `tensor` does not divide it."""
         if self.split == "rows":
             return -(-self.inputs // tensor), sum(self.outputs)
         parts = tensor if self.split == "columns" else 1
@@ -66,8 +68,8 @@ class Linear:
         return sum(self.outputs) if sequence_parallel and adds_after_sum else 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield the number of all elements of each weight of which neighbouring ranks hold copies.
-        Such weights are key heads that serve the queries of several ranks.
+        """Yield the number of elements, over all ranks, of each weight of which neighbouring tensor
+        ranks hold copies. Such a weight belongs to key heads that several tensor ranks share.
         """
         if self.most is None:
             return
@@ -80,11 +82,11 @@ class Linear:
 
 @dataclass(frozen=True)
 class Norm:
-    """A scale of [size], and for LayerNorm also a shift.
+    """The weights of a norm: a scale of [size], and for LayerNorm also a shift.
 
-    `sees` is the share of the input that each tensor rank normalises: its "positions" (under
-    sequence parallelism), its "heads", or "all" of it. In the first two cases each rank has a part
-    of the gradient.
+    `sees` says which part of the input a tensor rank normalises: its own "positions" (under
+    sequence parallelism), its own "heads", or "all" of the input. In the first two cases each rank
+    computes only a summand of the gradient.
     """
 
     size: int
@@ -106,13 +108,14 @@ class Norm:
         return 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield nothing: all ranks have the same weights, and no rank has only a share."""
+        """Yield nothing, because every tensor rank has all weights of a norm."""
         yield from ()
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of [h] that are looked up; `split`: the tensor axis divides them (a vocabulary)."""
+    """A table whose rows [hidden size] are looked up. `split` is True if the tensor axis divides
+    the rows, as in the table of the vocabulary."""
 
     rows: int
     hidden: int
@@ -121,8 +124,8 @@ class Table:
     trains: bool = True
 
     def weights(self, tensor: int) -> Iterator[int]:
-        """Yield its number of elements on one tensor rank, including padding if t does not divide
-        the rows."""
+        """Yield the number of elements on one tensor rank, including padding if `tensor` does not
+        divide the rows."""
         yield -(-self.rows // (tensor if self.split else 1)) * self.hidden
 
     def partial(self, sequence_parallel: bool) -> int:
@@ -136,14 +139,15 @@ class Table:
 
 @dataclass(frozen=True)
 class LowRankPair:
-    """`scale` B A, added to a linear or to one of its outputs: A is [rank, inputs], B [outputs,
-    rank] (Hu et al. 2021, arXiv 2106.09685, equation 3).
+    """A LoRA adapter: the product `scale` B A, which is added to the weight of a linear, or to the
+    rows of this weight for one output. A is [rank, inputs], and B is [outputs, rank] (Hu et al.
+    2021, arXiv 2106.09685, equation 3).
 
-    `split` is the split of the linear. "columns" divides the rows of B into at most `most` shares,
-    and each tensor rank has a part of A's gradient. "rows" divides the columns of A, and each rank
-    has a part of B's gradient. `dropout` is the rate at which inputs are dropped. `number`
-    distinguishes the adapters of a layer. `output` is the index of the linear's output that the
-    pair is added to.
+    `split` is the split of the linear. "columns" divides the rows of B into at most `most` slices,
+    and each tensor rank computes a summand of the gradient of A. "rows" divides the columns of A,
+    and each rank computes a summand of the gradient of B. `dropout` is the rate at which inputs are
+    dropped. `number` distinguishes the adapters of a layer. `output` is the index of the linear's
+    output to which the pair is added.
     """
 
     inputs: int
@@ -158,7 +162,8 @@ class LowRankPair:
     trains: bool = True
 
     def local(self, tensor: int) -> tuple[int, int]:
-        """Return (inputs, outputs) of one tensor rank, padded where t does not divide them."""
+        """Return (inputs, outputs) of one tensor rank. The divided number is rounded up if
+        `tensor` does not divide it."""
         if self.split == "rows":
             return -(-self.inputs // tensor), self.outputs
         return self.inputs, -(-self.outputs // min(tensor, self.most or tensor))
@@ -175,8 +180,8 @@ class LowRankPair:
         return self.rank * (self.inputs if self.split == "columns" else self.outputs)
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield the number of elements of the whole B if neighbouring ranks hold copies of the same
-        share of B."""
+        """Yield the number of elements of the whole B if neighbouring tensor ranks hold copies of
+        the same slice of B."""
         if self.most is not None and tensor > self.most:
             yield self.outputs * self.rank
 
@@ -185,9 +190,9 @@ class LowRankPair:
 class Scale:
     """A factor for each channel after a linear, or before a linear whose inputs are split (Liu et
     al. 2022, arXiv 2205.05638, section 3.3). The tensor axis divides the channels into at most
-    `most` shares.
+    `most` slices.
 
-    `output`: the index of the linear's output that is scaled.
+    `output` is the index of the linear's output that is scaled.
     """
 
     size: int
@@ -196,15 +201,16 @@ class Scale:
     trains: bool = True
 
     def weights(self, tensor: int) -> Iterator[int]:
-        """Yield its number of elements on one tensor rank."""
+        """Yield the number of factors on one tensor rank."""
         yield -(-self.size // min(tensor, self.most or tensor))
 
     def partial(self, sequence_parallel: bool) -> int:
-        """Return 0: each rank sees all positions of its channels."""
+        """Return 0, because each tensor rank computes the complete gradient of its channels."""
         return 0
 
     def copied(self, tensor: int) -> Iterator[int]:
-        """Yield the number of all factors if neighbouring ranks hold copies of the same share."""
+        """Yield the number of all factors if neighbouring tensor ranks hold copies of the same
+        slice."""
         if self.most is not None and tensor > self.most:
             yield self.size
 
@@ -228,7 +234,7 @@ def as_table(part: Part, split: bool) -> Table:
 
 
 def aligned(size: int) -> int:
-    """Return the number of elements that a parameter of `size` elements takes in a flat buffer,
+    """Return the number of elements that a parameter of `size` elements occupies in a flat buffer,
     including padding."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 

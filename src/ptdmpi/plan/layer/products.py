@@ -1,9 +1,9 @@
 """Products with weights: a linear, its adapters, and the collectives of the tensor axis around it.
 
-The column-parallel linears (f, g') and row-parallel linears (g) follow Shoeybi et al. 2019 (arXiv
-1909.08053, section 3) and, under sequence parallelism, of Korthikanti et al. 2022 (arXiv
-2205.05198, section 4.2.2): inputs are gathered before a column-parallel linear and outputs are
-scattered after a row-parallel one.
+Column-parallel and row-parallel linears follow Shoeybi et al. 2019 (arXiv 1909.08053, section 3).
+Under sequence parallelism they follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4.2.2):
+inputs are gathered before a column-parallel linear, and outputs are scattered after a row-parallel
+linear.
 """
 
 import math
@@ -21,12 +21,12 @@ from ptdmpi.plan.layer.sizes import Rows, Sizes
 
 @dataclass(frozen=True)
 class Multiply(Operator):
-    """A product with a weight: [rows, inputs] -> [rows, outputs], plus its adapters.
+    """A linear with its adapters: [rows, inputs] -> [rows, outputs].
 
-    Under sequence parallelism a column-parallel linear reads "local" rows and a row-parallel one
-    writes them; `rows` are the rows of the product itself. `quantized` is the format of the weight
-    that the product unpacks, or None for a weight that is not quantized. `shares_input`: its input
-    is part of a tensor that another row keeps.
+    Under sequence parallelism a column-parallel linear reads "local" rows, and a row-parallel
+    linear writes "local" rows. `rows` are the rows of the matrix product itself. `quantized` is the
+    format of the weight that the product unpacks, or None for a weight that is not quantized.
+    `shares_input` is True if the input is part of a tensor that another operator keeps.
     """
 
     linear: Linear
@@ -40,17 +40,17 @@ class Multiply(Operator):
 
     @cached_property
     def pairs(self) -> tuple[LowRankPair, ...]:
-        """Return its low-rank adapters."""
+        """Return the low-rank adapters of the linear."""
         return tuple(part for _, part in self.adapters if isinstance(part, LowRankPair))
 
     @property
     def keeps_input(self) -> bool:
-        """Return True if a gradient needs its input."""
+        """Return True if the gradient of a weight needs the input of the linear."""
         return self.linear.trains or bool(self.pairs)
 
     @property
     def is_column(self) -> bool:
-        """Return True if the tensor axis divides its outputs."""
+        """Return True if the tensor axis divides the outputs of the linear."""
         return self.linear.split == "columns"
 
     def _rows_of_ends(self, sizes: Sizes) -> tuple[int, int]:
@@ -73,7 +73,8 @@ class Multiply(Operator):
     # -- time -------------------------------------------------------------------------------------
 
     def _matrices(self, sizes: Sizes) -> Iterator[tuple[int, int, bool]]:
-        """Yield (inputs, outputs, True if it trains) of each matrix on this rank."""
+        """Yield (inputs, outputs, True if the matrix trains) for each matrix on this rank: the
+        weight of the linear, and A and B of each low-rank adapter."""
         tensor = sizes.layout.tensor
         yield *self.linear.local(tensor), self.linear.trains
         for pair in self.pairs:
@@ -82,7 +83,7 @@ class Multiply(Operator):
             yield pair.rank, outputs, True
 
     def _unpacked(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that unpack a frozen quantized weight, in every pass."""
+        """Yield the kernels that unpack a frozen quantized weight. Every pass unpacks it."""
         if self.quantized is None or self.linear.trains:
             return
         moved, launches = unpacking(
@@ -105,8 +106,9 @@ class Multiply(Operator):
         yield from self._added_bias(sizes)
 
     def _added_bias(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernel that adds the bias after the sum over the tensor axis. It is not priced.
-        Megatron-LM of 2021 adds the bias in the kernel of dropout and residual."""
+        """Yield the kernel that adds the bias after the sum over the tensor axis. This kernel has
+        no time of its own (`priced` is False). Megatron-LM of 2021 adds the bias in the kernel of
+        dropout and residual instead."""
         summed_before = self.linear.split == "rows" and sizes.layout.tensor > 1
         if self.linear.bias and summed_before and sizes.fused_attention:
             elements = self._rows_of_ends(sizes)[1] * sum(self.linear.outputs)
@@ -114,12 +116,12 @@ class Multiply(Operator):
 
     @property
     def is_attention(self) -> bool:
-        """Return True if its outputs are the heads of attention."""
+        """Return True if the outputs of the linear are the heads of attention."""
         return self.linear.most is not None
 
     def backward(self, sizes: Sizes) -> Iterator[Kernel]:
-        """Yield the kernels that compute the input's gradient and the sum for the bias's
-        gradient."""
+        """Yield the kernels that compute the gradient of the input, and the sum that is the
+        gradient of the bias."""
         rows = sizes.rows(self.rows)
         yield from self._unpacked(sizes)
         for inputs, outputs, _ in self._matrices(sizes):
@@ -165,7 +167,8 @@ class Multiply(Operator):
             yield summed(sizes, size)
         if not sizes.divides_sequence:
             return
-        # a frozen linear needs the output's gradient only if a part before it trains
+        # a frozen linear without adapters needs the gradient of its output only if a part before it
+        # trains
         if phase in ("backward", "inputs") and (input_trains or self.trains):
             yield Message("all_gather", size)
         if phase == "weights" and self.keeps_input:
@@ -177,7 +180,7 @@ class Multiply(Operator):
         if self.keeps_input and not self.shares_input:
             yield Item(f"{self.name}.input", self._input_elements(sizes), sizes.compute_bytes)
         for number, (_, part) in enumerate(self.adapters):
-            # LoRA keeps its narrow product, and (IA)^3 keeps the values that it has multiplied
+            # LoRA keeps the product of A with the input, and (IA)^3 keeps the values that it scales
             if isinstance(part, LowRankPair):
                 width = part.rank
             else:
@@ -186,17 +189,19 @@ class Multiply(Operator):
             yield Item(f"{self.name}.adapter{number}", rows * width, sizes.compute_bytes)
 
     def keeps_at_its_end(self, sizes: Sizes) -> bool:
-        """Return False also if the linear keeps only an input that an adapter scales before a
-        row-parallel linear: this tensor is complete before the product and the sum."""
+        """Return True if the operator keeps a tensor that is complete only at the end of its
+        forward. If a row-parallel linear keeps only the input that an adapter has scaled, the
+        result is False, because this input is complete before the product and the sum."""
         return self.keeps_input or (bool(self.adapters) and self.is_column)
 
     def _input_elements(self, sizes: Sizes) -> int:
         return self._rows_of_ends(sizes)[0] * self.linear.local(sizes.layout.tensor)[0]
 
     def operands(self, sizes: Sizes) -> Iterator[Item]:
-        """Yield the linear's input and its output's gradient. Under sequence parallelism only this
-        rank's positions of the gathered tensor are kept. The bias's gradient is computed in I and
-        waits there to be added."""
+        """Yield the linear's input, the gradient of its output, and the gradient of its bias. Under
+        sequence parallelism only this rank's positions of a gathered tensor are kept. I (gradient
+        of the input) computes the gradient of the bias, and W (gradients of the weights) adds
+        it."""
         c = sizes.compute_bytes
         outputs = self.linear.local(sizes.layout.tensor)[1]
         gradient = self._rows_of_ends(sizes)[1] * outputs
@@ -209,7 +214,8 @@ class Multiply(Operator):
             yield from self._operands_of_adapters(sizes, gradient)
 
     def _operands_of_adapters(self, sizes: Sizes, gradient: int) -> Iterator[Item]:
-        """Yield the operands that all adapters share, and the narrow tensors of each."""
+        """Yield the operands that all adapters of the linear share, and the narrow tensors of each
+        adapter."""
         c, rows = sizes.compute_bytes, sizes.rows(self.rows)
         if self.pairs:
             yield Item(f"{self.name}.input", self._input_elements(sizes), c)
@@ -220,8 +226,8 @@ class Multiply(Operator):
             else:
                 yield Item(f"{self.name}.scale{number}", rows * sum(part.weights(1)), c)
         if not self.pairs:
-            # no additional tensor: a view of the output's gradient, or, if inputs are split, of the
-            # input's gradient
+            # the adapters only scale, and need no additional tensor: this is a view of the gradient
+            # of the output, or, if inputs are split, of the gradient of the input
             width = max(self.linear.local(sizes.layout.tensor))
             yield Item(f"{self.name}.gradient", rows * width, c)
 
@@ -236,11 +242,11 @@ class Multiply(Operator):
         return rows * sum(shape) * sizes.compute_bytes + copied_bytes(sizes, shape, rows)
 
     def backward_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the input's gradient, and of the weight's gradient until it is added
-        to `main_grad`.
+        """Return the bytes of the gradient of the input, and of the gradient of the weight until it
+        is added to the sum of gradients.
 
-        A column-parallel linear computes the input's gradient first; a row-parallel one computes
-        the weight's gradient first.
+        A column-parallel linear computes the gradient of the input first. A row-parallel linear
+        computes the gradient of the weight first.
         """
         result = linear_backward(
             sizes,
@@ -252,15 +258,16 @@ class Multiply(Operator):
         return result + self.gathered_bytes(sizes)
 
     def gathered_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes of the tensor that its backward gathers under sequence parallelism."""
+        """Return the bytes of the tensor that the backward of the linear gathers under sequence
+        parallelism."""
         if not sizes.divides_sequence or self.linear.split is None or self.rows != "whole":
             return 0
         width = self.linear.inputs if self.is_column else sum(self.linear.outputs)
         return sizes.rows(self.rows) * width * sizes.compute_bytes
 
     def adding_bytes(self, sizes: Sizes) -> int:
-        """Return the bytes needed to add the gradient of the weight or of the adapters, whichever
-        is larger."""
+        """Return the bytes needed to add the gradient of the weight, or of an adapter, to its sum:
+        the maximum over them."""
         most = adding_bytes(sizes, self.linear) if self.linear.trains else 0
         c, wide = sizes.compute_bytes, sizes.wide_bytes
         for pair in self.pairs:
@@ -271,7 +278,7 @@ class Multiply(Operator):
         return most
 
     def quantized_elements(self, sizes: Sizes) -> int:
-        """Return the number of elements of its quantized weight; 0 if it is not quantized."""
+        """Return the number of elements of the weight on this rank if it is quantized, else 0."""
         return math.prod(self.linear.local(sizes.layout.tensor)) if self.quantized else 0
 
 
@@ -286,11 +293,12 @@ def summed(sizes: Sizes, size: int, behind: tuple[MatrixProduct, ...] = ()) -> M
 def weight_gradient(
     sizes: Sizes, inputs: int, outputs: int, rows: int, *, weights: int = 1
 ) -> Iterator[Kernel]:
-    """Yield the product that computes a weight's gradient, and the kernel that adds it to the sum.
-    Several `weights` of the same shape are computed one after the other.
+    """Yield the product that computes the gradient of a weight, and the kernel that adds it to the
+    sum of gradients. `weights` is the number of weights of this shape, whose gradients are computed
+    one after the other.
 
     The adding kernel reads the product, and reads and writes the sum. It is not needed if the
-    product is added to the sum by the product's own kernel, in the sum's type.
+    kernel of the product itself adds to the sum, in the type of the sum.
     """
     yield MatrixProduct(m=inputs, n=outputs, k=rows, batch=weights, launches=weights)
     e, g = sizes.compute_bytes, sizes.software.gradient_bytes
@@ -299,8 +307,8 @@ def weight_gradient(
 
 
 def copied_bytes(sizes: Sizes, shape: tuple[int, int], rows: int) -> int:
-    """Return the bytes of a product's operands and result if half types are widened for the
-    product; 0 if they are not. `shape` is (inputs, outputs) of the weight."""
+    """Return the bytes of the float32 copies of a product's operands and result, if products of
+    half types are computed in float32; else 0. `shape` is (inputs, outputs) of the weight."""
     if sizes.operand_bytes == sizes.compute_bytes:
         return 0
     inputs, outputs = shape
@@ -308,10 +316,11 @@ def copied_bytes(sizes: Sizes, shape: tuple[int, int], rows: int) -> int:
 
 
 def adding_bytes(sizes: Sizes, linear: Linear) -> int:
-    """Return the bytes that are needed to add a weight's gradient, without its operands.
+    """Return the bytes that are needed to compute the gradient of a weight and add it to the sum,
+    without the operands.
 
-    They include the gathered part of the operands. If gradients are wider than weights, the product
-    is counted in both types. If operands are widened for the product, the copies of the operands
+    They include the gathered operand. If gradients have a wider type than weights, the product is
+    counted in both types. If the product is computed in float32, the float32 copies of the operands
     and of the result are counted instead.
     """
     c, rows = sizes.compute_bytes, sizes.tokens
@@ -337,11 +346,11 @@ def linear_backward(
     """Return the number of bytes that the backward of a linear with `shape` = (inputs, outputs)
     needs for `rows` rows.
 
-    In half types this includes the weight's gradient and its float32 form, which is added to the
-    sum. If operands are widened for the product, it includes copies of the operands and of the
-    result instead. The gradients of the adapters of a frozen linear are added to the input's
-    gradient (`adds_to_input`). `weight_first`: the weight's gradient is freed before the input's
-    gradient is computed.
+    In half types this includes the gradient of the weight and its float32 copy, which is added to
+    the sum. If the product is computed in float32, it includes the float32 copies of the operands
+    and of the result instead. With `adds_to_input`, the adapters of a frozen linear add their
+    gradients to the gradient of the input. With `weight_first`, the gradient of the weight is freed
+    before the gradient of the input is computed.
     """
     inputs, outputs = shape
     c, wide = sizes.compute_bytes, sizes.wide_bytes
@@ -351,7 +360,8 @@ def linear_backward(
     if adapt.adapts:
         added = 0
         if adds_to_input:
-            # one adapter after the other; with dropout also its mask and the masked input
+            # one adapter is computed after the other; with dropout its mask and the masked input
+            # are added
             added = result
             if adapt.dropout > 0.0:
                 added += hash_bytes(rows * inputs) + rows * inputs * (1 + c)

@@ -1,4 +1,6 @@
-"""The values of symbols such as s b, h and a/t on one rank."""
+"""The sizes of tensors on one rank: numbers of positions and heads, and bytes of a number. The
+symbols are s (sequence length), b (microbatch size), c (context-parallel size) and t
+(tensor-parallel size)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,10 +9,11 @@ from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.config.precision import PRECISIONS
 from ptdmpi.plan.machine.cluster import TRAINER, Software
 
-# The rows of a value [rows, width] on a rank, as a symbol:
+# The kinds of rows that a value [rows, width] may have on a rank:
 #   whole      s b / c   every position of the microbatch that a context rank has
-#   local      s b / ct  this rank's positions between blocks under sequence parallelism, else whole
-#   predicted  k b       the positions that the head is asked for
+#   local      s b / ct  under sequence parallelism this rank's positions outside of attention and
+#                        MLP, otherwise the same as whole
+#   predicted  k b       the k positions of each sequence that the head predicts
 #   samples    b         one position of each sequence
 Rows = Literal["whole", "local", "predicted", "samples"]
 
@@ -21,8 +24,8 @@ class Sizes:
 
     `precision` is the compute type ("bf16", "fp16", "fp32" or "fp64"). `software` is the program
     that runs the model, and `on_host` is True if it runs on the host's processor. `predictions` is
-    the number of positions of a sample that the head predicts; None stands for the default
-    fraction.
+    the number of positions of a sample that the head predicts; if it is None, the default fraction
+    is used.
     """
 
     model: ModelConfig
@@ -34,21 +37,23 @@ class Sizes:
 
     @property
     def tokens(self) -> int:
-        """Return the number of positions of a microbatch on this rank, s b / c."""
+        """Return the number of positions of a microbatch on this context rank: sequence length x
+        sequences / context-parallel size."""
         return self.model.seq_length // self.layout.context * self.layout.micro_size
 
     @property
     def local_tokens(self) -> int:
-        """Return the number of this rank's positions between the blocks: s b / c, or s b / (c t)
-        under sequence parallelism."""
+        """Return the number of this rank's positions outside of attention and MLP: `tokens`,
+        divided by the tensor-parallel size under sequence parallelism."""
         if self.layout.sequence_parallel:
             return self.tokens // self.layout.tensor
         return self.tokens
 
     @property
     def predicted(self) -> int:
-        """Return the number of positions of a microbatch whose tokens this rank predicts: s b / c,
-        or the number of masked positions, all of which every context rank predicts."""
+        """Return the number of positions of a microbatch whose tokens this rank predicts. In a
+        masked model every context rank predicts all masked positions; otherwise the number is
+        `tokens`."""
         each = self.model.predictions() if self.predictions is None else self.predictions
         if not self.model.masked:
             each //= self.layout.context
@@ -56,13 +61,14 @@ class Sizes:
 
     @property
     def keys(self) -> int:
-        """Return the number of keys of a microbatch at all positions, s b."""
+        """Return the number of positions of a microbatch on all context ranks, each of which has a
+        key."""
         return self.model.seq_length * self.layout.micro_size
 
     @property
     def local_heads(self) -> tuple[int, int]:
-        """Return the numbers of query heads and of key heads of a tensor rank. A head is never
-        divided."""
+        """Return the numbers of query heads and of key heads of a tensor rank, rounded up, because
+        a head is never divided."""
         return self.share(self.model.heads), self.share(self.model.kv_heads)
 
     @property
@@ -98,7 +104,7 @@ class Sizes:
 
     @property
     def operand_bytes(self) -> int:
-        """Return the bytes of a number in the operands of a product."""
+        """Return the bytes of a number in the operands of a matrix product."""
         return self.wide_bytes if self.software.wide_products else self.compute_bytes
 
     @property
@@ -109,12 +115,12 @@ class Sizes:
 
     @property
     def divides_sequence(self) -> bool:
-        """Return True if tensor ranks hold different positions between blocks."""
+        """Return True if tensor ranks hold different positions outside of attention and MLP."""
         return self.layout.sequence_parallel and self.layout.tensor > 1
 
     @property
     def drops(self) -> bool:
-        """Return True if there is dropout between the blocks."""
+        """Return True if there is dropout on the outputs of sublayers."""
         return self.software.dropout or self.model.dropout > 0.0
 
     @property
@@ -123,5 +129,5 @@ class Sizes:
         return self.software.attention == "flash"
 
     def share(self, size: int) -> int:
-        """Return a tensor rank's part of `size`, padded where t does not divide it."""
+        """Return `size` divided by the tensor-parallel size, rounded up."""
         return -(-size // self.layout.tensor)

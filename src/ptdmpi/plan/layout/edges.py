@@ -1,4 +1,4 @@
-"""A topology from a file: an edge list, checked line by line."""
+"""A topology that is read from a file with one edge in each line."""
 
 import hashlib
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ FORM = 'legal: "0 1" (ranks from 0, both directions), or "0 1 0.25" with the wei
 def read_edges(path: str, size: int, names: str) -> Topology:
     """Return the graph over `size` data ranks whose edges are in a file.
 
-    Each line has an edge: two ranks, and optionally the weight that each rank gives to the other's
-    values. Either all edges have weights or none has; without weights they are Metropolis-Hastings
-    weights. "#" begins a comment; blanks or a comma separate columns. An edge may be given in both
-    directions.
+    Each line has an edge: two ranks, and optionally the weight that each of the two ranks gives to
+    the values of the other rank. Either all edges have weights, or no edge has a weight; then the
+    weights are Metropolis-Hastings weights. "#" begins a comment; blanks or a comma separate
+    columns. An edge may be given in both directions.
 
-    Raises InputError with the file, the line and the legal values. `names` are the legal names of
-    topologies, for the message.
+    Raises InputError with the file, the line and the legal values if the file is not valid. `names`
+    has the legal names of topologies for the error message.
     """
     where = f"data_parallel.topology = {path}"
     edges: dict[tuple[int, int], Fraction | None] = {}
@@ -47,7 +47,7 @@ def read_edges(path: str, size: int, names: str) -> Topology:
         if (total := sum(row.values())) >= 1:
             raise InputError(
                 f"{where}: the weights of the edges of rank {rank} sum to {float(total):g}; "
-                "legal: less than 1, for the rest is what it keeps of its own"
+                "legal: less than 1; the rest is the weight of its own values"
             )
     return Edges(path, weights)
 
@@ -55,7 +55,8 @@ def read_edges(path: str, size: int, names: str) -> Topology:
 def ranks_of(path: str, names: str) -> int:
     """Return the number of ranks in the graph of a file.
 
-    Raises InputError if the file cannot be read, as `read_edges`.
+    Raises InputError if the file cannot be read. `names` has the legal names of topologies for the
+    error message.
     """
     greatest = 0
     for _, _, fields in _lines(path, names):
@@ -66,8 +67,8 @@ def ranks_of(path: str, names: str) -> int:
 def sha256_of(path: str, names: str) -> str:
     """Return the SHA-256 of the edges and weights in a file.
 
-    It does not depend on the order of the lines or on comments. Raises InputError as `read_edges`,
-    except for mistakes that depend on the number of ranks.
+    The SHA-256 does not depend on the order of the lines or on comments. Raises InputError for the
+    same mistakes as `read_edges`, except for mistakes that depend on the number of ranks.
     """
     edges = {_edge(path, line, fields, 2**31) for _, line, fields in _lines(path, names)}
     text = "\n".join(sorted(f"{first} {second} {weight}" for (first, second), weight in edges))
@@ -93,7 +94,8 @@ def _lines(path: str, names: str) -> Iterator[tuple[int, str, list[str]]]:
 def _edge(
     where: str, line: str, fields: list[str], size: int
 ) -> tuple[tuple[int, int], Fraction | None]:
-    """Return the two ranks of a line, ascending, and the weight; None if it has none."""
+    """Return the two ranks of a line, ascending, and the weight of the edge; None if the line has
+    no weight. Raises InputError if the line is not valid."""
     try:
         first, second = (int(field) for field in fields[:2])
         weight = Fraction(fields[2]) if len(fields) > 2 else None
@@ -108,7 +110,7 @@ def _edge(
                 f"{size - 1}, or another parallel.data"
             )
     if first == second:
-        raise InputError(f"{where}: {line!r}: a rank always keeps a part of its own; {FORM}")
+        raise InputError(f"{where}: {line!r}: a rank has no edge to itself; {FORM}")
     if weight is not None and not 0 < weight < 1:
         raise InputError(f"{where}: {line!r}: a weight is above 0 and below 1")
     return (min(first, second), max(first, second)), weight

@@ -5,7 +5,7 @@ A topology over n ranks is a doubly stochastic matrix W for each step. Its entry
 with which rank i takes the values of rank j: x_i <- sum_j w_ij x_j. Rows and columns sum to 1, so
 the average over the ranks does not change (exactly: weights are fractions here). A graph is a pure
 function of name, n, seed and step. So all ranks and the planner compute the same graph, and no rank
-sends it.
+needs to send the graph.
 """
 
 import hashlib
@@ -18,7 +18,8 @@ Row = Mapping[int, Fraction]  # rank -> weight above 0, ascending in rank
 
 
 class Topology(ABC):
-    """A graph over `size` ranks for each step; it repeats after `period` steps (None: never)."""
+    """A graph over `size` ranks for each step. The sequence of graphs repeats after `period` steps;
+    None: it never repeats."""
 
     period: int | None = 1
 
@@ -27,17 +28,18 @@ class Topology(ABC):
 
     @abstractmethod
     def row(self, step: int, rank: int) -> Row:
-        """Return w_ij of step `step` (from 0) for i = `rank`, by j.
+        """Return the weights w_ij of step `step` (counted from 0) for i = `rank`, by j.
 
-        These are the weights of the rank itself and of the ranks that send to it.
+        They are the weights that `rank` gives to its own values and to the values of the ranks that
+        send to it.
         """
 
     @abstractmethod
     def column(self, step: int, rank: int) -> Row:
-        """Return w_ij of step `step` (from 0) for j = `rank`, by i.
+        """Return the weights w_ij of step `step` (counted from 0) for j = `rank`, by i.
 
-        These are the weights that the rank itself, and the ranks that it sends to, give to its
-        values.
+        They are the weights that `rank` itself and the ranks to which it sends give to the values
+        of `rank`.
         """
 
     def sources(self, step: int, rank: int) -> tuple[int, ...]:
@@ -50,17 +52,17 @@ class Topology(ABC):
 
     @property
     def most_neighbours(self) -> int:
-        """Return the most messages that a rank sends in a step."""
+        """Return the largest number of messages that a rank sends in a step."""
         steps = range(self.period or 1)
         return max(len(self.destinations(k, i)) for k in steps for i in range(self.size))
 
     def contraction(self) -> float:
         """Return the factor by which a step shrinks the distance of replicas from their mean.
 
-        The factor is that of the worst case, and the geometric mean over a period of P steps:
+        The factor is for the worst case, and is the geometric mean over a period of P steps:
         ||W_(P-1) ... W_0 - 1 1^T / n||_2^(1/P).
         """
-        import numpy as np  # here, since code that asks only for neighbours does not need it
+        import numpy as np  # code that needs only neighbours works without numpy
 
         product = np.eye(self.size)
         for step in range(self.period or 1):
@@ -82,15 +84,16 @@ class Topology(ABC):
 
     @property
     def spectral_gap(self) -> float:
-        """Return 1 - `contraction`: 1 if a period averages exactly, near 0 if averaging is slow."""
+        """Return 1 - `contraction`. It is 1 if the steps of a period compute the exact average, and
+        near 0 if averaging is slow."""
         return 1.0 - self.contraction()
 
 
 class Undirected(Topology):
     """A graph with edges in both directions and Metropolis-Hastings weights.
 
-    w_ij = 1 / (1 + max(degrees of i and j)): symmetric, on any graph (Xiao, Boyd, Kim 2007, J.
-    Parallel Distrib. Comput. 67, eq. 6).
+    w_ij = 1 / (1 + max(degrees of i and j)). These weights are symmetric and exist for any graph
+    (Xiao, Boyd, Kim 2007, J. Parallel Distrib. Comput. 67, eq. 6).
     """
 
     def __init__(self, name: str, size: int, near: Callable[[int], set[int]]) -> None:
@@ -107,7 +110,8 @@ class Undirected(Topology):
 
 
 class Edges(Topology):
-    """A graph with given symmetric weights: `rows[i]` has the weights of the neighbours of i."""
+    """A graph with given symmetric weights: `rows[i]` has the weights of the neighbours of rank
+    i."""
 
     def __init__(self, name: str, rows: Sequence[Row]) -> None:
         super().__init__(name, len(rows))
@@ -145,7 +149,8 @@ class Circulant(Topology):
 
 
 class RandomPairs(Topology):
-    """A random matching in each step, as in randomised gossip; the two ranks of a pair average.
+    """A random matching of ranks into pairs in each step, as in randomised gossip. The two ranks of
+    a pair average their values.
 
     A permutation that depends on seed and step pairs the ranks. If the number of ranks is odd, one
     rank has no partner (Boyd, Ghosh, Prabhakar, Shah 2006, IEEE Trans. Inf. Theory 52).
@@ -166,7 +171,8 @@ class RandomPairs(Topology):
     column = row
 
     def contraction(self) -> float:
-        """Return the contraction in the mean square, sqrt(lambda_2(E[W^T W])).
+        """Return the contraction in the mean square, sqrt(lambda_2(E[W^T W])), where lambda_2 is
+        the second largest eigenvalue.
 
         The formula is from Boyd et al. 2006, section II. W of a matching is a projection, so W^T W
         is W. E[W] has the same weight between any two ranks, so its lambda_2 has a closed form.
@@ -178,9 +184,9 @@ class RandomPairs(Topology):
 
 
 def _pairs(size: int, seed: int, step: int) -> list[int]:
-    """Return the partner of each rank in a step; a rank without a partner has itself."""
+    """Return the partner of each rank in a step. A rank without a partner is its own partner."""
 
-    # a hash: the shuffles of Python and numpy may change between their versions
+    # sort by a hash, because the shuffles of Python and numpy may change between versions
     def drawn(rank: int) -> bytes:
         return hashlib.sha256(f"pairs {seed} {step} {rank}".encode()).digest()
 
@@ -193,14 +199,14 @@ def _pairs(size: int, seed: int, step: int) -> list[int]:
 
 
 def _completed(rank: int, row: Row) -> Row:
-    """Return `row` with the remaining weight for the rank itself, ascending in rank."""
+    """Return `row` with the remaining weight added for `rank` itself, ascending in rank."""
     own = Fraction(1) - sum(row.values())
     whole = {**row, rank: own} if own else dict(row)
     return {peer: whole[peer] for peer in sorted(whole)}
 
 
 def matrix(topology: Topology, step: int) -> list[list[float]]:
-    """Return W of a step, [n][n], each weight rounded once."""
+    """Return the matrix W of a step, [n][n], as floats; each weight is rounded once."""
     return [list(_dense(topology.row(step, rank), topology.size)) for rank in range(topology.size)]
 
 

@@ -1,9 +1,8 @@
 """The process grid: the coordinate of each rank on the named axes, and the groups of ranks.
 
-The grid is pure arithmetic and can be computed for any rank. So a planner can ask about all of 3072
-ranks, and a communicator about its own rank. Axes are data: code that splits communicators, watches
-ranks or distributes state asks a grid for its axes by name. So a new axis needs only a row in
-`AXES`.
+The grid is pure arithmetic, so every process can compute it for any rank: a planner for all of 3072
+ranks, a communicator for its own rank. Code that splits communicators, watches ranks or distributes
+state gets the axes from a grid by name. So a new axis needs only a row in `AXES`.
 """
 
 import itertools
@@ -16,12 +15,12 @@ from ptdmpi.config import Config, InputError, Layout
 
 @dataclass(frozen=True)
 class Axis:
-    """A kind of axis: how ranks at different places of it differ.
+    """The properties of an axis: how ranks with different coordinates on the axis differ.
 
-    `cuts_state`: the ranks hold different parts of the training state, at least for some
-    parameters. On an axis without `cuts_state` all ranks hold the same state. `other_parameters`:
-    the ranks hold parameters with different names, so no rank knows the names of all parameters.
-    `reads_samples`: the ranks read different samples. `cuts_sequence`: the ranks have different
+    With `cuts_state` the ranks hold different parts of the training state, at least for some
+    parameters; without it all ranks of the axis hold the same state. With `other_parameters` the
+    ranks hold parameters with different names, so no rank knows the names of all parameters. With
+    `reads_samples` the ranks read different samples. With `cuts_sequence` the ranks have different
     positions of the same samples.
     """
 
@@ -48,11 +47,12 @@ class Axis:
         return self.other_parameters and self.sums_losses
 
 
-# The axes of this trainer, fastest first. Consecutive ranks share a node, so the axis that
-# communicates most is first (Narayanan et al. 2021, arXiv 2104.04473, section 3.2, takeaway 1), and
-# the pipeline axis, with one message per microbatch, is last. The c context ranks form three axes,
-# and so do the d data ranks: neighbours have different experts, neighbours of these groups shard
-# the state (`zero`), and groups of shards hold copies.
+# The axes of this trainer. The first axis varies fastest: consecutive ranks are neighbours on it.
+# Consecutive ranks share a node, so the axis that communicates most is first (Narayanan et al.
+# 2021, arXiv 2104.04473, section 3.2, takeaway 1), and the pipeline axis, with one message per
+# microbatch, is last. The context ranks form three axes, and so do the data ranks: one axis of
+# ranks with different experts, one of ranks that shard the state (`zero`), and one of ranks with
+# copies of the state.
 AXES: Mapping[str, Axis] = {
     "tensor": Axis(cuts_state=True),
     "context_expert": Axis(cuts_state=True, other_parameters=True, cuts_sequence=True),
@@ -63,12 +63,13 @@ AXES: Mapping[str, Axis] = {
     "replicate": Axis(reads_samples=True),
     "pipeline": Axis(cuts_state=True, other_parameters=True),
 }
-# Groups that are derived from the axes. WORLD: all ranks. REPLICAS: ranks that hold the same state.
-# DATA: ranks that read different samples for the same part of the model. CONTEXT: ranks that have
-# different positions of the same samples. SHARDS: ranks that shard the state. LOSSES: ranks that
-# see different tokens for the same part of the model. EXPERTS: ranks that see different tokens and
-# hold different experts of the same layers. PARAMETERS: ranks that hold parameters with different
-# names. ENDS: the first and the last rank of the pipeline axis, which both hold a tied table.
+# Names of groups that are derived from the axes. WORLD: all ranks. REPLICAS: ranks that hold the
+# same state. DATA: ranks that read different samples for the same part of the model. CONTEXT: ranks
+# that have different positions of the same samples. SHARDS: ranks that shard the state. LOSSES:
+# ranks that see different tokens for the same part of the model. EXPERTS: ranks that see different
+# tokens and hold different experts of the same layers. PARAMETERS: ranks that hold parameters with
+# different names. ENDS: the first and the last rank of the pipeline axis, which both hold a tied
+# table.
 WORLD, REPLICAS, DATA, CONTEXT, SHARDS = "world", "replicas", "data", "context", "shards"
 LOSSES, EXPERTS, PARAMETERS, ENDS = "losses", "expert", "parameters", "ends"
 # Groups along several axes, each with the condition that selects its axes.
@@ -85,12 +86,12 @@ ALONG: Mapping[str, Callable[[Axis], bool]] = {
 SHARD_AXES = tuple(name for name, axis in AXES.items() if axis.shards_state)
 EXPERT_AXES = tuple(name for name, axis in AXES.items() if axis.deals_experts)
 
-Coordinates = Mapping[str, int]  # name of an axis -> place on it, counted from 0
+Coordinates = Mapping[str, int]  # name of an axis -> coordinate on this axis, counted from 0
 
 
 @dataclass(frozen=True, init=False)
 class Grid:
-    """A process grid: the names and sizes of its axes, the one that varies fastest first.
+    """A process grid: the names and sizes of its axes. The first axis varies fastest.
 
     `Grid({"tensor": 2, "replicate": 3})`: ranks 0 and 1 are neighbours on the tensor axis. Raises
     InputError unless each size is at least 1.
@@ -110,16 +111,17 @@ class Grid:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Return the names of the axes, fastest first."""
+        """Return the names of the axes; the first axis varies fastest."""
         return tuple(axis for axis, _ in self.sizes)
 
     @property
     def size(self) -> int:
-        """Return the number of ranks, the product over the axes: n = t p d."""
+        """Return the number of ranks, which is the product of the sizes of all axes."""
         return math.prod(size for _, size in self.sizes)
 
     def resized(self, axis: str, size: int) -> "Grid":
-        """Return this grid with `size` places on `axis`, which the grid must have."""
+        """Return a copy of this grid in which `axis` has the size `size`. The grid must have this
+        axis."""
         return Grid({**dict(self.sizes), axis: size})
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -135,7 +137,7 @@ class Grid:
     def rank(self, coordinates: Coordinates) -> int:
         """Return the rank at `coordinates`, which must have all axes.
 
-        Raises ValueError for a place outside the grid.
+        Raises ValueError for coordinates outside the grid.
         """
         inside = all(0 <= coordinates.get(axis, -1) < size for axis, size in self.sizes)
         if not inside or len(coordinates) != len(self.sizes):
@@ -146,7 +148,8 @@ class Grid:
         return rank
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` only on `axes`, ascending, and `rank` itself.
+        """Return `rank` and all ranks whose coordinates equal the coordinates of `rank` on all axes
+        other than `axes`, ascending.
 
         Raises ValueError for a name that is no axis of this grid.
         """
@@ -154,7 +157,7 @@ class Grid:
             if axis not in self.axes:
                 raise ValueError(f'"{axis}" is no axis: {", ".join(self.axes)}')
         here = self.coordinates(rank)
-        # ranks ascend if the fastest axis varies fastest: in product() that is the last one
+        # ranks ascend if the fastest axis is the last argument of product(), which varies fastest
         free = [axis for axis in reversed(self.axes) if axis in axes]
         everywhere = itertools.product(*(range(self[axis]) for axis in free))
         return tuple(
@@ -170,8 +173,8 @@ class Grid:
     def members(self, rank: int, group: str) -> tuple[int, ...]:
         """Return the ranks in the group of `rank` that has the name `group`, ascending.
 
-        The result is empty if `rank` is in no such group: "ends" has only the two ends of a
-        pipeline of at least 2 ranks.
+        The result is empty if `rank` is in no such group. This happens only for "ends", which has
+        the first and the last rank of a pipeline of at least 2 ranks.
         """
         if group == WORLD:
             return tuple(range(self.size))
@@ -184,10 +187,11 @@ class Grid:
         return self.group(rank, group)
 
     def same_as(self, group: str) -> str:
-        """Return the axis, or the first group, with the same ranks as `group`.
+        """Return the name of the axis, or else of the first group in `ALONG`, that has the same
+        ranks as `group`.
 
-        One communicator can then serve both groups. `group` itself is returned if no axis or group
-        has the same ranks, and also if `group` is an axis, "ends" or the world.
+        One communicator can then serve both groups. If no axis or earlier group has the same ranks,
+        or if `group` is an axis, "ends" or the world, the result is `group` itself.
         """
         axes = self.along(group)
         if not axes:
@@ -202,7 +206,7 @@ class Grid:
         return [axis for axis in self.along(group) if self[axis] > 1]
 
     def called(self, group: str) -> str:
-        """Return the name of a group in output for people.
+        """Return the name of a group that is printed for users.
 
         If one axis has all data ranks, it is called "data", whether these ranks shard the state or
         hold copies of it. If one axis has all context ranks, it is called "context".
@@ -210,15 +214,16 @@ class Grid:
         return next((name for name in (DATA, CONTEXT) if group == self.same_as(name)), group)
 
     def along(self, group: str) -> tuple[str, ...]:
-        """Return the axes of a group in `ALONG`; () for another group."""
+        """Return the axes along which the ranks of a group in `ALONG` differ; () for another
+        group."""
         if group not in ALONG:
             return ()
         return tuple(axis for axis in self.axes if ALONG[group](axis_named(axis)))
 
     @property
     def data_size(self) -> int:
-        """Return d, the number of ranks that read different samples for the same part of the
-        model."""
+        """Return the data-parallel size: the number of ranks that read different samples for the
+        same part of the model."""
         return self.size_of(DATA)
 
     def size_of(self, group: str) -> int:
@@ -226,35 +231,38 @@ class Grid:
         return math.prod(self[axis] for axis in self.along(group))
 
     def part(self, coordinates: Coordinates) -> tuple[int, ...]:
-        """Return the part of the state that is held at `coordinates`."""
+        """Return the identifier of the part of the state that the rank at `coordinates` holds."""
         return tuple(coordinates[axis] for axis in self.axes if axis_named(axis).cuts_state)
 
     def replica(self, coordinates: Coordinates) -> tuple[int, ...]:
-        """Return the replica of the state at `coordinates`: the places on the other axes."""
+        """Return the identifier of the replica of the state at `coordinates`: the coordinates on
+        the axes of REPLICAS."""
         return tuple(coordinates[axis] for axis in self.along(REPLICAS))
 
     @property
     def parts(self) -> set[tuple[int, ...]]:
-        """Return all parts of the state; together they are the whole state."""
+        """Return the identifiers of all parts of the state. Together these parts are the whole
+        state."""
         cuts = (range(size) for axis, size in self.sizes if axis_named(axis).cuts_state)
         return set(itertools.product(*cuts))
 
 
 def axis_named(name: str) -> Axis:
-    """Return the axis `name`; an axis that is not in `AXES` has replicas that see the same
-    tokens."""
+    """Return the properties of the axis `name`. On an axis that is not in `AXES`, all ranks hold
+    the same state and see the same tokens."""
     return AXES.get(name, Axis())
 
 
 def training_grid(
     data: int = 1, shards: int = 1, context: int = 1, expert: int = 1, **sizes: int
 ) -> Grid:
-    """Return the grid of this trainer's axes, in their order; axes that are not named have size 1.
+    """Return a grid with all axes of `AXES`, in their order. `sizes` has sizes of axes by name;
+    other axes have size 1.
 
     Among the `context` times `data` ranks with the same layers, groups of `expert` neighbours have
-    different experts: some context ranks, or all context ranks of some data ranks. Likewise, among
-    the ranks with the same experts, groups of `shards` neighbours shard the state. Raises
-    ValueError for a name that is not in `AXES`, and if such groups cannot be formed.
+    different experts. Such a group has some context ranks, or all context ranks of some data ranks.
+    Likewise, among the ranks with the same experts, groups of `shards` neighbours shard the state.
+    Raises ValueError for a name that is not in `AXES`, and if such groups cannot be formed.
     """
     unknown = sizes.keys() - AXES.keys()
     if unknown:
@@ -275,8 +283,8 @@ def training_grid(
 
 
 def _dealt(size: int, data: int, context: int, what: str) -> tuple[int, int]:
-    """Return (context ranks, data ranks): the two numbers of ranks that form a group of `size`
-    neighbours. Raise ValueError if there is no such group."""
+    """Return (number of context ranks, number of data ranks) of a group of `size` neighbours. Raise
+    ValueError if no such group exists."""
     of_context = math.gcd(size, context)
     of_data = size // of_context
     if data % of_data or (of_data > 1 and of_context < context):

@@ -1,8 +1,8 @@
 """The messages that a data rank sends in a step, for each data-parallel method: their sizes in
-bytes, and how large tensors are split into several messages.
+bytes, and the splitting of large tensors into several messages.
 
-The engine splits its messages by the sizes in this file. The accounts of traffic and memory use the
-same sizes.
+The engine splits its messages by the sizes in this file. The planner's counts of traffic and memory
+use the same sizes.
 """
 
 import contextlib
@@ -16,15 +16,16 @@ from ptdmpi.config.methods import DIFFERING, encodes, stored_numbers
 from ptdmpi.plan.layout.topology import topology
 from ptdmpi.plan.shape.codes import scratch_bytes
 
-# The most elements in one message: MESSAGE_ELEMENTS of gradients between pairs, BUCKET_ELEMENTS in
-# an exchange with neighbours. If messages do not overlap with computation, two of these messages
-# are in flight.
+# The largest number of elements in one message: MESSAGE_ELEMENTS for gradients between two ranks,
+# and BUCKET_ELEMENTS for an exchange with neighbours. If the exchange does not overlap with
+# computation, two of its messages are in flight.
 MESSAGE_ELEMENTS = 1 << 24
 BUCKET_ELEMENTS = 1 << 22
 
 
 def pieces(elements: int, most: int) -> Iterator[int]:
-    """Yield the sizes of the pieces that `Tensor.split` makes, each of at most `most` elements."""
+    """Yield the sizes of the pieces into which `Tensor.split` divides `elements` elements. Each
+    piece has at most `most` elements."""
     whole, rest = divmod(elements, most)
     yield from (most for _ in range(whole))
     if rest:
@@ -39,8 +40,8 @@ class RunMethod:
     `matrices` the optimizer (Muon) updates each matrix of a layer as a whole, and keeps one value
     less per element of a matrix. The run has `steps` steps; if the consensus distance is measured,
     the last step measures it. The norm of each rank's own gradient is computed every `noise_every`
-    steps; 0: never. A node keeps in its memory `copies` files for each of its ranks, each with the
-    rank's share of a checkpoint; 0: none.
+    steps, or never if this is 0. A node keeps `copies` files in its memory for each of its ranks.
+    Each of these files has the rank's shard of a checkpoint.
     """
 
     section: DataParallelConfig = field(default_factory=DataParallelConfig)
@@ -71,34 +72,37 @@ class RunMethod:
         return self.moments + len(self.section.kinds)
 
     def copied_numbers(self, replicas: int) -> int:
-        """Return the number of values per parameter in a copy in the nodes' memory, summed over all
-        replicas. Unlike a checkpoint, the copy always includes every replica."""
+        """Return the number of values per parameter, summed over all replicas, in a copy of the
+        state in the memory of the nodes. Unlike a checkpoint, the copy always includes every
+        replica."""
         section = self.section.model_copy(update={"checkpoint": "replicas"})
         return stored_numbers(section, self.moments, replicas)
 
     @property
     def averaged_kinds(self) -> int:
-        """Return the number of kinds of state that are averaged if replicas differ."""
+        """Return the number of kinds of state (weights, and perhaps moments) that are averaged if
+        replicas differ."""
         if self.section.average_moments:
             return 1 + self.moments
         return 1
 
     def measures(self, step: int) -> bool:
-        """Return whether step `step` (from 0) measures the consensus distance."""
+        """Return True if step `step` (counted from 0) measures the consensus distance."""
         every = self.section.consensus_every
         done = step + 1
         asked = every > 0 and (done % every == 0 or done == self.steps)
         return asked and self.section.method in DIFFERING
 
     def norms(self, step: int) -> int:
-        """Return the number of norms of gradients, or of their replacements, that step `step` (from
-        0) computes."""
+        """Return the number of norms that step `step` (counted from 0) computes: of the gradients,
+        of the consensus distance if the step measures it, and of a rank's own gradient if the step
+        records the gradient noise."""
         own = self.noise_every > 0 and (step + 1) % self.noise_every == 0
         return 1 + self.measures(step) + own
 
     def room_bytes(self, n: int, elements: int, element_bytes: int, tile: int = 0) -> int:
-        """Return the bytes of the buffers for received messages and codes, the maximum over n data
-        ranks.
+        """Return the bytes of the buffers for received messages and codes: the maximum over the `n`
+        data ranks.
 
         The buffers are needed after the backward passes, or with `overlap` after the update. `tile`
         is the number of elements of the largest tile that is compressed (see `scratch_bytes`).
@@ -114,32 +118,34 @@ class RunMethod:
         if method == "parameter_server":
             return min(elements, MESSAGE_ELEMENTS) * element_bytes
         if method == "decentralized":
-            if not self.section.overlap:  # two pieces, or everything if that is less
+            if not self.section.overlap:  # two pieces, or all elements if these are fewer
                 mixed = min(mixed, 2 * min(elements, BUCKET_ELEMENTS))
             return _most_neighbours(self.section.topology, n, self.seed) * mixed * element_bytes
         return 0
 
     def copies_bytes(self, n: int, elements: int, element_bytes: int) -> int:
-        """Return the bytes of the copies of neighbours' public weights, which a rank keeps all the
-        time if neighbours exchange codes."""
+        """Return the bytes of a rank's copies of the public weights of its neighbours. A rank keeps
+        them during the whole run if neighbours exchange codes."""
         if n == 1 or self.section.method != "decentralized" or not encodes(self.section):
             return 0
         neighbours = _most_neighbours(self.section.topology, n, self.seed)
         return neighbours * elements * element_bytes
 
     def averages(self, step: int) -> bool:
-        """Return whether all replicas, which may differ, take their mean after step `step` (from
+        """Return True if all replicas are replaced by their mean after step `step` (counted from
         0)."""
         every = {"local": self.section.local_steps, "decentralized": self.section.average_every}
         steps = every.get(self.section.method, 0)
         return steps > 0 and (step + 1) % steps == 0
 
     def tells_codes(self, step: int) -> bool:
-        """Return whether step `step` (from 0) sends codes."""
+        """Return True if step `step` (counted from 0) sends codes (compressed gradients or
+        weights)."""
         return encodes(self.section) and (self.section.method != "local" or self.averages(step))
 
     def neighbours(self, n: int, rank: int, step: int) -> int:
-        """Return the number of data ranks, of n, to which `rank` sends in step `step` (from 0).
+        """Return the number of data ranks, among `n`, to which data rank `rank` sends in step
+        `step` (counted from 0).
 
         Raises InputError if a file of the topology does not fit.
         """
@@ -155,7 +161,8 @@ class RunMethod:
         weights: Sequence[int],
         element_bytes: int,
     ) -> None:
-        """Add to `tally` what data rank `rank` sends in step `step` (from 0), except codes.
+        """Add to `tally` the messages that data rank `rank` sends in step `step` (counted from 0),
+        except codes.
 
         `gradients` is the number of elements of the gradients, and `weights` has the number of
         elements of the weights of each unit. Raises InputError if a file of the topology does not
@@ -177,7 +184,7 @@ class RunMethod:
             tally.add("all_reduce", size * element_bytes)
         if method == "ring":
             for chunk in pieces(gradients, max(1, n - 1) * MESSAGE_ELEMENTS):
-                # along ranks 0, 1, .., n - 1, and then along n - 1, 0, .., n - 2
+                # messages travel from rank 0 to n - 1, and then along n - 1, 0, .., n - 2
                 times = (rank < n - 1) + (rank != n - 2)
                 for part in pieces(chunk, -(-chunk // max(1, n - 1))):
                     tally.add("send", part * element_bytes, times)
@@ -193,9 +200,10 @@ class RunMethod:
 
 
 def copies_at_once(config: Config, nodes: int) -> int:
-    """Return how many files for each of its ranks a node has in memory while the ranks of `nodes`
-    nodes write a copy of the state. These are the new file and the previous file. If there are
-    several nodes, the two files of a rank of the neighbouring node are added."""
+    """Return the number of files that a node has in its memory for each of its ranks while the
+    ranks of `nodes` nodes write a copy of the state. These files are the new file and the previous
+    file of the rank. If there are several nodes, the node also has the two files of a rank of the
+    neighbouring node."""
     if not config.checkpoint.memory_every_steps:
         return 0
     return 2 * min(2, nodes)
@@ -203,9 +211,10 @@ def copies_at_once(config: Config, nodes: int) -> int:
 
 @cache
 def _most_neighbours(name: str, n: int, seed: int) -> int:
-    """Return the most neighbours that any of n ranks has.
+    """Return the largest number of neighbours that any of the `n` ranks has in the topology `name`.
 
-    If a file of the topology is for another number of ranks, return n - 1: all other ranks.
+    If the topology is a file for another number of ranks, return `n` - 1, as if all other ranks
+    were neighbours.
     """
     with contextlib.suppress(InputError):
         return topology(name, n, seed).most_neighbours

@@ -5,18 +5,18 @@ from collections.abc import Sequence
 
 from ptdmpi.plan.layout.grid import Coordinates, Grid
 
-# The axis that shrinks when ranks are lost: fewer replicas train the same batch.
+# The axis that shrinks when ranks are lost. Fewer replicas then train the same batch.
 YIELDING = "replicate"
 
 
 def widest(grid: Grid, ranks: int, begun: Grid, sequences: int) -> Grid | None:
     """Return the grid with the most data ranks that `ranks` surviving ranks can fill.
 
-    It replaces `grid`. `begun` is the grid of the undisturbed run; `sequences` is explained in
-    `widest_data_size`. The number of copies of the state shrinks first. If that is not enough, the
-    state is cut into fewer shards: their number is the largest one that is at most the former
-    number and divides the remaining data ranks. Experts stay on as many ranks as before. Returns
-    None if the ranks cannot hold the model once.
+    The result replaces `grid`. `begun` is the grid with which the run began; `sequences` is
+    explained in `widest_data_size`. The number of copies of the state is reduced first. If no copy
+    is left, the state is cut into fewer shards: into the largest number that is at most the former
+    number and divides the number of remaining data ranks. Experts stay distributed over the same
+    number of ranks. Returns None if the ranks cannot hold one complete model.
     """
     shards, expert = grid["shard"], grid["data_expert"]
     alone = grid.size // grid.data_size * expert
@@ -32,23 +32,26 @@ def widest(grid: Grid, ranks: int, begun: Grid, sequences: int) -> Grid | None:
 
 
 def widest_data_size(ranks: int, model_ranks: int, most: int, sequences: int) -> int:
-    """Return the largest d that `ranks` surviving ranks can hold; 0 if they cannot hold the model.
+    """Return the largest data-parallel size that is possible with `ranks` surviving ranks; 0 if
+    they cannot hold the model.
 
-    `model_ranks` is the number of ranks of one replica, such as t p. `most` is d of the undisturbed
-    run. `sequences` is B / b, which d must divide.
+    `model_ranks` is the number of ranks of one replica. `most` is the data-parallel size with which
+    the run began. `sequences` is the number of microbatches in the global batch, which the
+    data-parallel size must divide.
     """
     legal = (d for d in range(min(most, ranks // model_ranks), 0, -1) if sequences % d == 0)
     return next(legal, 0)
 
 
 def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) -> list[int]:
-    """Return for each rank of `grid` the survivor that takes its place.
+    """Return, for each rank of `grid`, the index of the survivor that takes its coordinates.
 
-    `held[i]` is the former place of survivor i (None: it had none), in a grid that differs from
-    `grid` at most in its size d; `nodes[i]` is its node. The replicas that lost the fewest ranks
-    are kept, and their ranks keep their places. So tensor groups stay on their nodes, and little
-    state must travel. An empty place goes to a survivor that holds the same state. If there is
-    none, it goes to a survivor on the same node, and else to the first free survivor.
+    `held[i]` has the former coordinates of survivor i (None if it was a spare rank), in a grid that
+    differs from `grid` at most in the size of the axis `YIELDING`; `nodes[i]` is the node of
+    survivor i. The replicas that lost the fewest ranks are kept, and their ranks keep their
+    coordinates. So tensor groups stay on their nodes, and little state must be sent. An empty seat
+    goes to a survivor that holds the same state. If no survivor holds it, the seat goes to a
+    survivor on the same node, or else to the first free survivor.
     """
     replicas: dict[int, dict[tuple[int, ...], int]] = {}
     free = []
@@ -63,7 +66,8 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
         free += replicas[data].values()
     rows = [replicas[data] for data in sorted(best[: grid[YIELDING]])]
     rows += [{} for _ in range(grid[YIELDING] - len(rows))]
-    # by node, and in a node by rank: a replica without survivors is filled as at the start
+    # sort by node, and within a node by rank, so that a replica without survivors is filled in the
+    # same way as at the start of a run
     free.sort(key=lambda survivor: (nodes[survivor], survivor))
     result = []
     for rank in range(grid.size):
@@ -72,7 +76,8 @@ def seats(grid: Grid, held: Sequence[Coordinates | None], nodes: Sequence[int]) 
         if seat not in row:
             mates = (_in_replica(grid, grid.coordinates(mate)) for mate in _fast(grid, rank))
             near = {nodes[row[mate]] for mate in mates if mate in row}
-            # False sorts first: the same state, then the same node; moving state costs more
+            # False sorts first: prefer the same state, then the same node, because sending state is
+            # the larger cost
             fit = [
                 (not _holds(grid, held[survivor], here), nodes[survivor] not in near)
                 for survivor in free

@@ -1,5 +1,5 @@
-"""The assignment of layers to stages. Each layer is in one stage, and the slowest rank has as
-little work as possible."""
+"""The assignment of layers to stages. Each layer is in one stage, and the rank with the most work
+has as little work as possible."""
 
 import heapq
 import itertools
@@ -11,7 +11,7 @@ from ptdmpi.config import Layout, ModelConfig
 from ptdmpi.plan.schedule.orders import Placement, placement
 from ptdmpi.plan.shape.flops import head_forward_flops, layer_forward_flops
 
-DECIMALS = 9  # decimals of work in layers; smaller differences are rounding errors
+DECIMALS = 9  # decimal places of work, in units of layers; smaller differences are rounding errors
 
 
 def head_in_layers(model: ModelConfig, vocab_size: int) -> float:
@@ -35,7 +35,7 @@ def split_model(
     """Return, for each stage, the range of its layers.
 
     If `balanced` is True, the split treats the output head as the work of several layers. `first`
-    is the number of layers in the first stage; None: the best number.
+    is the number of layers in the first stage; if it is None, the best number is chosen.
     """
     head = 0.0
     if balanced:
@@ -46,13 +46,13 @@ def split_model(
 def split_layers(
     layers: int, placed: Placement, head: float, first: int | None = None
 ) -> list[range]:
-    """Return, for each of p v stages in order, the range of its layers.
+    """Return, for each stage in order, the range of its layers.
 
-    `head` is the head's work in layers, `placed` has the rank of each stage, v stages per rank.
-    The last stage also has the head, so it may hold fewer layers than the others. The first stage
-    holds `first` layers unless that is None. The split minimises, in this order: the largest work
-    of a rank, the largest work of a stage, the distance from the even split. Every stage has at
-    least one layer.
+    `head` is the work of the head in units of layers, and `placed` has the rank of each stage. The
+    last stage also has the head, so it may hold fewer layers than other stages. The first stage
+    holds `first` layers, unless `first` is None. The split minimises the largest work of a rank.
+    Among equal splits it minimises the largest work of a stage, and then the distance from the even
+    split. Every stage has at least one layer.
     """
     return list(_split(layers, placed, head, first))
 
@@ -70,11 +70,12 @@ def _split(layers: int, placed: Placement, head: float, first: int | None) -> tu
         base, odd = divmod(layers - last, stages - 1)
         largest = max(base + (odd > 0), last + head)
         rank = _largest_rank(base, odd, sizes, last + head)
-        # rounded: if splits differ only by rounding errors, the next criterion decides
+        # the work is rounded so that the next criterion decides between splits that differ only by
+        # rounding errors
         return round(rank, DECIMALS), largest, abs(last - layers / stages), -last
 
-    # if the last stage has more layers than an even split, it is better to move one of its layers
-    # to another stage
+    # `last` is at most the number of an even split, because with more layers it is better to move
+    # one of them to another stage
     last = min(range(1, -(-layers // stages) + 1), key=cost)
     return _ranges([*_spread(layers - last, placed, {placed.stages - 1: last + head}), last])
 
@@ -101,7 +102,7 @@ def _around(layers: int, placed: Placement, head: float, first: int) -> list[int
         return round(max(ranks), DECIMALS), max(works), abs(last - layers / stages), -last
 
     most = layers - first - (stages - 2)
-    if placed.virtual == 1:  # the rank of the last stage has no other stage
+    if placed.virtual == 1:  # each rank has one stage
         most = min(most, -(-(layers - first) // (stages - 1)))
     return dealt(min(range(1, most + 1), key=cost))
 
@@ -109,9 +110,10 @@ def _around(layers: int, placed: Placement, head: float, first: int) -> list[int
 def _largest_rank(base: int, odd: int, sizes: tuple[int, int], last_work: float) -> float:
     """Return the work, in layers, of the rank with the most work after `_spread`.
 
-    Each rank without the last stage gets k odd layers, and the rank with it gets the rest. k is the
-    smallest number that leaves that rank with no more work than the others. `sizes` are p and v.
-    `base` and `odd` are the quotient and the remainder of the layers over the other stages, and
+    The layers are divided over all stages except the last: `base` is the quotient, and `odd` layers
+    remain. Each rank without the last stage gets k of the remaining layers, and the rank with the
+    last stage gets the rest. The number k is the smallest with which the rank of the last stage has
+    no more work than the other ranks. `sizes` are the numbers of ranks and of stages per rank, and
     `last_work` is the work of the last stage.
     """
     pipeline, virtual = sizes
@@ -125,9 +127,11 @@ def _largest_rank(base: int, odd: int, sizes: tuple[int, int], last_work: float)
 
 
 def _spread(layers: int, placed: Placement, given: Mapping[int, float]) -> list[int]:
-    """Return the number of `layers` in each stage that has no work in `given`, in order.
+    """Divide `layers` over the stages that are not in `given`, and return the number of layers of
+    each of these stages, in order. `given` has the work of the other stages.
 
-    The odd layers go to the least loaded ranks, and on a rank to its first stages.
+    The layers that remain after an even division go to the least loaded ranks, and on a rank to its
+    first stages.
     """
     others = [stage for stage in range(placed.stages) if stage not in given]
     base, odd = divmod(layers, len(others))

@@ -1,4 +1,4 @@
-"""The topologies of decentralised data parallelism: the graphs by name, and their check."""
+"""The topologies of decentralised data parallelism by name, and a check of graphs."""
 
 from collections.abc import Callable, Sequence
 from math import isqrt
@@ -9,7 +9,8 @@ from ptdmpi.plan.layout.graphs import Circulant, RandomPairs, Topology, Undirect
 
 
 def sides(size: int) -> tuple[int, int]:
-    """Return the rows r and columns c nearest to a square, r <= c and r c = `size`.
+    """Return (rows, columns) of the grid of `size` ranks that is nearest to a square, with rows <=
+    columns.
 
     If `size` is a prime, the grid is a line.
     """
@@ -18,7 +19,7 @@ def sides(size: int) -> tuple[int, int]:
 
 
 def _powers(size: int) -> list[int]:
-    """Return the powers of two below `size`, 1, 2, 4, ...: log2(`size`) of them, rounded up."""
+    """Return the powers of two below `size`: 1, 2, 4, ..."""
     return [1 << k for k in range((size - 1).bit_length())]
 
 
@@ -41,7 +42,7 @@ def _torus(size: int, seed: int) -> Topology:
     _, columns = sides(size)
 
     def near(rank: int) -> set[int]:
-        first = rank - rank % columns  # of its row
+        first = rank - rank % columns  # first rank of the row
         beside = {first + (rank + step) % columns for step in (-1, 1)}
         return beside | {(rank + step) % size for step in (-columns, columns)}
 
@@ -49,8 +50,8 @@ def _torus(size: int, seed: int) -> Topology:
 
 
 def _hypercube(size: int, seed: int) -> Topology:
-    # if the size is no power of two, the corners with numbers from `size` on are missing. Clearing
-    # bits makes a number smaller, so every rank still has a path to rank 0 (incomplete hypercubes:
+    # if the size is no power of two, corners with numbers of at least `size` are missing. Clearing
+    # a bit makes a number smaller, so every rank still has a path to rank 0 (incomplete hypercubes:
     # Katseff 1988, IEEE Trans. Comput. 37)
     bits = _powers(size)
     return Undirected("hypercube", size, lambda i: {i ^ bit for bit in bits if i ^ bit < size})
@@ -71,7 +72,7 @@ def _one_peer(size: int, seed: int) -> Topology:
     return Circulant("one_peer_exponential", size, offsets or [[]])
 
 
-# The topologies by name. Each takes the number of ranks, which may be any, and the run's seed.
+# Name of a topology -> function of the number of ranks (any number) and of the run's seed.
 TOPOLOGIES: dict[str, Callable[[int, int], Topology]] = {
     "ring": _ring,
     "grid": _grid,
@@ -123,24 +124,24 @@ def file_sha256(section: DataParallelConfig) -> str | None:
 def topology_of(config: Config) -> Topology:
     """Return the topology of a decentralised run.
 
-    Raises InputError as `topology`. Also raise InputError if the run may continue with fewer ranks
-    and its topology is a file, since the file describes a graph over all ranks.
+    Raises InputError if `topology` does, or if the topology is a file and the run may continue with
+    fewer ranks, since the file describes a graph over all ranks.
     """
     name, size = config.data_parallel.topology, config.data_size
     if name not in TOPOLOGIES and config.run.on_failure == "shrink":
         raise InputError(
             f'data_parallel.topology = "{name}" is a graph over {size} data ranks, and '
             'run.on_failure = "shrink" goes on with fewer; legal: on_failure = "abort", or one of '
-            f"{', '.join(TOPOLOGIES)}, which are drawn anew for those that are left"
+            f"{', '.join(TOPOLOGIES)}, whose graphs are made again for the ranks that are left"
         )
     return topology(name, size, config.run.seed)
 
 
 def check(graph: Topology, steps: int = 16) -> None:
-    """Raise InputError unless the graphs average over all ranks.
+    """Raise InputError unless repeated steps of the graphs average over all ranks.
 
-    In each step of a period (without a period, in each of the first `steps`) the weights must be
-    above 0 and doubly stochastic, and senders and receivers must expect the same messages. The
+    The weights must be above 0 and doubly stochastic in each step of a period (without a period, in
+    each of the first `steps` steps). Senders and receivers must expect the same messages. The
     graphs of a period must connect all ranks.
     """
     size, reached = graph.size, _Groups(graph.size)

@@ -1,4 +1,4 @@
-"""Types of the numbers in data sheets, with bounds that detect wrong units."""
+"""Types of numbers in cluster files, with bounds that detect wrong units."""
 
 from typing import Annotated
 
@@ -10,7 +10,7 @@ NotNegative = Annotated[float, Field(ge=0, strict=False)]
 
 
 # Two mistakes are likely in a cluster file: GB instead of bytes, and microseconds instead of
-# seconds. No other check would find these values, which are wrong by orders of magnitude.
+# seconds. Such values are wrong by orders of magnitude, and no other check would find them.
 def _amount(value: float) -> float:
     if value < 1e6:
         raise ValueError("too little; in bytes and FLOPs, such as 80e9, not in GB and TFLOPs")

@@ -1,7 +1,8 @@
-"""Clusters and models by name: the data sheets in TOML, and the fractions of them that are reached.
+"""Clusters and models by name: the data sheets of clusters in TOML, and the fractions of their
+rates that real software reaches.
 
-A cluster file holds the figures of data sheets. `presets/efficiency.toml`, which `make calibrate`
-writes, holds the fractions of them that real software reaches.
+A cluster file has the rates of data sheets. `presets/efficiency.toml`, which `make calibrate`
+writes, has the fractions of these rates that real software reaches.
 """
 
 import difflib
@@ -29,10 +30,10 @@ SHORT_KEYS = {"l": "layers", "h": "hidden", "a": "heads", "s": "seq_length", "V"
 class Device(FrozenTable):
     """An accelerator: its dense peak in FLOP/s by type, its memory and its multiprocessors.
 
-    The multiprocessors share the peak. In each clock cycle one of them moves
+    The peak is the sum over all multiprocessors. In each clock cycle one multiprocessor moves
     `shared_bytes_per_clock` through its shared memory and computes `exponentials_per_clock`.
-    `kernel_s` is the least time between the starts of two kernels. `runtime_bytes` is the memory in
-    use on a rank before its first tensor.
+    `kernel_s` is the shortest time between the starts of two kernels. `runtime_bytes` is the memory
+    in use on a rank before its first tensor.
     """
 
     name: str
@@ -57,11 +58,10 @@ class Device(FrozenTable):
 class Node(FrozenTable):
     """A node: `devices` with links between them, and the network adapters that they share.
 
-    The rates of links are for one direction. `tree_bytes_per_s` is the most that each rank
-    sends per second in NCCL's trees over several nodes. `ll128_bytes_per_s` are the same limits for
-    rings over several nodes with NCCL's protocol LL128, in all-gathers, reduce-scatters and
-    all-reduces. `power_w` is
-    the power of the whole node under load, in watts.
+    The rates of links are for one direction. `tree_bytes_per_s` is the most that each rank sends
+    per second in NCCL's trees over several nodes. `ll128_bytes_per_s` are the same limits for rings
+    over several nodes with NCCL's protocol LL128, in all-gathers, reduce-scatters and all-reduces.
+    `power_w` is the power of the whole node under load, in watts.
     """
 
     devices: Positive
@@ -90,26 +90,27 @@ class Host(FrozenTable):
 
 
 class Software(FrozenTable):
-    """The properties of the training program on this cluster that differ between programs.
+    """The properties of the training program on a cluster that differ between programs.
 
-    `attention`: "unfused" writes the scores to memory, "flash" keeps them on chip. `dropout`: the
-    program applies dropout even if the model has none, as all programs did in 2021.
-    `gradient_bytes` is the size of a gradient in the sum over the data axis. `overlap_pipeline` and
-    `overlap_tensor`: messages over this axis proceed while their rank computes. `overlap_pipeline`
-    also applies to the messages of a ring of context ranks. `balanced_stages`: layers are divided
-    over stages as if the output head were some layers, so that the last stage has fewer layers.
-    `zero_unit` says which weights ZeRO 3 gathers by one message: one "tensor" or one "layer".
-    `groups_per_adapter` is the number of groups, each with some of a node's ranks, that choose the
-    same adapter while others are idle. `keeps_outputs`: a stage keeps the outputs that it sent
-    until its backward pass. `adds_in_place`: products add to the gradients of weights in place, and
-    embeddings row by row. `tied_gradients_apart`: if one rank has the first and the last stage, a
-    tied table has two gradients, one for each of these stages. `wide_products`: matrices of half
-    types are converted to float32 before they are multiplied, as on a CPU without instructions for
-    half types. `kept_block`: causal attention keeps its probabilities for the backward, in blocks
-    of this number of queries; 0: the backward computes them again. `repeats_keys`: full attention
-    of grouped queries, in types wider than half, copies the keys and values for each query head, as
-    the kernels of GPUs require. `launch_s` is the host's time for each kernel or message of a
-    layer; a layer takes at least the sum of these.
+    `attention`: "unfused" writes the scores to memory, "flash" keeps the scores on chip. `dropout`:
+    the program applies dropout even if the dropout rate of the model is 0, as all programs did in
+    2021. `gradient_bytes` is the size of a gradient in the sum over the data axis.
+    `overlap_pipeline` and `overlap_tensor`: messages over the named axis are transferred while
+    their ranks compute. `overlap_pipeline` also applies to the messages of a ring of context ranks.
+    `balanced_stages`: the division of layers over stages takes the work of the output head into
+    account, so that the last stage has fewer layers. `zero_unit` says which weights ZeRO 3 gathers
+    by one message: one "tensor" or one "layer". `groups_per_adapter` is the number of groups, each
+    with some of a node's ranks, that choose the same network adapter while other adapters are idle.
+    `keeps_outputs`: a stage keeps the outputs that it has sent until its backward pass.
+    `adds_in_place`: matrix products add to the gradients of weights in place, and an embedding adds
+    only the rows that were looked up. `tied_gradients_apart`: if one rank has the first and the
+    last stage, a tied table has two gradients, one for each of these stages. `wide_products`:
+    matrices of half types are converted to float32 before they are multiplied, as on a CPU without
+    instructions for half types. `kept_block`: causal attention keeps its probabilities for the
+    backward, in blocks of this number of queries; 0: the backward computes them again.
+    `repeats_keys`: attention with grouped queries in float32 or float64 copies the keys and values
+    for each query head, because the kernels of GPUs require this. `launch_s` is the host's time for
+    each kernel or message of a layer; a layer takes at least the sum of these times.
     """
 
     attention: Literal["unfused", "flash"]
@@ -126,7 +127,7 @@ class Software(FrozenTable):
     wide_products: bool = False
     kept_block: Annotated[int, Field(ge=0)] = 0
     repeats_keys: bool = False
-    launch_s: Delay = 26e-6  # this trainer's: benchmarks/planning/host_time.py
+    launch_s: Delay = 26e-6  # of this trainer: benchmarks/planning/host_time.py
 
     @model_validator(mode="before")
     @classmethod
@@ -141,7 +142,7 @@ class Software(FrozenTable):
         return {"adds_in_place": ours, "tied_gradients_apart": ours, **values}
 
 
-# The properties of this trainer; a probe measures which messages overlap with computation.
+# The properties of this trainer. `ptdmpi probe` measures whether messages overlap with computation.
 TRAINER = Software(
     attention="flash",
     dropout=False,
@@ -156,12 +157,14 @@ TRAINER = Software(
 
 
 class Efficiency(FrozenTable):
-    """The fractions of the data sheet that software reaches; each is calibrated or probed.
+    """The fractions of the data sheet's rates that software reaches. They are calibrated, or
+    measured by a probe.
 
-    `gemm_fraction` is the fraction of the peak in the inner loop of a matrix product.
-    `attention_fraction` is the fraction of that rate in the products of FlashAttention.
-    `memory_fraction` and `link_fraction` are the fractions of the rates of memory and of a link.
-    `link_step_s` is the time of one step of a ring, `collective_s` the time to start a collective.
+    `gemm_fraction` is the fraction of the peak that the inner loop of a matrix product reaches.
+    `attention_fraction` is the fraction of the rate of matrix products that the products of
+    FlashAttention reach. `memory_fraction` and `link_fraction` are the fractions of the rates of
+    memory and of a link. `link_step_s` is the time of one step of a ring, `collective_s` the time
+    to start a collective.
     """
 
     gemm_fraction: PositiveNumber
@@ -173,7 +176,8 @@ class Efficiency(FrozenTable):
 
 
 class Cluster(FrozenTable):
-    """The data of a cluster that a prediction needs; `kernels`: the implementations of kernels."""
+    """The data of a cluster that a prediction needs. `kernels` has the measured fastest
+    implementations of kernels."""
 
     name: str
     device: Device
@@ -186,7 +190,8 @@ class Cluster(FrozenTable):
 
     @property
     def on_host(self) -> bool:
-        """Return True if the host is the device, so that both have the same memory."""
+        """Return True if ranks compute on the host's processor, so that the device's memory is the
+        host's memory."""
         return self.measured is not None and not self.measured.asynchronous
 
     def lacks(self, offload: str) -> list[str]:
@@ -201,7 +206,7 @@ class Cluster(FrozenTable):
 
 @dataclass(frozen=True)
 class Model:
-    """A model and the size of its vocabulary, which in training comes from the data."""
+    """A model and the size of its vocabulary. In a training run the data determines this size."""
 
     name: str
     config: ModelConfig
@@ -237,7 +242,7 @@ def load_cluster(name: str) -> Cluster:
 
 
 def unknown_cluster(name: str) -> str:
-    """Return the message for a name that no cluster has."""
+    """Return the error message for a cluster name that is unknown."""
     near = nearest_cluster(name)
     hint = "" if near is None else f' did you mean "{near}"?'
     return (
@@ -259,7 +264,8 @@ def load_model(text: str) -> Model:
 
 
 def preset_and_keys(text: str) -> tuple[str | None, dict[str, Any]]:
-    """Return the preset (or None) and the keys of [model] and vocab_size in a model's text.
+    """Return the name of the preset (or None), and the keys of [model] and vocab_size, that `text`
+    has.
 
     Raises InputError for an unknown preset, and for a part that is no size.
     """
@@ -296,7 +302,8 @@ def model_section(text: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Return a whole number, True, False, or else the text itself; the section validates it."""
+    """Return `text` as an integer, True or False if possible, or else unchanged. The section
+    [model] validates the value."""
     try:
         return int(text)
     except ValueError:
@@ -304,7 +311,8 @@ def _value(text: str) -> Any:
 
 
 def model_of(name: str, keys: dict[str, Any]) -> Model:
-    """Return the model with the given keys of [model] and vocab_size, and defaults for others.
+    """Return the model with the given keys of [model] and vocab_size. Other keys have their
+    defaults.
 
     Raises InputError for illegal values.
     """
@@ -330,7 +338,7 @@ def _validated(section: type[FrozenTable], tree: dict[str, Any], where: str) -> 
 
 
 def _explain(section: type[FrozenTable], mistake: Any) -> str:
-    """Return the text of one mistake: its key, what is wrong, and the legal values."""
+    """Return a text about one mistake: its key, the reason, and the legal values."""
     *path, key = map(str, mistake["loc"]) if mistake["loc"] else ("",)
     name = ".".join([*path, key])
     if mistake["type"] == "missing":

@@ -19,7 +19,7 @@ def descend(
 
     The descent multiplies and divides one number at a time by factors that shrink. It is
     deterministic, and sufficient for a few numbers. No number differs from its start by more than
-    the factor `most`, so numbers that the data does not determine stay near their start.
+    the factor `most`, so numbers that the measurements do not determine stay near their start.
     """
     best, value, factor = list(start), loss(list(start)), 1.2
     while factor > 1.0005:
@@ -41,10 +41,10 @@ def fit_rings(
 ) -> tuple[float, float, float]:
     """Return (start in s, step in s, rate in bytes/s), fitted to the times of all-reduces.
 
-    The model is T = start + 2 (n - 1) step + moved / rate, fitted by least squares of the relative
-    errors. `ranks` has n of each all-reduce, `moved_bytes` 2 (n - 1) / n of its tensor. If all have
-    the same n, start and step cannot be separated; the solution of smallest norm divides the
-    constant between them.
+    The model of the time on n ranks is T = start + 2 (n - 1) step + moved / rate, fitted by least
+    squares of the relative errors. `ranks` has the number n of each all-reduce, and `moved_bytes`
+    has 2 (n - 1) / n times the bytes of its tensor. If all have the same n, start and step cannot
+    be separated, and the solution of smallest norm divides the constant between them.
     """
     times = np.asarray(times_s, dtype=float)
     steps = 2.0 * (np.asarray(ranks, dtype=float) - 1)

@@ -1,10 +1,11 @@
-"""The time of one kernel or one message on a cluster: rooflines from data sheets.
+"""The time of one kernel or one message on a cluster, by roofline models with the rates of data
+sheets.
 
 A matrix product is cut into tiles that the multiprocessors compute in waves (NVIDIA, "Matrix
 multiplication background": tile and wave quantization). The time of a kernel that moves data is its
 bytes over the memory's rate. A collective within a node is a ring (Thakur et al. 2005, section
-4.4); over several nodes it has NCCL's cost model (`nccl`). Several rings of one node share its
-adapters.
+4.4); over several nodes its time follows NCCL's cost model (`nccl`). Several rings that pass
+through one node share the network adapters of the node.
 """
 
 import math
@@ -16,22 +17,23 @@ from ptdmpi.plan.machine import nccl
 from ptdmpi.plan.machine.cluster import Cluster
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
-SPLITS = (1, 2, 4, 8)  # parts that the summed dimension may be cut into
-TILE_DEPTH = 32  # part of the summed dimension per step of a tile (NVIDIA's kernels: 32 or 64)
-# Tensor cores need rows of 16 bytes (NVIDIA, "Matrix multiplication background", tensor core
-# requirements). Other rows reach 273 of 398 TFLOP/s (stas00/ml-engineering, training/performance,
-# final recommendations: 4096 x 10922 on H100, compared with 10944, a multiple of 64; its
-# neighbours that are multiples of 32 differ by 2 % from multiples of 64).
+SPLITS = (1, 2, 4, 8)  # numbers of parts into which the summed dimension may be cut
+TILE_DEPTH = 32  # elements of the summed dimension per step of a tile (NVIDIA: 32 or 64)
+# Tensor cores need rows whose lengths are multiples of 16 bytes (NVIDIA, "Matrix multiplication
+# background", tensor core requirements). Products with other rows reach 273 of 398 TFLOP/s
+# (stas00/ml-engineering, training/performance, final recommendations: 4096 x 10922 on H100,
+# compared with 10944, a multiple of 64; multiples of 32 and multiples of 64 differ by 2 %).
 ROW_BYTES, UNALIGNED = 16, 272.73 / 398.38
 FLASH_BLOCK = 128  # queries per block (Dao 2023, arXiv 2307.08691, section 3.3)
-# Products of FlashAttention -> tensors of a head's size that it reads or writes: query, key, value
-# and output, and in the backward also their gradients
+# Number of matrix products of FlashAttention (2 forward, 5 backward) -> number of tensors that it
+# reads or writes: query, key, value and output, and in the backward also their gradients
 FLASH_TENSORS = {2: 4, 5: 8}
 
 
 @dataclass(frozen=True)
 class Group:
-    """A group of `ranks` that communicate, with `per_node` of them on each of its nodes."""
+    """A group of `ranks` ranks that communicate, of which `per_node` ranks are on each node of the
+    group."""
 
     ranks: int
     per_node: int
@@ -75,9 +77,9 @@ class Machine:
     def gemm_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
         """Return the seconds of `batch` matrix products of (m, k) and (k, n).
 
-        This is the time of the fastest tiling, or of the memory traffic if that is longer. Tiles
-        run in whole waves over the multiprocessors, and shared memory limits small tiles, so the
-        efficiency depends on the shape.
+        The result is the time of the fastest tiling, or the time of the memory traffic if this is
+        longer. Tiles are computed in whole waves over the multiprocessors, and the rate of shared
+        memory limits small tiles, so the efficiency depends on the shape.
         """
         key = (m, n, k, batch)
         if key not in self._gemms:
@@ -93,14 +95,15 @@ class Machine:
         for rows, columns in TILES:
             tiles = -(-m // rows) * -(-n // columns) * batch
             for split in SPLITS:
-                # the last wave takes as long as the others, even with few tiles
+                # the last wave takes as long as every other wave, even if it has few tiles
                 waves = -(-tiles * split // processors)
                 depth = -(-k // (split * step)) * step
                 compute_s = waves * depth * self._step_s[rows, columns]
-                # float32 parts are written, read and summed
+                # the parts of a split sum are written in float32, read and summed
                 summed_s = (split > 1) * split * batch * m * n * 8 / self.memory_rate
                 best = min(best, compute_s + summed_s)
-                # there are tiles for all multiprocessors: more splits would only add sums
+                # there are enough tiles for all multiprocessors, so further splits would only add
+                # sums
                 if tiles >= processors:
                     break
         if self.element_bytes == 2 and any(side * 2 % ROW_BYTES for side in (m, n, k)):
@@ -113,9 +116,9 @@ class Machine:
     def _step_s(self) -> dict[tuple[int, int], float]:
         """Return the seconds of one step along the summed dimension, by tile.
 
-        The FLOPs determine this time, or for small tiles the shared memory. A column and a row are
-        written to the shared memory, and are read by each of the warps that share the tile: four
-        warps, or eight for the largest tiles.
+        The peak rate determines this time or, for small tiles, the rate of shared memory. In each
+        step a column and a row are written to shared memory, and are read by every warp that
+        computes the tile: four warps, or eight for the largest tiles.
         """
         device, steps = self.cluster.device, {}
         shared_rate = device.shared_bytes_per_clock * device.clock_hz
@@ -129,27 +132,30 @@ class Machine:
         return steps
 
     def elementwise_s(self, kind: str, elements: float, *moved_bytes: float) -> float:
-        """Return the seconds of an elementwise operation, by kernels that each move `moved_bytes`.
+        """Return the seconds of an elementwise operation. `moved_bytes` has the bytes that each of
+        its kernels moves.
 
-        `kind` is "gelu", "layernorm", "loss" and the like, each also with "_backward".
+        `kind` names the operation, for example "gelu", "layernorm" or "loss", or one of these with
+        "_backward". A measured machine has times for it.
         """
         return sum(self.stream_s(amount) for amount in moved_bytes)
 
     @staticmethod
     def causal_scores(rows: int, columns: int) -> float:
-        """Return the number of computed scores of rows x columns, with a causal mask.
+        """Return the number of scores that are computed for `rows` queries and `columns` keys with
+        a causal mask.
 
-        Each block of queries uses the keys up to its own last query, so the result is half of the
-        scores, plus half a block for each row.
+        Each block of queries uses the keys up to its own last query, so the result is half of all
+        scores, plus half a block for each query.
         """
         return rows * (columns + min(FLASH_BLOCK, columns)) / 2
 
     def flash_s(self, rows: int, columns: int, head_size: int, products: int) -> float:
         """Return the seconds of FlashAttention, whose scores stay on chip.
 
-        `products` is its number of matrix products: 2 in a forward, 5 in a backward. Its inputs and
-        outputs are read and written once. Exponentials do not overlap with the products of the same
-        tile (Shah et al. 2024, arXiv 2407.08608, section 3.1).
+        `products` is the number of matrix products: 2 in a forward, 5 in a backward. Inputs are
+        read once, and outputs are written once. Exponentials do not overlap with the matrix
+        products of the same tile (Shah et al. 2024, arXiv 2407.08608, section 3.1).
         """
         device = self.cluster.device
         scores = self.causal_scores(rows, columns)
@@ -169,8 +175,8 @@ class Machine:
 
     @cached_property
     def network_step_s(self) -> float:
-        """Return the seconds of a ring's step over the network: a step in a node, and the
-        fabric."""
+        """Return the seconds of a ring's step over the network: the time of a step within a node,
+        plus the latencies of adapters and switches."""
         node = self.cluster.node
         fabric_s = 2 * node.adapter_latency_s + node.switches * node.switch_latency_s
         return self.cluster.efficiency.link_step_s + fabric_s
@@ -183,18 +189,20 @@ class Machine:
     def ring_rate(self, group: Group) -> float:
         """Return the bytes per second through each rank of a ring.
 
-        All groups of one node communicate at once, each with the network adapters of its ranks.
+        All groups that have ranks on a node communicate at the same time, each by the network
+        adapters of its own ranks.
         """
         if group.nodes == 1:
             return self.link_rate
         network = group.per_node * self.adapter_share * self.cluster.node.adapter_bytes_per_s
-        # groups with only some of a node's ranks may choose the same adapter (`Software`)
+        # several groups with only some of a node's ranks may choose the same adapter (see
+        # `Software`)
         if group.per_node < self.cluster.node.devices:
             network /= self.cluster.software.groups_per_adapter
         return network if group.per_node == 1 else min(network, self.link_rate)
 
     def _fabric(self, group: Group) -> nccl.Fabric:
-        rings = max(1.0, group.per_node * self.adapter_share)  # one for each adapter
+        rings = max(1.0, group.per_node * self.adapter_share)  # one ring for each adapter
         node = self.cluster.node
         gather, scatter, both = node.ll128_bytes_per_s
         return nccl.Fabric(
@@ -208,17 +216,20 @@ class Machine:
         )
 
     def all_gather_s(self, gathered_bytes: float, group: Group) -> float:
-        """Return the seconds of an all-gather: n - 1 steps, after which each rank has all bytes."""
+        """Return the seconds of an all-gather on n ranks. After n - 1 steps each rank has all
+        `gathered_bytes`."""
         return self._half_s(gathered_bytes, group, nccl.all_gather_s)
 
     def reduce_scatter_s(self, summed_bytes: float, group: Group) -> float:
-        """Return the seconds of a reduce-scatter of `summed_bytes` on each rank: n - 1 steps."""
+        """Return the seconds of a reduce-scatter on n ranks, each with `summed_bytes`. The
+        reduce-scatter has n - 1 steps."""
         return self._half_s(summed_bytes, group, nccl.reduce_scatter_s)
 
     def _half_s(
         self, size: float, group: Group, between_nodes: Callable[[float, nccl.Fabric], float]
     ) -> float:
-        """Return the seconds of an all-gather or a reduce-scatter, half of an all-reduce."""
+        """Return the seconds of an all-gather or a reduce-scatter. Each of them is half of an
+        all-reduce."""
         if group.ranks == 1:
             return 0.0
         steps, reached = group.ranks - 1, self.cluster.efficiency
@@ -230,7 +241,8 @@ class Machine:
     def all_reduce_s(self, summed_bytes: float, group: Group) -> float:
         """Return the seconds of an all-reduce.
 
-        Within a node it is a ring of 2 (n - 1) steps, over several nodes NCCL's fastest algorithm.
+        Within a node the all-reduce is a ring of 2 (n - 1) steps on n ranks. Over several nodes it
+        is NCCL's fastest algorithm.
         """
         if group.ranks == 1:
             return 0.0
@@ -241,7 +253,8 @@ class Machine:
         return reached.collective_s + steps * reached.link_step_s + moved_s
 
     def all_to_all_s(self, brought_bytes: float, group: Group) -> float:
-        """Return the seconds of an all-to-all: each rank sends 1/n of its bytes to every rank.
+        """Return the seconds of an all-to-all, in which each of n ranks sends 1/n of its bytes to
+        every rank.
 
         It is a pairwise exchange (Thakur et al. 2005) of n - 1 steps. Messages within the node and
         messages between nodes travel at the same time.
@@ -255,7 +268,7 @@ class Machine:
         outside = group.ranks - 1 - inside
         if not outside:
             return reached.collective_s + inside_s
-        # all ranks of a node send at once, each with its share of the adapters
+        # all ranks of a node send at the same time, and divide the rate of the adapters evenly
         rate = min(1.0, self.adapter_share) * self.cluster.node.adapter_bytes_per_s
         if group.per_node < self.cluster.node.devices:
             rate /= self.cluster.software.groups_per_adapter
@@ -263,7 +276,8 @@ class Machine:
         return reached.collective_s + max(inside_s, outside_s)
 
     def send_s(self, message_bytes: float, *, crosses_nodes: bool) -> float:
-        """Return the seconds of one message to one rank, while all ranks of a node send at once."""
+        """Return the seconds of one message to one rank, while all other ranks of the node send a
+        message, too."""
         reached = self.cluster.efficiency
         if not crosses_nodes:
             return reached.collective_s + reached.link_step_s + message_bytes / self.link_rate

@@ -1,8 +1,9 @@
-"""Times on a machine that `ptdmpi probe` measured: tables replace the data sheets.
+"""Times of kernels and messages on a machine that `ptdmpi probe` measured. Its tables replace the
+rates of data sheets.
 
-Between measured sizes, times of kernels and messages are interpolated in logarithms; beyond them
-the rate is constant. For groups of other sizes than the measured ones, times are scaled by the
-steps and the bytes of a ring.
+Between measured sizes, times are interpolated in logarithms; beyond the largest and the smallest
+measured size the rate is constant. For a group whose size was not measured, times are scaled by the
+number of steps and the bytes of a ring.
 """
 
 import bisect
@@ -19,7 +20,7 @@ from ptdmpi.plan.machine.probed import Measured, Messages
 def between(x: float, places: Sequence[float]) -> tuple[int, float]:
     """Return (i, w) with log x = (1 - w) log places[i] + w log places[i + 1].
 
-    `places` ascend; x is clamped to their ends.
+    `places` are ascending. A value x outside of them is replaced by the nearest end.
     """
     if x <= places[0] or len(places) == 1:
         return 0, 0.0
@@ -40,7 +41,7 @@ def interpolate(x: float, places: Sequence[float], values: Sequence[float]) -> f
 class MeasuredMachine(Machine):
     """A `Machine` with measured kernels and messages.
 
-    All ranks of a node ran them at the same time.
+    During the measurement all ranks of a node computed and communicated at the same time.
     """
 
     def __init__(
@@ -56,15 +57,15 @@ class MeasuredMachine(Machine):
     def _kernel_s(self, work_s: float) -> float:
         """Return the seconds of a kernel with its launch.
 
-        On an asynchronous device the launch overlaps with the kernel before; otherwise launch and
-        kernel run one after the other.
+        On an asynchronous device the launch overlaps with the previous kernel. Otherwise a kernel
+        runs after its launch.
         """
         if self.measured.asynchronous:
             return max(self._overhead_s, work_s)
         return self._overhead_s + work_s
 
     def host_s(self, launches: int) -> float:
-        """Return 0: the measured kernels include their launches."""
+        """Return 0, because the measured times of kernels include their launches."""
         return 0.0
 
     def stream_s(self, moved_bytes: float) -> float:
@@ -103,8 +104,9 @@ class MeasuredMachine(Machine):
         times = table.backward_s_per_score if backward else table.forward_s_per_score
         (small, large), sizes = times, table.head_sizes
         share = (head_size - sizes[0]) / (sizes[1] - sizes[0])
-        # a line through both measured sizes; below the smaller one it could fall under 0, so the
-        # result is at least half of the time that is proportional to the head size
+        # the time is on a straight line through both measured sizes. Below the smaller size this
+        # line could fall below 0, so the result is at least half of the time that is proportional
+        # to the head size
         per_score_s = max(small * head_size / sizes[0] * 0.5, small + share * (large - small))
         return self._kernel_s(self.causal_scores(rows, columns) * per_score_s)
 
@@ -127,7 +129,8 @@ class MeasuredMachine(Machine):
         return across_s + self._table_s(collective, False, size, group.per_node)
 
     def _table_s(self, collective: str, network: bool, size: float, ranks: int) -> float:
-        """Return the seconds of a collective, scaled from the measured group of nearest size.
+        """Return the seconds of a collective on `ranks` ranks, scaled from the measured group of
+        the nearest size.
 
         `size` is in bytes. `network` is True if each rank is on a different node. Raises InputError
         if no group was measured for the collective.
@@ -144,8 +147,8 @@ class MeasuredMachine(Machine):
         whole_s = interpolate(size, table.sizes_bytes, table.seconds)
         if size > table.sizes_bytes[-1]:
             whole_s *= size / table.sizes_bytes[-1]
-        # a ring has n - 1 latencies and moves (n - 1) / n of the tensor; the least time of the
-        # table is taken as pure latency
+        # a ring of n ranks has n - 1 latencies and moves (n - 1) / n of the tensor; the smallest
+        # time in the table is assumed to be only latency
         steps = (ranks - 1) / (table.ranks - 1)
         share = (1 - 1 / ranks) / (1 - 1 / table.ranks)
         taken_s = steps * least_s + share * max(0.0, whole_s - least_s)
@@ -161,8 +164,8 @@ class MeasuredMachine(Machine):
         return self._message_s("all_reduce", summed_bytes, group)
 
     def all_to_all_s(self, brought_bytes: float, group: Group) -> float:
-        """Return the seconds of n - 1 measured messages, one after the other, each of 1/n of the
-        bytes."""
+        """Return the seconds of an all-to-all on n ranks: n - 1 measured messages, one after the
+        other, each with 1/n of the bytes."""
         part_bytes = brought_bytes / max(1, group.ranks)
         inside = min(group.ranks, group.per_node) - 1
         outside = group.ranks - 1 - inside
@@ -178,10 +181,10 @@ class MeasuredMachine(Machine):
 
 
 def machine_of(cluster: Cluster, dtype: str, element_bytes: int) -> Machine:
-    """Return the machine of a cluster file. Its times are the measured times if the file has any,
-    and otherwise follow from data sheets.
+    """Return the machine of a cluster file. Its times are computed from the file's measurements if
+    it has any, and otherwise from data sheets.
 
-    `dtype` is the type of the numbers, `element_bytes` its size.
+    `dtype` is the type of the numbers, and `element_bytes` the size of a number.
     """
     if cluster.measured is None:
         return Machine(cluster, dtype, element_bytes)

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-# What people call a machine -> the cluster with such devices.
+# Common name of a device -> name of the preset cluster with such devices.
 ALIASES = {
     "a100": "dgx-a100",
     "b200": "dgx-b200",
@@ -32,8 +32,8 @@ def legal_clusters() -> str:
 
 
 def preset_file(name: str) -> Traversable | None:
-    """Return the file of the cluster with this name or alias in the package, or None. Capital
-    letters do not matter."""
+    """Return the file of the preset cluster with this name or alias, in any case of letters; None
+    if there is no such cluster."""
     name = name.lower()
     name = ALIASES.get(name, name)
     if name not in cluster_names():
@@ -42,8 +42,9 @@ def preset_file(name: str) -> Traversable | None:
 
 
 def nearest_cluster(name: str) -> str | None:
-    """Return the cluster that `name` likely means: a device in the name ("H100-PCIe") decides,
-    then the letters of the name. None if no name is near."""
+    """Return the name of the preset cluster that `name` likely means: a cluster whose device or
+    name occurs in `name` ("H100-PCIe"), or else the name with the most similar letters. Return None
+    if no name is similar."""
     name = name.lower()
     inside = [cluster for alias, cluster in ALIASES.items() if alias in name]
     # "gh200" also contains "h200"

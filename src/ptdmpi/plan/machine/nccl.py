@@ -1,9 +1,9 @@
 """Times of collectives over several nodes by NCCL's own cost model.
 
-NCCL chooses algorithm and protocol by a cost model that its authors measured: the time of a step
-over a link and over a network, the fraction of the rate that a protocol reaches, the largest rate
-of trees. This file has the same constants as NCCL 2.9 (src/graph/tuning.cc). Steps within a node
-are calibrated (`link_step_s`) and agree with NCCL's constants: 2.0 and 1.9 us.
+NCCL chooses algorithm and protocol by a cost model whose constants its authors measured: the time
+of a step over a link and over a network, the fraction of the rate that a protocol reaches, and the
+largest rate of trees. This file has the same constants as NCCL 2.9 (src/graph/tuning.cc). Steps
+within a node are calibrated (`link_step_s`) and agree with NCCL's constants: 2.0 and 1.9 us.
 """
 
 import math
@@ -12,7 +12,8 @@ from enum import IntEnum
 
 
 class Collective(IntEnum):
-    """The collectives of a ring, which index rates such as `Fabric.ll128_rates`."""
+    """The collectives of a ring. Their numbers are indices of rates such as
+    `Fabric.ll128_rates`."""
 
     ALL_GATHER = 0
     REDUCE_SCATTER = 1
@@ -21,12 +22,13 @@ class Collective(IntEnum):
 
 @dataclass(frozen=True)
 class Protocol:
-    """A protocol by which a ring or a tree moves its bytes: "LL", "LL128" or "Simple"."""
+    """The properties of one of NCCL's protocols, "LL", "LL128" or "Simple", in a ring or in a
+    tree."""
 
-    link_steps: float  # time of a step over a link, in steps of a ring with LL128
+    link_steps: float  # time of a step over a link, in units of a step of a ring with LL128
     hop_s: float  # time of a step over the network
-    share: float  # fraction of the rate that it reaches
-    lone_share: float  # the fraction if a node has only one rank of the group
+    share: float  # fraction of the rate that the protocol reaches
+    lone_share: float  # this fraction if a node has only one rank of the group
     most: float = math.inf  # largest rate in bytes per second, for any number of adapters
 
 
@@ -35,8 +37,8 @@ class Fabric:
     """The communication properties of a group of `ranks` on `nodes`.
 
     `rate` is the bytes per second through each rank, `link_step_s` the time of a step over a link,
-    `network_step_s` the least time of a step over the network. `tree_rate` and `ll128_rates` are
-    the largest rates of trees and of rings with LL128, in bytes per second.
+    and `network_step_s` the shortest time of a step over the network. `tree_rate` and `ll128_rates`
+    are the largest rates of trees and of rings with LL128, in bytes per second.
     """
 
     ranks: int
@@ -61,18 +63,20 @@ class Fabric:
         return max(protocol.hop_s, self.network_step_s)
 
 
-# LL has a flag next to each 4 bytes, so it reaches a quarter of the rate, and at most 19 GB/s on
-# more than two nodes with AMD hosts (Intel: 20.4). A step over a link takes 1.8 times as long as in
-# a group on one node.
+# LL sends a flag with each 4 bytes, so it reaches a quarter of the rate, and at most 19 GB/s on
+# more than two nodes with AMD hosts (Intel: 20.4 GB/s). In a group over several nodes, a step over
+# a link takes 1.8 times as long as in a group on one node.
 LL = Protocol(link_steps=0.47 * 1.8 / 1.9, hop_s=2.7e-6, share=0.25, lone_share=0.25, most=19.0e9)
 RINGS = (Protocol(1.0, 4.0e-6, 0.92, 0.7), Protocol(1.8, 9.6e-6, 1.0, 1.0), LL)
 TREES = (Protocol(0.6, 8.5e-6, 0.915, 0.915), Protocol(15.0, 50e-6, 1.0, 1.0))
 TREE_SHARE = 0.9  # fraction of a ring's rate that a tree reaches
-# A ring with Simple over several nodes has longer latencies once a rank's part fills its buffers.
-# NCCL's model has this only for all-reduces, whose rings compete with trees. It is used here also
-# for a reduce-scatter and an all-gather, which are halves of an all-reduce.
+# A ring with the protocol Simple over several nodes has longer latencies if a rank's part of the
+# tensor fills the buffers. NCCL's model has this factor only for all-reduces, for which rings
+# compete with trees. Here the factor is also used for a reduce-scatter and an all-gather, because
+# each is half of an all-reduce.
 PLATEAU_BYTES_PER_RANK, PLATEAU = 65536 / 16, 1.9
-# Tenths of the rate that trees reach, by the logarithm of the size: 64 bytes, 128, ... 128 MiB.
+# The rate that trees reach, in tenths of their largest rate, for sizes of 64 bytes, 128 bytes, ...,
+# 128 MiB.
 TREE_TENTHS = (
     (10, 10, 10, 10, 10, 9, 8, 8, 8, 7, 6, 6, 6, 5, 6, 6, 7, 7, 8, 9, 9, 10),
     (9, 9, 9, 9, 9, 9, 9, 8, 7, 6, 6, 5, 5, 5, 5, 5, 5, 6, 6, 7, 8, 9),
@@ -80,13 +84,14 @@ TREE_TENTHS = (
 
 
 def all_gather_s(gathered_bytes: float, fabric: Fabric) -> float:
-    """Return the seconds of an all-gather by a ring: n - 1 steps, nodes - 1 over the network."""
+    """Return the seconds of an all-gather by a ring of n ranks: n - 1 steps, of which (number of
+    nodes) - 1 are over the network."""
     kind = Collective.ALL_GATHER
     return min(_ring_s(gathered_bytes, fabric, protocol, kind) for protocol in RINGS)
 
 
 def reduce_scatter_s(summed_bytes: float, fabric: Fabric) -> float:
-    """Return the seconds of a reduce-scatter by a ring: n - 1 steps, each with a sum."""
+    """Return the seconds of a reduce-scatter by a ring of n ranks: n - 1 steps, each with a sum."""
     kind = Collective.REDUCE_SCATTER
     return min(_ring_s(summed_bytes, fabric, protocol, kind) for protocol in RINGS)
 
@@ -94,8 +99,8 @@ def reduce_scatter_s(summed_bytes: float, fabric: Fabric) -> float:
 def all_reduce_s(summed_bytes: float, fabric: Fabric) -> float:
     """Return the seconds of an all-reduce by the fastest ring or tree.
 
-    Rings have 2 (n - 1) steps. The depth of double binary trees (Sanders et al. 2009) grows with
-    the logarithm of the number of nodes.
+    A ring of n ranks has 2 (n - 1) steps. The depth of double binary trees (Sanders et al. 2009)
+    grows with the logarithm of the number of nodes.
     """
     kind = Collective.ALL_REDUCE
     rings = [_ring_s(summed_bytes, fabric, protocol, kind) for protocol in RINGS]
@@ -105,7 +110,7 @@ def all_reduce_s(summed_bytes: float, fabric: Fabric) -> float:
 
 def _ring_s(size: float, fabric: Fabric, protocol: Protocol, kind: Collective) -> float:
     summing = kind is Collective.ALL_REDUCE
-    # an all-reduce is a reduce-scatter and an all-gather: twice around the ring
+    # an all-reduce is a reduce-scatter and an all-gather, so it goes twice around the ring
     steps = (1 + summing) * (fabric.ranks - 1)
     network_steps = steps * (fabric.nodes - 1) / (fabric.ranks - 1)
     latency_s = network_steps * fabric.hop_s(protocol)
@@ -122,7 +127,8 @@ def _tree_s(size: float, fabric: Fabric, kind: int) -> float:
     protocol = TREES[kind]
     depth_s = (fabric.per_node - 1) * protocol.link_steps * fabric.link_step_s
     depth_s += math.log2(fabric.nodes) * fabric.hop_s(protocol)
-    # interpolated between the sizes of the table, so that more bytes never take less time
+    # the rate is interpolated between the sizes of the table, so that more bytes never take less
+    # time
     power, tenths = math.log2(max(64.0, size) / 64), TREE_TENTHS[kind]
     below = min(int(power), len(tenths) - 1)
     above = tenths[below + 1] if below + 1 < len(tenths) else 10

@@ -1,7 +1,7 @@
 """The tables that `ptdmpi probe` writes into a cluster file.
 
-They contain the times of kernels and messages on the measured machine, and the fastest
-implementations of kernels there.
+The tables contain the times of kernels and messages on the measured machine, and the fastest
+implementations of kernels on it.
 """
 
 import itertools
@@ -46,7 +46,7 @@ class Gemm(FrozenTable):
 
 
 class Stream(FrozenTable):
-    """The rates of kernels that move `moved_bytes`, read and written, in bytes per second."""
+    """The rates, in bytes per second, of kernels that read and write `moved_bytes` in total."""
 
     moved_bytes: Ascending
     bytes_per_s: Numbers
@@ -67,7 +67,7 @@ class AttentionTimes(FrozenTable):
 
 
 class Messages(FrozenTable):
-    """The times of a collective over `ranks`, in seconds, by the bytes of the whole tensor.
+    """The times of a collective over `ranks` ranks, in seconds, by the bytes of the whole tensor.
 
     The ranks are on `nodes` nodes: all on one node, or each on a different node. The times of
     "send" are for one message while another message travels in the opposite direction.
@@ -89,10 +89,11 @@ class Messages(FrozenTable):
 class Measured(FrozenTable):
     """The measurements of `ptdmpi probe`, which replace the data sheets.
 
-    `asynchronous`: the host is ahead of the device, so that launches overlap with kernels. `step_s`
-    is the time of a step in addition to its kernels and messages. `update_s_per_element` is the
-    time for each parameter of a rank: gradient norm, clipping and AdamW. `seconds_per_element` has
-    the times of activation functions ("gelu", "gelu_backward"), norms and the loss.
+    `asynchronous` is True if the host runs ahead of the device, so that launches overlap with
+    kernels. `step_s` is the time of a step in addition to its kernels and messages.
+    `update_s_per_element` is the time of gradient norm, clipping and AdamW for each parameter of a
+    rank. `seconds_per_element` has the times of activation functions ("gelu", "gelu_backward"),
+    norms and the loss.
     """
 
     asynchronous: bool
@@ -108,8 +109,8 @@ class Measured(FrozenTable):
 class KernelWay(FrozenTable):
     """The implementation of one kind of kernel for one type on a processor.
 
-    The entries have the form of presets/kernels.toml, and take precedence over that file.
-    `capability` is one of torch.cpu.get_capabilities(), "" means any capability. `cpu` is the
+    An entry has the form of an entry of presets/kernels.toml, and takes precedence over this file.
+    `capability` is one of torch.cpu.get_capabilities(); "" means any capability. `cpu` is the
     beginning of the processor's name. `measured` describes the measurement in words.
     """
 
@@ -120,13 +121,14 @@ class KernelWay(FrozenTable):
 
 
 class AttentionWay(KernelWay):
-    """The implementation of causal attention: matrix products, or the library's kernel.
+    """The implementation of causal attention: matrix products, or the kernel of torch (the
+    library).
 
     "products" multiplies matrices in blocks of `block` queries. `keeps`: the forward keeps the
-    probabilities if memory suffices. `library_forward`: the forward is the library's, and only the
-    backward is by products. `fpmath`: scores of bfloat16 use oneDNN's fpmath mode. "library"
-    computes attention in blocks of queries for fewer than `whole_from` positions, and for all
-    queries at once otherwise.
+    probabilities if there is enough memory. `library_forward`: torch computes the forward, and only
+    the backward is computed by matrix products. `fpmath`: scores of bfloat16 use oneDNN's fpmath
+    mode. "library" computes attention in blocks of queries for fewer than `whole_from` positions,
+    and for all queries at once otherwise.
     """
 
     way: Literal["products", "library"]
@@ -148,14 +150,15 @@ class AttentionWay(KernelWay):
 
 
 class GeluWay(KernelWay):
-    """The implementation of GELU in its tanh form: by a sigmoid, whose derivative is kept, or by
-    the library."""
+    """The implementation of GELU in its tanh form: by a sigmoid, with the derivative kept for the
+    backward, or by torch (the library)."""
 
     way: Literal["sigmoid", "library"]
 
 
 class LinearWay(KernelWay):
-    """The sizes from which one call of oneDNN computes x W^T + b (`output`) and dy W.
+    """The sizes from which a single call of oneDNN computes the output x W^T + b of a linear
+    (`output`) and the gradient dy W of its input (`input_gradient`).
 
     A size is the number of multiplications of two numbers; None means that oneDNN is never called.
     """
@@ -165,7 +168,7 @@ class LinearWay(KernelWay):
 
 
 class KernelWays(FrozenTable):
-    """The implementations of kernels; the first entry that fits a processor is used."""
+    """The measured implementations of kernels. The first entry that fits a processor is used."""
 
     attention: Annotated[tuple[AttentionWay, ...], Field(strict=False)] = ()
     linear: Annotated[tuple[LinearWay, ...], Field(strict=False)] = ()

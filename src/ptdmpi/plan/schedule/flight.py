@@ -1,9 +1,9 @@
-"""The microbatches that a pipeline rank holds at once, for all models and layouts with the same
-order.
+"""The numbers of microbatches that a pipeline rank holds in memory at the same time. They are the
+same for all models and layouts with the same order of ops.
 
-The function `held` visits the ops of an order for one set of sizes. A search needs the result for
-thousands of sets of sizes, but for few orders. So this file visits each order once, and finds the
-few moments at which memory can be highest for any set of sizes.
+The function `held` visits the ops of an order with the sizes of one model and layout. A search
+needs the highest memory for thousands of sets of sizes, but for few orders. So this file visits
+each order once, and finds the few moments at which memory can be highest for any sizes.
 """
 
 from collections.abc import Iterable
@@ -15,17 +15,17 @@ from ptdmpi.plan.schedule.ops import OP_KINDS
 from ptdmpi.plan.schedule.orders import Placement, placement
 from ptdmpi.plan.schedule.orders import order as ops_of_rank
 
-# A schedule is in steady state after this number of rounds of the pipeline. Later rounds hold the
-# same number of microbatches. If all microbatches are kept, each round adds p microbatches to each
-# store.
+# After this number of rounds of p microbatches (p pipeline ranks), a schedule is in steady state,
+# and each further round holds the same number of microbatches. In a schedule that keeps all
+# microbatches, each round adds p microbatches to each store.
 ROUNDS = 3
 NOTHING = ("", -1)
-KIND_AND_STAGE = itemgetter(0, 1)  # of an op
+KIND_AND_STAGE = itemgetter(0, 1)  # kind and stage of an op
 
 
 class RankOrder(NamedTuple):
-    """The properties that determine the order of one rank's ops: the schedule `kind` with p, v and
-    m, and the rank."""
+    """The properties that determine the order of one rank's ops: the schedule `kind`, the numbers
+    of pipeline ranks, of chunks per rank and of microbatches, and the rank."""
 
     kind: str
     pipeline: int
@@ -40,11 +40,11 @@ class RankOrder(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """A moment of an order: the number of microbatches in each store that a rank holds.
+    """A moment in an order of ops: the number of microbatches that a rank holds in each store.
 
-    `working` is the name and the stage of the working memory of the op that runs; `NOTHING`: no op
-    needs any. `held` has one number per store of the `Flight`. It includes the microbatch of the
-    op, unless the op trades one store for another.
+    `working` is the name and the stage of the working memory of the running op, or `NOTHING` if the
+    op needs no working memory. `held` has one number for each store of the `Flight`. The number
+    includes the microbatch of the running op, unless this op frees one store and fills another.
     """
 
     working: tuple[str, int]
@@ -54,9 +54,9 @@ class Moment(NamedTuple):
 class Flight(NamedTuple):
     """The stores of a rank and the moments at which it may hold the most memory.
 
-    `stores` lists (inventory, stage) of everything that the rank keeps, in order of stages. No
-    moment in `moments` holds at most as much as another one in every store, unless their ops need
-    different working memory.
+    `stores` lists (inventory, stage) for everything that the rank keeps, in order of stages. A
+    moment is left out if another moment with the same working memory holds at least as much in
+    every store.
     """
 
     stores: tuple[tuple[str, int], ...]
@@ -67,8 +67,8 @@ class Flight(NamedTuple):
 def fullest(order: RankOrder) -> Flight:
     """Return the moments of one step at which a pipeline rank may hold the most memory."""
     pipeline, microbatches = order.pipeline, order.microbatches
-    # divided by p, this count and m leave the same remainder; interleaving pads the last round, so
-    # its moments depend on the remainder
+    # `shorter` and `microbatches` have the same remainder modulo `pipeline`, because interleaving
+    # pads the last round, so that the moments depend on the remainder
     shorter = ROUNDS * pipeline + microbatches % pipeline
     if microbatches <= shorter + pipeline:
         return _walked(order)
@@ -76,7 +76,8 @@ def fullest(order: RankOrder) -> Flight:
     if all(max(moment.held) < shorter for moment in first.moments):
         return first  # no stage keeps all microbatches
     second = _walked(order._replace(microbatches=shorter + pipeline))
-    # schedules such as GPipe keep all m: every further round adds as much as one round
+    # schedules such as GPipe keep all microbatches: every further round adds the same numbers as
+    # the round before
     rounds = (microbatches - shorter) // pipeline
     later = []
     for fewer, more in zip(first.moments, second.moments, strict=True):
@@ -87,10 +88,10 @@ def fullest(order: RankOrder) -> Flight:
 
 @lru_cache(maxsize=16384)
 def fullest_alike(order: RankOrder, alike: tuple[int, ...]) -> Flight:
-    """Return `fullest` for a rank some of whose stages have equal sizes.
+    """Return the result of `fullest` for a rank of which some stages have equal sizes.
 
-    `alike[i]` is the group of the rank's i-th stage: stages with equal sizes have the same number.
-    In the result, the numbers of groups replace the numbers of stages.
+    `alike[i]` is the number of the group of the rank's i-th stage: stages with equal sizes are in
+    the same group. The result has numbers of groups in place of numbers of stages.
     """
     flight = fullest(order)
     own = order.placed.stages_of(order.rank)
@@ -130,15 +131,15 @@ def _walked(order: RankOrder) -> Flight:
     }
     now, grown = [0] * len(stores), 0
     seen: dict[tuple[str, int], set[tuple[int, ...]]] = {}
-    # working -> the value of `grown` when it was last recorded
+    # working -> the value of `grown` at the last moment that was recorded for it
     recorded: dict[tuple[str, int], int] = {}
     for working, keeps, frees, passing in map(steps.__getitem__, map(KIND_AND_STAGE, ops)):
-        trades = keeps is not None and frees is not None  # it frees one inventory and keeps another
+        trades = keeps is not None and frees is not None  # it frees one inventory, keeps another
         if keeps is not None and not trades:
             now[keeps] += 1
             grown += 1
-        # record a moment if a store has grown since the last one with the same working memory;
-        # without working memory, only before a store shrinks and at the end
+        # record a moment if a store has grown since the last recorded moment with the same working
+        # memory; without working memory, record only before a store shrinks and at the end
         if working != NOTHING and recorded.get(working) != grown and not trades:
             recorded[working] = recorded[NOTHING] = grown
             seen.setdefault(working, set()).add(tuple(now))
@@ -160,8 +161,8 @@ def _walked(order: RankOrder) -> Flight:
 
 
 def _undominated(seen: dict[tuple[str, int], set[tuple[int, ...]]]) -> Iterable[Moment]:
-    """Yield the moments that no other moment dominates. A moment dominates another one if it holds
-    at least as much in every store.
+    """Yield the moments that no other moment dominates. A moment dominates another moment if it
+    holds at least as much in every store.
 
     A moment with working memory is compared only with moments that have the same working memory. A
     moment without working memory is compared with all moments.
@@ -182,4 +183,4 @@ def _largest(states: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def _exceeds(held: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return all(map(ge, held, other))  # asked millions of times in a search
+    return all(map(ge, held, other))  # a search calls this millions of times

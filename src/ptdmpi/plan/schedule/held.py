@@ -1,5 +1,5 @@
-"""The memory that a rank holds while it executes its ops in order. All predictions of memory use
-this computation."""
+"""The memory that a rank holds while it executes its ops in order. All predictions of memory follow
+these rules."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -8,7 +8,8 @@ from ptdmpi.plan.schedule.ops import OP_KINDS, Op
 
 
 class Held(NamedTuple):
-    """The memory that a rank holds during `op`, with the op's working memory, and after it."""
+    """The memory that a rank holds during `op`, including the op's working memory, and after
+    `op`."""
 
     op: Op
     during: float
@@ -20,13 +21,14 @@ def held(
     size: Callable[[str, int], float],
     beside: Callable[[str, int], float] = lambda works, stage: 0,
 ) -> Iterator[Held]:
-    """Yield the ops of one rank's `order` with the memory that the rank holds; it begins at 0.
+    """Yield the ops of one rank's `order` with the memory that the rank holds. Before the first op
+    this memory is 0.
 
     `size(inventory, stage)` is the size of one microbatch's inventory in a stage. `beside(works,
-    stage)` is the size of an op's working memory while it runs. Both are in the same unit, which is
-    the unit of the result. If no op of the order frees an inventory, the op that made it releases
-    it at its end, because a forward without gradients keeps nothing. If an op keeps one inventory
-    and frees another, its working memory includes both inventories.
+    stage)` is the size of an op's working memory while it runs. Both sizes are in the unit of the
+    result. If no op of the order frees an inventory, the op that made the inventory releases it at
+    its own end, because a forward without gradients keeps nothing. If an op keeps one inventory and
+    frees another, its working memory includes both inventories.
     """
     freed = {(op.row.frees, op.stage) for op in order}
     now: float = 0
@@ -49,6 +51,6 @@ def held(
 
 
 def most_held(order: Sequence[Op], size: Callable[[str, int], float]) -> float:
-    """Return the most memory that a rank holds during its `order`, without working memory; 0 for no
-    ops. See `held`."""
+    """Return the largest memory that a rank holds during its `order`, without working memory; 0 if
+    there are no ops. `size` has the meaning of the argument of `held`."""
     return max((moment.during for moment in held(order, size)), default=0)

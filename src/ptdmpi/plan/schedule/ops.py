@@ -1,8 +1,9 @@
-"""The table of op kinds. A row has all properties of one kind of computation.
+"""The table of the kinds of ops. A row has all properties of one kind of computation.
 
-All code that depends on the kind of an op reads `OP_KINDS`: the ops' text, their dependencies, the
-runner's call, spans, drawings, simulated costs and the memory that a rank holds. A new kind needs a
-row here, the method of `ptdmpi.model.stage.Stage` that the row names, and a schedule that uses it.
+All code that depends on the kind of an op reads `OP_KINDS`: the text of ops, their dependencies,
+the method that the runner calls, spans, drawings, simulated costs, and the memory that a rank
+holds. A new kind needs a row here, the method of `ptdmpi.model.stage.Stage` that the row names, and
+a schedule that uses it.
 """
 
 import re
@@ -12,16 +13,17 @@ from typing import NamedTuple
 FORWARD, BACKWARD = "F", "B"
 INPUT, WEIGHT = "I", "W"  # the two parts of a split backward
 ACTIVATIONS = "activations"
-OPERANDS = "operands"  # kept for weight gradients that are computed later
+OPERANDS = "operands"  # tensors kept for weight gradients that are computed later
 _OP_TEXT = re.compile(r"([A-Z])(\d+)\.(\d+)", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Ink:
-    """The colour in which the ops of a kind are drawn: its name, and a shade per chunk of a rank.
+    """The colour in which the ops of a kind are drawn: its name, and a shade for each chunk of a
+    rank.
 
-    `shades` are for pictures, `ansi` are backgrounds among the 256 colours of a terminal. Both are
-    ordered from the first chunk to the last.
+    `shades` are for pictures, and `ansi` are backgrounds among the 256 colours of a terminal. Both
+    are in the order of the chunks.
     """
 
     name: str
@@ -31,22 +33,25 @@ class Ink:
 
 @dataclass(frozen=True)
 class OpKind:
-    """One row of the table.
+    """One row of the table of the kinds of ops.
 
-    `letter` begins the text of such an op, `span` is the kind of its spans in a timeline, and
-    `method` is the method of Stage that computes it: (microbatch, input or None) -> output or None.
+    `letter` is the first letter of the text of such an op, and `span` is the kind of its spans in a
+    timeline. `method` is the method of Stage that computes the op: (microbatch, input or None) ->
+    output or None.
 
     Dependencies: `neighbour` is the offset of the stage whose op of the same kind and microbatch
-    produces the input (-1: the stage before; 0: no input travels). `after` names the kinds of ops
-    that must have ended before, for the same stage and microbatch, if the schedule has such ops.
+    produces the input (-1: the stage before; 0: no other stage produces an input). `after` names
+    the kinds of ops that must have ended before this op, for the same stage and microbatch, if the
+    schedule has such ops.
 
-    Memory: the stage keeps the inventory `keeps` of the microbatch from the start of the op, and
-    frees the inventory `frees` at its end. `works` names the additional working memory of the op.
-    An op that keeps one inventory and frees another replaces the second by the first, and its
-    working memory includes both inventories. `gradients`: the op adds to the gradients of its
-    stage's weights.
+    Memory: an inventory is a set of tensors that a stage keeps for one microbatch. The stage keeps
+    the inventory `keeps` from the start of the op, and frees the inventory `frees` at the end of
+    the op. `works` names the additional working memory of the op. If an op has both `keeps` and
+    `frees`, it replaces the freed inventory by the kept one, and its working memory includes both
+    inventories. `gradients` is True if the op adds to the gradients of its stage's weights.
 
-    Time: the field `cost` of the simulated costs, times `share`. Drawings use `mark` and `ink`.
+    Time: the simulated time of the op is the field `cost` of the costs, times `share`. Drawings use
+    `mark` and `ink`.
     """
 
     letter: str
@@ -94,8 +99,8 @@ OP_KINDS: dict[str, OpKind] = {
         method="input_microbatch",
         cost="input_s",
         mark="<",
-        # I sends the gradient to the stage before, as a whole backward does, so it has the same
-        # colour
+        # like a whole backward, I sends the gradient to the stage before, so it has the colour of a
+        # backward
         ink=Ink("green", ("#2e7d4f", "#57a773", "#8fc9a3", "#bfe3cb"), (28, 35, 78, 157)),
         neighbour=+1,
         after=(FORWARD,),
@@ -119,7 +124,8 @@ OP_KINDS: dict[str, OpKind] = {
 
 
 def kind_of_span(span: str) -> OpKind | None:
-    """Return the row whose ops have spans of kind `span`; None if none has (such as a message)."""
+    """Return the row whose ops have spans of kind `span`; None if `span` is not the kind of an op
+    (for example, a message)."""
     return next((kind for kind in OP_KINDS.values() if kind.span == span), None)
 
 

@@ -1,9 +1,9 @@
 """Pipeline schedules as data: the order of ops on each pipeline rank, and the ranks of the stages.
 
-A schedule holds no times, idle slots or messages: `simulate` and `program` derive them. A generator
-yields the order of one rank. The table `KINDS` lists the generators, each with its placement of
-stages on ranks. Warm-up, steady state, cool-down and the rank of each stage are defined only in
-this file and in `zero_bubble`.
+A schedule holds no times, idle slots or messages. The modules `simulate` and `program` derive these
+from the orders. A generator yields the order of one rank. The table `KINDS` lists the generators,
+each with its placement of stages on ranks. Warm-up, steady state, cool-down and the rank of each
+stage are defined only in this file and in `zero_bubble`.
 
 In every schedule each stage runs its forwards, and its backwards, in ascending order of the
 microbatches. So gradients are summed in the same order in every schedule and layout.
@@ -22,8 +22,8 @@ from ptdmpi.plan.schedule.zero_bubble import on_a_v, zb_h1, zb_v
 
 
 class DeadlockError(Exception):
-    """The error of a deadlock: all unfinished ranks wait for each other. Its message names the
-    actions for which they wait."""
+    """The error of a deadlock, in which all unfinished ranks wait for each other. Its message names
+    the actions at which they wait."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Placement:
     ranks: tuple[int, ...]
 
     def __hash__(self) -> int:
-        return self._hash  # computed once: a search looks placements up tens of thousands of times
+        return self._hash  # computed once, because a search looks up placements very often
 
     @cached_property
     def _hash(self) -> int:
@@ -46,12 +46,12 @@ class Placement:
 
     @cached_property
     def pipeline(self) -> int:
-        """Return the number of ranks."""
+        """Return the number of pipeline ranks."""
         return max(self.ranks) + 1
 
     @property
     def virtual(self) -> int:
-        """Return the stages per rank, v, the same on every rank."""
+        """Return the number of stages per rank, which is the same on every rank."""
         return self.stages // self.pipeline
 
     @cached_property
@@ -66,7 +66,7 @@ class Placement:
         return self.ranks[stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that pipeline rank `rank` holds, ascending: its chunks of the model."""
+        """Return the stages (chunks of the model) that pipeline rank `rank` holds, ascending."""
         return self._of_rank[rank]
 
 
@@ -75,8 +75,8 @@ class Schedule:
     """The order of computation of each pipeline rank: `orders[rank]` is a sequence of ops.
 
     `pipeline` (p) is the number of ranks, `virtual` (v) the number of chunks per rank, and
-    `microbatches` (m) the number of microbatches. The model is cut into p v stages; `placement` has
-    the rank of each stage.
+    `microbatches` (m) the number of microbatches. The model is cut into p x v stages, and
+    `placement` has the rank of each stage.
     """
 
     kind: str
@@ -86,17 +86,17 @@ class Schedule:
 
     @property
     def pipeline(self) -> int:
-        """Return the number of ranks, p."""
+        """Return the number of pipeline ranks."""
         return len(self.orders)
 
     @property
     def virtual(self) -> int:
-        """Return the chunks of the model per rank, v."""
+        """Return the number of chunks of the model on each rank."""
         return self.placement.virtual
 
     @property
     def stages(self) -> int:
-        """Return the number of stages, p v."""
+        """Return the number of stages."""
         return self.placement.stages
 
     @cached_property
@@ -113,7 +113,8 @@ class Schedule:
         return self.placement.stages_of(rank)
 
     def source(self, op: Op) -> Op | None:
-        """Return the op whose output is the input of `op`; None at either end of the model."""
+        """Return the op of another stage whose output is the input of `op`; None if there is no
+        such op."""
         neighbour = op.row.neighbour
         stage = op.stage + neighbour
         if neighbour == 0 or not 0 <= stage < self.stages:
@@ -123,21 +124,23 @@ class Schedule:
     def needs(self, op: Op) -> tuple[Op, ...]:
         """Return the ops that must have ended before `op` starts.
 
-        These are its source and the ops that its row names in `after`: a backward needs its
-        forward.
+        These are the source of `op`, and the ops of the same stage that its row in the table names
+        in `after`. For example, a backward needs its forward.
         """
         source = self.source(op)
         own = (Op(kind, op.stage, op.microbatch) for kind in op.row.after if kind in self.letters)
         return (*own,) if source is None else (source, *own)
 
     def completes_gradients(self, op: Op) -> bool:
-        """Return True if `op` is the last op to add its microbatch to its stage's gradients."""
+        """Return True if `op` adds the last contribution of its microbatch to the gradients of its
+        stage."""
         adding = [kind for kind in self.letters if OP_KINDS[kind].gradients]
-        # if several kinds add gradients, the last one waits for all the others
+        # if several kinds of ops add gradients, the last of them comes after all others
         return op.row.gradients and all(kind in (op.kind, *op.row.after) for kind in adding)
 
     def peak_activations(self) -> tuple[int, ...]:
-        """Return the most forwards in flight on each rank, in chunks of 1/(p v) of the model.
+        """Return the largest number of forwards that are in flight at the same time on each rank.
+        Each of them is the forward of one stage.
 
         A forward is in flight from its start to the end of its backward, or to its own end if the
         schedule has no backward.
@@ -152,9 +155,10 @@ class Schedule:
         and drains.
 
         The arguments are the times of a chunk's forward and of both parts of its backward.
-        `closed_form` is the formula as text. For 1f1b, and for interleaved if p divides m,
-        (p - 1) / (v m) is exact (Narayanan et al. 2021, sections 2.2.1 and 2.2.2). For the
-        zero-bubble schedules see `zero_bubble`.
+        `closed_form` is the formula as text. With p ranks, v chunks per rank and m microbatches, (p
+        - 1) / (v m) is exact for 1f1b, and for interleaved if p divides m (Narayanan et al. 2021,
+        sections 2.2.1 and 2.2.2). The module `zero_bubble` has the bubbles of the zero-bubble
+        schedules.
         """
         idle_s = KINDS[self.kind].bubble.idle_s(forward_s, input_s, weight_s)
         busy_s = self.virtual * self.microbatches * (forward_s + input_s + weight_s)
@@ -169,12 +173,13 @@ class Schedule:
 def gpipe(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> Iterator[Op]:
     """Yield all forwards, then all backwards (GPipe: Huang et al. 2019, arXiv 1811.06965).
 
-    With several chunks each one runs all microbatches before the next chunk starts (breadth
-    first: Lamy-Poirier 2023, arXiv 2211.05953). Backwards run in ascending order, not in GPipe's
-    descending one, so that gradients are summed in the same order in every schedule.
+    If a rank has several chunks, each chunk runs all microbatches before the next chunk starts
+    (breadth first: Lamy-Poirier 2023, arXiv 2211.05953). Backwards run in ascending order of the
+    microbatches (GPipe: descending), so that gradients are summed in the same order in every
+    schedule.
     """
     yield from (Op(FORWARD, stage, i) for stage in chunks for i in range(microbatches))
-    # the last chunk first, because the other chunks wait for its gradients
+    # the last chunk is first, because the other chunks wait for its gradients
     yield from (Op(BACKWARD, stage, i) for stage in reversed(chunks) for i in range(microbatches))
 
 
@@ -183,8 +188,8 @@ def one_forward_one_backward(
 ) -> Iterator[Op]:
     """Yield the ops of 1F1B, PipeDream-Flush (Narayanan et al. 2021, section 2.2.1, Figure 4, top).
 
-    Rank r has one chunk and starts with p - r - 1 forwards, one for each rank after it. From then
-    on each forward is followed by a backward, so at most p - r activations are in flight.
+    Rank r of p ranks has one chunk and starts with p - r - 1 forwards, one for each rank after it.
+    Then forwards and backwards alternate, so at most p - r forwards are in flight.
     """
     (stage,) = chunks
     forwards = [Op(FORWARD, stage, i) for i in range(microbatches)]
@@ -193,17 +198,19 @@ def one_forward_one_backward(
 
 
 def interleaved(rank: int, chunks: Sequence[int], pipeline: int, microbatches: int) -> Iterator[Op]:
-    """Yield the ops of interleaved 1F1B for any m.
+    """Yield the ops of interleaved 1F1B for any number of microbatches.
 
-    The order is from Narayanan et al. 2021, section 2.2.2, Figure 4 (bottom). Microbatches travel
-    in groups of p: a rank runs a group through one of its chunks, then the same group through its
-    next chunk. Warm-up is 2 (p - r - 1) + (v - 1) p forwards. One chunk per rank is 1F1B.
+    The order is from Narayanan et al. 2021, section 2.2.2, Figure 4 (bottom). There are p ranks
+    with v chunks each, and m microbatches in groups of p. A rank runs a group of microbatches
+    through one of its chunks, and then the same group through its next chunk. Rank r begins with 2
+    (p - r - 1) + (v - 1) p forwards (warm-up). With one chunk per rank this schedule is 1F1B.
 
-    The paper's order needs p to divide m. Otherwise the order for m rounded up to a multiple of p
-    is built, and the ops of the phantom microbatches are omitted. An op needs only ops of its own
-    microbatch. So an execution of the full order that skips the phantoms executes the remaining
-    order completely and without deadlock. Every chain of waiting ops in the remaining order is part
-    of a chain in the full order, so the makespan is at most the makespan for m rounded up.
+    In the order of the paper, p must divide m. If p does not divide m, the order for m rounded up
+    to a multiple of p is built, and the ops of the additional (phantom) microbatches are omitted.
+    An op needs only ops of its own microbatch. So an execution of the full order that skips the
+    phantom microbatches executes the remaining order completely and without deadlock. Every chain
+    of waiting ops in the remaining order is part of a chain in the full order, so the makespan is
+    at most the makespan for m rounded up.
     """
     if len(chunks) == 1:
         yield from one_forward_one_backward(rank, chunks, pipeline, microbatches)
@@ -220,16 +227,17 @@ def forward_only(
 ) -> Iterator[Op]:
     """Yield only the forwards of the interleaved schedule, for validation.
 
-    They can be executed on any placement: the order runs group by group, and in a group chunk by
-    chunk, so every forward comes after the one that it needs.
+    They can be executed on any placement of stages: the order runs one group of microbatches after
+    the other, and in a group one chunk after the other, so every forward comes after the forward
+    that it needs.
     """
     padded = interleaved(rank, chunks, pipeline, microbatches)
     yield from (op for op in padded if op.kind == FORWARD)
 
 
 def _alternate(forwards: Sequence[Op], backwards: Sequence[Op], warm_up: int) -> Iterator[Op]:
-    """Yield `warm_up` forwards (or all, if fewer), then a forward and a backward in turn, then the
-    remaining backwards."""
+    """Yield `warm_up` forwards (or all forwards if there are fewer), then forwards and backwards in
+    alternation, and then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     yield from forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
@@ -251,8 +259,8 @@ def _warm_up(rank: int, pipeline: int, virtual: int) -> int:
 
 
 def _ahead(rank: int, pipeline: int, virtual: int, microbatches: int) -> int:
-    """Return the number of forwards before the first backward, without the forwards of phantom
-    microbatches."""
+    """Return the number of forwards before the first backward in 1F1B, plain or interleaved. The
+    forwards of phantom microbatches (see `interleaved`) are not counted."""
     count = _warm_up(rank, pipeline, virtual) + 1
     if virtual == 1:
         return min(count, microbatches)
@@ -263,7 +271,8 @@ def _ahead(rank: int, pipeline: int, virtual: int, microbatches: int) -> int:
 
 
 def in_turn(stage: int, pipeline: int, virtual: int) -> int:
-    """Return the rank of `stage`, s mod p: rank r holds the stages r, p + r, 2 p + r, ..."""
+    """Return the rank of `stage`, which is `stage` modulo p = `pipeline`: rank r holds the stages
+    r, p + r, 2 p + r, ..."""
     return stage % pipeline
 
 
@@ -271,8 +280,9 @@ def in_turn(stage: int, pipeline: int, virtual: int) -> int:
 class Bubble:
     """The idle time of a schedule.
 
-    A rank is idle for (p - 1) `idle_s(F, I, W)`, where F, I and W are the times of a chunk's ops.
-    `text` is the closed form of the bubble that follows.
+    Each of p ranks is idle for (p - 1) x `idle_s(F, I, W)`, where F, I and W are the times of a
+    chunk's forward and of the two parts of its backward. `text` is the closed form of the bubble
+    (idle time / ideal time) that follows from this.
     """
 
     idle_s: Callable[[float, float, float], float]
@@ -289,11 +299,12 @@ class ScheduleKind:
     """A kind of schedule.
 
     `generate(rank, its stages, p, m)` yields one rank's order. `place(stage, p, v)` returns the
-    rank of a stage. `earlier_holds_more`: for each moment of a rank, the rank before it has a
-    moment, in an op of the same chunk, at which at least as many microbatches of each chunk are in
-    flight. `splits`: the backwards are split into two ops. `ahead(rank, p, v, m)` is a lower bound
-    of the number of forwards before the first op that frees memory; 0 is always valid. A search
-    uses this bound to exclude layouts that cannot fit.
+    rank of a stage. With `earlier_holds_more`, a rank holds at least as many microbatches as the
+    next rank: for each moment of the next rank, it has a moment, in an op of the same chunk, at
+    which at least as many microbatches of each chunk are in flight. With `splits`, each backward is
+    split into two ops. `ahead(rank, p, v, m)` is a lower bound of the number of forwards before the
+    first op that frees memory; 0 is always valid. A search uses this bound to exclude layouts that
+    cannot fit.
     """
 
     generate: Callable[[int, Sequence[int], int, int], Iterator[Op]]
@@ -316,14 +327,15 @@ KINDS: dict[str, ScheduleKind] = {
 
 @lru_cache(maxsize=16384)
 def placement(kind: str, pipeline: int, virtual: int) -> Placement:
-    """Return the placement of the p v stages of a model in the schedule `kind`."""
+    """Return the placement of the stages in the schedule `kind`, with `virtual` stages on each of
+    `pipeline` ranks."""
     return _placement(KINDS[kind].place, pipeline, virtual)
 
 
 @lru_cache(maxsize=4096)
 def _placement(
     place: Callable[[int, int, int], int], pipeline: int, virtual: int
-) -> Placement:  # one object for all kinds with the same placement
+) -> Placement:  # all kinds with the same placement share one object
     return Placement(tuple(place(s, pipeline, virtual) for s in range(pipeline * virtual)))
 
 
@@ -334,7 +346,8 @@ def order(kind: str, placed: Placement, microbatches: int, rank: int) -> tuple[O
 
 
 def forwards(schedule: Schedule, microbatches: int) -> Schedule:
-    """Return the schedule of only forwards of `microbatches`, placed as in `schedule`."""
+    """Return the schedule with only the forwards of `microbatches` microbatches, and with the
+    placement of `schedule`."""
     return _placed("forward", schedule.placement, microbatches)
 
 
@@ -345,9 +358,11 @@ def _placed(kind: str, placed: Placement, microbatches: int) -> Schedule:
 
 
 def build(kind: str, pipeline: int, virtual: int, microbatches: int) -> Schedule:
-    """Return the schedule `kind` for p = `pipeline`, v = `virtual`, m = `microbatches`.
+    """Return the schedule `kind` for `microbatches` microbatches, with `virtual` chunks on each of
+    `pipeline` ranks.
 
-    Raises InputError for an unknown kind, a size below 1, or chunks that the kind does not have.
+    Raises InputError for an unknown kind, for a size below 1, and for a number of chunks per rank
+    that the kind does not allow.
     """
     if kind not in KINDS:
         close = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.5)

@@ -2,8 +2,8 @@
 
 A place is a part of a stage whose parameters are used together: the embedding, a layer, the head.
 If weights are sharded (`zero` = 3), a rank gathers the weights of the current place and of the next
-one. The model (`ptdmpi.model.sharded`) gathers weights by the functions of this file, and the
-planner counts bytes by the same functions.
+place. The model (`ptdmpi.model.sharded`) and the planner both use the functions of this file: the
+model to gather weights, and the planner to count bytes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,9 +47,9 @@ def gathers(
     """Yield the units that a rank gathers during its ops, in order.
 
     A unit is gathered if it was not in memory before. `uses` has the units of each place. `passes`
-    has for each op its places, in the order of the forward, and its step (see `at_hand`). A
-    backward omits an embedding whose rows are only looked up, because its backward needs no
-    weights.
+    has, for each op, its places in the order of the forward, and its step (see `at_hand`). The
+    places of a backward do not include an embedding that only looks up rows, because its backward
+    needs no weights.
     """
     there: set[str] = set()
     for places, step in passes:

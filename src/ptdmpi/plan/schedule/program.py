@@ -52,24 +52,27 @@ class MismatchError(Exception):
 
 
 def programs(schedule: Schedule) -> tuple[Program, ...]:
-    """Return one program per pipeline rank. No message is sent for a tensor that stays on its rank.
+    """Return one program for each pipeline rank. No message is sent for a tensor that stays on its
+    rank.
 
-    Every op has an end time at unit costs (t_f = 1, t_b = 2, no transfer time). All ops of all
-    ranks are put into one total order by the time at which they end. Each message is placed at the
-    end of its producer, after all ops that end at that time. Each rank executes its part of this
-    order. Durations are positive, so a message comes after its producer and before its consumer.
+    Every op gets an end time by a simulation in which a forward takes 1, a backward 2, and a
+    transfer no time. All ops of all ranks are put into one total order by the time at which they
+    end. Each message is placed at the end of its producer, after all ops that end at that time.
+    Each rank executes its part of this order. Durations are positive, so a message comes after the
+    op that produces it and before the op that reads it.
 
-    The programs cannot deadlock, even if every message blocks both its ends and carries no tag.
-    Take the first unfinished action in the total order. Each rank that takes part in it has done
-    all its earlier actions. So each of these ranks has reached the action, and the action proceeds.
-    For the same reason messages between two ranks match in order. The argument also holds on
-    devices that execute queues (`tests/plan/schedule/_queues.py`). It holds for collectives inside
-    an op or started at its end, too: replicas execute the same program, so these collectives have
-    the place of their op in the total order. No compute comes between an op and its Send: the
-    output is sent as soon as it is computed. Raises DeadlockError if the schedule itself waits in a
-    circle.
+    The programs cannot deadlock, even if every message blocks its sender and its receiver, and
+    carries no tag. Consider the first unfinished action in the total order. Each rank that takes
+    part in this action has done all its earlier actions. So each of these ranks has reached the
+    action, and the action proceeds. For the same reason messages between two ranks match in order.
+    The argument also holds on devices that execute queues (`tests/plan/schedule/_queues.py`). The
+    argument also holds for collectives that are called inside an op or started at its end: replicas
+    execute the same program, so these collectives have the position of their op in the total order.
+    No compute comes between an op and its Send: the output is sent as soon as it is computed.
+    Raises DeadlockError if the schedule itself waits in a circle.
     """
-    # any positive costs give an order that cannot deadlock; these costs are similar to real ones
+    # any positive costs give an order that cannot deadlock; these costs are similar to the costs of
+    # real ops
     times = execute(schedule, Costs(forward_s=1.0, backward_s=2.0, transfer_s=0.0))
     # (end of the producer, computes before messages, producer, consumer's rank)
     events: list[tuple[float, int, Op, int]] = []
@@ -91,14 +94,14 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
 
 
 def post_early(program: Program) -> Program:
-    """Return `program` with each Receive moved before the preceding Compute. The order among the
-    receives does not change.
+    """Return a copy of `program` in which each Receive is moved before the preceding Compute. The
+    order of the receives does not change.
 
     Use this function for transports such as MPI, whose receives return at once and are matched for
     each direction separately. A receive is then posted before the op that precedes its consumer,
-    and its message arrives during that op. Only nonblocking receives may be moved: a blocking
-    receive would wait for a result that is computed after it, and a receive in a device's queue
-    would delay the messages after it.
+    and the message arrives during this preceding op. Only nonblocking receives may be moved. A
+    blocking receive could wait for a result that this rank computes only after the receive, and a
+    receive in a device's queue would delay the messages after it.
     """
     early: list[Action] = []
     since_compute: list[Action] = []  # the last Compute and the sends after it
@@ -114,16 +117,18 @@ def post_early(program: Program) -> Program:
 
 
 def check(programs: Sequence[Program], *, nonblocking_receives: bool = False) -> None:
-    """Execute the programs of all ranks on the strictest wire and raise an error if they fail.
+    """Execute the programs of all ranks on the strictest simulated transport, and raise an error if
+    they fail.
 
-    Every Send and Receive blocks until its partner reaches the matching one. Messages carry no
-    tag: between an ordered pair of ranks they match in order. With `nonblocking_receives` a
-    Receive only posts, and the Compute that needs its message waits for it.
+    Every Send blocks until its partner reaches the matching Receive, and every Receive until its
+    partner reaches the matching Send. Messages carry no tag: between an ordered pair of ranks they
+    match in order. With `nonblocking_receives` a Receive returns at once, and the Compute that
+    needs the message waits for it.
 
     Raises DeadlockError, which names the current action of each unfinished rank. Raises
-    MismatchError if a Receive gets a message that is not its own, a message is never computed or
-    never used, a Compute runs before its inputs are computed or requested, or an op is missing,
-    computed twice, or on another rank than the rest of its stage.
+    MismatchError in these cases: a Receive gets the message of another op; a message is never
+    computed or never used; a Compute runs before its inputs are computed or requested; an op is
+    missing, is computed twice, or is on another rank than other ops of its stage.
     """
     wire = _Rendezvous(programs, nonblocking_receives)
     wire.run()
@@ -131,7 +136,8 @@ def check(programs: Sequence[Program], *, nonblocking_receives: bool = False) ->
 
 
 class _Rendezvous:
-    """The state of `check`: each rank's position, and the posted and delivered messages."""
+    """The state of `check`: the position of each rank in its program, and the posted receives and
+    delivered messages."""
 
     def __init__(self, programs: Sequence[Program], nonblocking_receives: bool) -> None:
         self.programs = programs
@@ -212,7 +218,7 @@ class _Rendezvous:
         return self.nonblocking_receives
 
     def check_nothing_left(self) -> None:
-        """Raise MismatchError if a received message is unused or a receive has no message."""
+        """Raise MismatchError if a received message is unused, or if a receive got no message."""
         for rank, arrived in enumerate(self.arrived):
             if surplus := arrived - self.used[rank]:
                 raise MismatchError(f"rank {rank}: receives {min(surplus)} and never uses it")
@@ -221,7 +227,8 @@ class _Rendezvous:
 
 
 def structure_of(programs: Sequence[Program]) -> Schedule:
-    """Return the schedule whose dependencies the programs must keep, derived from their Computes.
+    """Return the schedule whose dependencies the programs must obey. It is derived from their
+    Computes.
 
     Raises MismatchError unless every op occurs exactly once and each stage is on one rank.
     """

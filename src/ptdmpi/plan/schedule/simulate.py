@@ -1,6 +1,6 @@
 """Simulation of a schedule with given costs: a timeline of each rank's ops and waits.
 
-A run measures a `Timeline` too, so one function draws planned and measured steps.
+A training run also records a `Timeline`, so one function draws both planned and measured steps.
 """
 
 import json
@@ -33,7 +33,8 @@ class Span:
     """An activity of one rank from `start_s` to `end_s`.
 
     `kind` is the kind of an op (`OpKind.span`) or one of OTHER_SPANS. `op` is the text of the op,
-    such as "F2.0", or empty; for "receive" and "send" it is the op whose output travels.
+    such as "F2.0", or empty; for "receive" and "send" it is the op whose output is received or
+    sent.
     """
 
     rank: int
@@ -52,8 +53,8 @@ class Span:
 class Timeline:
     """The spans of one training step on all ranks, planned or measured, in any order.
 
-    `time_unit` is "s", or another word if the times are multiples of a cost. `inside_s` has for
-    each rank the seconds that its ops spend in collectives, by group ("tensor", "shard").
+    `time_unit` is "s", or another word if the times are multiples of the cost of an op. `inside_s`
+    has for each rank the seconds that its ops spend in collectives, by group ("tensor", "shard").
     """
 
     spans: tuple[Span, ...]
@@ -68,13 +69,13 @@ class Timeline:
 
     @cached_property
     def makespan_s(self) -> float:
-        """Return the time from the start of the first span to the end of the last; 0 without
+        """Return the time from the start of the first span to the end of the last span; 0 without
         spans."""
         return max((span.end_s for span in self.spans), default=0.0) - self.start_s
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks that appear, ascending."""
+        """Return the ranks that have spans, ascending."""
         return tuple(sorted({span.rank for span in self.spans}))
 
     @cached_property
@@ -97,12 +98,13 @@ class Timeline:
         """
         if not self._compute_s:
             raise ValueError("no op in this timeline: its bubble is undefined")
-        # rounded once: without idle time the bubble is 0, not 1e-17
+        # the sum is rounded only once, so that without idle time the bubble is 0, not 1e-17
         ideal_s = math.fsum(self._compute_s.values()) / len(self.ranks)
         return (self.makespan_s - ideal_s) / ideal_s
 
     def to_json(self) -> str:
-        """Return a JSON object with title, time unit, names of the columns, and a row per span."""
+        """Return a JSON object with the title, the time unit, the names of the columns, the
+        collectives inside ops, and a row for each span."""
         rows = [[getattr(span, name) for name in _COLUMNS] for span in self.spans]
         head: dict[str, Any] = {
             "title": self.title,
@@ -133,8 +135,8 @@ class Timeline:
         return timeline
 
 
-# The least and the greatest legal cost of an op. They are far from the limits of a float, so that
-# sums and ratios are finite.
+# The smallest and the greatest legal cost of an op. They are far from the limits of a float, so
+# that sums and ratios are finite.
 LEAST_COST, MOST_COST = 1e-12, 1e12
 
 
@@ -144,7 +146,7 @@ class Costs:
 
     A split backward spends the fraction `weight_share` of its time on the gradients of weights.
     Raises InputError unless the computing times are LEAST_COST to MOST_COST, the transfer time is 0
-    to MOST_COST, and the share is 0.001 to 0.999.
+    to MOST_COST, and `weight_share` is 0.001 to 0.999.
     """
 
     forward_s: float = 1.0
@@ -185,7 +187,8 @@ class Costs:
 
 
 class OpCosts(Protocol):
-    """The interface of the costs that `execute` needs; `Costs` and planned steps implement it."""
+    """The interface of the costs that `execute` needs. `Costs` and `plan.cost.pipeline.StageTimes`
+    implement it."""
 
     def duration_s(self, op: Op) -> float:
         """Return the seconds that `op` computes."""
@@ -205,18 +208,20 @@ class Interval(NamedTuple):
 
 
 def execute(schedule: Schedule, costs: OpCosts) -> dict[Op, Interval]:
-    """Return the interval of each op if every rank starts its next op as soon as its inputs arrive.
+    """Return the interval of each op, if every rank starts its next op as soon as the inputs of
+    this op have arrived.
 
-    A tensor that changes ranks arrives `travel_s` after its producer's end and occupies neither
-    rank. Each op is visited once, and once more if it had to wait. Raises DeadlockError if the
-    orders of the ranks wait for each other in a circle.
+    A tensor that is sent to another rank arrives `travel_s` after the end of the op that produces
+    it, and its transfer occupies neither rank. Each op is visited once, and once more if it had to
+    wait. Raises DeadlockError if the orders of the ranks wait for each other in a circle.
     """
     done: dict[Op, Interval] = {}
     position = [0] * schedule.pipeline
     clock_s = [0.0] * schedule.pipeline
     waiting: dict[Op, int] = {}  # missing op -> the rank that stopped for it
     runnable = list(range(schedule.pipeline))
-    # any order of the ranks gives the same times: an op's start depends only on its inputs
+    # any order of the ranks gives the same times, because the start of an op depends only on its
+    # inputs
     while runnable:
         rank = runnable.pop()
         order = schedule.orders[rank]

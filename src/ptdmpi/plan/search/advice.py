@@ -1,5 +1,5 @@
-"""Advice on layouts: changes that make a layout faster, and the layout that the paper's rules
-choose."""
+"""Advice on layouts: changes that make a layout faster, and the layout that the rules of Narayanan
+et al. 2021 choose."""
 
 import itertools
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from ptdmpi.plan.search.space import (
     shardings,
 )
 
-MOST_ADVICE = 3  # layouts
+MOST_ADVICE = 3  # largest number of layouts that are advised
 # fields of a Layout that are on or off
 SWITCHES = ("sequence_parallel", "scatter_gather", "partition_activations", "dp_overlap")
 
@@ -73,8 +73,8 @@ def neighbours(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
 
 
 def _moved_ranks(layout: Layout, pricer: Pricer) -> Iterator[Layout]:
-    """Yield the layout with half of the ranks of one axis on another axis. The context axis grows
-    only to sizes that a search would try."""
+    """Yield each layout in which half of the ranks of one axis are moved to another axis. The
+    context axis grows only to sizes that a search would try."""
     sizes = ["tensor", "pipeline", "data"]
     most = contexts(Space(layout.ranks), pricer.model.config)[-1]
     if max(most, layout.context) > 1:
@@ -97,7 +97,7 @@ def difference(layout: Layout, changed: Layout) -> str:
         if getattr(changed, name) != getattr(layout, name)
     ]
     kinds = {layout.schedule, changed.schedule}
-    if len(kinds) == 2 and "gpipe" in kinds:  # v decides between the other kinds
+    if len(kinds) == 2 and "gpipe" in kinds:  # the number of chunks decides between the other kinds
         words.append(f"--schedule {changed.schedule}")
     before = (layout.recompute, layout.recompute_layers)
     if (changed.recompute, changed.recompute_layers) != before:
@@ -117,12 +117,12 @@ def difference(layout: Layout, changed: Layout) -> str:
 
 
 def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
-    """Return how many changes lead to the best layouts (1 or 2), and these layouts, at most
-    `MOST_ADVICE`.
+    """Return the largest number of changes that lead to one of the best layouts (1 or 2), and the
+    prices of these layouts, at most `MOST_ADVICE`.
 
-    If the layout fits, these are the fastest layouts that are one change away. If it does not fit,
-    they are the fastest layouts that fit, one or two changes away. If no such layout fits, the
-    result has the layouts after the single changes that save most memory.
+    If the layout of `price` fits into memory, the best layouts are the fastest ones after a single
+    change. If it does not fit, they are the fastest layouts that fit after one or two changes. If
+    no such layout fits, they are the layouts after the single changes that save the most memory.
     """
     single = list(neighbours(price.layout, pricer))
     if price.fits:
@@ -146,9 +146,11 @@ def improvements(price: Price, pricer: Pricer) -> tuple[int, list[Price]]:
 
 
 def microbatch_model(pricer: Pricer, layout: Layout) -> dict[int, float]:
-    """Return the seconds (b'/b + p - 1)(t_f(b) + t_b(b)), b' = B / d, for each microbatch size b.
+    """Return the seconds of a step, (b'/b + p - 1)(t_f(b) + t_b(b)), for each microbatch size b. b'
+    is the number of sequences of a replica, and p the number of pipeline ranks.
 
-    The times are taken from the slowest stage (Narayanan et al. 2021, equation 1).
+    t_f and t_b are the times of forward and backward in the slowest stage (Narayanan et al. 2021,
+    equation 1).
     """
     per_replica = pricer.batch // layout.data
     times = {}
@@ -160,13 +162,13 @@ def microbatch_model(pricer: Pricer, layout: Layout) -> dict[int, float]:
 
 
 def heuristic(pricer: Pricer, space: Space) -> Price | None:
-    """Return the layout of the paper's rules ("takeaways", Narayanan et al. 2021, sections 3.2 to
-    3.5).
+    """Return the price of the layout that the rules ("takeaways") of Narayanan et al. 2021,
+    sections 3.2 to 3.5, choose.
 
-    The tensor-parallel size t is as large as a node's devices and the model allow. The
-    pipeline-parallel size p is the least with which the model fits. The remaining ranks are
-    data-parallel. The microbatch size b follows from equation 1. Recomputation is full. Returns
-    None if no such layout fits.
+    The tensor-parallel size is as large as the number of a node's devices and the model allow. The
+    pipeline-parallel size is the smallest with which the model fits. The remaining ranks are
+    data-parallel. The microbatch size follows from equation 1. Recomputation is full. Returns None
+    if no such layout fits.
     """
     devices = pricer.cluster.node.devices
     within = replace(space, recompute="full", sequence_parallel=False, cuts_sequences=False)

@@ -1,7 +1,7 @@
 """The choice of a run's layout by the search, for `ptdmpi train --layout auto`.
 
-The search replaces the file's sizes of the axes, schedule, microbatch and recomputation; the rest
-of the configuration stays. A run with a checkpoint keeps its layout.
+The search replaces the sizes of the axes, the schedule, the microbatch size and the recomputation
+of the configuration, and changes no other key. A run with a checkpoint keeps its layout.
 """
 
 import math
@@ -30,8 +30,8 @@ CHOSEN = {name: tuple(keys) for name, keys in Layout(1, 1, 1).sections().items()
 
 
 def bare(tree: Mapping[str, Any]) -> Config:
-    """Return the configuration without the keys that the search chooses, validated as for one rank.
-    Raises InputError with all its mistakes."""
+    """Return the configuration without the keys that the search chooses, validated for a run on one
+    rank. Raises InputError with all mistakes of the configuration."""
     left = {
         name: dict(section) if isinstance(section, Mapping) else section
         for name, section in tree.items()
@@ -41,7 +41,7 @@ def bare(tree: Mapping[str, Any]) -> Config:
         if isinstance(section, dict):
             left[name] = {key: value for key, value in section.items() if key not in keys}
     together = left.get("task", {}).get("choices")
-    if together and isinstance(left.get("batch"), dict):  # legal sizes are multiples of it
+    if together and isinstance(left.get("batch"), dict):  # legal microbatch sizes are multiples
         left["batch"]["micro_size"] = together
     run = left.get("run")
     if isinstance(run, dict):
@@ -61,7 +61,8 @@ def require_free(overrides: Sequence[str]) -> None:
 
 
 def working_ranks(tree: Mapping[str, Any], ranks: int) -> int:
-    """Return the number of ranks that train. Raises InputError if all are spare."""
+    """Return the number of ranks that train, without spare ranks. Raises InputError if all ranks
+    would be spare."""
     spare = tree.get("run", {}).get("spare_ranks", 0)
     if not isinstance(spare, int) or not 0 <= spare < ranks:
         raise InputError(f"run.spare_ranks = {spare}: legal are 0 to {ranks - 1}")
@@ -69,14 +70,15 @@ def working_ranks(tree: Mapping[str, Any], ranks: int) -> int:
 
 
 def begun(config: Config, ranks: int) -> dict[str, dict[str, Any]] | None:
-    """Return the keys chosen earlier for this run, if it has a checkpoint, the same model and
-    batch, and as many ranks; else None."""
+    """Return the keys of the layout that this run already has. Return None if the run has no
+    checkpoint, or if it was started with another model, another batch or another number of
+    ranks."""
     path = Path(config.run.dir)
     if config.checkpoint.resume == "never" or not any(path.glob("checkpoints/step-*")):
         return None
     try:
         before = resolve(load(path / "config.toml"), ranks)
-    except InputError:  # it is for a different number of ranks, or does not exist
+    except InputError:  # config.toml is for a different number of ranks, or does not exist
         return None
     same = before.model == config.model
     if not same or before.batch.global_size != config.batch.global_size:
@@ -88,8 +90,8 @@ def begun(config: Config, ranks: int) -> dict[str, dict[str, Any]] | None:
 
 
 def replicas(config: Config, ranks: int) -> tuple[int, ...] | None:
-    """Return the legal sizes of the data axis on `ranks`, for a file of edges and a split of
-    datasets by rank; None if every size is legal. Raises InputError if no size is legal."""
+    """Return the sizes of the data axis on `ranks` ranks that a file of edges, and a split of
+    datasets by rank, allow; None if every size is legal. Raises InputError if no size is legal."""
     graph, dealt = file_ranks(config.data_parallel), len(config.data.train)
     if graph is None and config.data.split == "shared":
         return None
@@ -113,9 +115,10 @@ def replicas(config: Config, ranks: int) -> tuple[int, ...] | None:
 def choose(
     config: Config, vocab_size: int, cluster: Cluster, ranks: int, *, as_planned: bool = False
 ) -> tuple[list[Price], Pricer]:
-    """Return the best layouts of the run on `ranks` of the cluster, the best one first, and their
-    pricer. If `as_planned` is True, the layouts are chosen as by `ptdmpi plan`: some memory stays
-    free, and the simplest of equally fast layouts is the best. Raises InputError if none fits."""
+    """Return the best layouts of the run on `ranks` ranks of the cluster, the best layout first,
+    and their pricer. If `as_planned` is True, the layouts are chosen in the same way as by `ptdmpi
+    plan`: some memory stays free, and the simplest of equally fast layouts is the best. Raises
+    InputError if no layout fits."""
     model = Model(config.run.name, config.model, vocab_size)
     batch, precision = config.batch.global_size, config.precision.compute
     method = RunMethod.of(config, math.ceil(ranks / cluster.node.devices))
@@ -147,13 +150,14 @@ def settled(
 
     Return None if `run.cluster` names no machine; the caller must then measure this machine first.
     `vocabulary` opens the data of a configuration and returns the size of its vocabulary.
-    `as_planned` as in `choose`. Raises InputError if no layout fits.
+    `as_planned` has the meaning of the argument of `choose`. Raises InputError if no layout fits.
     """
     working, config = working_ranks(tree, ranks), bare(tree)
     before = begun(config, ranks)
     if before is not None:
         return applied(tree, before), f"layout auto: that of the run in {config.run.dir}"
-    # which ranks exchange messages depends on d, which is not chosen yet
+    # the section data_parallel is left out, because a topology depends on the number of data ranks,
+    # which is not chosen yet
     vocab_size = vocabulary(config.model_copy(update={"data_parallel": DataParallelConfig()}))
     if not config.run.cluster:
         return None
@@ -168,7 +172,7 @@ def applied(tree: Mapping[str, Any], chosen: Mapping[str, Mapping[str, Any]]) ->
 
 
 def words(prices: list[Price], pricer: Pricer) -> str:
-    """Return text with the chosen layout and the table of the best layouts."""
+    """Return a text with the chosen layout and the table of the best layouts."""
     entries = [table.numbers(price, pricer, None) for price in prices]
     head = f"layout auto on {pricer.cluster.name}: {entries[0]['layout']}, "
     return "\n".join([head + table.settings(entries[0]), *table.overview(entries)])

@@ -1,16 +1,18 @@
 """The search for the fastest legal layouts. It is exhaustive, and its bounds never exclude the best
 layout.
 
-For each set of sizes (t, c, p, d, v, b) the fastest settings that fit are kept: recomputation,
-sequence parallelism, schedule, form of messages, sharding and offload.
+For each set of sizes (of the axes, of the microbatch, and of the chunks per rank), the fastest
+settings that fit are kept: recomputation, sequence parallelism, schedule, scattering of messages,
+sharding and offload.
 
-The step time of a layout has three lower bounds, each cheaper to compute and no larger than the
-next: the bound of the mean rank (`Pricer.rough_bound_s`), the greatest bound of all ranks
-(`Pricer.bound_s`), and the simulated step time itself. Layouts are visited by ascending first bound
-(with their fastest sharding) and simulated by ascending second bound. The search ends when neither
-the next first bound nor the next second bound is below the slowest layout that is kept, because
-then no later layout can be among the best. The result is therefore the same as if every layout were
-simulated. A learned or approximate search could not improve it.
+There are two lower bounds of the step time of a layout: the bound of the mean rank
+(`Pricer.rough_bound_s`), and the greatest bound of all ranks (`Pricer.bound_s`). The first is
+cheaper to compute than the second and not greater, and the second is cheaper to compute than the
+simulated step time. Layouts are visited by ascending first bound (with their fastest sharding), and
+simulated by ascending second bound. The search ends when neither the next first bound nor the next
+second bound is below the step time of the slowest kept layout, because then no later layout can be
+among the best. The result is therefore the same as if every layout were simulated. A learned or
+approximate search could not improve it.
 
 A second pass finds the simplest of the layouts that are almost as fast as the fastest layout. The
 time of the fastest layout is then known. So the second pass simulates only layouts that are simpler
@@ -48,14 +50,14 @@ from ptdmpi.plan.search.space import (
 )
 
 HEADROOM = 8  # percent of a device's memory that a plan keeps free
-# In a plan, layouts whose steps differ by less than this share are equally good: the error of the
-# prediction is larger.
+# In a plan, layouts whose step times differ by less than this fraction are treated as equally fast,
+# because the error of the prediction is larger.
 TIE = 0.02
-MOST_LAYOUTS = 1_000_000  # visiting this number of layouts takes a minute and half a gigabyte
+MOST_LAYOUTS = 1_000_000  # visiting so many layouts takes a minute and half a gigabyte
 
 
 class Best:
-    """The `count` fastest prices so far, fastest first.
+    """The prices of the `count` fastest layouts so far, the fastest first.
 
     `same` maps a layout to a key; among layouts with equal keys only the fastest is kept. A layout
     whose step takes `ceiling_s` seconds or more is never kept.
@@ -71,13 +73,13 @@ class Best:
 
     @property
     def limit_s(self) -> float:
-        """Return the step time in seconds that a layout must beat to be kept."""
+        """Return the step time in seconds below which a layout is kept."""
         if len(self.prices) < self.count:
             return self.ceiling_s
         return self.prices[-1].step_time_s
 
     def offer(self, price: Price) -> None:
-        """Keep a price if it is among the fastest."""
+        """Keep the price of a layout if the layout is among the fastest."""
         if price.step_time_s >= self.ceiling_s:
             return
         like = self.same(price.layout)
@@ -107,8 +109,8 @@ class _TimedSharding(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A layout without its sharding. It has the shardings that may fit the layout, fastest first,
-    and a lower bound of the seconds of the layout's work in a step."""
+    """A layout without sharding, the shardings with which it may fit into memory (the fastest
+    first), and a lower bound of the seconds of its work in a step."""
 
     layout: Layout
     shardings: list[_TimedSharding]
@@ -117,9 +119,10 @@ class _Candidate(NamedTuple):
 
 @dataclass
 class _Collected:
-    """All legal layouts at v = 1 (`groups`), and the `candidates` of the search at every v, which
-    have a sharding that may fit. `rough` has (rough bound in seconds, index of a candidate). The
-    bound is computed with the candidate's fastest sharding."""
+    """The layouts that a search has collected. `groups` has all legal layouts with one chunk per
+    rank. `candidates` has layouts with any number of chunks, if they have a sharding that may fit.
+    `rough` has (rough bound in seconds, index of a candidate); the bound is for the fastest
+    sharding of the candidate."""
 
     groups: list[Layout] = field(default_factory=list)
     candidates: list[_Candidate] = field(default_factory=list)
@@ -127,15 +130,16 @@ class _Collected:
 
 
 def search(pricer: Pricer, space: Space, count: int = 5, *, tie: float = 0.0) -> list[Price]:
-    """Return the `count` fastest layouts that fit, fastest first, each at its best settings.
+    """Return the prices of the `count` fastest layouts that fit, the fastest first, each with its
+    best settings.
 
-    Layouts whose step is longer than the fastest one by less than the share `tie` are treated as
-    equally fast. The simplest of them comes first, even if it is not among the `count` fastest
-    layouts. Raises InputError if no layout is legal, or none fits.
+    Layouts whose step takes less than 1 + `tie` times the fastest step are treated as equally fast.
+    The simplest of them comes first, even if it is not among the `count` fastest layouts. Raises
+    InputError if no layout is legal, or if no layout fits.
     """
     collected = _collect(pricer, space)
     best = Best(count, same=str)
-    waiting: list[tuple[float, int, Layout]] = []  # heap: step time >= bound
+    waiting: list[tuple[float, int, Layout]] = []  # heap of (lower bound in s, number, layout)
     numbers = itertools.count()
     with progress("searching", len(collected.candidates), "layout", SOON_S) as advance:
         for rough_s, number in [*sorted(collected.rough), (math.inf, -1)]:
@@ -148,7 +152,7 @@ def search(pricer: Pricer, space: Space, count: int = 5, *, tie: float = 0.0) ->
             candidate = collected.candidates[number]
             for data_s, sharding in candidate.shardings:
                 if candidate.work_s + data_s >= best.limit_s:
-                    break  # the shardings after it are slower still
+                    break  # all later shardings are slower
                 sharded = sharding.of(candidate.layout)
                 for layout in _all_fitting(pricer, space, sharded):
                     heapq.heappush(waiting, (pricer.bound_s(layout), next(numbers), layout))
@@ -167,8 +171,8 @@ def search(pricer: Pricer, space: Space, count: int = 5, *, tie: float = 0.0) ->
 
 
 def _complexity(layout: Layout) -> tuple[int, int]:
-    """Return (number of axes with several ranks, number of chunks per pipeline rank). Of two
-    layouts, the one with the smaller pair is simpler."""
+    """Return (number of axes with several ranks, number of chunks per pipeline rank). A layout with
+    a smaller pair is simpler."""
     sizes = (layout.tensor, layout.context, layout.expert, layout.pipeline, layout.data)
     return sum(size > 1 for size in sizes), layout.virtual
 
@@ -181,8 +185,9 @@ def _simpler(
     *,
     than: tuple[int, int],
 ) -> Price | None:
-    """Return the simplest layout that fits with a step of less than `limit_s` seconds, and of
-    several such layouts the fastest; None if no such layout is simpler than `than`."""
+    """Return the price of the simplest layout that fits and whose step takes less than `limit_s`
+    seconds; if there are several, the fastest of them. Return None if no such layout is simpler
+    than `than` (see `_complexity`)."""
     classes: dict[tuple[int, int], list[_Candidate]] = {}
     for rough_s, number in collected.rough:
         candidate = collected.candidates[number]
@@ -217,8 +222,8 @@ def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
     """Yield the legal variants that fit. If the first variant does not fit, no other variant fits.
 
     If a layout recomputes nothing and does not fit, it is yielded with the smallest number of
-    recomputed layers that makes it fit. In a pipeline this happens only with `space.uneven`,
-    because all other stages must wait for a stage that recomputes.
+    recomputed layers with which it fits. In a pipeline this is done only with `space.uneven`,
+    because all other stages would wait for the stages that recompute.
     """
     for number, variant in enumerate(variants(space, layout)):
         if pricer.fits(variant):
@@ -231,7 +236,8 @@ def _fitting(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
 
 
 def _collect(pricer: Pricer, space: Space) -> _Collected:
-    """Return all legal layouts. Raises InputError if there are more than `MOST_LAYOUTS`."""
+    """Return all legal layouts, with their rough bounds. Raises InputError if there are more than
+    `MOST_LAYOUTS` candidates."""
     collected = _Collected()
     reported = 0
     known: dict[tuple[int, int, str, int, int, str], list[tuple[float, float, Sharding]]] = {}
@@ -273,8 +279,8 @@ def _collect(pricer: Pricer, space: Space) -> _Collected:
 
 
 def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
-    """Return the error message for the case that no layout fits. It says how much memory is
-    missing, and which layouts on other numbers of ranks are legal or fit."""
+    """Return the error message for the case that no layout fits. The message says how much memory
+    the smallest layout needs, and which other settings or numbers of ranks are legal or fit."""
     where = f"{counted(space.ranks, 'rank')} of {pricer.cluster.name}"
     legal = _all_ways(pricer, space, collected.groups)
     if not legal:
@@ -316,7 +322,8 @@ def _nothing_fits(pricer: Pricer, space: Space, collected: _Collected) -> str:
 
 
 def _named(layout: Layout) -> list[str]:
-    """Return a layout in words: its sizes, its recomputation, and its sharding if it has any."""
+    """Return a layout in words: its sizes, its recomputation, and its sharding if state is sharded
+    or offloaded."""
     words = [str(layout), f"recompute {layout.recompute}"]
     if covers_state(layout.zero) or layout.offload != "none":
         words.append(sharding_words(layout))
@@ -325,7 +332,7 @@ def _named(layout: Layout) -> list[str]:
 
 def _all_ways(pricer: Pricer, space: Space, layouts: Iterable[Layout]) -> list[Layout]:
     """Return the layouts with every legal sharding. Layouts without offload come first, and then
-    layouts with it; each group is sorted by the stage of ZeRO, ascending."""
+    layouts with offload; both are sorted by the stage of ZeRO, ascending."""
     sharded = (
         sharding.of(layout) for layout in layouts for sharding in shardings(space, pricer, layout)
     )
@@ -334,7 +341,7 @@ def _all_ways(pricer: Pricer, space: Space, layouts: Iterable[Layout]) -> list[L
 
 
 def _more_ranks(pricer: Pricer, space: Space) -> Iterator[str]:
-    """Yield text for layouts that fit on more ranks; those on the fewest ranks come first."""
+    """Yield a text for each layout that fits on more ranks. Layouts on fewer ranks come first."""
     for factor in GROWTHS[1:]:
         bigger = replace(space, ranks=factor * space.ranks)
         for layout in _all_ways(pricer, bigger, groups(bigger, pricer)):
@@ -344,15 +351,16 @@ def _more_ranks(pricer: Pricer, space: Space) -> Iterator[str]:
 
 
 def _legal_ranks(pricer: Pricer, space: Space) -> list[int]:
-    """Return the two numbers of ranks nearest to `space.ranks` for which there is a legal layout:
-    the nearest smaller number and the nearest greater number, as far as they exist."""
+    """Return the numbers of ranks nearest to `space.ranks` that have a legal layout: the nearest
+    smaller number and the nearest greater number, if they exist."""
     config = pricer.model.config
     tensors = [t for t in divisors(config.heads) if is_legal(Layout(t, 1, 1), config, 1)]
     model_rows = {t * c for t in tensors for c in contexts(space, config)}
     below: list[int] = []
     above: list[int] = []
     for rows in {row * d for row in model_rows for d in divisors(pricer.batch)}:
-        # the legal p for which t c p d is nearest to the wanted number, on either side
+        # the legal pipeline sizes with which the number of ranks is nearest to the wanted number,
+        # below and above
         fewer = (space.ranks - 1) // rows
         more = space.ranks // rows + 1
         if fewer:

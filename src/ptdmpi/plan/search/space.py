@@ -1,4 +1,5 @@
-"""The space of a search: every legal layout, and the settings of each."""
+"""The space of a search: all legal layouts, and the settings that a search tries for each of
+them."""
 
 import itertools
 import math
@@ -30,13 +31,13 @@ from ptdmpi.config.zero import STAGES, covers_state
 from ptdmpi.plan.cost.price import Pricer
 from ptdmpi.plan.layer.legality import is_legal
 
-# Limits on chunks per rank and on stages. More chunks or stages would hardly shrink the bubble, and
-# each of them adds messages.
+# The largest numbers of chunks per rank and of stages. More chunks or stages would hardly shrink
+# the bubble, and each of them adds messages.
 MOST_CHUNKS = 64
 MOST_STAGES = 256
-# Positions of a sequence that each context rank has, at least. Shorter sequences are not cut by a
-# search. (Llama 3 cuts 131,072 positions into 16 parts: Dubey et al. 2024, arXiv 2407.21783, table
-# 4.)
+# The smallest number of positions of a sequence on a context rank. A search does not cut sequences
+# into shorter parts. (Llama 3 cuts 131,072 positions into 16 parts: Dubey et al. 2024, arXiv
+# 2407.21783, table 4.)
 LEAST_POSITIONS = 8192
 
 
@@ -47,7 +48,7 @@ class Space:
     ranks: int
     schedule: str | None = None
     recompute: str | None = None
-    recompute_layers: int | None = None  # for "full"; None: the search chooses
+    recompute_layers: int | None = None  # for recompute = "full"
     sequence_parallel: bool | None = None
     scatter_gather: bool | None = None
     first_layers: int | None = None
@@ -57,22 +58,23 @@ class Space:
     offload: str | None = None
     dp_overlap: bool = False
     partition_activations: bool = False
-    data: tuple[int, ...] | None = None  # sizes of the data axis
-    sequences: int = 1  # sequences per question in a microbatch (one for each candidate answer)
-    cuts_sequences: bool = True  # try to cut sequences, if they are long enough
-    context_method: str | None = None  # method of the layouts that cut sequences
-    deals_experts: bool = True  # try to distribute experts, if the model has any
+    data: tuple[int, ...] | None = None  # legal sizes of the data axis; None: all
+    sequences: int = 1  # a microbatch is a multiple of this
+    cuts_sequences: bool = True  # if True, also try to cut long sequences
+    context_method: str | None = None  # for layouts that cut sequences
+    deals_experts: bool = True  # if True, also try to distribute experts
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the values of `scatter_gather` and `dp_overlap` that all layouts of `groups` have;
-        `variants` also yields layouts with other values."""
+        """Return the values of `scatter_gather` and `dp_overlap` that all layouts of `groups` have.
+        `variants` also yields layouts with another `scatter_gather`."""
         scatter_gather = self.scatter_gather is not False
         return {"scatter_gather": scatter_gather, "dp_overlap": self.dp_overlap}
 
 
 def contradiction(space: Space) -> str:
-    """Return the reason why no layout can have all these settings; return "" if some layout can."""
+    """Return the reason why no layout can have all settings of the space; return "" if some layout
+    can."""
     group = None
     if isinstance(space.shard_group, int):
         group = space.shard_group
@@ -80,7 +82,7 @@ def contradiction(space: Space) -> str:
     plain = Layout(
         tensor=1,
         pipeline=1,
-        data=space.ranks,  # a legal shard group of any layout divides this number
+        data=space.ranks,  # a multiple of every legal shard group
         virtual=CHUNKS.get(schedule, 1),
         schedule=schedule,
         recompute=space.recompute or "full",
@@ -91,13 +93,14 @@ def contradiction(space: Space) -> str:
     mistakes = [[*layout_mistakes(replace(plain, zero=zero), None, None)] for zero in space.zero]
     if space.shard_group == "node" and not any(map(covers_state, space.zero)):
         mistakes = [[*lines, groups_need_zero("node")] for lines in mistakes]
-    fewest = min(mistakes, key=len)  # one stage without a contradiction is enough
+    fewest = min(mistakes, key=len)  # one stage of ZeRO without a contradiction is enough
     return "; ".join(fewest)
 
 
 def contexts(space: Space, model: ModelConfig) -> list[int]:
-    """Return the sizes of the context axis that the search tries, ascending from 1: those that cut
-    a sequence into equal chunks and leave each rank at least `LEAST_POSITIONS` positions of it."""
+    """Return the sizes of the context axis that the search tries, ascending from 1. With these
+    sizes a sequence is cut into equal chunks, and each rank has at least `LEAST_POSITIONS`
+    positions of it."""
     most = 1
     if space.cuts_sequences:
         most = model.seq_length // LEAST_POSITIONS
@@ -114,8 +117,8 @@ def expert_sizes(space: Space, model: ModelConfig, layout: Layout) -> list[int]:
 
 
 def context_methods(space: Space, context: int) -> tuple[str, ...]:
-    """Return the methods of attention that the search tries on a context axis. A context axis of
-    one rank needs no method, so the result is the default method only."""
+    """Return the context-parallel methods that the search tries on a context axis of `context`
+    ranks. One rank needs no method, so the result then has only the default method."""
     if context == 1:
         return CONTEXT_METHODS[:1]
     if space.context_method is not None:
@@ -131,7 +134,8 @@ def of_a_node(pricer: Pricer, layout: Layout) -> int:
 
 
 class Sharding(NamedTuple):
-    """The sharding of a layout, and the place of the optimizer's state."""
+    """The sharding of a layout: the stage of ZeRO, the size of shard groups, and the memory that
+    holds the optimizer's state."""
 
     zero: int = 0
     shard_group: int | None = None
@@ -146,10 +150,10 @@ class Sharding(NamedTuple):
 
 
 def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
-    """Return the shardings that the search tries. A shard group has all ranks with the same part of
-    the model, or all such ranks on one node. State is stored on the device, or in a memory whose
-    speed the cluster file states. If only one rank has each part of the model, nothing can be
-    sharded, and only the lowest stage of ZeRO is tried."""
+    """Return the shardings that the search tries for a layout. A shard group has all ranks with the
+    same part of the model, or all such ranks on one node. State is stored on the device, or in a
+    memory whose speed the cluster file states. If only one rank has each part of the model, nothing
+    can be sharded, and only the lowest stage of ZeRO is tried."""
     stages: list[tuple[int, int | None]] = [(min(space.zero), None)]
     if layout.copies > 1:
         shared = _shard_groups(space, pricer, layout)
@@ -160,7 +164,7 @@ def shardings(space: Space, pricer: Pricer, layout: Layout) -> list[Sharding]:
         places = [space.offload]
     else:
         known = [place for place in OFFLOADS[1:] if not pricer.cluster.lacks(place)]
-        # state that is already in the host's memory cannot be offloaded to it
+        # if ranks compute on the host, state cannot be offloaded to the host's memory
         places += [place for place in known if place == "disk" or not pricer.cluster.on_host]
     ways = [Sharding(*stage, place) for stage, place in itertools.product(stages, places)]
     scheduled = replace(layout, schedule=space.schedule or layout.schedule)
@@ -187,7 +191,8 @@ def _group_sizes(space: Space, pricer: Pricer, layout: Layout) -> set[int]:
 
 def sharding_words(layout: Layout, before: Layout | None = None) -> str:
     """Return the sharding of a layout as options of the command line. Only the options that differ
-    from `before` are included; its default is a layout without sharding."""
+    from the options of `before` are included. If `before` is None, it is a layout without
+    sharding."""
     before = before or Layout(1, 1, 1)
     words = []
     if layout.zero != before.zero:
@@ -200,7 +205,8 @@ def sharding_words(layout: Layout, before: Layout | None = None) -> str:
 
 
 def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
-    """Yield every legal layout at v = 1, which represents all v."""
+    """Yield every legal layout with one chunk per rank. It represents the layouts with any number
+    of chunks (see `chunked`)."""
     config = pricer.model.config
     batch = pricer.batch
     modes = RECOMPUTE_MODES
@@ -213,7 +219,8 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
         rows = itertools.product(contexts(space, config), divisors(space.ranks // tensor))
         for context, pipeline in rows:
             data, rest = divmod(space.ranks // tensor, context * pipeline)
-            # checked before layouts are made, since it excludes most of the space of a large batch
+            # this is checked before layouts are made, since it excludes most of the space of a
+            # large batch
             if rest or pipeline > config.layers or not data or batch % data:
                 continue
             if space.data is not None and data not in space.data:
@@ -246,14 +253,14 @@ def groups(space: Space, pricer: Pricer) -> Iterator[Layout]:
 
 
 def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[Layout]:
-    """Yield the layouts of a group, one for every v that the search tries. Their schedule is the
-    one that the space names, or else the default schedule. A single stage has nothing to
-    interleave."""
+    """Yield the layouts of a group, one for each number of chunks per rank that the search tries.
+    Their schedule is the schedule of the space, or else the default schedule. Without a pipeline
+    there is only one chunk."""
     most = 1
     if group.pipeline > 1:
         p = group.pipeline
         microbatches = group.microbatches(batch)
-        ordered = MOST_FORWARDS // (p * microbatches)  # as many as `legality` allows
+        ordered = MOST_FORWARDS // (p * microbatches)  # the limit of `legality`
         most = max(1, min(layers // p, MOST_CHUNKS, MOST_STAGES // p, ordered))
     for virtual in range(1, most + 1):
         kind = space.schedule or default_schedule(virtual)
@@ -266,8 +273,8 @@ def chunked(space: Space, group: Layout, layers: int, batch: int) -> Iterator[La
 
 def variants(space: Space, layout: Layout) -> Iterator[Layout]:
     """Yield the layout, and its variants with GPipe and with messages that are not scattered. No
-    variant needs less memory: GPipe keeps all microbatches, and each stage has the whole tensor
-    either way."""
+    variant needs less memory than the layout itself: GPipe keeps all microbatches, and each stage
+    has the whole tensor with or without scattering."""
     kinds = [layout.schedule]
     scatters = [layout.scatter_gather]
     if layout.pipeline > 1 and space.schedule is None:
@@ -281,8 +288,9 @@ def variants(space: Space, layout: Layout) -> Iterator[Layout]:
 
 
 def uneven_firsts(space: Space, pricer: Pricer, layout: Layout) -> Iterator[Layout]:
-    """Yield the layout, whose stages are balanced. With `space.uneven` also yield it with one and
-    two layers fewer on the first stage, which has the embedding and most microbatches in flight."""
+    """Yield the layout, whose stages are balanced. With `space.uneven` also yield the layout with
+    one and with two layers fewer on the first stage, because this stage has the embedding and the
+    most microbatches in flight."""
     yield layout
     if space.uneven and layout.pipeline > 1 and layout.first_layers is None:
         own = len(pricer.memory.stages.split(layout)[0])
@@ -291,9 +299,10 @@ def uneven_firsts(space: Space, pricer: Pricer, layout: Layout) -> Iterator[Layo
 
 
 def least_recomputed(pricer: Pricer, space: Space, layout: Layout) -> Iterator[Layout]:
-    """Change a layout without recomputation: find by bisection the smallest number of layers whose
-    recomputation makes the layout fit, and yield the layout that recomputes this number of first
-    layers. Yield nothing if the layout fits only with all layers recomputed, or not even then."""
+    """Find by bisection the smallest number of layers whose full recomputation makes a layout fit
+    that recomputes nothing. Yield the layout that recomputes this number of layers, beginning with
+    the first. Yield nothing if the layout fits only with all layers recomputed, or does not fit
+    even then."""
     shared = layout.tensor > 1 and not layout.sequence_parallel
     partitions = space.partition_activations and shared
     full = replace(layout, recompute="full", partition_activations=partitions)

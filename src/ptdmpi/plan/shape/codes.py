@@ -1,8 +1,8 @@
 """The lengths of the codes of compressed gradients, as closed forms. The planner computes times
 from these lengths, and the encoders produce codes of exactly these lengths.
 
-Numbers are compressed in units, which are runs of a parameter's elements. A unit at the end of a
-parameter or in a bias may be shorter; its scale then serves fewer elements.
+Numbers are compressed in units. A unit is a run of consecutive elements of a parameter. The last
+unit of a parameter, or a unit in a bias, may be shorter, and its scale is then for fewer elements.
 """
 
 import math
@@ -12,16 +12,18 @@ from ptdmpi.config.methods import rounds_of
 from ptdmpi.plan.layer.parts import Linear, LowRankPair, Norm, Part, Scale
 from ptdmpi.plan.shape.parameters import embedding, head, layer
 
-# The lengths of the longest units. An index of a sparse code then has 12 bits, and a float32 scale
-# of a quantised code is 1/16 bit per element. (QSGD's variance grows with the length: Alistarh et
-# al. 2017, section 3.3, who use 512 too.) For int8 and int4, `block` gives the length.
+# The lengths of the longest units. With these lengths an index in a sparse code has 12 bits, and a
+# float32 scale in a quantised code adds 1/16 bit per element. (QSGD's variance grows with the
+# length; Alistarh et al. 2017, section 3.3, also use 512.) For int8 and int4, `block` is the
+# length.
 SPARSE, QUANTISED = 4096, 512
-# Elements that are encoded at once, unless a tile has more.
+# Number of elements that are encoded at once, unless a tile has more elements.
 MOST_ELEMENTS = 2**20
-# The most memory that one element takes while it is encoded or decoded: floating-point numbers and
-# 64-bit integers. MORE_NUMBERS has the additional numbers for kinds of error feedback that keep
-# more. Servers share the tiles, but each is counted as if it did the work of all. The values are
-# measured, and a test checks them (`tests/engine/compress/test_scratch.py`).
+# The largest number of floating-point numbers and of 64-bit integers in memory for each element
+# while it is encoded or decoded. MORE_NUMBERS has the additional floating-point numbers that some
+# kinds of error feedback need. Servers divide the tiles among them, but the memory of each is
+# counted as if it had all tiles. The values are measured, and a test checks them
+# (`tests/engine/compress/test_scratch.py`).
 NUMBERS, INTEGERS = 7, 3
 MORE_NUMBERS = {"ef21": 2, "double_squeeze": 6, "neolithic": 9}
 
@@ -35,8 +37,8 @@ def largest_tile(model: ModelConfig, vocab_size: int) -> int:
 
 
 def _tile(part: Part, cut: int) -> int:
-    """Return the number of elements of the largest tile of a part. `cut` is gcd(heads,
-    ffn_hidden)."""
+    """Return the number of elements of the largest tile of `part`. `cut` is gcd(heads, ffn_hidden),
+    the number of slices into which its lines are cut if possible."""
     if isinstance(part, Norm):
         return part.size
     if isinstance(part, Scale):
@@ -57,9 +59,8 @@ def _tile(part: Part, cut: int) -> int:
 
 
 def _lines(lines: int, shares: int) -> int:
-    """Return how many of `lines` lines are never cut. If `shares` divides them, it is that share of
-    the lines; otherwise it is one line, as in a padded vocabulary, which may be cut after any
-    line."""
+    """Return the number of consecutive lines that are never cut apart: `lines` / `shares` if
+    `shares` divides `lines`, else 1. For example, a padded vocabulary may be cut after any line."""
     if lines % shares:
         return 1
     return lines // shares
@@ -68,8 +69,9 @@ def _lines(lines: int, shares: int) -> int:
 def scratch_bytes(
     section: DataParallelConfig, n: int, elements: int, *, tile: int, number_bytes: int
 ) -> int:
-    """Return the most working memory, in bytes, that encoding and decoding `elements` elements
-    takes on one of n ranks; `tile`: elements of the largest tile."""
+    """Return the largest working memory, in bytes, that encoding and decoding `elements` elements
+    takes on one of `n` ranks. `tile` is the number of elements of the largest tile, and
+    `number_bytes` the size of a number."""
     most = min(elements, max(MOST_ELEMENTS, tile))
     numbers = NUMBERS + MORE_NUMBERS.get(section.error_feedback, 0)
     numbers += 2 if section.method == "decentralized" else 0
@@ -84,8 +86,8 @@ def bits_per_element(
 ) -> float:
     """Return the bits of a code per element of a large matrix whose numbers have `number_bits`.
 
-    The bits are for one round, as the mean over steps. `tile` is (lines, length) of the tiles that
-    PowerSGD factors.
+    The result is for one round of encoding, as the mean over steps. `tile` is (lines, length) of
+    the tiles that PowerSGD factors.
     """
     match section.compressor:
         case "top_k":

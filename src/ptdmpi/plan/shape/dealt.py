@@ -1,10 +1,10 @@
-"""The assignment of matrices to the ranks of a shard group: each matrix has one rank that makes it
-orthogonal, and the other ranks send their parts of the matrix to this rank.
+"""The assignment of matrices to the ranks of a shard group. Muon makes each matrix orthogonal on
+one rank, and the other ranks send their slices of the matrix to this rank.
 
 Sharding cuts the flat order of parameters, and some cuts go through matrices that Muon must update
-as a whole. One of the ranks that hold a part of such a matrix, its owner, makes it orthogonal. The
-other ranks send it their parts, and receive their parts of the update. So the ranks of a group
-divide the work, and a matrix that only one rank holds is not sent.
+as a whole. One of the ranks that hold a slice of such a matrix is the owner of the matrix and makes
+it orthogonal. The other ranks send their slices to the owner, and receive their slices of the
+update. So the ranks of a group divide the work, and a matrix that only one rank holds is not sent.
 """
 
 import itertools
@@ -38,9 +38,9 @@ class Slice(NamedTuple):
 
 
 def slices(own: range, unit: range, shards: int) -> list[Slice]:
-    """Return the slice of each shard in a parameter with the elements `own` of the flat order. Each
-    shard has an equal share of the elements of `unit`, which has all of `own`. Shards that hold
-    none of these elements are left out."""
+    """Return the slices of a parameter that the shards hold. The parameter has the elements `own`
+    of the flat order, and these are part of `unit`, which is divided evenly among `shards` shards.
+    Shards that hold no element of the parameter are left out."""
     share = len(unit) // shards
     low = (own.start - unit.start) // share
     high = (own.stop - 1 - unit.start) // share
@@ -50,10 +50,11 @@ def slices(own: range, unit: range, shards: int) -> list[Slice]:
 
 
 def owners(matrices: Iterable[tuple[Sequence[Slice], int]]) -> Iterator[int]:
-    """Yield the owner of each matrix, given its slices and the cost to make it orthogonal.
+    """Yield the owner of each matrix. `matrices` has the slices of each matrix, and the cost of
+    making it orthogonal.
 
-    The owner is the rank with the least work so far among those that hold a part of the matrix.
-    Among ranks with equal work it is the one that holds most.
+    The owner is the rank with the least work so far, among the ranks that hold a slice of the
+    matrix. Among ranks with equal work, it is the rank with the largest slice.
     """
     busy = Counter[int]()
     for held, cost in matrices:
@@ -67,11 +68,11 @@ def owners(matrices: Iterable[tuple[Sequence[Slice], int]]) -> Iterator[int]:
 class Dealt:
     """A rank's work on the matrices of its stages.
 
-    `elements` is the number of elements that the rank holds of these matrices. `makes` is the
-    number of matrices that the rank makes orthogonal, by matrix and by the number of elements that
-    the rank itself holds. `gives` is the number of elements that it sends, by the owner of their
-    matrix. `takes` is the number of elements that it receives for the matrices that it owns, by
-    sender. `most` is the most elements that it sends of one matrix.
+    `elements` is the number of elements of these matrices that the rank holds. `makes` maps
+    (matrix, number of its elements that the rank holds) to the number of such matrices that the
+    rank makes orthogonal. `gives` maps an owner to the number of elements that the rank sends to
+    it. `takes` maps a sender to the number of elements that the rank receives from it. `most` is
+    the largest number of elements of one matrix that the rank sends.
     """
 
     elements: int = 0
@@ -81,10 +82,10 @@ class Dealt:
     most: int = 0
 
     def room_bytes(self, tensor: int, compute_bytes: int, *, widens: bool) -> int:
-        """Return the most working memory, in bytes, of the rank's update.
+        """Return the largest working memory, in bytes, of the rank's update.
 
-        Elements sent and received are in memory while the matrices are updated one after the other.
-        `widens` is explained in `matrices.room_bytes`.
+        All elements that are sent or received stay in memory while the matrices are updated one
+        after the other. `widens` is explained in `matrices.room_bytes`.
         """
         travels = self.gives.total() + self.takes.total()
         each = [
@@ -99,8 +100,8 @@ def dealt(model: ModelConfig, vocab_size: int, part: ModelPart, sharing: Sharing
     """Return the work of each rank of a shard group, on a pipeline rank that has the part `part` of
     a model.
 
-    `sharing` has the stage of ZeRO, which decides how units are cut, and the number of ranks of the
-    group.
+    `sharing` has the stage of ZeRO, which determines the units that are cut, and the number of
+    ranks of the group.
     """
     work = [Dealt() for _ in range(sharing.ranks)]
     cut = list(_cut(model, vocab_size, part, sharing))
@@ -124,8 +125,8 @@ def _cut(
 ) -> Iterator[tuple[Whole, list[Slice]]]:
     """Yield each matrix with its slices, in the flat order.
 
-    In each unit tables and matrices come before vectors. A unit is a layer under ZeRO 2 and 3;
-    under ZeRO 1 it is everything but a tied table.
+    In each unit, tables and matrices come before vectors. Under ZeRO 2 and 3 a unit is a layer;
+    under ZeRO 1 all parameters except a tied table are one unit.
     """
     units = part.layers - part.idle
     unit_layers = 1
@@ -146,9 +147,9 @@ def _cut(
 
 
 def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> tuple[int, int]:
-    """Return two numbers of elements of a part's embedding and head in a flat buffer, without a
-    tied table: of the tables, which come before the layers; and of all parameters of embedding and
-    head."""
+    """Return two numbers of elements in a flat buffer, without a tied table: of the tables of the
+    embedding, which come before the layers, and of all parameters of embedding and head that `part`
+    has."""
     first = parameters.embedding(model, vocab_size)
     tied = _aligned([first[WORD_TABLE]], part.tensor) * model.tie_embeddings
     front = every = 0
@@ -162,5 +163,6 @@ def _elements_of_ends(model: ModelConfig, vocab_size: int, part: ModelPart) -> t
 
 
 def _aligned(parts: Iterable[Part], tensor: int) -> int:
-    """Return the number of elements that the trained ones of `parts` take in a flat buffer."""
+    """Return the number of elements that the trained parts in `parts` occupy in a flat buffer,
+    including padding."""
     return sum(aligned(size) for part in trained(parts) for size in part.weights(tensor))

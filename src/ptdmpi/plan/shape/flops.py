@@ -13,18 +13,21 @@ def _layer(model: ModelConfig, number: int | None = None) -> tuple[Operator, ...
 
 
 def layer_forward_flops(model: ModelConfig, number: int | None = None) -> float:
-    """Return the FLOPs per token of the forward pass of layer `number`; None: the last layer.
+    """Return the FLOPs per token of the forward pass of layer `number`. If `number` is None, it is
+    the last layer.
 
-    They are the FLOPs of its GEMMs, and of attention over all s positions (or its window). For a
-    GPT they are 24 h^2 + 4 s h (Narayanan et al. 2021, appendix). For gated MLPs and grouped
-    queries the sizes of the GEMMs differ, and the result takes this into account.
+    They are the FLOPs of the layer's linears, and of attention over all positions of the sequence
+    (or over its window). For a GPT with hidden size h and sequence length s they are 24 h^2 + 4 s h
+    (Narayanan et al. 2021, appendix). The result is also right for gated MLPs and grouped queries,
+    whose linears have other sizes.
     """
     return 2 * multiplications(_layer(model, number), model)
 
 
 def core_forward_flops(model: ModelConfig) -> float:
-    """Return the FLOPs per token of the two products of attention of one layer, the mean over the
-    layers: over all s positions, or the window where a layer has one."""
+    """Return the FLOPs per token of the two matrix products of attention in one layer, as the mean
+    over the layers. They are over all positions of the sequence, or over the window of a layer that
+    has one."""
     core = [row for row in _layer(model) if row.recomputed_selectively]
     return 2 * multiplications(core, model)
 
@@ -32,10 +35,10 @@ def core_forward_flops(model: ModelConfig) -> float:
 def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
     """Return the FLOPs per token of the output head's forward pass.
 
-    They are 2 V h. For a masked model BERT's transform is added, and both are multiplied by the
-    share of positions that the head predicts (the default fraction). The head of a task computes
-    one position of each sequence: the FLOPs of its linears, divided by the sequence length. The
-    classifier of the order of segments is not counted.
+    They are 2 V h, with vocabulary size V and hidden size h. For a masked model, BERT's transform
+    is added, and the sum is multiplied by the fraction of positions that the head predicts (the
+    default fraction). The head of a task computes one position of each sequence: the FLOPs of its
+    linears, divided by the sequence length. The classifier of the order of segments is not counted.
     """
     products = [
         row for row in describe.head(model, vocab_size) if isinstance(row, Multiply | Predict)
@@ -49,9 +52,10 @@ def head_forward_flops(model: ModelConfig, vocab_size: int) -> float:
 def model_flops(model: ModelConfig, vocab_size: int, tokens: int) -> float:
     """Return the model FLOPs of forward and backward over `tokens` tokens, without recomputation.
 
-    For a GPT they are 72 B l s h^2 (1 + s/6h + V/12lh) (Korthikanti et al. 2022, arXiv 2205.05198,
-    appendix A): the backward pass has twice the FLOPs of the forward pass. For weights that do not
-    train it has only as many as the forward, for the gradient of their input. Layers before the
+    For a GPT they are 72 B l s h^2 (1 + s/6h + V/12lh), with B sequences of length s, l layers,
+    hidden size h and vocabulary size V (Korthikanti et al. 2022, arXiv 2205.05198, appendix A). The
+    backward pass has twice the FLOPs of the forward pass. For frozen weights the backward has the
+    same FLOPs as the forward, because only the gradient of the input is computed. Layers before the
     first trained layer have no backward.
     """
     output = head_forward_flops(model, vocab_size)
@@ -72,9 +76,9 @@ def hardware_flops(
     """Return the model FLOPs plus the FLOPs that the first `layers` layers recompute in their
     backward.
 
-    Under "full" these layers recompute their forward pass, under "selective" the two products of
-    attention. With every layer in full the sum is 96 B l s h^2 (1 + s/6h + V/16lh) (Narayanan et
-    al. 2021, equation 3).
+    Under "full" these layers recompute their forward pass, under "selective" only the two matrix
+    products of attention. If all layers are recomputed fully, the result for a GPT is 96 B l s h^2
+    (1 + s/6h + V/16lh) (Narayanan et al. 2021, equation 3; `model_flops` defines the symbols).
     """
     again = 0.0
     if recompute == "full":

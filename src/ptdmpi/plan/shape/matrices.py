@@ -1,8 +1,8 @@
 """The parameters that Muon updates as whole matrices (`ptdmpi.engine.muon`).
 
-They are the linears of the layers, in which each output (such as q, k and v) is a separate matrix,
-and the two matrices of each low-rank adapter. This module counts their elements, and the working
-memory and the products of their update.
+They are the linears of the layers, in which each output (queries, keys or values, for example) is a
+separate matrix, and the two matrices of each low-rank adapter. This module counts their elements,
+the working memory of their update, and the matrix products of their update.
 """
 
 import math
@@ -18,9 +18,9 @@ STEPS = 5  # steps of the iteration that makes a matrix orthogonal
 
 
 class Whole(NamedTuple):
-    """A parameter that is updated as a whole. It has (rows, columns) of each of its matrices, and
-    the number of elements of its slice on a tensor rank. The slice is the whole parameter unless it
-    is `divided`."""
+    """A parameter whose matrices are updated as wholes. `shapes` has (rows, columns) of each of its
+    matrices. `local` is the number of elements of its slice on a tensor rank. If `divided` is
+    False, the slice is the whole parameter."""
 
     shapes: tuple[tuple[int, int], ...]
     local: int
@@ -28,13 +28,13 @@ class Whole(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Return the number of elements of all its matrices, over all tensor ranks."""
+        """Return the number of elements of all matrices of the parameter, over all tensor ranks."""
         return sum(map(math.prod, self.shapes))
 
 
 def wholes(model: ModelConfig, tensor: int, expert: int = 1) -> list[Whole]:
-    """Return the matrices of a layer that train, in their order, for the first of `expert` ranks
-    over which experts are distributed."""
+    """Return the trained matrices of a layer, in order. If experts are distributed over `expert`
+    ranks, the result has the experts of the first rank."""
     matrices = list[Whole]()
     for part in layer(model, expert=expert).values():
         if isinstance(part, Linear) and part.trains:
@@ -54,27 +54,30 @@ def matrix_elements(model: ModelConfig, tensor: int) -> int:
 
 
 def iteration_bytes(compute_bytes: int) -> int:
-    """Return the number of bytes of one element in the type in which Muon iterates."""
+    """Return the number of bytes of one element in the type in which Muon iterates (float64 or
+    bfloat16)."""
     return FLOAT64.bytes if compute_bytes == FLOAT64.bytes else BFLOAT16.bytes
 
 
 def gathered_bytes(whole: Whole, tensor: int, compute_bytes: int) -> int:
-    """Return the bytes of one parameter's slices after they are gathered from the tensor axis; 0 if
-    they are not gathered."""
+    """Return the total bytes of the slices of a parameter that are gathered over the tensor axis; 0
+    if no gather is needed."""
     gathers = tensor > 1 and whole.divided
     return tensor * iteration_bytes(compute_bytes) * whole.local * gathers
 
 
 def room_bytes(whole: Whole, own: int, tensor: int, *, compute_bytes: int, widens: bool) -> int:
-    """Return the most working memory, in bytes, of Muon's update of a parameter on its owner.
+    """Return the largest working memory, in bytes, of Muon's update of a parameter on the rank that
+    owns it.
 
-    This rank has `own` elements of its tensor slice of the parameter. The peak is at one of three
-    times. First, this rank's elements are converted to the type in which Muon iterates; if other
-    ranks have the rest of the slice, a buffer for the slice is there, too. Second, the slices of
-    all tensor ranks are gathered and put together. Third, the full parameter is in memory, either
-    with the iterate, the next iterate and the products of its rows, or with the update and this
-    rank's part of it, converted to float32. `widens`: fp16 and bf16 are multiplied in float32, so
-    both operands and the result of a product are in memory next to the iterate.
+    The owner holds `own` elements of its tensor slice of the parameter. The peak is at one of three
+    times. First, these elements are converted to the type in which Muon iterates; if other ranks
+    hold the rest of the slice, there is also a buffer for the slice. Second, the slices of all
+    tensor ranks are gathered and put together. Third, the whole parameter is in memory, either with
+    the iterate, the next iterate and the products of its rows, or with the update and this rank's
+    slice of the update, converted to float32. If `widens` is True, matrices in fp16 and bf16 are
+    multiplied in float32, so both operands and the result of a product are in memory in addition to
+    the iterate.
     """
     element, wide = iteration_bytes(compute_bytes), max(FLOAT32.bytes, compute_bytes)
     slice_, elements = whole.local, whole.elements
@@ -93,21 +96,21 @@ def room_bytes(whole: Whole, own: int, tensor: int, *, compute_bytes: int, widen
 
 
 def given_bytes(own: int, compute_bytes: int) -> int:
-    """Return the bytes that the conversion of `own` elements of the momentum to the iteration's
-    type takes."""
+    """Return the bytes that are needed to convert `own` elements of the momentum to the type in
+    which Muon iterates."""
     element, wide = iteration_bytes(compute_bytes), max(FLOAT32.bytes, compute_bytes)
     return own * (wide + element * (element < wide))
 
 
 def effort(shapes: Iterable[tuple[int, ...]]) -> int:
-    """Return the multiplications of one step of the iteration for matrices of these (rows,
-    columns)."""
+    """Return the number of multiplications in one step of Muon's iteration, for matrices with these
+    shapes (rows, columns)."""
     pairs = (sorted(shape) for shape in shapes)
     return sum(short * short * (2 * long + short) for short, long in pairs)
 
 
 def products(whole: Whole) -> Iterator[tuple[int, int, int]]:
-    """Yield (m, n, k) of every product of a parameter's update: m x k times k x n."""
+    """Yield (m, n, k) for every matrix product (m, k) x (k, n) in Muon's update of a parameter."""
     for shape in whole.shapes:
         short, long = sorted(shape)
         step = ((short, short, long), (short, short, short), (short, long, short))

@@ -1,4 +1,5 @@
-"""Numbers of a model's parameters, by part: sums over its description (`plan.layer.describe`)."""
+"""Numbers of parameters of the parts of a model: sums over the description of the model
+(`plan.layer.describe`)."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -47,7 +48,8 @@ class ModelPart(NamedTuple):
 def stage_parts(
     model: ModelConfig, layers: Sequence[range], *, tensor: int, expert: int
 ) -> tuple[ModelPart, ...]:
-    """Return the part of the model that each stage has; `layers` has the layers of every stage."""
+    """Return the part of the model that each stage has. `layers` has the range of layers of each
+    stage."""
     last = len(layers) - 1
     return tuple(
         ModelPart(
@@ -63,9 +65,9 @@ def stage_parts(
 
 
 def layer(model: ModelConfig, number: int | None = None, expert: int = 1) -> dict[str, Part]:
-    """Return the parts of layer `number`; None: of the last layer, which has adapters if any layer
-    has. If experts are distributed over `expert` ranks, the result has the experts of the first
-    rank only."""
+    """Return the parts of layer `number` by name. If `number` is None, it is the last layer, which
+    has adapters if any layer has adapters. If experts are distributed over `expert` ranks, the
+    result has only the experts of the first rank."""
     return parts_of(operators(describe.layer(model, number)), expert)
 
 
@@ -75,18 +77,19 @@ def is_of_expert(name: str) -> bool:
 
 
 def embedding(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
-    """Return the parts before the first layer."""
+    """Return the parts before the first layer, by name."""
     return parts_of(describe.embedding(model, vocab_size))
 
 
 def head(model: ModelConfig, vocab_size: int) -> dict[str, Part]:
-    """Return the parts after the last layer; a tied "head" has the embedding's weight."""
+    """Return the parts after the last layer, by name. The part "head" is included even if its
+    weight is tied to the table of the embedding."""
     return parts_of(describe.head(model, vocab_size))
 
 
 def task_head(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the weights that only a model with a head for a task has. A
-    model that was trained on text may lack them. The result is empty without such a head."""
+    """Return name -> shape for the weights of the model's head for a task, which a model that was
+    trained on text does not have. The result is empty if the model has no head for a task."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, part in head(model, 0).items() if model.classifies else ():
         if name != "final_norm":
@@ -141,8 +144,8 @@ def places(
     model: ModelConfig, vocab_size: int, stage: ModelPart, *, trains: bool = True
 ) -> list[list[int]]:
     """Return the number of elements of each unit on a tensor rank. A unit is a set of parameters
-    that sharding gathers or sums in one message. The units are listed by their place in the stage
-    (embedding, a layer, the head).
+    that are gathered or summed in one message if state is sharded. The result has one list of units
+    for each place in the stage (embedding, a layer, the head).
 
     A tied table is a separate unit at both places. If `trains` is True, the units contain the
     trained parameters. Otherwise they contain the frozen parameters, which are gathered separately
@@ -166,10 +169,10 @@ def places(
 
 
 def rank_elements(model: ModelConfig, vocab_size: int, held: ModelPart) -> tuple[int, int, int]:
-    """Return three numbers for a rank that has the part `held` of a model: its parameters, its
-    trained parameters, and those trained parameters that it uses twice, because it has both ends of
-    a model with a tied table. The first two numbers count the table once. Its second use has its
-    own gradient.
+    """Return three numbers for a rank that has the part `held` of a model: of its parameters, of
+    its trained parameters, and of the trained parameters of a tied table that it uses twice,
+    because it has both the embedding and the head. The first two numbers count this table once. The
+    second use of the table has a separate gradient.
     """
     table = embedding(model, vocab_size)
     own = partial(layer, model, expert=held.expert)
@@ -204,8 +207,8 @@ def trained_count(model: ModelConfig, vocab_size: int) -> int:
 
 
 def active_count(model: ModelConfig, vocab_size: int) -> int:
-    """Return the number of parameters that are used for one token: all except the parameters of the
-    experts that are not chosen."""
+    """Return the number of parameters that are used for one token: all parameters except the
+    parameters of experts that the router does not choose."""
     count = parameter_count(model, vocab_size)
     if not model.experts:
         return count
@@ -232,9 +235,10 @@ def frozen_layer(model: ModelConfig, tensor: int) -> tuple[int, int]:
 
 
 def frozen_places(model: ModelConfig, vocab_size: int, stage: ModelPart) -> list[list[int]]:
-    """Return `places` for the frozen weights that are not quantized, which ZeRO 3 gathers.
+    """Return the result of `places` for the frozen weights that are not quantized. ZeRO 3 gathers
+    these weights.
 
-    Layers without a backward have as many of them as other layers.
+    Layers without a backward have as many frozen weights as other layers.
     """
     units_of_places = places(model, vocab_size, stage, trains=False)
     packed, _ = frozen_layer(model, stage.tensor)

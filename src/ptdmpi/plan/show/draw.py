@@ -1,9 +1,9 @@
 """Pictures of a timeline, for a terminal, as PNG or as SVG. A planned timeline and a measured one
 are drawn in the same way.
 
-Each kind of op has its mark and its colour in the table of op kinds, with a shade per model chunk.
-Forwards are blue and backwards green, as in Narayanan et al. 2021, Figure 4. Idle time is grey, and
-waiting for an input is hatched.
+The table of op kinds has a mark and a colour for each kind of op, with a shade for each chunk of a
+rank. Forwards are blue and backwards green, as in Narayanan et al. 2021, Figure 4. Idle time is
+grey, and waiting for an input is hatched.
 """
 
 import math
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from matplotlib.patches import Patch
 
 _SHADES = 4  # number of shades of each colour, for the chunks of a rank
-_DARK_SHADES = 2  # the darkest shades, on which letters are white
+_DARK_SHADES = 2  # number of the darkest shades, on which letters are white
 _WHITE, _BLACK = (15, "white"), (16, "#1c2733")  # colours of letters: in a terminal, in a picture
-# how a number is written into its bar: horizontally if it fits, or else vertically
+# True: a number is written horizontally into its bar; False: vertically
 _TURNS: dict[bool, dict[str, Any]] = {
     True: {"va": "center_baseline", "rotation": "horizontal"},
     False: {"va": "center", "rotation": "vertical"},
 }
 # The date would make two pictures of the same timeline differ.
 _METADATA = {"svg": {"Date": None}}
-_LEGEND_COLUMNS, _SHORT_ENTRY = 5, 18  # with only short entries there are more columns
+_LEGEND_COLUMNS, _SHORT_ENTRY = 5, 18  # longer entries get fewer columns
 _COLORS = {
     "send": "#e0a458",
     "gather": "#c77dbb",
@@ -50,8 +50,8 @@ _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 class _Chunks:
-    """The chunk of its rank that each op belongs to, derived from the stages that each rank
-    runs."""
+    """The chunk of each op on its rank (0 for the first), derived from the stages whose ops the
+    rank runs."""
 
     def __init__(self, timeline: Timeline) -> None:
         # a timeline may be read from a file, without its schedule
@@ -63,8 +63,8 @@ class _Chunks:
         self.count = max(map(len, self.stages.values()), default=1)
 
     def shade(self, chunk: int) -> int:
-        """Return the index of the shade of `chunk`; the first chunk has the darkest, the last the
-        lightest."""
+        """Return the index of the shade of `chunk`. The first chunk has the darkest shade, the last
+        chunk the lightest."""
         return chunk * (_SHADES - 1) // max(self.count - 1, 1)
 
     def shade_of(self, span: Span) -> int:
@@ -78,9 +78,9 @@ def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
     """Return the timeline as text of at most `width` columns: one line per rank, then a legend.
 
     Each op shows the number of its microbatch. The rest of the op's width is filled with the mark
-    of its kind, or with blanks on its colour. If ops are too narrow for that, only the last digit
-    of the microbatch is shown, or no digit. A further line then gives the width at which all
-    numbers would be shown.
+    of its kind, or with blanks on its colour. If ops are too narrow for the number, only its last
+    digit is shown, or no digit. One more line then gives the width at which all numbers would be
+    shown.
     """
     ranks, chunks = timeline.ranks, _Chunks(timeline)
     names = {rank: f"rank {rank:>{len(str(ranks[-1]))}} " for rank in ranks}
@@ -114,7 +114,8 @@ def terminal(timeline: Timeline, width: int, *, color: bool) -> str:
 
 
 def _colored(text: str, width: int, ink: Ink, shade: int) -> list[str]:
-    """Return `width` cells of a terminal: `text`, then blanks, on a shade of a colour."""
+    """Return `width` cells of a terminal that show `text` and then blanks, on a shade of a
+    colour."""
     cells = list(text.ljust(width)[:width])
     if cells:
         letters, _ = _letters_on(shade)
@@ -131,14 +132,15 @@ def _letters_on(shade: int) -> tuple[int, str]:
 
 
 def _drawn_kinds(timelines: Sequence[Timeline]) -> list[OpKind]:
-    """Return the kinds of ops that occur, in the order of their table."""
+    """Return the kinds of ops that occur in the timelines, in the order of `OP_KINDS`."""
     drawn = {span.kind for timeline in timelines for span in timeline.spans}
     return [kind for kind in OP_KINDS.values() if kind.span in drawn]
 
 
 def _columns_per_s(timeline: Timeline, columns: int) -> float:
-    """Return the widest scale that fits, in columns per second. If all ops start and end at
-    multiples of the shortest op's time, this time is a whole number of columns."""
+    """Return the largest scale, in columns per second, at which the timeline fits into `columns`.
+    If all ops start and end at multiples of the time of the shortest op, this time gets a whole
+    number of columns."""
     if timeline.makespan_s <= 0:
         return 0.0
     computes = [span for span in timeline.spans if span.computes]
@@ -157,7 +159,7 @@ def _columns_per_s(timeline: Timeline, columns: int) -> float:
 
 
 def _cells(span: Span, timeline: Timeline, columns_per_s: float) -> tuple[int, int]:
-    """Return (first column of a span, column after its last)."""
+    """Return (first column of a span, first column after the span)."""
     first, end = (
         round((moment - timeline.start_s) * columns_per_s) for moment in (span.start_s, span.end_s)
     )
@@ -167,15 +169,16 @@ def _cells(span: Span, timeline: Timeline, columns_per_s: float) -> tuple[int, i
 def _labels(
     timeline: Timeline, columns_per_s: float, margin: int, *, color: bool
 ) -> tuple[Callable[[Span], str], list[str]]:
-    """Return the labels of ops at this scale, and a note if they are shortened."""
+    """Return a function that returns the label of an op at this scale, and a list with a note if
+    labels are shortened."""
     computes = [span for span in timeline.spans if span.computes]
     microbatches = [Op.parse(span.op).microbatch for span in computes]
     longest = len(str(max(microbatches, default=0)))
     first_kind = next(iter(OP_KINDS.values())).span
 
     def needed(span: Span, digits: int) -> int:
-        # Without color a mark identifies all kinds but the first; numbers of several digits need a
-        # gap.
+        # Without color, an op of any kind but the first needs a column for its mark; numbers of
+        # several digits need a gap.
         return digits + (digits > 1 or (span.kind != first_kind and not color))
 
     def fits(digits: int) -> bool:
@@ -198,10 +201,10 @@ def _labels(
 
 
 def figure(timelines: Sequence[Timeline], path: str | Path) -> None:
-    """Draw the timelines below each other, a lane per rank, into a PNG or SVG file.
+    """Draw the timelines below each other, with a lane for each rank, into a PNG or SVG file.
 
     Timelines with the same unit share the time axis. Raises InputError for another suffix, or for a
-    path that cannot be written; a file that was there before then remains.
+    path that cannot be written. After an error, an older file at this path is unchanged.
     """
     check_picture(path)
     import matplotlib
@@ -237,7 +240,8 @@ def check_picture(path: str | Path) -> None:
 
 
 def save(drawing: "Figure", path: str | Path) -> None:
-    """Write a picture as a whole or not at all. Raises InputError as `figure` does."""
+    """Write a picture completely or not at all. Raises InputError for a suffix other than .png and
+    .svg, and if the file cannot be written."""
     check_picture(path)
     kind = Path(path).suffix.lower()[1:]
     metadata = _METADATA.get(kind)
@@ -245,7 +249,7 @@ def save(drawing: "Figure", path: str | Path) -> None:
 
 
 def _legend(timelines: Sequence[Timeline]) -> list["Patch"]:
-    """Return the legend of colors; chunks of one shade share an entry."""
+    """Return the entries of the legend of colours. Chunks with the same shade share an entry."""
     from matplotlib.patches import Patch
 
     handles: dict[str, Patch] = {}
@@ -275,7 +279,8 @@ def _legend(timelines: Sequence[Timeline]) -> list["Patch"]:
 def _draw_all(
     drawing: "Figure", timelines: Sequence[Timeline], heights: Sequence[float], below: float
 ) -> None:
-    """Place one axes per timeline, top down, with heights in inches, above the legend."""
+    """Draw one panel for each timeline, from top to bottom, above the legend. `heights` and `below`
+    (the height of the legend) are in inches."""
     total = sum(heights) + below
     left, right = _SIDES_INCHES
     top = total
@@ -343,7 +348,7 @@ def _draw_bars(
 
     across, up = array([0, 1, 1, 0]), array([0, 0, 0.86, 0.86])
     corners = [array([x + width * across, y + up]).T for x, y, width in bars]
-    if kind == "receive":  # as one outline: ten thousand bars hatched one by one take a minute
+    if kind == "receive":  # hatching ten thousand separate bars would take a minute
         outline = Outline.make_compound_path_from_polys(array(corners))
         style = {"fc": _IDLE, "ec": _HATCH, "hatch": "/////"}
         axes.add_collection(PathCollection([outline], linewidths=0, **style))
@@ -369,13 +374,13 @@ def _draw_numbers(
     *,
     extent_s: float,
 ) -> None:
-    """Draw the microbatch number in every bar that is wide enough for it, in one size of letters.
+    """Draw the microbatch number in every bar that is wide enough, with the same size of letters in
+    all bars.
 
-    If the numbers do not fit in some bars, they are turned upright there, as on the spine of a
-    book.
+    In a bar that is too narrow for a horizontal number, the number is written vertically.
     """
     points_per_s = (_WIDTH_INCHES - sum(_SIDES_INCHES)) * 72 / (extent_s or 1)
-    lying: dict[Span, float] = {}  # letter size at which the number fills its bar
+    lying: dict[Span, float] = {}  # letter size at which a horizontal number fills its bar
     upright: dict[Span, float] = {}
     for span in timeline.spans:
         if span.computes:
@@ -401,15 +406,15 @@ def _draw_numbers(
 
 
 def _readable_unit(timeline: Timeline, extent_s: float) -> tuple[float, str]:
-    """Return (the length of the axis's unit, in units of the timeline; its name)."""
+    """Return (the unit of the time axis, in units of the timeline; the name of this unit)."""
     if timeline.time_unit != "s":
         return 1.0, timeline.time_unit
     return next((unit for unit in _TIME_UNITS if extent_s >= 2 * unit[0]), _TIME_UNITS[-1])
 
 
 def fill(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` to fill a file, as a whole or not at all. Raises InputError if it cannot be
-    written."""
+    """Call `write` to write a file completely or not at all. Raises InputError if the file cannot
+    be written."""
     try:
         with replacing(path) as beside:
             write(beside)

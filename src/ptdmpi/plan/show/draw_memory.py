@@ -1,5 +1,5 @@
-"""A picture of memory over the time of a step: one line per pipeline rank, and a line for the
-capacity of a rank."""
+"""A picture of the memory of ranks during a step: one line for each pipeline rank, and a line for
+the memory that a rank has."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -14,16 +14,17 @@ from ptdmpi.plan.schedule.ops import Op
 from ptdmpi.plan.schedule.simulate import Span
 from ptdmpi.plan.show.draw import check_picture, save
 
-MOST_DRAWN = 8  # ranks; if there are more, SOME_DRAWN are drawn
+MOST_DRAWN = 8  # largest number of ranks that are all drawn
 SOME_DRAWN = 5
-COLUMNS = 400  # moments of a line
+COLUMNS = 400  # number of moments in a drawn line
 
 
 def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[float]]]:
-    """Return the memory of each pipeline rank: (moments in s, bytes from each of them on).
+    """Return the memory of each pipeline rank during a step: (moments in seconds, bytes in use from
+    each moment on).
 
-    Weights, gradients and optimizer state are there all the time. Ops add the memory that they keep
-    and need, and free it.
+    Weights, gradients and optimizer state are in memory during the whole step. Ops add kept tensors
+    and working memory, and free them.
     """
     memory, microbatches = pricer.memory, layout.microbatches(pricer.batch)
     times = pricer.times.stage_times(layout)
@@ -43,8 +44,8 @@ def over_time(pricer: Pricer, layout: Layout) -> list[tuple[list[float], list[fl
 
 
 def _walk(memory: MemoryModel, layout: Layout, rank: int, spans: Sequence[Span]) -> Iterator[Held]:
-    """Yield the bytes that a rank holds over its spans, without the bytes that are there all the
-    time."""
+    """Yield the bytes that a rank holds during and after each of its ops, without the bytes that
+    are in use during the whole step."""
     beside = memory.beside_bytes(layout, rank)
     ops = [Op.parse(span.op) for span in spans]
     return held(
@@ -90,8 +91,9 @@ def draw(pricer: Pricer, layout: Layout, path: str | Path) -> None:
 
 
 def drawn_ranks(peaks: list[float]) -> list[int]:
-    """Return all ranks. If there are too many, return some from the first to the last, and the one
-    with the highest peak."""
+    """Return the ranks that are drawn. All ranks are drawn if there are at most MOST_DRAWN.
+    Otherwise SOME_DRAWN ranks from the first to the last, and the rank with the highest peak, are
+    drawn."""
     last = len(peaks) - 1
     if last < MOST_DRAWN:
         return list(range(last + 1))
@@ -102,14 +104,14 @@ def drawn_ranks(peaks: list[float]) -> list[int]:
 def envelope(
     moments: list[float], amounts: list[float]
 ) -> tuple[list[float], list[float], list[float]]:
-    """Return (moments, the least and the most memory from each moment on), with about `COLUMNS`
-    moments, so that a picture can show many short peaks."""
+    """Return (moments, smallest memory, largest memory), with about `COLUMNS` moments. The amounts
+    are for the time from one moment to the next, so that a picture can show many short peaks."""
     if len(moments) <= COLUMNS:
         return moments, amounts, amounts
     width = moments[-1] / COLUMNS
     starts, low, high, now = [moments[0]], [amounts[0]], [amounts[0]], amounts[0]
     for moment, amount in zip(moments, amounts, strict=True):
-        if moment >= starts[-1] + 2 * width:  # for long nothing changed
+        if moment >= starts[-1] + 2 * width:  # nothing changed for a long time
             starts.append(starts[-1] + width)
             low.append(now)
             high.append(now)

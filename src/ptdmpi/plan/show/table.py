@@ -1,4 +1,4 @@
-"""Prices as numbers for programs and as text for people."""
+"""The prices of layouts as numbers for programs, and as text for people."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -30,13 +30,13 @@ LEGEND = (
     "t tensor, {c}{e}p pipeline, d data ranks, v chunks per pipeline rank, "
     "b sequences per microbatch",
     "TFLOP/s: per rank, as MFU without recomputation; bubble: idle over working time, all ranks;",
-    "comm: messages that nothing hides, share of the step; memory: of the fullest rank",
+    "comm: messages not overlapped, share of the step; memory: of the fullest rank",
 )
 
 
 def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any]:
-    """Return the entry of a layout in the JSON. If the `tokens` of a whole training are given, it
-    has the days and the rank-hours of the training."""
+    """Return the entry of a layout in the JSON of `ptdmpi plan`. If `tokens`, the number of tokens
+    of the whole training, is given, the entry has the days and the rank-hours of the training."""
     layout = price.layout
     entry: dict[str, Any] = {
         "layout": str(layout),
@@ -77,9 +77,9 @@ def numbers(price: Price, pricer: Pricer, tokens: float | None) -> dict[str, Any
 
 
 def parts_s(price: Price) -> dict[str, float]:
-    """Return the seconds of a step by kind of work. The part of the context axis is included only
-    if the layout cuts sequences, and the part of the tokens sent to experts only if the layout
-    distributes experts."""
+    """Return the seconds of a step by kind of work. The seconds of the context axis are included
+    only if the layout cuts sequences, and the seconds of sending tokens to experts only if the
+    layout distributes experts."""
     parts = asdict(price.parts)
     for axis in ("context", "expert"):
         if getattr(price.layout, axis) == 1:
@@ -88,8 +88,9 @@ def parts_s(price: Price) -> dict[str, float]:
 
 
 def _sent(price: Price, pricer: Pricer) -> dict[str, dict[str, dict[str, int]]]:
-    """Return the messages of rank 0 in a step, by the closed forms of `StepTraffic`: group of
-    ranks -> kind of message -> {"messages": their number, "bytes": what it sends}."""
+    """Return the messages that rank 0 sends in a step, computed by the closed forms of
+    `StepTraffic`: group of ranks -> kind of message -> {"messages": their number, "bytes": their
+    total size}."""
     step = StepTraffic(
         pricer.model,
         price.layout,
@@ -101,7 +102,7 @@ def _sent(price: Price, pricer: Pricer) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def settings(entry: dict[str, Any]) -> str:
-    """Return the settings of a layout in a few words; its sizes are left out."""
+    """Return the settings of a layout in a few words, without its sizes."""
     words = [entry["schedule"], f"recompute {entry['recompute']}"]
     if entry["recompute_layers"] is not None:
         words[-1] += f" of {counted(entry['recompute_layers'], 'layer')}"
@@ -137,7 +138,7 @@ def lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def duration(seconds: float, of: float) -> str:
-    """Return seconds as text, in s, ms or us, depending on the size of the whole time `of`."""
+    """Return seconds as text, in s, ms or us. The unit is chosen by the total time `of`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if of >= scale:
             return f"{seconds / scale:.3f} {unit}"
@@ -145,14 +146,14 @@ def duration(seconds: float, of: float) -> str:
 
 
 def tflops(number: float) -> str:
-    """Return a number of TFLOP/s to a tenth, or to two digits if it is below 1."""
+    """Return a number of TFLOP/s as text, to a tenth, or with two digits if it is below 1."""
     if number < 1:
         return f"{number:.2g}"
     return f"{number:.1f}"
 
 
 def overview(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the table of layouts, one line each."""
+    """Yield the lines of the table of layouts, one line for each layout."""
     rows = [["layout", "step", "TFLOP/s", "MFU", "bubble", "comm", "memory", ""]]
     for entry in entries:
         note = "" if entry["fits"] else "  DOES NOT FIT"
@@ -172,8 +173,8 @@ def overview(entries: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _legend(entries: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the lines that explain the table; c and e are among the sizes if a layout has
-    them."""
+    """Return the lines that explain the table. They explain c and e only if the sizes of a layout
+    include them."""
     words = {"c": "c context, ", "e": "e expert, "}
     for letter in words:
         if not any(f"{letter}=" in entry["layout"] for entry in entries):
@@ -182,7 +183,7 @@ def _legend(entries: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _details(entry: dict[str, Any]) -> Iterator[str]:
-    """Yield the parts of the step and of the memory of one layout."""
+    """Yield lines with the parts of the step and of the memory of one layout."""
     step_s = entry["step_time_s"]
     total = entry["peak_memory_bytes"]
     yield f"{entry['layout']}, {settings(entry)}"
@@ -206,7 +207,8 @@ def _details(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def sent_rows(sent: dict[str, dict[str, dict[str, int]]]) -> Iterator[tuple[str, str]]:
-    """Yield (group of ranks, text) with the messages of one rank in a step, by kind."""
+    """Yield (group of ranks, text) for each group. The text has the messages of one rank in a step,
+    by kind of message."""
     for group, kinds in sent.items():
         parts = (
             f"{size(numbers['bytes'])} in {counted(numbers['messages'], KIND_WORDS[kind])}"
@@ -216,7 +218,8 @@ def sent_rows(sent: dict[str, dict[str, dict[str, int]]]) -> Iterator[tuple[str,
 
 
 def _why(why: dict[str, Any]) -> Iterator[str]:
-    """Yield text that explains why the given layout is not the best one, and which changes help."""
+    """Yield lines that explain why the given layout is not the best layout, and which changes
+    help."""
     entry = why["layout"]
     changes = why["changes"]
     yield ""
@@ -254,7 +257,7 @@ def _why(why: dict[str, Any]) -> Iterator[str]:
 
 
 def _beside(result: dict[str, Any]) -> Iterator[str]:
-    """Yield text about the layout that the rules of the paper choose."""
+    """Yield lines about the layout that the rules of Narayanan et al. 2021 choose."""
     model = result["microbatch_model"]
     ruled = result["heuristic"]
     yield "next to it, by Narayanan et al. 2021"
@@ -270,7 +273,7 @@ def _beside(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _train(result: dict[str, Any]) -> Iterator[str]:
-    """Yield the first layout as lines of a configuration, if it fits."""
+    """Yield the first layout as lines of a configuration. If it does not fit, yield nothing."""
     if not result["layouts"][0]["fits"]:
         return
     yield ""

@@ -8,8 +8,8 @@ from ptdmpi.plan.show.draw import fill
 
 
 def chrome_trace(timeline: Timeline, path: str | Path) -> None:
-    """Write the timeline for Perfetto or chrome://tracing: a process per rank, times in
-    microseconds.
+    """Write the timeline for Perfetto or chrome://tracing, with a process for each rank and times
+    in microseconds.
 
     If the time unit is not seconds, one unit is shown as a millisecond. Raises InputError if `path`
     cannot be written.

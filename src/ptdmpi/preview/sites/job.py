@@ -17,9 +17,10 @@ from ptdmpi.preview.ranks import needed_ranks
 from ptdmpi.preview.sites.site import Site
 from ptdmpi.train.checks import checked_data, with_form
 
-# Schedulers that send no usable warning before the time limit: the run itself stops before it.
+# Schedulers that send no usable warning before the time limit. With them, the run itself stops
+# before the limit.
 UNWARNED = ("pbs", "lsf", "flux")
-# The default of a key in a configuration, where it differs from the default of `Layout`.
+# Defaults of keys in a configuration that differ from the defaults of `Layout`.
 UNSET = {"parallel": {"data": "auto"}}
 MARGIN_MINUTES = 10  # time that is reserved for the last step and its checkpoint
 
@@ -41,7 +42,8 @@ class TrainingJob:
 
     @property
     def name(self) -> str:
-        """Return the name of the job: letters, digits and hyphens, which every scheduler takes."""
+        """Return the name of the job. It has only letters, digits and hyphens, which every
+        scheduler accepts."""
         words = re.sub(r"[^a-z0-9]+", "-", self.config.stem.lower()).strip("-")
         return f"ptdmpi-{words}" if words else "ptdmpi"
 
@@ -55,7 +57,7 @@ def job_of(
     config: Path, settings: tuple[str, ...], site: Site, nodes: int | None, *, planned: bool
 ) -> TrainingJob:
     """Return the job of a configuration on `nodes` nodes of a site, or on as many nodes as the
-    layout needs. With `planned` the layout is searched, on the cluster that the site names.
+    layout needs. With `planned`, the best layout is searched for the cluster that the site names.
 
     Raise InputError if the configuration, or its layout on these nodes, is not legal.
     """

@@ -8,7 +8,8 @@ from ptdmpi.base.errors import InputError
 from ptdmpi.preview.sites.job import TrainingJob
 from ptdmpi.supervise.environment import jobs_folder
 
-# For each scheduler, the beginning of a line with an option. A further # switches the line off.
+# For each scheduler, the beginning of a line of the script with an option. One more # before the
+# line makes it a comment.
 DIRECTIVES = {
     "slurm": "#SBATCH ",
     "pbs": "#PBS ",
@@ -26,12 +27,13 @@ class Template:
         self.lines = text.splitlines()
 
     def has(self, directive: str, option: str) -> bool:
-        """Return True if the template has a line for an option, switched on or off."""
+        """Return True if the template has a line for an option, whether or not the line is
+        commented out."""
         return any(self._is(line, directive, option) for line in self.lines)
 
     def direct(self, directive: str, option: str, value: object) -> None:
-        """Set an option of the scheduler, such as "--nodes=", in the option's line or in a new
-        line."""
+        """Set an option of the scheduler, such as "--nodes=", in the line that has this option, or
+        in a new line."""
         wanted = f"{directive}{option}{value}"
         ours = [n for n, line in enumerate(self.lines) if self._is(line, directive, option)]
         if ours:
@@ -41,8 +43,8 @@ class Template:
         self.lines.insert(last + 1, wanted)
 
     def assign(self, name: str, value: str) -> None:
-        """Set a variable of the shell in the variable's line, or in a new line before the training
-        starts."""
+        """Set a variable of the shell in the line that assigns it, or in a new line before the
+        training starts."""
         wanted = f"{name}={shlex.quote(value)}"
         ours = [n for n, line in enumerate(self.lines) if line.startswith(f"{name}=")]
         if ours:
@@ -56,7 +58,8 @@ class Template:
         self.lines.insert(start, line)
 
     def fill(self, tag: str, value: str) -> None:
-        """Replace the values of YAML whose comment is `tag`; an empty value removes the line."""
+        """Replace the value in each line of YAML that has the comment `tag`. An empty value removes
+        the line."""
         marked = re.compile(rf"^(\s*[^:#]+: ).*  # {tag}$")
         filled = (marked.sub(lambda match: f"{match[1]}{value}", line) for line in self.lines)
         kept = zip(self.lines, filled, strict=True)
@@ -69,7 +72,8 @@ class Template:
 
 
 def script_of(job: TrainingJob, file: Path) -> str:
-    """Return the script of a job, which will be in `file`."""
+    """Return the script of a job; it will be written to `file`. Raise InputError if the site's
+    template is not for its scheduler."""
     folder = jobs_folder()
     template = Template((folder / job.site.template_name).read_text(encoding="utf-8"))
     directive = DIRECTIVES[job.site.scheduler]
@@ -154,8 +158,8 @@ def _flux(job: TrainingJob, template: Template) -> dict[str, object]:
 
 
 def _fill(template: Template, job: TrainingJob) -> None:
-    """Fill the template of Kubernetes. A persistent volume claim has the configuration, at the same
-    path as here."""
+    """Fill the template for Kubernetes. The pods find the configuration in a persistent volume
+    claim, at the same path as on this host."""
     site = job.site
     command = ["ptdmpi", "run", "-n", str(job.ranks), "--launcher", site.launch or "mpirun"]
     words = ", ".join(_quoted(word) for word in [*command, *job.arguments])

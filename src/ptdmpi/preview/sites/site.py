@@ -1,5 +1,5 @@
-"""Site files. They have the settings of a job that the batch system needs, such as its account and
-time limit."""
+"""Site files. A site file has the settings of jobs that the batch system needs, such as the account
+and the time limit."""
 
 import os
 import re
@@ -30,8 +30,8 @@ class NodeShape(FrozenTable):
 
 
 class Site(FrozenTable):
-    """A site file (`jobs/site.toml` explains the keys); an empty text leaves a choice to the
-    template or to the scheduler. `name` is the name of the file."""
+    """The content of a site file (`jobs/site.toml` explains the keys). If a key is an empty string,
+    the template or the scheduler chooses its value. `name` is the name of the file."""
 
     name: str
     scheduler: SchedulerName
@@ -70,8 +70,8 @@ def sites_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def site_of(text: str) -> Site:
-    """Return the site with a remembered name, or the site in a file whose path ends in `.toml`,
-    which is then remembered under its name.
+    """Return the site `text`: the name of a remembered site, or the path of a `.toml` file. The
+    site in a file is then remembered under the name of the file.
 
     Raise InputError for an unknown name, and for a file that is not valid.
     """
@@ -96,7 +96,8 @@ def site_of(text: str) -> Site:
 
 
 def _read(path: Path) -> tuple[Site, str]:
-    """Return the site in a file, and the text of the file."""
+    """Return the site in a file, and the text of the file. Raise InputError if the file is not
+    valid."""
     try:
         content = path.read_text(encoding="utf-8")
         tree = tomllib.loads(content)

@@ -34,7 +34,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The new ids of a prompt, without an end of document.
+    """The new ids of a prompt, without the end-of-document token.
 
     `reason` says why the continuation ended: "eod", "length" or "finished". The reason is empty
     while the continuation has not ended.
@@ -57,7 +57,7 @@ def check(prompt: Prompt, model: "InferenceModel") -> None:
     if min(prompt.ids) < 0 or max(prompt.ids) >= model.vocab_size:
         raise SharedInputError(
             f"a prompt has id {max(prompt.ids)}: the model has a vocabulary of {model.vocab_size}; "
-            "was it trained with this tokenizer?"
+            "was the model trained with this tokenizer?"
         )
     room = model.seq_length - len(prompt.ids)
     if room < 1:
@@ -112,7 +112,7 @@ def _continue(
     sampling: Sampling,
     ends: Collection[int],
 ) -> list[Continuation]:
-    """Return the continuations of one group of prompts, on all ranks of this data rank."""
+    """Return the continuations of one group of prompts, on all ranks of this model replica."""
     lengths = torch.tensor([len(prompt.ids) for prompt in prompts])
     width = int(lengths.max())
     ids = torch.zeros(width, len(prompts), dtype=torch.int64)
@@ -152,7 +152,8 @@ def _longer(
     sampling: Sampling,
     ends: Collection[int],
 ) -> Continuation:
-    """Return a continuation with one more token, sampled from logits [V], unless it has ended."""
+    """Return a continuation with one more token, sampled from the logits [vocabulary]. A
+    continuation that has ended is returned unchanged."""
     if text.reason:
         return text
     token = choose(logits, sampling, prompt.number, len(prompt.ids) + len(text.ids))

@@ -233,9 +233,9 @@ def _picture_theory(
 def label_groups(points: Sequence[tuple[float, float]]) -> list[list[int]]:
     """Return the indices of `points` (bytes, loss), grouped by the label that they share.
 
-    The labels of two points would overlap if both distances are small: in the logarithm of the
-    bytes, and in the loss, relative to the range of all points. A point belongs to a group if its
-    label would overlap with the label of the group's first point.
+    The labels of two points overlap if the points are close both in the logarithm of the bytes and
+    in the loss, relative to the range of all points. A point belongs to a group if its label would
+    overlap with the label of the group's first point.
     """
     places = [(math.log10(sent), loss) for sent, loss in points]
     spans = [max(values) - min(values) or 1.0 for values in zip(*places, strict=True)]
@@ -253,8 +253,8 @@ def label_groups(points: Sequence[tuple[float, float]]) -> list[list[int]]:
 
 
 def picture_trained(rows: Rows) -> None:
-    """Plot the validation loss with AdamW over the bytes sent, and the losses with SGD over
-    steps."""
+    """Plot the validation loss with AdamW over the sent bytes, and the training losses with SGD
+    over the steps."""
     plt = _pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.4), layout="constrained")
     points = [(row["sent_bytes"], row["validation_loss"]) for row in rows[: len(ALL)]]
@@ -299,7 +299,7 @@ def measured() -> None:
 
 
 def slow_link() -> None:
-    """Measure averages over a slow link, on each number of nodes."""
+    """Measure training over a slow link, for each number of nodes in ROUNDS."""
     lines = []
     for nodes, rounds in ROUNDS.items():
         lines += link_lines(nodes, rounds)
@@ -314,7 +314,7 @@ PARTS: Mapping[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    """Measure the parts that the command line names."""
+    """Run the measurements that the command line names."""
     wanted = sys.argv[1:] or list(PARTS)
     unknown = [name for name in wanted if name not in PARTS]
     if unknown:

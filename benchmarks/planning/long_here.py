@@ -1,8 +1,9 @@
-"""Memory and time of a rank of this machine in training on long sequences, which c ranks share.
+"""Memory and time of training on long sequences on this machine, where each sequence is divided
+among several ranks.
 
     . jobs/mpi-env.sh; mpirun -n 2 .venv/bin/python -m benchmarks.planning.long_here 4096
 
-The number of ranks is c.
+The argument is the length of a sequence, and the number of ranks is the context-parallel size.
 """
 
 import json
@@ -23,7 +24,7 @@ MODEL = {
 }
 VOCAB_SIZE = 512
 PRECISION = "fp32"
-STEPS = 4  # the first one warms up, and memory is measured in the last one
+STEPS = 4  # the first step is a warm-up, and memory is measured in the last step
 
 
 @dataclass(frozen=True)

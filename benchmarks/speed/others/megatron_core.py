@@ -1,9 +1,9 @@
 """Megatron-Core on CPU over gloo: its own layers, schedules, gradient buffers and reductions, with
 the initial weights of `plain_torch`'s GPT, and torch's fused AdamW.
 
-Megatron-Core calls a CUDA device in many places. `stand_in` replaces these calls; nothing else is
-needed. The ranks of Megatron-Core then compute as on a GPU, but with its implementations in plain
-torch instead of its CUDA kernels (Apex, Transformer Engine).
+Megatron-Core calls a CUDA device in many places. `stand_in` replaces these calls; nothing else of
+Megatron-Core is changed. The ranks of Megatron-Core then compute as on a GPU, but with its
+implementations in plain torch instead of its CUDA kernels (Apex, Transformer Engine).
 """
 
 import functools

@@ -2,8 +2,7 @@
 linear layer for queries, keys and values, and SDPA.
 
 The parameters of this model have the same names and the same random values as in ptdmpi (the values
-depend on seed and name), so the losses of both models must agree. In shapes, b is the number of
-sequences, s is the number of tokens, and h is the hidden size.
+depend on seed and name), so the losses of both models must agree.
 """
 
 import math
@@ -51,7 +50,7 @@ class Attention(nn.Module):
         self.core: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output [b, s, h] for x [b, s, h]."""
+        """Return the output for `x`, both [batch, tokens, hidden]."""
         # qkv is [batch, tokens, heads, 3, head size]. The heads are before the 3, so that DTensor's
         # contiguous shards of the rows of the weight consist of complete heads.
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))
@@ -70,7 +69,7 @@ class Mlp(nn.Module):
         self.down = nn.Linear(inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output [b, s, h] for x [b, s, h]."""
+        """Return the output for `x`, both [batch, tokens, hidden]."""
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
@@ -87,7 +86,7 @@ class Block(nn.Module):
         self.mlp = Mlp(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output [b, s, h] for x [b, s, h]."""
+        """Return the output for `x`, both [batch, tokens, hidden]."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 

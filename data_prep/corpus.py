@@ -90,8 +90,8 @@ class Corpus(Protocol):
         """
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
-        """Yield the blocks in the groups of `work`, in order. Blocks before `work.first_block` may
-        be among them."""
+        """Yield the blocks in the groups of `work`, in order. The result may also contain blocks
+        before `work.first_block`."""
 
 
 class _Stopped(InputError):

@@ -152,8 +152,8 @@ class Duplicates:
         write_file(self._path(what, group), content.getvalue())
 
     def _read(self, what: str, group: int) -> np.ndarray:
-        """Map a file of a group into memory. Raise InputError if the file is missing or was not
-        made by `_write`."""
+        """Return the array in a file of a group, mapped into memory. Raise InputError if the file
+        is missing or was not made by `_write`."""
         path = self._path(what, group)
         dtype, dims = _FILES[what]
         try:

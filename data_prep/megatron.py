@@ -59,8 +59,8 @@ class TokenBlock:
 
     tokens: np.ndarray
     lengths: np.ndarray  # int64 [documents], 0 for an empty document; or the length of the piece
-    first: bool  # True if the (first) document begins here
-    last: bool  # True if the (last) document ends here
+    first: bool  # True if the block's first document begins in this block
+    last: bool  # True if the block's last document ends in this block
 
 
 class _Places(NamedTuple):
@@ -126,8 +126,8 @@ class MegatronIndex:
         return InputError(f"{self.path}: {reason}")
 
     def _places(self, start: int, stop: int) -> _Places:
-        """Return the positions of the sequences [start, stop). Raise InputError if one is not
-        inside the .bin."""
+        """Return the positions of the sequences [start, stop). Raise InputError if a sequence is
+        not inside the .bin."""
         lengths = self.lengths[start:stop].astype(np.int64)
         offsets = self.offsets[start:stop].astype(np.int64)
         width = self.dtype.itemsize

@@ -29,7 +29,7 @@ MICROBATCHES, MICRO_SIZE = 4, 2
 
 
 def built(ranks: int) -> Engine:
-    """Return an engine on all ranks."""
+    """Return this rank's training engine. All ranks call this function."""
     layout = Layout(1, 1, ranks, micro_size=MICRO_SIZE)
     config = synthetic_config(layout, {**MODEL, "vocab_size": VOCAB_SIZE})
     size = ranks * MICROBATCHES * MICRO_SIZE

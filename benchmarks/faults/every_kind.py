@@ -5,10 +5,10 @@ lost runs.
 
 `kinds.py` lists the kinds. Each run dies up to 20 times at random moments: one rank, all ranks, a
 rank while the ranks start, or the launcher is killed. The job must then complete by itself. Its
-losses and its last state must be bitwise equal to those of an undisturbed run. In each kind, runs
-continue alternately from checkpoints and from copies in memory. The kind with the fewest deaths is
-tested next. With --folder the results stay in `results.jsonl` of this folder, and another call adds
-results to this file.
+losses and its last state must be bitwise equal to the losses and the last state of an undisturbed
+run. In each kind, runs continue alternately from checkpoints and from copies in memory. The kind
+with the fewest deaths is tested next. With --folder the results stay in `results.jsonl` of this
+folder, and another call adds results to this file.
 """
 
 import argparse

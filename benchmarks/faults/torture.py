@@ -53,7 +53,8 @@ class Lost(Exception):
 
 
 class Torture:
-    """Trials in one folder. One seed determines all random choices."""
+    """The trials of `torture`, whose runs are in one folder. One seed determines all random
+    choices."""
 
     def __init__(self, folder: Path, seed: int, kinds: Collection[str] = KINDS) -> None:
         """Use the layouts that have one of `kinds`."""
@@ -308,7 +309,7 @@ def kinds(torture: Torture) -> dict[str, tuple[int, Callable[[Path], None]]]:
 
 
 def trial(torture: Torture, work: Callable[[Path], None], fault: str, number: int) -> Outcome:
-    """Do the `work` of a trial. Return its outcome."""
+    """Run the function `work` of a trial, and return the outcome."""
     run = torture.folder / f"run-{fault}-{number}"
     torture.refused = False
     torture.drawn = None

@@ -167,6 +167,6 @@ def deviation(run: Path, reference: Path, steps: int = STEPS) -> str | None:
 
 
 def records_deviate(run: Path, reference: Path) -> str | None:
-    """Return a text if the recorded steps or losses of a run differ from those of an undisturbed
-    run, which has each step once; None if they are equal."""
+    """Return a text if the recorded steps or losses of a run and of an undisturbed run differ; None
+    if they are equal. The undisturbed run has each step once."""
     return None if losses(run) == losses(reference) else "metrics.jsonl differs"

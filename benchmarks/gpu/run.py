@@ -131,7 +131,7 @@ def one_part(name: str, folder: Path) -> Iterator[Part]:
             yield measured
         else:
             yield from measured_rows(measured, known_rows(name, folder))
-    except Exception as error:  # from a library; other parts can still be measured
+    except Exception as error:  # a library may raise any exception
         yield why_not(error)
 
 

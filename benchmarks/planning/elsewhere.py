@@ -27,12 +27,13 @@ from ptdmpi.plan.machine.cluster import (
     model_of,
 )
 
-# HDR InfiniBand as in presets/clusters/selene.toml; Omni-Path 100, one direction, by its data sheet
+# The other presets have HDR InfiniBand, as in presets/clusters/selene.toml. These are the values of
+# Omni-Path 100, in one direction, from its data sheet.
 OMNI_PATH = {"adapters": 4, "adapter_bytes_per_s": 12.3e9}
-# DGX-1V: six NVLinks of 25 GB/s each way; one EDR adapter
+# A DGX-1V has six NVLinks of 25 GB/s in each direction, and one EDR adapter.
 DGX1V = {"devices": 8, "link_bytes_per_s": 150e9, "adapters": 1, "adapter_bytes_per_s": 12.4e9}
-# torchtitan has two properties in common with ptdmpi: FlashAttention, and float32 sums of gradients
-# layer by layer
+# torchtitan shares two properties with ptdmpi: FlashAttention, and float32 gradient sums, layer by
+# layer
 OURS = TRAINER.model_dump()
 # from `make calibrate`, which uses FlashAttention-2's own measurements on an H100
 FLASH2_H100 = {"attention_fraction": 0.5}

@@ -65,8 +65,8 @@ class Contest:
         self.done: list[dict[str, TimedSteps]] = []
 
     def run(self, wanted: int, until_s: float) -> None:
-        """Measure rounds until `wanted` of them were undisturbed. Only the first round may end
-        after `until_s` (of time.monotonic)."""
+        """Measure rounds until `wanted` rounds were undisturbed. Only the first round may end after
+        `until_s` (of time.monotonic)."""
         with contextlib.ExitStack() as stack:
             self._enter(stack, OURS, self.row, None)
             for rival in self.against:

@@ -65,11 +65,11 @@ class Sleeper:
         return self._slept(2, self.first)
 
     def input_microbatch(self, microbatch: object, dy: object) -> torch.Tensor | None:
-        """Sleep in place of the first part of a backward op (I)."""
+        """Sleep in place of an op for the gradient of the input (I)."""
         return self._slept(1, self.first)
 
     def weight_microbatch(self, microbatch: object, nothing: object) -> None:
-        """Sleep in place of the second part of a backward op (W)."""
+        """Sleep in place of an op for the gradients of the weights (W)."""
         self._slept(1, True)
 
 

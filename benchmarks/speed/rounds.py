@@ -60,8 +60,8 @@ def busy_cpu_s(stat: str | None = None) -> float:
     text of /proc/stat.
 
     The result includes stolen time, because another guest of the host used it. It does not include
-    interrupts, which belong to no process, and of which the benchmark itself causes those of the
-    loopback network.
+    the time of interrupts, which belong to no process. The benchmark itself causes the interrupts
+    of the loopback network.
     """
     first = (stat or Path("/proc/stat").read_text()).splitlines()[0].split()
     user, nice, system, _idle, _iowait, _irq, _softirq, steal = (int(x) for x in first[1:9])

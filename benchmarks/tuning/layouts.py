@@ -25,8 +25,9 @@ BATCH = 2
 
 
 def layouts(base: Path) -> tuple[tuple[int, int, int], ...]:
-    """Return the sizes (tensor, pipeline, data) of the layout of each training run. Tensor sizes
-    above 1 are the smallest such divisor of the number of key-value heads (3 for SmolLM2-135M)."""
+    """Return the sizes (tensor, pipeline, data) of the layout of each training run. The tensor size
+    of layouts with tensor parallelism is the smallest divisor above 1 of the number of key-value
+    heads (3 for SmolLM2-135M)."""
     model = smol.sizes(base)
     t = next(n for n in range(2, 1 + model["heads"]) if model["kv_heads"] % n == 0)
     return (1, 1, 1), (t, 1, 1), (1, 2, 1), (1, 1, 2), (t, 2, 1)

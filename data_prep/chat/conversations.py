@@ -1,5 +1,5 @@
-"""Reading conversations, or pairs of conversations, from JSON lines, and encoding them as token ids
-with label weights, which are 1 for the tokens of answers."""
+"""Conversations, or pairs of conversations, are read from JSON lines and encoded as token ids with
+label weights. The weight is 1 for the tokens of answers, and 0 for other tokens."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

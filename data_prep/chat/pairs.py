@@ -1,4 +1,4 @@
-"""The common formats of preference pairs. A pair has a preferred answer and another answer to one
+"""The common formats of preference pairs. A pair has a preferred and a rejected answer to the same
 prompt.
 
 A record has the fields "chosen" and "rejected", each of which is one of these:

@@ -1,5 +1,5 @@
-"""A picture of results/latest.json: the ratio of ptdmpi's tokens per second to those of each other
-trainer, row by row."""
+"""A picture of results/latest.json: ptdmpi's tokens per second divided by the tokens per second of
+each other trainer, row by row."""
 
 import json
 from pathlib import Path

@@ -28,7 +28,7 @@ from ptdmpi.terminal.program import Command
 def command(
     runs: tuple[Path, ...], cluster: str | None, output: Path | None, as_json: bool
 ) -> None:
-    """Sum up the run directory RUNS (such as runs/demo), or compare several.
+    """Summarize the run directory RUNS (such as runs/demo), or compare several runs.
 
     Writes loss.png, timeline.png, trace.json (for Perfetto or chrome://tracing) and report.html
     (all in one file) into the run directory, or into --output DIR. If the directory is read-only,

@@ -111,9 +111,9 @@ class LoadedAdapter:
 
 
 def load_adapter(path: Path, kind: str = WEIGHTS) -> LoadedAdapter:
-    """Load the adapters that `path` names. `kind` is the stored tensor kind to load as the
-    adapters' weights, for example the running average of the weights. Raise InputError if the
-    adapters are missing or damaged."""
+    """Load the adapters that `path` names. `kind` says which stored values become the adapters'
+    weights: the weights themselves or their running average. Raise InputError if the adapters are
+    missing or damaged."""
     stored = open_adapter(path, kind)
     prefix = key(WEIGHTS, "")
     with Reader(stored.checkpoint, stored.manifest) as reader:
@@ -148,10 +148,10 @@ def merge(base: Path, adapter: Path, target: Path, kind: str = WEIGHTS) -> tuple
     `target`.
 
     `train`, `evaluate`, `generate` and `convert` can read `target`. The merged model has the
-    adapter's chat template, or if the adapter has none, the base model's template. `kind` is the
-    stored tensor kind to merge as the adapter's weights, for example their running average. Return
-    the bytes of the weights, and a note about files that are missing. Raise InputError if an input
-    is missing or damaged; then `target` is not written.
+    adapter's chat template, or if the adapter has none, the base model's template. `kind` says
+    which stored values of the adapter are merged: its weights or their running average. Return the
+    bytes of the weights, and a note about files that are missing. Raise InputError if an input is
+    missing or damaged; then `target` is not written.
     """
     stored = open_model(base)
     loaded = load_adapter(adapter, kind)

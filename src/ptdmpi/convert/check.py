@@ -110,7 +110,7 @@ def _logits(
         by_parameter.setdefault(counterpart.ours, []).append((counterpart, dtype))
     nothing = torch.zeros(ids.shape[0], dtype=torch.int64)
     types = None if question.types is None else question.types.t()
-    # the position of the token that a head for a task reads: the first or the last one
+    # the position of the token that a head for a task reads: the first or the last token
     at = torch.full((1, len(ids)), 0 if config.model.masked else ids.shape[1] - 1)
     labels = ids.t()[:1] if question.classifies else ids.t()
     batch = Microbatch(

@@ -1,8 +1,9 @@
 """Heads for tasks: the classes of `transformers` with such heads, and the labels in config.json.
 
 The heads of `transformers` compute the same functions as the heads of ptdmpi. For BERT the head is
-a pooler and a linear with bias on the first token; for decoders it is a linear without bias on the
-last token that is not padding. Only BERT has a head for questions with several candidates.
+a pooler and a linear layer with bias on the first token. For decoders it is a linear layer without
+bias on the last token that is not padding. Only BERT has a head for questions with several
+candidates.
 """
 
 from collections.abc import Mapping

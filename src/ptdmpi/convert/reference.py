@@ -1,10 +1,9 @@
 """Independent forward passes of each family, for the self-check of a conversion.
 
 The passes follow Hugging Face's definition of each family: the tensor names, the tensor layouts,
-and the keys of config.json. In shapes, b is the number of prompts, s the number of tokens of a
-prompt, h the hidden size, and V the size of the vocabulary. The reference passes share no code with
-ptdmpi's model or with the tables of `families.py`, so they cannot repeat a mistake in that code.
-One tensor is read at a time. The tests compare these passes with `transformers`.
+and the keys of config.json. The reference passes share no code with ptdmpi's model or with the
+tables of `families.py`, so they cannot repeat a mistake in that code. One tensor is read at a time.
+The tests compare these passes with `transformers`.
 """
 
 import math
@@ -36,8 +35,8 @@ class Question:
 
 
 def gpt2(config: Json, get: Get, question: Question) -> tuple[Tensor]:
-    """Return the logits [b, s, V] of GPT-2 (Radford et al. 2019), or the scores of a task's
-    head."""
+    """Return the logits [prompts, tokens, vocabulary] of GPT-2 (Radford et al. 2019), or the scores
+    of a task's head."""
     ids = question.ids
     eps = config.get("layer_norm_epsilon", 1e-5)
     heads = config["n_head"]
@@ -48,7 +47,7 @@ def gpt2(config: Json, get: Get, question: Question) -> tuple[Tensor]:
         return _layer_norm(get, name, x, eps)
 
     def conv(name: str, x: Tensor) -> Tensor:
-        """Apply the linear `name`, whose weight is [inputs, outputs]."""
+        """Apply the linear layer `name`, whose weight is [inputs, outputs]."""
         return x @ get(f"{name}.weight") + get(f"{name}.bias")
 
     x = get("wte.weight")[ids] + get("wpe.weight")[: ids.shape[1]]
@@ -66,15 +65,15 @@ def gpt2(config: Json, get: Get, question: Question) -> tuple[Tensor]:
 
 
 def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor]:
-    """Return the logits [b, s, V], or the scores of a task, of LLaMA (Touvron et al. 2023), Mistral
-    (Jiang et al. 2023), Mixtral (2024), Qwen 2 and 3 (Yang et al. 2024, 2025) and Gemma 2 (Gemma
-    Team 2024)."""
+    """Return the logits [prompts, tokens, vocabulary], or the scores of a task's head, of LLaMA
+    (Touvron et al. 2023), Mistral (Jiang et al. 2023), Mixtral (2024), Qwen 2 and 3 (Yang et al.
+    2024, 2025) and Gemma 2 (Gemma Team 2024)."""
     eps = config.get("rms_norm_eps", 1e-6)
     gemma = config["model_type"] == "gemma2"
     table = get("embed_tokens.weight")
 
     def norm(name: str, x: Tensor) -> Tensor:
-        """Apply the RMSNorm `name`. Gemma stores its gain minus one."""
+        """Apply the RMSNorm `name`. Gemma stores the gain minus one."""
         gain = get(f"{name}.weight")
         if gemma:
             gain = gain + 1.0
@@ -130,7 +129,7 @@ def _self_attention(
     biased = kind == "qwen2" or config.get("attention_bias", False)
 
     def linear(part: str, x: Tensor, bias: bool) -> Tensor:
-        """Apply the linear `part` (q, k, v or o) of the attention."""
+        """Apply the linear layer `part` (q, k, v or o) of the attention."""
         return _linear(get, f"{name}.{part}_proj", x, bias)
 
     q = linear("q", x, biased)
@@ -152,7 +151,7 @@ def _self_attention(
 
 
 def _linear(get: Get, name: str, x: Tensor, bias: bool = True) -> Tensor:
-    """Apply the linear `name`, whose weight is [outputs, inputs]."""
+    """Apply the linear layer `name`, whose weight is [outputs, inputs]."""
     y = x @ get(f"{name}.weight").t()
     if bias:
         y = y + get(f"{name}.bias")
@@ -168,7 +167,7 @@ def _window(config: Json, layer: int) -> int | None:
         slides = False
     elif kind == "mistral":
         slides = True
-    elif kind == "mixtral":  # unlike Mistral, it has no window unless config.json has one
+    elif kind == "mixtral":  # unlike Mistral, only if config.json has a window
         return config.get("sliding_window")
     elif types:
         slides = types[layer] == "sliding_attention"
@@ -215,9 +214,10 @@ def _mixture(config: Json, get: Get, name: str, x: Tensor) -> Tensor:
 
 
 def bert(config: Json, get: Get, question: Question) -> tuple[Tensor, ...]:
-    """Return the logits [b, s, V] of BERT, and the logits [b, 2] of a second head if there is one;
-    or return the scores of a task's head. BERT has norms after the blocks (Devlin et al. 2019).
-    Megatron's BERT has norms before the blocks (Shoeybi et al. 2019)."""
+    """Return the logits [prompts, tokens, vocabulary] of BERT, and the logits [prompts, 2] of the
+    head for the order of two segments if there is one. A model with a task's head returns only the
+    scores of this head. BERT has norms after the blocks (Devlin et al. 2019). Megatron's BERT has
+    norms before the blocks (Shoeybi et al. 2019)."""
     x = _bert_body(config, get, question)
     if question.classifies:
         return (_pooled(get, "classifier", x),)
@@ -235,7 +235,7 @@ def bert(config: Json, get: Get, question: Question) -> tuple[Tensor, ...]:
 
 
 def _pooled(get: Get, name: str, x: Tensor) -> Tensor:
-    """Apply the pooler, and then the linear `name`, to the first token."""
+    """Apply the pooler, and then the linear layer `name`, to the first token."""
     return _linear(get, name, torch.tanh(_linear(get, "pooler.dense", x[:, 0])))
 
 
@@ -414,7 +414,7 @@ def _attention(
 FORWARD = {
     "gpt2": gpt2,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2"), decoder),
-    **dict.fromkeys(("mixtral", "qwen3_moe"), decoder),  # with experts
+    **dict.fromkeys(("mixtral", "qwen3_moe"), decoder),  # these decoders have experts
     "bert": bert,
     "megatron-bert": bert,
 }

@@ -46,8 +46,8 @@ DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 @dataclass(frozen=True)
 class Contents:
     """The contents of the directory to write: config.json, the header of each weight file, the
-    other files of the directory `kept`, and the files `others` (name -> content). `note` says which
-    files are missing, or differ from the files in `kept`."""
+    other files of the directory `kept`, and the files `others` (contents by name). `note` says
+    which files are missing, or differ from the files in `kept`."""
 
     family: Family
     config: dict[str, Any]
@@ -78,8 +78,8 @@ def to_hf(
     wrote one of them. Without such a directory the files of the model are made from [model], in
     float32. `dtype` (a key of DTYPES) is the data type of all parameters; None keeps the types.
     With `quantized`, the quantized weights of the checkpoint stay quantized (`packed.py`);
-    otherwise they are dequantized. `kind` is the stored tensor kind to convert as weights, for
-    example their running average.
+    otherwise they are dequantized. `kind` says which stored values become the weights: the weights
+    themselves or their running average.
 
     Raise InputError if the checkpoint is damaged, or if `transformers` has no such model. Raise
     CheckFailed if the self-check (`compare`) fails. After an error `target` is not written.

@@ -9,7 +9,7 @@ from ptdmpi.convert.family import ConfigJson
 def window_keys(config: ConfigJson, sliding: list[bool]) -> dict[str, Any]:
     """Return the keys of [model] for sliding windows. `layer_types` in config.json says which
     layers have a window. If config.json has no `layer_types`, the layers for which `sliding` is
-    True have one. Raise InputError for values that are not supported."""
+    True have a window. Raise InputError for values that are not supported."""
     window = config.values.get("sliding_window")
     types = config.get("layer_types")
     if types is not None:

@@ -77,7 +77,7 @@ class Stop:
 
 
 def majority(answers: Sequence[str]) -> str:
-    """Return the most frequent non-empty answer, and the first one if several are equally frequent.
+    """Return the most frequent non-empty answer; of several equally frequent answers, the first.
 
     `answers` are in the form that `normalise` returns. Returns "" if all answers are empty.
     """

@@ -41,7 +41,7 @@ class Harness:
         self.world = model.axes.world
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Return (log-likelihood in nats, greedy or not) of each pair (context, continuation).
+        """Return (log-likelihood in nats, is greedy) for each pair (context, continuation).
 
         The second value is True if greedy decoding gives this continuation.
         """

@@ -19,7 +19,7 @@ DUMPABLE = 4
 DROP_BOUND = 24
 NO_NEW_PRIVILEGES = 38
 AMBIENT = 47
-CLEAR_ALL = 4  # a sub-command of AMBIENT
+CLEAR_ALL = 4  # the sub-command of AMBIENT that removes all capabilities
 CAPABILITY_VERSION = 0x20080522
 CAPABILITIES = 64
 

@@ -54,7 +54,7 @@ class Framing:
     """The form of a model's sequences, which consist of one or two texts.
 
     A sequence of a masked model has the token `begin` before the texts and `separator` after each
-    text. A sequence of another model has the tokens `text.prefix` before the texts. The model's
+    text. A sequence of a causal model has the tokens `text.prefix` before the texts. The model's
     vocabulary must have at least `needed` tokens.
     """
 

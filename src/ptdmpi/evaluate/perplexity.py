@@ -50,8 +50,8 @@ def windows(tokens: int, shard: int, seq_length: int, stride: int) -> Iterator[W
 def perplexity(
     model: InferenceModel, dataset: Dataset, stride: int | None = None, words: int | None = None
 ) -> dict[str, Any]:
-    """Return exp(mean negative log-likelihood) over all tokens of the shards, on every rank, and
-    the numbers of tokens and nats behind it.
+    """Return exp(mean negative log-likelihood) over all tokens of the shards, on every rank, with
+    the number of tokens and the mean in nats.
 
     `words` is the number of words in the original text. If `words` is given, the summed negative
     log-likelihood is also divided by the number of words. This perplexity per word allows comparing

@@ -40,7 +40,7 @@ class Score:
     """The score of one request.
 
     `log_likelihood` is the sum over the `tokens` scored tokens, in nats. `greedy` is True if each
-    token is the most probable one at its position.
+    token is the most probable token at its position.
     """
 
     log_likelihood: float
@@ -84,7 +84,7 @@ def score(model: "InferenceModel", requests: Sequence[Request]) -> list[Score]:
 def fitted(request: Request, seq_length: int, vocab_size: int) -> Request:
     """Return the request, without its first tokens if it is longer than `seq_length`.
 
-    Raises InputError if the removed tokens include scored ones, or if an id is outside the
+    Raises InputError if the removed tokens include scored tokens, or if an id is outside the
     vocabulary.
     """
     ids = request.ids

@@ -83,7 +83,8 @@ def generate(
     """Return the continuation of each prompt, on every rank.
 
     Every rank calls this with the same prompts. `ends` are the ids that end a text. Groups of
-    `rows` prompts are distributed over the data ranks. Raises InputError.
+    `rows` prompts are distributed over the data ranks. Raises InputError for a prompt that `check`
+    refuses, and for logits that are not finite.
     """
     for prompt in prompts:
         check(prompt, model)
@@ -93,7 +94,7 @@ def generate(
     groups = [order[start : start + rows] for start in range(0, len(order), rows)]
     done: dict[int, Continuation] = {}
     mine = groups[data.rank :: data.size]
-    # callers that pass one group at a time show their own progress
+    # callers that pass one group of prompts at a time show their own progress
     shown = progress("generating", len(mine), "batch")
     with shown if len(mine) > 1 else nullcontext(lambda more: None) as advance:
         for group in mine:

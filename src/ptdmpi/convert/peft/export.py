@@ -26,9 +26,9 @@ def export(source: Path, target: Path, kind: str = WEIGHTS) -> int:
     """Write the adapters that `source` names into the directory `target`, and return the number of
     their elements.
 
-    `kind` is the stored tensor kind to export as the adapters' weights, for example their running
-    average. Raise InputError for adapters that are missing or damaged, or that `peft` cannot
-    represent; then `target` is not written.
+    `kind` says which stored values are exported: the adapters' weights or their running average.
+    Raise InputError for adapters that are missing or damaged, or that `peft` cannot represent; then
+    `target` is not written.
     """
     adapter = load_adapter(source, kind)
     adapt = adapter.adapted.adapt
@@ -81,8 +81,8 @@ def _outputs(model: ModelConfig, place: AdapterPlace) -> int:
 def _stacked(
     model: ModelConfig, own: Sequence[AdapterPlace], pairs: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Return one A and one B for the adapters `own`, which all belong to one module of
-    `transformers`. `pairs` has A and B of each adapter."""
+    """Return one matrix A and one matrix B for the adapters `own`, which all change the same module
+    of `transformers`. `pairs` has A and B of each adapter."""
     if not is_fused(model, own[0]) or len(pairs[0][1]) == _outputs(model, own[0]):
         return pairs[0]
     a = torch.cat([pair[0] for pair in pairs])

@@ -1,5 +1,4 @@
-"""The names of `peft`'s files, and the modules of `transformers` that ptdmpi's adapters belong
-to."""
+"""The names of `peft`'s files, and the modules of `transformers` that ptdmpi's adapters change."""
 
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.convert.adapters import AdapterPlace
@@ -12,7 +11,7 @@ PREFIX = "base_model.model."
 
 
 def module_of(family: Family, place: AdapterPlace) -> str:
-    """Return the name in `transformers`, without prefix, of the module that an adapter belongs to.
+    """Return the name in `transformers`, without prefix, of the module that an adapter changes.
     Raise InputError if the family has no such module."""
     layer, _, linear = place.linear.removeprefix("layers.").partition(".")
     theirs = family.modules.get(f"layers.{{i}}.{linear}", ())

@@ -348,8 +348,8 @@ def _pattern(
 def _number(
     table: Mapping[str, Any], name: str, where: str, *, least: float = 1e-9, below: float = math.inf
 ) -> float:
-    """Return the number `name` of adapter_config.json. Raise InputError if the value is not a
-    number in [least, below)."""
+    """Return the number in the key `name` of adapter_config.json. Raise InputError if the value is
+    not a number in [least, below)."""
     value = table.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:
         legal = "a number above 0" if below == math.inf else f"{least:g} to below {below:g}"

@@ -76,10 +76,10 @@ def quantize(
     the model at `target`.
 
     Each element is rounded to the nearest level (absmax), or, with calibration `samples`, by
-    `gptq`. Embedding tables, norms, biases and the head are copied. `kind` is the stored tensor
-    kind to quantize as weights, for example their running average. Raise InputError if the
-    checkpoint is damaged or already quantized, or if the format does not fit the model; then
-    `target` is not written.
+    `gptq`. Embedding tables, norms, biases and the head are copied. `kind` says which stored values
+    are quantized: the weights or their running average. Raise InputError if the checkpoint is
+    damaged or already quantized, or if the format does not fit the model; then `target` is not
+    written.
     """
     stored = open_model(source, kind)
     if stored.manifest.form is not None:

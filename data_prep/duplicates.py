@@ -218,8 +218,8 @@ class Duplicates:
             self._write("dropped", group, dropped[ends[group] : ends[group + 1]])
 
     def of_task(self, group: int) -> Callable[[int], np.ndarray]:
-        """Return a function that maps the index of a task in a group to a table of the documents
-        that are left out, bool [1 + documents that begin in the task].
+        """Return a function from the index of a task in a group to a bool array [1 + documents that
+        begin in the task], which is True for documents that are left out.
 
         The first entry of the table is for the document that continues from the previous task.
         Raise InputError for damaged files.
@@ -235,8 +235,9 @@ class Duplicates:
 
 
 def repeated(column: Callable[[int], np.ndarray], columns: int, size: int) -> np.ndarray:
-    """Return a bool array [size] that is True for each document that shares a key with an earlier
-    document, or that a chain of documents with shared keys connects to an earlier document.
+    """Return a bool array [size] that is True for each duplicate of an earlier document. A document
+    is a duplicate if it shares a key with an earlier document, or if a chain of documents with
+    shared keys connects the two.
 
     `column` returns the keys in one of `columns` columns, uint64 [size]; only keys in the same
     column are compared. Every document repeatedly takes the lowest number among the documents with

@@ -398,8 +398,8 @@ def _interrupts_wait() -> Iterator[None]:
     """Delay Ctrl-C to the end of the block, and mask it for processes that are started in the
     block. Without the mask a starting process would print its own traceback.
 
-    Child processes inherit the mask. A signal handler is needed, too: the kernel delivers a signal
-    that this thread has masked to the threads of libraries (BLAS), and then Python calls the
+    Child processes inherit the mask. A signal handler is needed, too. If this thread has masked a
+    signal, the kernel delivers it to a thread of a library (BLAS), and Python then calls the
     handler in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():

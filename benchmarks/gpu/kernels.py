@@ -37,9 +37,9 @@ def _distance(result: Tensor, exact: Tensor) -> float:
 
 def weight_gradients(device: torch.device, size: int = 4096) -> dict[str, Any]:
     """Return the seconds, and the difference from a float32 result, of each method that adds the
-    gradient of a weight [size, size] to a float32 sum: the matrix multiplication itself adds it
-    ("adds"), a second kernel adds the rounded gradient ("rounds"), or the method that the trainer
-    chooses on this machine."""
+    gradient of a weight [size, size] to a float32 sum. With "adds" the matrix multiplication itself
+    adds the gradient. With "rounds" a second kernel adds the rounded gradient. "as chosen" is the
+    method that the trainer chooses on this machine."""
     generator = torch.Generator().manual_seed(1)
     dy = torch.randn(size // 2, size, generator=generator).bfloat16().to(device)
     x = torch.randn(size // 2, size, generator=generator).bfloat16().to(device)

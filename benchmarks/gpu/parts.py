@@ -78,9 +78,9 @@ def machine(device: torch.device, size: int = GEMM_SIZE) -> dict[str, Any]:
 
 
 def parity(device: torch.device, steps: int = PARITY_STEPS) -> dict[str, Any]:
-    """Return the losses of small models on the device and on the host, starting from the same
-    weights, and the largest relative difference of the losses, in a row for each kind of model and
-    precision."""
+    """Return a row for each kind of model and precision. A row has the losses of a small model on
+    the device and on the host, starting from the same weights, and the largest relative difference
+    of these losses."""
     rows = {}
     for kind in ("gpt", "llama"):
         for precision in ("fp32", "bf16"):

@@ -3,8 +3,8 @@
     mpirun -n N python -m benchmarks.less.rank DATA STEPS CASE;CASE;...
 
 Rank 0 prints one JSON list. An entry has the losses of a case, the validation loss of the mean of
-the replicas, the distance between replicas, and the bytes that a data rank sends in a step, as
-counted (averaged over ranks and steps) and by the planner's formula.
+the replicas, and the distance between replicas. It also has the bytes that a data rank sends in a
+step, as counted (averaged over ranks and steps) and by the planner's formula.
 """
 
 import contextlib

@@ -51,9 +51,9 @@ def speed_up(lengths: Lengths) -> dict[str, dict[int, float]]:
 
 @dataclass(frozen=True)
 class TopologyCurve:
-    """The result for one topology: its spectral gap, the ratio of its error to the error of
-    parallel SGD (PSGD) at the recorded steps, and the number of transient steps, after which this
-    ratio stays below 1.25 (None: more steps than were done)."""
+    """The result for one topology. `gap` is the spectral gap. `ratio` is the error divided by the
+    error of parallel SGD, at the recorded steps. `transient` is the number of steps after which
+    `ratio` stays below 1.25; None means more steps than were done."""
 
     gap: float
     ratio: Array

@@ -38,9 +38,9 @@ HEADER = """\
 
 
 def links(gpu: str, link_bytes_per_s: float, known: dict[str, float]) -> dict[str, float]:
-    """Return the start time c, the step time and the rate (as a fraction of the link's peak) in the
-    formula T = c + 2 (n - 1) (step + S / (n rate)) for an all-reduce of S bytes on n GPUs. The
-    values are fitted by least squares of relative errors.
+    """Return the constants of the formula T = c + 2 (n - 1) (step + S / (n rate)) for the time of
+    an all-reduce of S bytes on n GPUs: the start time c, the step time, and the rate as a fraction
+    of the link's peak. The values are fitted by least squares of relative errors.
 
     If the start and step times are `known`, only the rate of eight GPUs is fitted. This is needed
     for the V100 measurements, which are from a machine without a switch, on which fewer GPUs do not
@@ -211,8 +211,9 @@ def calibrate() -> tuple[dict[str, dict[str, float]], str]:
 
 def others(values: dict[str, float]) -> dict[str, dict[str, float]]:
     """Return the values for devices without published times of a layer. The `gemm_fraction` of such
-    a device is the A100's, multiplied by a ratio: the fraction of the peak that the fastest matrix
-    multiplications reach on this device, divided by the same fraction on an A100."""
+    a device is the `gemm_fraction` of the A100, multiplied by a ratio. The ratio compares the
+    fractions of the peak that the fastest matrix multiplications reach on this device and on an
+    A100."""
     reached = {
         row["section"]: float(row["tflops"]) / float(row["theory_tflops"]) for row in read(DEVICES)
     }

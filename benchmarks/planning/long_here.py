@@ -29,8 +29,9 @@ STEPS = 4  # the first step is a warm-up, and memory is measured in the last ste
 
 @dataclass(frozen=True)
 class LongStep:
-    """A step with one sequence on `context` ranks: the maximum number of bytes of tensors on a rank
-    in addition to the state, as measured and as predicted, and the seconds of the fastest step."""
+    """The results of steps with one sequence on `context` ranks. `peak_bytes` and `formula_bytes`
+    are the maximum number of bytes of tensors on a rank in addition to the state, as measured and
+    as predicted. `step_s` is the time in seconds of the fastest step."""
 
     context: int
     length: int

@@ -37,7 +37,8 @@ def rivals(
     row: Row, tools: Sequence[str], absent: Mapping[str, str], trials: "Trials"
 ) -> tuple[list[Rival], list[str]]:
     """Return the other trainers among `tools` that can train the row, and a line for each trainer
-    that is left out, because it is not installed (with the reason in `absent`) or because it fails.
+    that is left out. A trainer is left out if it is not installed (`absent` has the reason) or if
+    it fails.
     """
     against: list[Rival] = []
     without: list[str] = []

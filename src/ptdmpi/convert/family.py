@@ -96,9 +96,10 @@ class Family:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """A tensor in the files of `transformers`, named `theirs` (without prefix), and the slice of a
-    parameter of ptdmpi that the tensor contains: the slice `box` of the logical tensor `ours`,
-    whose full shape is `whole`. The tensor in the files may be transposed."""
+    """A tensor in the files of `transformers`, and the slice of ptdmpi's parameter that it
+    contains. `theirs` is the name of the tensor, without prefix. `ours` is the name of ptdmpi's
+    logical tensor, `whole` is its full shape, and `box` is the slice. The tensor in the files may
+    be transposed."""
 
     ours: str
     whole: tuple[int, ...]

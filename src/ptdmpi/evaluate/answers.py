@@ -43,9 +43,9 @@ def compiled(pattern: str | None) -> re.Pattern[str] | None:
 def extract(generated: str, until: Sequence[str], pattern: re.Pattern[str] | None) -> str:
     """Return the answer in a generated text.
 
-    The answer is the text before the first occurrence of a string in `until`. If there is a
-    pattern, the answer is the last match of the pattern in that text (the match's first group, if
-    the pattern has groups), or "" if there is no match.
+    The answer is the text before the first occurrence of a string in `until`. If a pattern is
+    given, the answer is the last match of the pattern in that text, or "" if there is no match. If
+    the pattern has groups, the answer is the first group of this match.
     """
     text = cut(generated, until)
     if pattern is None:

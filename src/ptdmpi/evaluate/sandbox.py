@@ -3,10 +3,10 @@
 The sandbox limits time, memory, files and processes. A program gets its own directory, no network
 and no capabilities. The sandbox stops accidents and simple tricks, but not a program that was
 written to break out. A program can still do the following. If root starts the program, it runs as
-the user `nobody`: it may read the files that all users may read, and the readable files next to the
-interpreter's library that `..` leads to. If another user starts the program, it may read that
-user's files. The program may make any system call. Run programs that are not trusted at all in a
-container.
+the user `nobody`. It may then read the files that all users may read, and readable files next to
+the interpreter's library, which `..` in a path reaches. If another user starts the program, it may
+read that user's files. The program may make any system call. Run programs that are not trusted at
+all in a container.
 """
 
 import os

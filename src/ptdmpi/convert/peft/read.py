@@ -129,8 +129,9 @@ def _head(
 
 @dataclass(frozen=True)
 class _Module:
-    """A module of `transformers` with an adapter: the position of the adapter in ptdmpi's model,
-    and the names of the adapter's tensors, which are A and B, or the (IA)^3 factors."""
+    """A module of `transformers` with an adapter. `place` is the position of the adapter in
+    ptdmpi's model. `names` are the names of the adapter's tensors: A and B, or the (IA)^3
+    factors."""
 
     place: AdapterPlace
     names: Sequence[str]

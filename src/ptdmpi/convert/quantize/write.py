@@ -49,9 +49,9 @@ OWN = ("format_version", "progress", "model", QUANTIZATION)
 
 @dataclass(frozen=True)
 class Quantized:
-    """The result of a quantization: the number of quantized matrices, the number of all their
-    elements, the size in bytes of all weights as float32, and the size in bytes of the new weight
-    file."""
+    """The result of a quantization. `elements` is the number of elements of all quantized matrices.
+    `bytes_before` is the size in bytes of all weights as float32, and `bytes` is the size of the
+    new weight file."""
 
     path: Path
     codes: str

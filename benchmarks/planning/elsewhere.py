@@ -27,8 +27,8 @@ from ptdmpi.plan.machine.cluster import (
     model_of,
 )
 
-# The other presets have HDR InfiniBand, as in presets/clusters/selene.toml. These are the values of
-# Omni-Path 100, in one direction, from its data sheet.
+# The network in presets/clusters/selene.toml is HDR InfiniBand. These values are for Omni-Path 100,
+# in one direction, from its data sheet.
 OMNI_PATH = {"adapters": 4, "adapter_bytes_per_s": 12.3e9}
 # A DGX-1V has six NVLinks of 25 GB/s in each direction, and one EDR adapter.
 DGX1V = {"devices": 8, "link_bytes_per_s": 150e9, "adapters": 1, "adapter_bytes_per_s": 12.4e9}

@@ -1,2 +1,3 @@
-"""Benchmarks in eight folders. The benchmarks share a launcher (`launch`), rounds in which the
-compared sides alternate (`turns`), and tables in pages of docs/ (`marks`)."""
+"""Benchmarks in eight folders. They share a launcher of ranks (`launch`), rounds in which the
+compared programs alternate (`turns`), and functions that write tables into pages of docs/
+(`marks`)."""

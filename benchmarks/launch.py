@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-# modules are compiled once and cached, which is Python's default
+# let Python cache compiled modules, which is its default
 COMPILED = {"PYTHONDONTWRITEBYTECODE": ""}
-PEERS = ROOT / ".peers"  # other trainers, each in its own folder
+PEERS = ROOT / ".peers"  # the folder of other trainers, each in a folder of its own
 
 
 def start(
@@ -33,11 +33,11 @@ def start(
         errors_to: IO[str] | int | None = subprocess.STDOUT
     else:
         errors_to = errors
-    # with this PYTHONPATH, `-m benchmarks...` works in any folder, and everything that this process
-    # can import can be imported
+    # with this PYTHONPATH, `-m benchmarks...` works in any folder, and the program can import all
+    # modules that this process can import
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    # Unbuffered, Python writes a line and its end separately, so that the lines of several ranks
-    # would mix.
+    # Without buffering, Python writes a line and its line end separately, so that the lines of
+    # several ranks would mix.
     environment.pop("PYTHONUNBUFFERED", None)
     if sys.prefix != sys.base_prefix:
         environment["VIRTUAL_ENV"] = sys.prefix
@@ -62,7 +62,7 @@ def answer(ranks: int, words: Sequence[str], limit_s: float = 1800.0) -> str:
     """Return the text that `python WORDS...` on `ranks` ranks writes to standard output.
 
     If the command fails, this program exits with a message. After `limit_s` seconds the ranks are
-    ended, and subprocess.TimeoutExpired is raised.
+    terminated, and subprocess.TimeoutExpired is raised.
     """
     process = start(mpirun(ranks, words), subprocess.PIPE)
     try:
@@ -80,7 +80,7 @@ def living_ranks(process: subprocess.Popen[str]) -> dict[int, int]:
     """Return the process ids, by rank, of the living ranks of an mpirun."""
     ranks = {}
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # the process has ended in the meantime
+        with contextlib.suppress(OSError):  # ignore a process that has ended in the meantime
             if entry.name.isdigit() and os.getsid(int(entry.name)) == process.pid:
                 variables = (entry / "environ").read_bytes()
                 if match := re.search(rb"OMPI_COMM_WORLD_RANK=(\d+)", variables):

@@ -8,8 +8,8 @@ from ptdmpi.base.disk import write_whole
 
 
 def replaced(text: str, name: str, lines: Iterable[str]) -> str:
-    """Return `text` in which `lines` replace those between `<!-- NAME -->` and `<!-- end of NAME
-    -->`. Raises ValueError if the text has no such marks."""
+    """Return `text` after replacing the lines between `<!-- NAME -->` and `<!-- end of NAME -->` by
+    `lines`. Raises ValueError if the text has no such marks."""
     begin = f"<!-- {name} -->\n"
     end = f"<!-- end of {name} -->"
     before, _, rest = text.partition(begin)

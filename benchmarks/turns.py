@@ -1,8 +1,8 @@
 """Rounds of a comparison. A side is one of the compared programs or methods, and runs once in each
 round, in changing order.
 
-The machines are shared, and their speed drifts. For this reason only figures of the same round are
-compared, and each round begins with a different side, so that no side benefits from a drift.
+The machines are shared, and their speed drifts. Therefore only figures of the same round are
+compared, and each round begins with a different side, so that no side benefits from the drift.
 """
 
 import statistics
@@ -30,7 +30,8 @@ def spread(values: Sequence[float], unit: str = "") -> str:
 
 def compare(sides: Mapping[str, Side], plain: str, rounds: int) -> dict[str, dict[str, float]]:
     """Return for each side its rate ("per_s") and the ratio of this rate to the rate of the side
-    `plain` ("ratio", "least", "greatest"). Rates and ratios are medians over the rounds."""
+    `plain` ("ratio"), both as medians over the rounds. "least" and "greatest" are the extreme
+    ratios."""
     # the first round is a warm-up
     done = [round_of(sides, number) for number in range(rounds + 1)][1:]
     table = {}

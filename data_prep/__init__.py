@@ -1,1 +1,2 @@
-"""Offline preprocessing of data (`ptdmpi-data`): from text files to token shards."""
+"""Offline preprocessing of training data (`ptdmpi-data`): text files are converted to token
+shards."""

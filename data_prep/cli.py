@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class _NamedPath(click.Path):
-    """A path that must not be empty: `--output "$DIR"` with an unset DIR would mean the current
-    directory."""
+    """A path that must not be empty. Otherwise `--output "$DIR"` with an unset DIR would mean the
+    current directory."""
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Return the path. Fail with a message if it is empty."""
@@ -40,7 +40,7 @@ _TEXT_FIELD = click.option(
     "--text-field",
     default="text",
     show_default=True,
-    help="Field of .jsonl lines, column of .parquet.",
+    help="Text field of .jsonl lines, or text column of .parquet.",
 )
 _SUFFIX = click.option(
     "--suffix", "suffixes", multiple=True, help="Also read files with this ending (.py) as .txt."
@@ -61,7 +61,8 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for pr
 
 
 def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add to a command the options for making shards: the fields of OutputOptions, and --json."""
+    """Return the command with the options for making shards: the fields of OutputOptions, and
+    --json."""
     options = (
         click.option("--output", required=True, type=_PATH, help="Directory for the shards."),
         click.option("--valid-output", type=_PATH, help="Directory for held-out shards."),
@@ -69,7 +70,7 @@ def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--valid-fraction",
             type=float,
             default=0.0,
-            help="Share of documents to hold out, by hash.",
+            help="Fraction of documents to hold out, chosen by hash.",
         ),
         click.option(
             "--shard-tokens",
@@ -79,7 +80,7 @@ def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="A shard ends at the first end of a document after this many tokens.",
         ),
         click.option(
-            "--force", is_flag=True, help="Remove what an earlier run made there, and start again."
+            "--force", is_flag=True, help="Remove earlier shards in the output, and start again."
         ),
         _JSON,
     )
@@ -89,7 +90,7 @@ def _shard_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _row_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add to a command the options for making rows of conversations."""
+    """Return the command with the options for making rows of conversations."""
     options = (
         click.option(
             "--tokenizer", required=True, help="'bytes' or a Hugging Face tokenizer.json."
@@ -112,7 +113,7 @@ def _row_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _output_options(given: dict[str, Any]) -> OutputOptions:
-    """Take the options of `_shard_options` out of `given`, and return them."""
+    """Remove the options of `_shard_options` from `given`, and return them."""
     from data_prep.corpus import OutputOptions
 
     names = [field.name for field in dataclasses.fields(OutputOptions)]
@@ -134,8 +135,8 @@ def _make_shards(
 
 
 class _Program(CommandGroup):
-    """The group of commands of `ptdmpi-data`. `in_parallel` names the commands that several ranks
-    may run."""
+    """The command group of `ptdmpi-data`. `in_parallel` has the names of the commands that several
+    ranks may run."""
 
     in_parallel = frozenset({"tokenize", "import-megatron", "score"})
 
@@ -145,10 +146,11 @@ def commands() -> None:
     """Prepare training data: files of text become HDF5 token shards.
 
     INPUTs are .txt files (one document each), .jsonl files (one document per line), .parquet files
-    (one document per row), or directories of them. The first two may be compressed: .gz, .bz2, .xz
-    or .zst.
+    (one document per row), or directories with such files. .txt and .jsonl files may be compressed:
+    .gz, .bz2, .xz or .zst.
 
-    To complete commands and options with the Tab key in bash (likewise in zsh and fish):
+    The Tab key completes commands and options in bash after this line (in zsh and fish, with
+    zsh_source and fish_source):
 
     eval "$(_PTDMPI_DATA_COMPLETE=bash_source ptdmpi-data)"
     """
@@ -187,7 +189,7 @@ def tokenize(
     text_field: str,
     **given: Any,
 ) -> None:
-    """Make token shards of text files. A stopped command continues when it is run again."""
+    """Make token shards from text files. If the command was stopped, running it again continues."""
     from data_prep.encode import EncodeOptions
     from data_prep.text_corpus import TextCorpus, TextOptions
 
@@ -211,13 +213,13 @@ def tokenize(
     "--messages-field",
     default="messages",
     show_default=True,
-    help="Field with the list of messages, tried first.",
+    help="Field with a list of messages; used first.",
 )
 @click.option(
-    "--prompt-field", default="prompt", show_default=True, help="Else the field with the prompt,"
+    "--prompt-field", default="prompt", show_default=True, help="Field with a prompt; used next."
 )
 @click.option(
-    "--answer-field", default="answer", show_default=True, help="and the field with its answer."
+    "--answer-field", default="answer", show_default=True, help="Field with the prompt's answer."
 )
 @click.option(
     "--too-long",
@@ -237,9 +239,9 @@ def chat(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Make shards of conversations, in which only the assistant's turns count as labels.
+    """Make shards of conversations, in which only the assistant's turns are labels of the loss.
 
-    INPUTs are .jsonl files, one conversation a line, or .json arrays. The forms of OpenAI
+    INPUTs are .jsonl files, one conversation per line, or .json arrays. The formats of OpenAI
     ({"messages": [...]}), ShareGPT ({"conversations": [...]}) and alpaca ({"instruction", "input",
     "output"}), and prompts with their answers, are recognised line by line. Several conversations
     share a row. Train with data.document_boundaries = true, so that they do not attend to each
@@ -261,7 +263,7 @@ def chat(
 def pairs(inputs: tuple[str, ...], *, as_json: bool, **given: Any) -> None:
     """Make shards of preference pairs, for training with [preference].
 
-    INPUTs are .jsonl files, one pair a line, or .json arrays. Each record has "chosen" and
+    INPUTs are .jsonl files, one pair per line, or .json arrays. Each record has "chosen" and
     "rejected": two whole conversations, or two answers to the "prompt" (or "question",
     "instruction", "conversations") of the record. Both conversations of a pair are in the same row.
     `ptdmpi-data score` then stores the log-probabilities of the reference model.
@@ -275,17 +277,17 @@ def pairs(inputs: tuple[str, ...], *, as_json: bool, **given: Any) -> None:
 @commands.command()
 @click.argument("model", type=_PATH)
 @click.argument("datasets", nargs=-1, required=True, type=_PATH)
-@click.option("--adapter", type=_PATH, help="Adapters over MODEL: their run or checkpoint.")
+@click.option("--adapter", type=_PATH, help="Run or checkpoint of adapters for MODEL.")
 @click.option("--layout", metavar="t=2,p=2", help="Ranks of each model [default: the run's].")
 @click.option(
     "--precision",
     type=click.Choice(list(PRECISIONS)),
-    help="Type of the computation [default: that of the run].",
+    help="Type of the computation [default: the run's].",
 )
 @EMA
 @_JSON
 def score(model: Path, datasets: tuple[Path, ...], as_json: bool, **options: Any) -> None:
-    """Store the log-probabilities of the reference MODEL with the pairs in DATASETS.
+    """Store the log-probabilities that the reference MODEL gives to the pairs in DATASETS.
 
     MODEL is a run directory, a checkpoint, or a directory of `ptdmpi convert from-hf`. The
     log-probabilities are in the folder `reference` of each dataset, for example
@@ -302,8 +304,8 @@ def score(model: Path, datasets: tuple[Path, ...], as_json: bool, **options: Any
 @commands.command("import-megatron")
 @click.argument("prefixes", nargs=-1, required=True, type=_NamedPath())
 @click.option("--tokenizer", help="The tokenizer that made the tokens: 'bytes', or its file.")
-@click.option("--vocab-size", type=int, help="With --eod-id, if there is no tokenizer file.")
-@click.option("--eod-id", type=int, help="Token that ends a document.")
+@click.option("--vocab-size", type=int, help="Vocabulary size, if there is no tokenizer file.")
+@click.option("--eod-id", type=int, help="Token id that ends a document.")
 @_shard_options
 def import_megatron(
     prefixes: tuple[str, ...],
@@ -312,7 +314,7 @@ def import_megatron(
     eod_id: int | None,
     **given: Any,
 ) -> None:
-    """Make token shards of Megatron's PREFIX.bin and PREFIX.idx."""
+    """Make token shards from Megatron's PREFIX.bin and PREFIX.idx."""
     from data_prep.megatron_corpus import MegatronCorpus, given_vocabulary
 
     if (vocab_size is None) != (eod_id is None):
@@ -361,7 +363,7 @@ def _cell(value: Any) -> str:
     "--vocab-size",
     required=True,
     type=int,
-    help="Number of entries, with the 256 bytes and the end of document.",
+    help="Number of tokens, including 256 bytes and the end of document.",
 )
 @click.option(
     "--sample-bytes",
@@ -380,7 +382,7 @@ def train_tokenizer(
     from data_prep.state import require_writable, write_file
     from data_prep.vocabulary import train_bpe
 
-    require_writable(output)  # check this before the long work begins
+    require_writable(output)  # check this before the long training begins
     content, size = train_bpe(_training_texts(inputs, **given), vocab_size)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -407,7 +409,7 @@ def _training_texts(
     errors: str,
     skip_bad_lines: bool,
 ) -> Iterator[str]:
-    """Yield the texts from which the tokenizer learns. Raise InputError if there is no text. Also
+    """Yield the texts on which the tokenizer is trained. Raise InputError if there is no text. Also
     raise the same errors as `read_pieces`."""
     from data_prep.encode import EncodeOptions, read_pieces
     from data_prep.sources import document_share, find_sources, read_tasks

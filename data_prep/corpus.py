@@ -1,9 +1,8 @@
 """Making token shards from a corpus, on several ranks, with restarts.
 
 A corpus consists of groups, which are divided among ranks. A single writer writes the encoded
-blocks of a group in their order. The bytes of every shard are therefore a pure function of files
-and options, independent of the number of ranks, and a restart continues where the previous run
-stopped.
+blocks of a group in their order. The bytes of every shard therefore depend only on files and
+options, and not on the number of ranks. A restart continues where the previous run stopped.
 """
 
 import os
@@ -28,7 +27,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """The directories for the shards, and how documents are divided among them."""
+    """The directories for the shards, and the options by which documents are divided among
+    shards."""
 
     output: Path
     valid_output: Path | None = None
@@ -38,13 +38,13 @@ class OutputOptions:
 
     @property
     def outputs(self) -> tuple[Path, ...]:
-        """Return all output directories, beginning with the one for training shards."""
+        """Return all output directories. The first directory is for training shards."""
         if self.valid_output is None:
             return (self.output,)
         return (self.output, self.valid_output)
 
     def identity(self) -> dict[str, Any]:
-        """Return the options that influence the bytes of the shards."""
+        """Return the options that determine the bytes of the shards."""
         return {"valid_fraction": self.valid_fraction, "shard_tokens": self.shard_tokens}
 
     def check(self) -> None:
@@ -59,23 +59,24 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class Work:
-    """The groups that a rank reads, and for each group the index of the first block that it
-    needs."""
+    """The groups of files that a rank reads. `first_block` returns the index of the first block of
+    a group that is still needed."""
 
     groups: Sequence[int]
     first_block: Callable[[int], int]
     cores: int  # number of cores that this rank may use
-    advance: Callable[[int], object]  # called with the number of bytes read, to show progress
+    advance: Callable[[int], object]  # takes the number of bytes read, to show progress
     rank: int = 0
 
 
 class Corpus(Protocol):
-    """A corpus: groups of documents, each of which is a sequence of encoded blocks."""
+    """A corpus, which consists of groups of documents. A group is read as a sequence of encoded
+    blocks."""
 
     vocabulary: Vocabulary
-    # copied into the directories of the shards, so that they can be decoded
+    # this file is copied into the directories of the shards, so that the shards can be decoded
     tokenizer_file: Path | None
-    counted: tuple[str, ...]  # names of those CorpusCounters that the final table shows
+    counted: tuple[str, ...]  # names of the CorpusCounters that the final table shows
     group_bytes: Sequence[int]  # size of each group on disk
 
     def identity(self) -> dict[str, Any]:
@@ -89,16 +90,16 @@ class Corpus(Protocol):
         """
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
-        """Yield the blocks in the groups of `work`, in order. Blocks before `work.first_block` may
-        be among them."""
+        """Yield the blocks in the groups of `work`, in order. The result may also contain blocks
+        before `work.first_block`."""
 
 
 class _Stopped(InputError):
-    """The error that this rank stops because another rank has failed."""
+    """An error: this rank stops because another rank has failed."""
 
 
 class _Run:
-    """One rank's part of the work of making shards."""
+    """The steps in which one rank makes its shards."""
 
     def __init__(self, corpus: Corpus, options: OutputOptions, ranks: Team):
         self._corpus = corpus
@@ -107,8 +108,8 @@ class _Run:
         self.state = RunState(options.outputs, {**corpus.identity(), **options.identity()})
 
     def begin(self) -> CorpusCounters | None:
-        """Prepare the outputs. Rank 0 returns the sums over all documents if the outputs are
-        already complete; otherwise, and on other ranks, the result is None."""
+        """Prepare the output directories on rank 0. Return the sums over all documents if the
+        outputs are already complete. Return None if they are not, and on other ranks."""
         if self._ranks.rank != 0:
             return None
         return self.state.begin(self._options.force)
@@ -132,14 +133,14 @@ class _Run:
                         if block.index >= first:
                             writer.add(block)
         for group in work.groups:
-            # a group without any block has empty files only
+            # a group without any block has only empty files
             if not self.state.load(group).complete:
                 with self._writer(group):
                     pass
 
     @contextmanager
     def _progress(self, what: str, groups: Sequence[int]) -> Iterator[Work]:
-        """Yield the work on some groups, while a progress bar is shown."""
+        """Yield the `Work` for some groups, while a progress bar is shown."""
         cores = 1
         if self._ranks.size == 1:
             cores = len(os.sched_getaffinity(0))
@@ -157,7 +158,7 @@ class _Run:
         return range(self._ranks.rank, len(self._corpus.group_bytes), self._ranks.size)
 
     def prepare(self) -> None:
-        """Do the steps of the corpus before encoding, together with all ranks."""
+        """Do the preparations of the corpus before encoding, together with all ranks."""
         with self._progress("looking for duplicates", self._mine()) as work:
             for step in self._corpus.preparations(work, self.state.folder):
                 _together(self._ranks, step)
@@ -173,15 +174,16 @@ class _Run:
             raise
 
     def finish(self) -> CorpusCounters | None:
-        """Complete the outputs, on rank 0. Return the sums there."""
+        """Complete the outputs on rank 0, and return the sums over all documents. Return None on
+        other ranks."""
         if self._ranks.rank:
             return None
         return self.state.finish(len(self._corpus.group_bytes), self._corpus.tokenizer_file)
 
 
 def _together(ranks: Team, action: Callable[[], Result]) -> Result:
-    """Do an action on all ranks and return its result. If the action fails on one rank, all ranks
-    raise the first failure."""
+    """Do an action on all ranks and return this rank's result. If the action fails on any rank, all
+    ranks raise the failure of the lowest rank."""
     try:
         result = action()
     except Exception as error:
@@ -202,8 +204,8 @@ def make_shards(
     tokens_per_s.
 
     All ranks call this. Raise InputError for bad options or input, for an output directory with
-    other contents, and for a full disk. After such an error no incomplete shard is left, and no
-    directory without a finished shard.
+    other contents, and for a full disk. After such an error neither an incomplete shard nor a
+    directory without a finished shard is left.
     """
     started = time.perf_counter()
 

@@ -2,14 +2,14 @@
 kept.
 
 A corpus is read twice. In the first reading every document gets keys, which are 64-bit numbers: one
-hash of its bytes (exact), or a hash of each band of its MinHash signature (near). Documents that
-share a key, or are connected by a chain of such pairs, are duplicates. The second reading leaves
-out all but the first document of each set, so that the result is a pure function of files and
-options.
+hash of its bytes (exact), or a hash of each band of its MinHash signature (near). Two documents are
+duplicates if they share a key, or if a chain of documents that share keys connects them. The second
+reading leaves out all but the first document of each set of duplicates, so the result depends only
+on files and options.
 
 Source: Broder, "On the resemblance and containment of documents", SEQUENCES 1997 (MinHash);
-Leskovec, Rajaraman, Ullman, "Mining of Massive Datasets", section 3.4 (bands); the numbers are
-FineWeb's (Penedo et al. 2024): 112 hashes of shingles of 5 words in 14 bands of 8.
+Leskovec, Rajaraman, Ullman, "Mining of Massive Datasets", section 3.4 (bands); the numbers are from
+FineWeb (Penedo et al. 2024): 112 hashes of shingles of 5 words, in 14 bands of 8 hashes.
 """
 
 import hashlib
@@ -34,15 +34,15 @@ _ROWS = 8  # number of hashes in a band
 _SHINGLE_WORDS = 5
 _SEED = 1
 _ODD = np.uint64(0x9E3779B97F4A7C15)
-# The type and the number of dims of the arrays in each kind of file.
+# The element type and the number of dimensions of the array in each kind of file.
 _FILES = {"keys": (np.uint64, 2), "begun": (np.int64, 1), "dropped": (np.bool_, 1)}
 _RESTART = "use --force to start again"
 
 
 @dataclass(frozen=True)
 class TaskKeys:
-    """The hashes of the pieces of a task: uint64 [pieces, 1], or uint32 signatures [pieces,
-    112]."""
+    """The hashes of the text pieces of a task: hashes of the bytes, uint64 [pieces, 1], or MinHash
+    signatures, uint32 [pieces, 112]."""
 
     group: int
     hashes: np.ndarray
@@ -56,7 +56,7 @@ def _exact_hash(text: str) -> np.ndarray:
 
 
 def _signature(text: str) -> np.ndarray:
-    """Return the MinHash signature of a text's shingles, uint32 [112]."""
+    """Return the MinHash signature of a text's shingles (runs of words), uint32 [112]."""
     from rensa import RMinHash
 
     words = text.lower().split()
@@ -87,7 +87,7 @@ class ExactKeys:
         return _exact_hash(np.concatenate(pieces).tobytes().hex())
 
     def __call__(self, task: Task) -> TaskKeys:
-        """Read a task and hash its pieces, without the pieces of empty documents."""
+        """Return the hashes of a task's text pieces, except for empty documents."""
         pieces = [piece for piece in read_pieces(task, self._options) if not piece.is_nothing]
         hashes = [self.hash(piece.text) for piece in pieces]
         return TaskKeys(
@@ -135,8 +135,8 @@ def check(kind: str) -> None:
 class Duplicates:
     """The results of the first reading, stored in a folder with three files per group.
 
-    "keys" has the keys of the group's documents, "begun" the number of documents that begin before
-    each task, and "dropped" says which documents are left out.
+    "keys" has the keys of the group's documents. "begun" has the number of documents that begin
+    before each task. "dropped" has True for each document that is left out.
     """
 
     def __init__(self, folder: Path, kind: str):
@@ -152,8 +152,8 @@ class Duplicates:
         write_file(self._path(what, group), content.getvalue())
 
     def _read(self, what: str, group: int) -> np.ndarray:
-        """Map a file of a group into memory. Raise InputError if the file is missing or was not
-        made by `_write`."""
+        """Return the array in a file of a group, mapped into memory. Raise InputError if the file
+        is missing or was not made by `_write`."""
         path = self._path(what, group)
         dtype, dims = _FILES[what]
         try:
@@ -172,7 +172,8 @@ class Duplicates:
         options: EncodeOptions,
         workers: int,
     ) -> None:
-        """Read the groups that have no keys yet, using `workers` processes, and write their keys.
+        """Read the groups whose keys are not stored yet, using `workers` processes, and store their
+        keys.
 
         `tasks` returns the tasks of the given groups.
         """
@@ -187,7 +188,8 @@ class Duplicates:
                 self._write_group(group, ())
 
     def _write_group(self, group: int, parts: Iterable[TaskKeys]) -> None:
-        """Write the keys of a group's documents, given the hashes of its tasks in order."""
+        """Write the keys of a group's documents. `parts` are the hashes of the group's tasks, in
+        order."""
         keys: list[np.ndarray] = []
         begun = [0]  # number of documents that begin before each task
         waiting: list[np.ndarray] = []  # hashes of the pieces of a document that is not complete
@@ -203,8 +205,8 @@ class Duplicates:
         self._write("begun", group, np.array(begun))
 
     def find(self, groups: int) -> None:
-        """Find the documents to leave out, over all groups together, and write them for each group.
-        The search needs 24 bytes of memory per document."""
+        """Find the duplicates in all groups together, and write which documents of each group are
+        left out. The search needs 24 bytes of memory per document."""
         tables = [self._read("keys", group) for group in range(groups)]
         ends = np.cumsum([0, *(len(table) for table in tables)])
         dropped = repeated(
@@ -216,8 +218,8 @@ class Duplicates:
             self._write("dropped", group, dropped[ends[group] : ends[group + 1]])
 
     def of_task(self, group: int) -> Callable[[int], np.ndarray]:
-        """Return a function that maps the index of a task in a group to a table of the documents
-        that are left out, bool [1 + documents that begin in the task].
+        """Return a function from the index of a task in a group to a bool array [1 + documents that
+        begin in the task], which is True for documents that are left out.
 
         The first entry of the table is for the document that continues from the previous task.
         Raise InputError for damaged files.
@@ -233,13 +235,14 @@ class Duplicates:
 
 
 def repeated(column: Callable[[int], np.ndarray], columns: int, size: int) -> np.ndarray:
-    """Return for each of `size` documents whether it shares a key with an earlier one, or is
-    connected to one by a chain of such pairs, bool [size].
+    """Return a bool array [size] that is True for each duplicate of an earlier document. A document
+    is a duplicate if it shares a key with an earlier document, or if a chain of documents with
+    shared keys connects the two.
 
     `column` returns the keys in one of `columns` columns, uint64 [size]; only keys in the same
-    column are compared. Every document takes the lowest number among the documents with the same
-    key, one column after the other, until nothing changes. At the end, each document has the number
-    of the first document to which it is connected.
+    column are compared. Every document repeatedly takes the lowest number among the documents with
+    the same key, one column after the other, until no number changes. At the end, each document has
+    the number of the first document to which it is connected.
     """
     labels = np.arange(size)
     changed = size > 0

@@ -37,7 +37,7 @@ from ptdmpi.data.header import token_dtype
 
 _SPACE = b" \t\n\r\v\f"
 _BATCH_BYTES = 1 << 20  # bytes of text that are encoded in one call
-_LONG_LINE_BYTES = 4 * PIECE_BYTES  # longer lines are decoded in parts
+_LONG_LINE_BYTES = 4 * PIECE_BYTES  # lines longer than this are decoded in parts
 _PART_BYTES = PIECE_BYTES // 4
 _QUOTE = re.compile(b'"')
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
@@ -47,9 +47,9 @@ _WHOLE = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89abAB])....|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+",
     re.DOTALL,
 )
-# random, so that no line contains it by chance
+# this placeholder is random, so that no line contains it by chance
 _PLACE = "place of a string " + secrets.token_hex(8)
-# tasks per worker at a time: one is being encoded, one waits, one is being written
+# number of tasks per worker at a time: one is encoded, one waits, and one is written
 _TASKS_PER_WORKER = 3
 
 
@@ -66,22 +66,22 @@ class EncodeOptions:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a task, divided into segments: documents, or parts of a document that spans
-    tasks."""
+    """The tokens of a task, divided into segments. A segment is a document, or the part of a longer
+    document that belongs to the task."""
 
     group: int
     index: int
     tokens: np.ndarray  # int [sum of lengths]: the tokens of all segments, one after the other
     lengths: np.ndarray  # int64 [segments]
     ended: np.ndarray  # bool [segments]: the document ends here, with its end-of-document token
-    held_out: np.ndarray  # bool [segments]: only the value of a document's first segment counts
+    held_out: np.ndarray  # bool [segments]: only the value of a document's first segment is used
     begins: np.ndarray  # bool [segments]: the document begins here
     counters: CorpusCounters  # each document is counted in the task where it ends
 
 
 @dataclass(frozen=True)
 class TextPiece:
-    """A piece of one document's text, of at most PIECE_BYTES."""
+    """A piece of one document's text, of at most PIECE_BYTES bytes."""
 
     text: str
     size_bytes: int  # number of bytes in UTF-8
@@ -96,8 +96,8 @@ class TextPiece:
 
 
 def _decode(data: bytes | memoryview, path: str, start: int, errors: str) -> str:
-    """Decode bytes that begin at offset `start` of a file. Raise InputError if the bytes are not
-    UTF-8 and `errors` is "strict"."""
+    """Return the text of bytes that begin at offset `start` of a file. Raise InputError if the
+    bytes are not UTF-8 and `errors` is "strict"."""
     try:
         return str(data, "utf-8", errors)
     except UnicodeDecodeError as error:
@@ -117,13 +117,12 @@ def _field(data: memoryview, path: str, start: int, options: EncodeOptions) -> b
     line = _decode(data, path, start, options.errors)
     try:
         record = json.loads(line)
-        del line  # the line may take most of the memory
+        del line  # free the line, which may take most of the memory
     except (ValueError, RecursionError) as error:
         raise _BadLine(f"not a JSON line: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get(options.text_field), str):
         raise _BadLine(f"no JSON object with a text in the field {options.text_field!r}")
-    # JSON's \u escapes may write a lone surrogate, which is not a character: UTF-8 cannot represent
-    # it
+    # a \u escape in JSON may be a lone surrogate, which UTF-8 cannot represent
     try:
         return record[options.text_field].encode("utf-8", options.errors)
     except UnicodeEncodeError as error:
@@ -186,7 +185,7 @@ def _long_string(line: memoryview, field: str) -> memoryview | None:
 
 
 def _lines_before(chunk: Chunk) -> int:
-    """Return the number of lines before the slice of a file that a chunk belongs to, for an error
+    """Return the number of lines in the file before the slice that a chunk belongs to, for an error
     message."""
     count = 0
     left = chunk.source_start
@@ -213,8 +212,8 @@ def lines(data: bytes) -> Iterator[tuple[int, memoryview]]:
 def _documents(
     chunk: Chunk, options: EncodeOptions, bad: list[int]
 ) -> Iterator[Iterator[tuple[bytes, bool]]]:
-    """Yield the text of each line in pieces. The numbers of lines that are left out are added to
-    `bad`."""
+    """Yield the text of each line in pieces. The line numbers of lines that are left out are added
+    to `bad`."""
     for number, (start, data) in enumerate(lines(chunk.data), chunk.line):
         if not data or (data[0] in _SPACE and not data.tobytes().strip()):
             continue
@@ -240,7 +239,7 @@ def _documents(
 def _rows(
     chunk: Chunk, options: EncodeOptions, bad: list[int]
 ) -> Iterator[Iterator[tuple[bytes, bool]]]:
-    """Yield the text of each row in pieces. No row is left out."""
+    """Yield the text of each row of a Parquet file in pieces. No row is left out."""
     start = 0
     for row, length in enumerate(chunk.lengths, chunk.line):
         data = chunk.data[start : start + length]
@@ -250,18 +249,18 @@ def _rows(
 
 
 def _held_out(first_piece: bytes, options: EncodeOptions) -> bool:
-    # the first test avoids computing the hash, which takes as long as the fastest tokenizer
+    # without held-out documents, skip the hash, which takes as long as the fastest tokenizer
     return options.valid_fraction > 0 and document_share(first_piece) < options.valid_fraction
 
 
 def read_pieces(
     task: Task, options: EncodeOptions, bad: list[int] | None = None
 ) -> Iterator[TextPiece]:
-    """Yield the documents of a task, in pieces.
+    """Yield the pieces of text of all documents in a task.
 
     Raise an InputError with file and byte, or file and line, for text that is not UTF-8, and for a
-    line that is not a JSON object with the text field. With `options.skip_bad_lines` such lines are
-    left out, and their numbers are added to `bad`.
+    line that is not a JSON object with the text field. If `options.skip_bad_lines` is True, such
+    lines are left out, and their line numbers are added to `bad`.
     """
     if bad is None:
         bad = []
@@ -293,7 +292,7 @@ def read_pieces(
 
 
 def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
-    """Yield the pieces as lists of about _BATCH_BYTES. The last list may be empty."""
+    """Yield the pieces in lists of about _BATCH_BYTES bytes. The last list may be empty."""
     batch: list[TextPiece] = []
     size_bytes = 0
     for piece in pieces:
@@ -307,7 +306,8 @@ def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
 
 
 class _Segment(NamedTuple):
-    """A document, or the part of one that belongs to a task; one row in the arrays of `Encoded`."""
+    """A document, or the part of a document that belongs to a task. A segment is one element of
+    each array of segments in `Encoded`."""
 
     length: int
     begins: bool
@@ -327,14 +327,13 @@ class Encoder:
     def __call__(self, task: Task) -> Encoded:
         """Encode a task. Raise the same errors as `read_pieces`.
 
-        The text and the tokens of a long document are in memory together only for one batch of its
-        pieces.
+        Only one batch of a long document's pieces is in memory both as text and as tokens.
         """
         bad: list[int] = []
         tokens = bytearray()
         counters = CorpusCounters()
         segments: list[_Segment] = []
-        # number of the document in the task; 0 is the one that continues from the previous task
+        # number of the document in the task; number 0 continues from the previous task
         document = 0
         for batch in _batches(read_pieces(task, self._options, bad)):
             kept: list[TextPiece] = []
@@ -375,7 +374,7 @@ class Encoder:
 
 
 Result = TypeVar("Result")
-# a class whose objects are called with tasks
+# a class (with EncodeOptions as its argument) whose objects are called with tasks
 Worker = Callable[[EncodeOptions], Callable[[Task], Result]]
 
 
@@ -397,16 +396,16 @@ def _exit_with_parent() -> None:
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
     """Delay Ctrl-C to the end of the block, and mask it for processes that are started in the
-    block: a process that is just starting would print its own traceback.
+    block. Without the mask a starting process would print its own traceback.
 
-    Processes inherit the mask. The handler is needed because of the threads of libraries (BLAS), to
-    which the kernel delivers a signal that this thread has masked; Python calls the handler in the
-    main thread.
+    Child processes inherit the mask. A signal handler is needed, too. If this thread has masked a
+    signal, the kernel delivers it to a thread of a library (BLAS), and Python then calls the
+    handler in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # starting the tracker unmasks the signal, so it is started before the signal is masked
+    # starting the resource tracker unmasks the signal, so start it before masking the signal
     resource_tracker.ensure_running()
     received: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
@@ -421,8 +420,8 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 def _start_worker(make: Worker[Any], options: EncodeOptions) -> None:
-    """Begin a worker process, which ignores Ctrl-C and ends together with its parent, even if that
-    is killed."""
+    """Initialize a worker process, which ignores Ctrl-C and ends when its parent ends, even if the
+    parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     _worker(make, options)

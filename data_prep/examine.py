@@ -22,7 +22,7 @@ def shard_paths(path: Path) -> list[Path]:
 
 
 def _tokenizer_of(header: ShardHeader) -> Tokenizer | None:
-    """Return the tokenizer that made a shard, if its file is in the shard's folder."""
+    """Return the tokenizer that made a shard; None if its file is not in the shard's directory."""
     if header.tokenizer_sha256 == BYTES_SHA256:
         return load_tokenizer(BYTES)
     for copy in header.path.parent.glob(f"{TOKENIZER_COPY}.*"):
@@ -35,9 +35,11 @@ def _tokenizer_of(header: ShardHeader) -> Tokenizer | None:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return sums over all shards, a record for each shard, and the first tokens with their text.
+    """Return sums over all shards, a description of each shard, and the first tokens with their
+    text.
 
-    The text is None if the tokenizer's file is not found. Raise InputError for a damaged shard.
+    The text is None if the file of the tokenizer is not found. Raise InputError for a damaged
+    shard.
     """
     headers = [read_header(shard) for shard in shard_paths(path)]
     first = headers[0]
@@ -117,6 +119,6 @@ def problems(path: Path) -> list[str]:
         try:
             for header in Dataset(path).headers:
                 confirmed(header)
-        except InputError as error:  # each shard is valid, but they are of different kinds
+        except InputError as error:  # each shard is valid, but the shards do not belong together
             mistakes.append(str(error))
     return mistakes

@@ -1,4 +1,4 @@
-"""Writing the encoded tasks of a group to shards, and the group's progress to the disk."""
+"""Writing the encoded tasks of a group to shards, and the progress of the group to a file."""
 
 from typing import Self
 
@@ -15,8 +15,8 @@ class GroupWriter:
     restarted.
 
     Up to two shards are written at a time, one for training documents and one for held-out
-    documents. Both shards end at the first end of a document at which they have `shard_tokens`
-    tokens together, or inside a document that would double that number.
+    documents. Both shards end at the first end of a document after which they have `shard_tokens`
+    tokens together. A document that would double this number is cut.
     """
 
     def __init__(self, state: RunState, group: int, vocabulary: Vocabulary, shard_tokens: int):
@@ -33,11 +33,11 @@ class GroupWriter:
 
     def add(self, encoded: Encoded) -> None:
         """Write the tokens of a task, except the tokens that are already in finished shards."""
-        # The first segment of a document, which may be in an earlier task, decides for all its
-        # segments.
+        # The first segment of a document, which may be in an earlier task, decides whether all
+        # segments of the document are held out.
         first = np.maximum.accumulate(np.where(encoded.begins, np.arange(encoded.begins.size), -1))
         sides = np.where(first < 0, self._held_out, encoded.held_out[first])
-        mixed = None  # bool [tokens]: held out or not; None: all go to the same shard
+        mixed = None  # bool [tokens]: held out or not; None: all tokens go to one shard
         if sides.any() and not sides.all():
             mixed = np.repeat(sides, encoded.lengths)
         ends = np.cumsum(encoded.lengths)[encoded.ended]  # int64 [documents that end here]
@@ -68,11 +68,11 @@ class GroupWriter:
         self._counters += encoded.counters
 
     def _deal(self, tokens: np.ndarray, held_out: np.ndarray, ends: np.ndarray) -> None:
-        """Write the tokens (int [n]) with `held_out` (bool [n]) to the shard of held-out documents,
-        and all other tokens to the shard of training documents.
+        """Write the tokens (int [tokens]) for which `held_out` (bool [tokens]) is True to the shard
+        of held-out documents, and all other tokens to the shard of training documents.
 
-        `ends` (int [documents]) counts from the first token. All tokens of a document go to the
-        same shard.
+        `ends` (int [documents]) has the number of the token after each document, counted from the
+        first token. All tokens of a document go to the same shard.
         """
         for side, chosen in enumerate((~held_out, held_out)):
             if chosen.any():
@@ -96,7 +96,7 @@ class GroupWriter:
 
     def _close(self, task: int, token: int, complete: bool = False) -> None:
         """Finish the shards that are being written, then write the progress. A process that is
-        killed in between writes these shards again after its restart.
+        killed between these two steps writes the shards again after its restart.
 
         The next shard begins with token `token` of task number `task`.
         """

@@ -12,12 +12,12 @@ from ptdmpi.base.outside import mendable_paths
 
 @dataclass(frozen=True)
 class Team:
-    """The number of this process among the processes that work together. A single process is rank 0
-    of 1."""
+    """The processes that work together, and the rank of this process among them. A single process
+    has rank 0 and size 1."""
 
     rank: int
     size: int
-    # returns the values of all ranks, in rank order; a collective call
+    # a collective call that returns the values of all ranks, in rank order
     allgather: Callable[[Any], list[Any]]
 
 
@@ -25,7 +25,8 @@ def launcher_ranks() -> Team:
     """Return the ranks of this launch. MPI is imported only if a launcher has started several
     processes.
 
-    Raise InputError if MPI then sees only one rank, since each process would do all the work.
+    Raise InputError if MPI reports only one rank although the launcher started several, since each
+    process would then do all the work.
     """
     if launched_size() == 1:
         return Team(0, 1, lambda value: [value])
@@ -40,8 +41,8 @@ def launcher_ranks() -> Team:
 
 def score_pairs(run: Path, paths: tuple[Path, ...], **options: Any) -> list[dict[str, Any]]:
     """Store the log-probabilities of the model `run` with pairs of answers, on all ranks of this
-    launch. Return a table for each dataset on rank 0, and nothing on all other ranks. Raise the
-    same errors as `ptdmpi.evaluate.reference.score`."""
+    launch. Return a table for each dataset on rank 0, and an empty list on all other ranks. Raise
+    the same errors as `ptdmpi.evaluate.reference.score`."""
     from ptdmpi.comm.launch import loading, prepare
 
     prepare()

@@ -1,10 +1,11 @@
-"""Megatron-LM's indexed datasets: `PREFIX.bin` contains the tokens, `PREFIX.idx` their positions.
+"""Megatron-LM's indexed datasets: `PREFIX.bin` contains the tokens, and `PREFIX.idx` contains the
+positions of the sequences.
 
-The index consists of these parts, all little-endian: `MMIDIDX` and two zero bytes; the version, 1,
+The index consists of these fields, all little-endian: `MMIDIDX` and two zero bytes; the version, 1,
 as uint64; a code for the type of a token, uint8; the number of sequences S and the number of
-document bounds D + 1, uint64 each; then int32 [S] lengths in tokens, int64 [S] byte offsets into
-the .bin, int64 [D + 1] document bounds as sequence numbers, from 0 to S. A document for GPT is
-usually one sequence; a document for BERT has one sequence per sentence. Source:
+document bounds D + 1, uint64 each. Three arrays follow: int32 [S] lengths in tokens, int64 [S] byte
+offsets into the .bin, and int64 [D + 1] document bounds, which are sequence numbers from 0 to S. A
+document for GPT is usually one sequence; a document for BERT has one sequence per sentence. Source:
 megatron/core/datasets/indexed_dataset.py, `_IndexWriter`.
 """
 
@@ -29,7 +30,7 @@ _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = (6, 7)
 _CODES = {"<u2": 8, "<i4": 4}
 BLOCK_TOKENS = 1 << 20
-# number of sequences that are read together; at least the sequences of one document
+# number of sequences that are read together; a document with more sequences is read as a whole
 _WINDOW_SEQUENCES = 1 << 18
 _MAX_LENGTH = (1 << 31) - 1  # maximum number of tokens in a sequence, whose length is an int32
 
@@ -53,25 +54,26 @@ def _with_suffix(prefix: Path, suffix: str) -> Path:
 
 @dataclass(frozen=True)
 class TokenBlock:
-    """The tokens of complete documents, or a piece of one that is longer than BLOCK_TOKENS."""
+    """The tokens of complete documents, or of a piece of a document that has more than BLOCK_TOKENS
+    tokens."""
 
     tokens: np.ndarray
     lengths: np.ndarray  # int64 [documents], 0 for an empty document; or the length of the piece
-    first: bool  # True if the (first) document begins here
-    last: bool  # True if the (last) document ends here
+    first: bool  # True if the block's first document begins in this block
+    last: bool  # True if the block's last document ends in this block
 
 
 class _Places(NamedTuple):
-    """For some sequences, the number of the first token in the .bin, and the length: int64 [n]
-    each."""
+    """The positions of some sequences: the number of each sequence's first token in the .bin, and
+    its length, int64 [sequences] each."""
 
     starts: np.ndarray
     lengths: np.ndarray
 
 
 class MegatronIndex:
-    """An opened indexed dataset. Index and tokens are mapped, and read only when they are
-    needed."""
+    """An opened indexed dataset. The index and the tokens are memory-mapped, so they are read only
+    when they are needed."""
 
     def __init__(self, prefix: Path):
         """Open the files. Raise InputError for files that are missing, of another kind or version,
@@ -115,7 +117,7 @@ class MegatronIndex:
             self.tokens = mapped.view(np.ndarray)
 
     def _map(self, dtype: str, offset: int, count: int) -> np.ndarray:
-        """Map one of the arrays in the index."""
+        """Return one of the arrays in the index, mapped into memory."""
         # mapped as bytes, because the arrays are unaligned after the header
         raw = np.memmap(self.path, np.uint8, "r", offset, (count * np.dtype(dtype).itemsize,))
         return raw.view(np.ndarray).view(dtype)
@@ -124,8 +126,8 @@ class MegatronIndex:
         return InputError(f"{self.path}: {reason}")
 
     def _places(self, start: int, stop: int) -> _Places:
-        """Return the positions of the sequences [start, stop). Raise InputError if one is not
-        inside the .bin."""
+        """Return the positions of the sequences [start, stop). Raise InputError if a sequence is
+        not inside the .bin."""
         lengths = self.lengths[start:stop].astype(np.int64)
         offsets = self.offsets[start:stop].astype(np.int64)
         width = self.dtype.itemsize
@@ -141,7 +143,7 @@ class MegatronIndex:
 
     def _windows(self) -> Iterator[np.ndarray]:
         """Yield document bounds in consecutive windows. The last bound of a window is the first
-        bound of the next one. Raise InputError for bounds that are not sorted or too large."""
+        bound of the next window. Raise InputError for bounds that are not sorted or too large."""
         start = 0
         documents = len(self.bounds) - 1
         while start < documents:
@@ -158,9 +160,9 @@ class MegatronIndex:
     def blocks(self) -> Iterator[TokenBlock]:
         """Yield all documents, in order, in blocks of at most BLOCK_TOKENS.
 
-        The blocks are a pure function of the documents. The blocks do not depend on how documents
-        are divided into sequences, or on the order of sequences in the .bin. Raise InputError for
-        impossible lengths, offsets and bounds.
+        The blocks depend only on the documents, and not on the division of documents into sequences
+        or on the order of sequences in the .bin. Raise InputError for impossible lengths, offsets
+        and bounds.
         """
         for window in self._windows():
             base = int(window[0])
@@ -205,8 +207,7 @@ class MegatronIndex:
 
 
 def _runs(starts: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Return (first token, end) for each run of sequences that directly follow each other in the
-    file."""
+    """Return (first token, end) for each run of sequences without gaps between them in the file."""
     full = lengths > 0
     starts = starts[full]
     lengths = lengths[full]
@@ -219,16 +220,16 @@ def _runs(starts: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _joined(headers: Sequence[ShardHeader], eod_id: int) -> list[bool]:
-    """Return for each shard whether its first document continues the last document of the previous
-    shard."""
+    """Return for each shard True if its first document continues the last document of the previous
+    shard, else False."""
     opens = [int(map_tokens(header)[-1]) != eod_id for header in headers]
     return [False, *opens[:-1]]
 
 
 def _document_lengths(headers: Sequence[ShardHeader], eod_id: int) -> Iterator[np.ndarray]:
-    """Yield the lengths in tokens of all documents, int64 [n] at a time. A document that continues
-    in the next shard is counted once. Raise InputError for a document that is too long for
-    Megatron."""
+    """Yield the lengths in tokens of all documents, in arrays int64 [documents]. A document that
+    continues in the next shard is counted once. Raise InputError for a document that is too long
+    for Megatron."""
     carried = 0  # number of tokens of a document that continues in the next shard
     joined = [*_joined(headers, eod_id), False]
     for number, header in enumerate(headers):
@@ -243,7 +244,7 @@ def _document_lengths(headers: Sequence[ShardHeader], eod_id: int) -> Iterator[n
                 lengths = lengths[:-1]
             if lengths.size and not 0 < lengths.min() <= lengths.max() <= _MAX_LENGTH:
                 raise InputError(
-                    f"{header.path}: has a document of {lengths.max()} tokens, or one of 0; a "
+                    f"{header.path}: has a document of {lengths.max()} tokens, or of 0; a "
                     f"sequence of Megatron has 1 to {_MAX_LENGTH}"
                 )
             yield lengths
@@ -293,8 +294,8 @@ def _write_index(headers: Sequence[ShardHeader], eod_id: int, dtype: np.dtype, p
 
 @contextmanager
 def _alone(prefix: Path) -> Iterator[None]:
-    """Take the lock of a PREFIX for the duration of the block. Raise InputError if another process
-    has it."""
+    """Hold the lock of a PREFIX for the duration of the block. Raise InputError if another process
+    holds the lock."""
     path = _with_suffix(prefix, ".lock")
     with FileLock(path) as lock:
         if not lock.take():
@@ -315,9 +316,9 @@ def export(directory: Path, prefix: Path) -> dict[str, Any]:
     its end-of-document token, and return the final table.
 
     The exported tokens are uint16 if the tokens of the shards are uint16, and otherwise int32. A
-    document that was cut at the end of a shard is joined again. Raise InputError for a directory
-    that is not a dataset, for files that already exist, for a full disk, and for a document or an
-    id that is too large; then neither file is written.
+    document that was cut at the end of a shard is exported as one document. Raise InputError for a
+    directory that is not a dataset, for files that already exist, for a full disk, and for a
+    document or an id that is too large. After an error neither file is written.
     """
     dataset = Dataset(directory)
     headers = [confirmed(header) for header in dataset.headers]
@@ -336,7 +337,7 @@ def export(directory: Path, prefix: Path) -> dict[str, Any]:
             _write_tokens(headers, dtype, temporary[0])
             documents = _write_index(headers, dataset.eod_id, dtype, temporary[1])
             put_in_place(temporary[0], paths[0])
-            undo.callback(paths[0].unlink)  # this file is useless without the other one
+            undo.callback(paths[0].unlink)  # the .bin is useless without the .idx
             put_in_place(temporary[1], paths[1])
             undo.pop_all()
     except OSError as error:

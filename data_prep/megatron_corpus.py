@@ -1,5 +1,5 @@
 """Megatron-LM's indexed datasets as a corpus. The documents of such a dataset are already
-tokens."""
+tokenized."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from ptdmpi.data.header import token_dtype
 
 @dataclass(frozen=True)
 class GivenVocabulary:
-    """A vocabulary without a tokenizer's file."""
+    """A vocabulary that is known without the file of a tokenizer."""
 
     name: str
     sha256: str
@@ -72,7 +72,7 @@ class MegatronCorpus:
         self.group_bytes = [MegatronIndex(prefix).bin_bytes for prefix in self._prefixes]
 
     def identity(self) -> dict[str, Any]:
-        """Return the vocabulary and the files that influence the tokens."""
+        """Return the vocabulary and the properties of the files that determine the tokens."""
         paths = [path for prefix in self._prefixes for path in (bin_path(prefix), idx_path(prefix))]
         states = [(path.name, path.stat()) for path in paths]
         return {
@@ -83,7 +83,7 @@ class MegatronCorpus:
         }
 
     def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
-        """Return no steps, because nothing must be known before a document is encoded."""
+        """Return no steps, because documents are encoded without any preparation."""
         return ()
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
@@ -102,7 +102,7 @@ class MegatronCorpus:
 
     def _check(self, index: MegatronIndex, block: TokenBlock, start: int) -> None:
         """Raise InputError for an id outside the vocabulary. Call this before ids are cast to the
-        shards' type, which may be too narrow for them."""
+        shards' type, which may be too narrow for illegal ids."""
         tokens = block.tokens
         size = self.vocabulary.vocab_size
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < size:

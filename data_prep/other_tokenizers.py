@@ -10,20 +10,20 @@ from ptdmpi.base.disk import read_file
 from ptdmpi.config import InputError
 from ptdmpi.data.header import token_dtype
 
-# A text whose tokens depend on the pattern that splits it.
+# A text whose tokens depend on the regular expression that splits texts into words.
 _PROBE = "I'll we'RE 12345678  x\t\n\n y\r\n...!? Ünïcode 日本語 "
 MISSING = "pip install 'ptdmpi[corpus]' installs it"
 
 
 class TiktokenTokenizer:
-    """An encoding that tiktoken knows by name: one of OpenAI's, from tiktoken's cache
-    (TIKTOKEN_CACHE_DIR), or one of an installed `tiktoken_ext` package. Names of special tokens in
-    texts are treated as plain text."""
+    """An encoding that tiktoken knows by name. It is one of OpenAI's encodings, from tiktoken's
+    cache (TIKTOKEN_CACHE_DIR), or an encoding of an installed `tiktoken_ext` package. Names of
+    special tokens in texts are treated as plain text."""
 
     def __init__(self, encoding: str, end_of_document: Sequence[str]):
-        """Load the encoding. The end of document is the first special token in `end_of_document`
-        that exists, else a new id after the vocabulary. Raise InputError if the library or the
-        encoding is missing."""
+        """Load the encoding. The end-of-document token is the first special token in
+        `end_of_document` that exists, or else a new id after the vocabulary. Raise InputError if
+        the library or the encoding is missing."""
         try:
             import tiktoken
         except ImportError as error:
@@ -50,7 +50,7 @@ class TiktokenTokenizer:
 
     def _hash(self) -> str:
         """Return a hash of all tokens' bytes, of the names of special tokens, and of the encoding
-        of a text. tiktoken may store the same encoding in other files without another hash."""
+        of a text. The hash does not depend on the files in which tiktoken stores the encoding."""
         digest = hashlib.sha256()
         for token in self._encoding.token_byte_values():
             rank = self._encoding.encode_single_token(token)
@@ -65,13 +65,13 @@ class TiktokenTokenizer:
         return [array.astype(self._dtype) for array in arrays]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of token ids. A new id for the end of document has no text."""
+        """Return the text of token ids. An end-of-document id that is new has no text."""
         return self._encoding.decode([i for i in ids.tolist() if i < self._encoding.n_vocab])
 
 
 class SentencePieceTokenizer:
-    """A tokenizer from a SentencePiece `.model` file. The end of document is its </s>, else a new
-    id after the vocabulary."""
+    """A tokenizer from a SentencePiece `.model` file. The end-of-document token is the model's
+    </s>, or else a new id after the vocabulary."""
 
     def __init__(self, path: Path):
         """Load the file. Raise InputError if the library is missing, or if the file is not a

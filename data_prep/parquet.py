@@ -29,7 +29,7 @@ def read_rows(
     """Yield (row number from 0, text) for the row groups that begin in bytes [start, stop).
 
     The texts are the bytes in the file, which may not be UTF-8. Raise InputError for a file that
-    cannot be read, for one without a text column `text_field`, and for a row without text.
+    cannot be read, for a file without a text column `text_field`, and for a row without text.
     """
     pyarrow, parquet = _pyarrow(path)
     try:

@@ -1,8 +1,8 @@
 """Finding the files of a corpus, and reading them as tasks.
 
 A corpus is read as a sequence of tasks of about a megabyte. A task consists of chunks: complete
-lines of a .jsonl file, or a piece of a text file. Tasks are a pure function of the files and their
-order, independent of the number of processes and their speed.
+lines of a .jsonl file, or a piece of a text file. Tasks depend only on the files and the order of
+the files, and not on the number or speed of the processes.
 """
 
 import bz2
@@ -31,22 +31,22 @@ _COMPRESSED = {
     ".xz": lzma.LZMADecompressor,
     ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
 }
-PIECE_BYTES = 1 << 20  # documents longer than this are encoded in pieces of at most this size
+PIECE_BYTES = 1 << 20  # longer documents are encoded in pieces of at most this size
 TASK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 30  # limit for a line of a .jsonl file, which must fit into memory
 _BLOCK_BYTES = 1 << 16  # number of bytes, perhaps compressed, that are read from the disk at a time
-# number of bytes that are decompressed at a time, by libraries that accept a limit
+# number of bytes that are decompressed at a time, if the library accepts a limit
 _INFLATED_BYTES = 1 << 20
 _SPACE = b" \t\n\r\v\f"
 
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """A file of the corpus, or a slice of one: the lines, or row groups, that begin in its bytes
-    [start, stop)."""
+    """A file of the corpus, or a slice of a file: the lines, or row groups, that begin in the bytes
+    [start, stop) of the file."""
 
     path: Path
-    # as given, or relative to the given directory; the name is part of the corpus's identity
+    # the file name as given, or relative to the given directory; part of the corpus's identity
     name: str
     kind: str  # TEXT (one document), JSONL (one document per line) or PARQUET (one per row)
     size_bytes: int  # bytes on disk
@@ -68,7 +68,7 @@ class Chunk:
     first: bool  # True if a document begins at the start of the chunk
     last: bool  # True if a document ends at the end of the chunk
     source_start: int = 0  # offset of the byte at which the first line of the source begins (JSONL)
-    # number of bytes of each document (PARQUET); `line` is the row of the first
+    # number of bytes of each document (PARQUET); `line` is the row number of the first document
     lengths: tuple[int, ...] = ()
 
 
@@ -86,7 +86,8 @@ class Task:
 
 
 def _kind(path: Path, suffixes: Sequence[str]) -> str | None:
-    """Return how a file is read, which depends on its name; None if the file is not read."""
+    """Return the kind of a file (TEXT, JSONL or PARQUET) by its name; None if the file is not
+    read."""
     name = path.name
     if name.endswith(PARQUET):
         return PARQUET
@@ -118,13 +119,14 @@ def _walk(directory: Path) -> Iterator[Path]:
 
 
 def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> list[CorpusFile]:
-    """Return the files of the corpus: `inputs` in the given order, files in directories in sorted
-    order.
+    """Return the files of the corpus, in the order of `inputs`. The files of a directory are
+    sorted.
 
-    Usable files end in .txt, .jsonl or one of `suffixes` (read like .txt), all of which may be
-    followed by .gz, .bz2, .xz or .zst, or in .parquet. An input may be the name of a data set of
-    the Hugging Face hub, which is downloaded. Raise InputError for a missing input, a file of
-    another kind, a directory without a usable file, and a file that is given twice.
+    The names of usable files end in .txt, .jsonl or one of `suffixes` (read like .txt), each
+    perhaps followed by .gz, .bz2, .xz or .zst. Names may also end in .parquet. An input may be the
+    name of a data set of the Hugging Face hub, which is downloaded. Raise InputError for a missing
+    input, a file of another kind, a directory without a usable file, and a file that is given
+    twice.
     """
     legal = ", ".join((TEXT, JSONL, *suffixes)) + " (also with .gz, .bz2, .xz or .zst), .parquet"
     sources: list[CorpusFile] = []
@@ -173,7 +175,7 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> 
 
 
 def split_sources(sources: Sequence[CorpusFile], slice_bytes: int) -> list[CorpusFile]:
-    """Divide files of rows, and uncompressed files of lines, into slices of `slice_bytes`; leave
+    """Divide Parquet files and uncompressed .jsonl files into slices of `slice_bytes`, and leave
     other files undivided. A line (or a group of rows) belongs to the slice in which it begins."""
     slices: list[CorpusFile] = []
     for source in sources:
@@ -193,8 +195,8 @@ def size_on_disk(source: CorpusFile) -> int:
 
 
 def group_sources(sources: Sequence[CorpusFile], group_bytes: int) -> list[list[CorpusFile]]:
-    """Group consecutive files (or slices) so that each group, except the last, has at least
-    `group_bytes` on the disk.
+    """Return groups of consecutive files (or slices). Each group, except the last, has at least
+    `group_bytes` bytes on the disk.
 
     A shard never contains tokens of two groups. Groups can therefore be divided among ranks before
     their numbers of tokens are known.
@@ -211,13 +213,13 @@ def group_sources(sources: Sequence[CorpusFile], group_bytes: int) -> list[list[
 
 
 def _inflate(blocks: Iterable[bytes], suffix: str) -> Iterator[bytes]:
-    """Decompress one or more concatenated streams. Raise EOFError if the last one is incomplete,
-    and the library's own error if one is damaged."""
+    """Yield the decompressed bytes of one or more concatenated streams. Raise EOFError if the last
+    stream is incomplete, and the library's own error if a stream is damaged."""
     decompressor = None
     for block in blocks:
         while block:
             decompressor = decompressor or _COMPRESSED[suffix]()
-            # bz2 and xz, which can expand data up to 20,000 times
+            # limit the output of bz2 and xz, which can expand data up to 20,000 times
             if hasattr(decompressor, "needs_input"):
                 yield decompressor.decompress(block, _INFLATED_BYTES)
                 while not (decompressor.eof or decompressor.needs_input):
@@ -233,7 +235,8 @@ def _inflate(blocks: Iterable[bytes], suffix: str) -> Iterator[bytes]:
 
 
 def read_blocks(source: CorpusFile, advance: Callable[[int], object]) -> Iterator[bytes]:
-    """Yield the decompressed bytes of a file, in blocks. For a slice, begin one byte before it.
+    """Yield the decompressed bytes of a file, in blocks. For a slice, begin one byte before the
+    slice.
 
     `advance` is called with the number of bytes read from the disk. Raise InputError for a file
     that cannot be read or decompressed.
@@ -281,10 +284,10 @@ def _cut(window: bytes) -> int:
 
 
 def split_document(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Yield the pieces of a document, of at most PIECE_BYTES each, and True for the last one.
+    """Yield (piece, is last) for the pieces of a document, of at most PIECE_BYTES bytes each.
 
-    The pieces are a pure function of the document's bytes, independent of their division into
-    blocks. An empty document is one empty piece.
+    The pieces depend only on the document's bytes, and not on the division into blocks. An empty
+    document is one empty piece.
     """
     buffer = bytearray()
     for block in blocks:
@@ -297,8 +300,8 @@ def split_document(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
 
 
 def split_whole(document: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Yield the pieces of `split_document` for a document that is a single block. A short document
-    is not copied."""
+    """Yield the same pieces as `split_document`, for a document that is a single block. A short
+    document is not copied."""
     start = 0
     while len(document) - start > PIECE_BYTES:
         cut = _cut(document[start : start + PIECE_BYTES + 1])
@@ -325,11 +328,11 @@ def _text_chunks(source: CorpusFile, blocks: Iterable[bytes]) -> Iterator[Chunk]
 
 def _first_line(source: CorpusFile, blocks: Iterator[bytes]) -> tuple[int, Iterator[bytes]]:
     """Return the offset of the first line that begins in or after the slice, and the bytes from
-    there on. `blocks` begin one byte before the slice."""
+    this offset on. `blocks` begin one byte before the slice."""
     position = source.start
     if not position:
         return 0, blocks
-    position -= 1  # if there is a line end at that byte, a line begins together with the slice
+    position -= 1  # after a line end before the slice, a line begins with the slice
     for block in blocks:
         at = block.find(b"\n") + 1
         if at:
@@ -357,8 +360,8 @@ def _lines_of_slice(source: CorpusFile, start: int, blocks: Iterable[bytes]) -> 
 
 
 def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]:
-    """Yield chunks of complete lines. Each ends at the first line end at or after TASK_BYTES. Raise
-    InputError for a line longer than MAX_LINE_BYTES."""
+    """Yield chunks of complete lines. Each chunk ends at the first line end at or after TASK_BYTES
+    bytes. Raise InputError for a line longer than MAX_LINE_BYTES."""
     start, blocks = _first_line(source, blocks)
     source_start = start
     buffer = bytearray()
@@ -382,7 +385,7 @@ def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]
         buffer += block
         while (end := buffer.find(b"\n", searched) + 1) > 0:
             with memoryview(buffer) as view:
-                data = bytes(view[:end])  # the only copy, since the chunk may be one long line
+                data = bytes(view[:end])  # copy only once: the chunk may be one long line
             del buffer[:end]
             yield chunk(data)
             start += end
@@ -400,8 +403,8 @@ def _line_chunks(source: CorpusFile, blocks: Iterator[bytes]) -> Iterator[Chunk]
 def _row_chunks(
     source: CorpusFile, text_field: str, advance: Callable[[int], object]
 ) -> Iterator[Chunk]:
-    """Yield chunks of complete texts. Each ends at the first end of a text at or after
-    TASK_BYTES."""
+    """Yield chunks of complete texts of a Parquet file. Each chunk ends at the first end of a text
+    at or after TASK_BYTES bytes."""
     texts: list[bytes] = []
     size_bytes = first = 0
 

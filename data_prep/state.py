@@ -1,10 +1,11 @@
-"""The state of a tokenization on the disk, by which it can be restarted: inputs, options and
-progress.
+"""The state of a tokenization on the disk (inputs, options and progress), from which it can be
+restarted.
 
-While shards are made, each output directory contains a folder `.unfinished`, so that nobody trains
-on a part of a corpus by mistake. The file `identity.json` in that folder records the inputs and
-options; in the main output the folder also has one small file per group with the group's progress.
-At the end the folder is removed, and `tokenize.json` records from what the shards were made."""
+While shards are made, each output directory contains a folder `.unfinished`, so that no incomplete
+corpus is used for training by mistake. The file `identity.json` in that folder records the inputs
+and options; in the main output directory, `.unfinished` also has one small file per group with the
+group's progress. At the end `.unfinished` is removed, and `tokenize.json` records the inputs and
+options of the finished shards."""
 
 import hashlib
 import json
@@ -44,7 +45,7 @@ class CorpusCounters:
     valid_tokens: int = 0
     bad_lines: int = 0  # number of lines that are left out
     eods_added: int = 0  # number of end-of-document tokens added to imported documents
-    answers: int = 0  # this field and the following fields are used only for conversations
+    answers: int = 0  # this field and all fields below are used only for conversations
     answer_tokens: int = 0
     truncated: int = 0
     too_long: int = 0
@@ -64,7 +65,8 @@ class GroupProgress:
     task: int = 0  # index of the task in which the next shard begins
     token: int = 0  # number of the token within that task
     held_out: bool = False  # True if the document that continues at this position is held out
-    # Tokens are counted for finished shards; everything else for the tasks before `task`.
+    # Token counters include the finished shards. All other counters include the tasks before
+    # `task`.
     counters: CorpusCounters = CorpusCounters()
     complete: bool = False
 
@@ -76,7 +78,7 @@ def _restored(kind: type[Record], known: Any, path: Path) -> Record:
     """Return the record whose `asdict` is the JSON value `known`. Raise InputError, with `path`,
     for any other value."""
     if kind is CorpusCounters and isinstance(known, dict):
-        known = {**dict.fromkeys(OF_CONVERSATIONS, 0), **known}  # older versions do not write these
+        known = {**dict.fromkeys(OF_CONVERSATIONS, 0), **known}  # older versions lack them
     types = {name: type(value) for name, value in asdict(kind()).items()}
     if not isinstance(known, dict) or {n: type(value) for n, value in known.items()} != types:
         raise _foreign(path)
@@ -92,7 +94,8 @@ def _foreign(path: Path) -> InputError:
 
 
 def require_writable(path: Path) -> None:
-    """Raise InputError if the file `path` cannot be made, as far as can be known in advance."""
+    """Raise InputError if the directory, or its permissions, do not allow making the file
+    `path`."""
     if path.is_dir():
         raise InputError(f"{path}: is a directory; the name of a file is needed")
     folder = path.parent
@@ -136,7 +139,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def files_identity(files: Iterable[tuple[str, int, int]]) -> dict[str, Any]:
     """Return the number of input files and a SHA-256 hash of their names, sizes and times (ns). A
-    restart compares these."""
+    restart compares these values with the stored values."""
     digest = hashlib.sha256()
     count = 0
     for file in files:
@@ -146,8 +149,8 @@ def files_identity(files: Iterable[tuple[str, int, int]]) -> dict[str, Any]:
 
 
 def _compare(output: Path, identity: dict[str, Any], known: dict[str, Any]) -> None:
-    """Raise InputError if the shards in an output were made from other inputs, or with other
-    options (`known`), than `identity` says."""
+    """Raise InputError if the inputs and options of the shards in an output (`known`) differ from
+    `identity`."""
     for name, value in identity.items():
         if known.get(name) != value:
             other = f"{name} {known.get(name)}"
@@ -175,9 +178,9 @@ def _require_shards(output: Path, summary: dict[str, Any] | None) -> None:
 
 
 def _nothing_held_out(documents: int) -> str:
-    """Return the message for a corpus of which no document was held out."""
-    # with a fraction of five divided by the number of documents, less than one corpus in a hundred
-    # (exp(-5)) has none
+    """Return the error message for a corpus without any held-out document."""
+    # if the fraction is 5 / documents, the probability that no document is held out is exp(-5),
+    # which is below 1 %
     enough = min(0.5, math.ceil(500 / max(1, documents)) / 100)
     return (
         f"none of {counted(documents, 'document')} was held out, which is decided by the hash of "
@@ -196,8 +199,8 @@ class _OutputLocks:
         if output in self._held:
             if self._held[output].still_there():
                 return
-            # --force has removed the folder with its lock: a process that made the folder again may
-            # have a new lock
+            # --force has removed the folder with its lock, and another process may have made the
+            # folder and a lock again
             self._held.pop(output).close()
         try:
             lock = FileLock(output / UNFINISHED / LOCK)
@@ -220,7 +223,7 @@ class _OutputLocks:
 class RunState:
     """The state of one tokenization, in its output directories.
 
-    The first output is the main one, for training documents; a second one is for held-out
+    The first output is the main output, for training documents. A second output is for held-out
     documents. `identity` has the inputs and options that influence the shards."""
 
     def __init__(self, outputs: Sequence[Path], identity: dict[str, Any]):
@@ -237,11 +240,12 @@ class RunState:
         self._locks = _OutputLocks()
 
     def begin(self, force: bool) -> CorpusCounters | None:
-        """Make or check the output directories. Return the sums if everything is already done.
+        """Make or check the output directories. Return the sums over all documents if the shards
+        are already complete, else None.
 
-        Raise InputError if the directories contain files that ptdmpi-data did not make, or shards
-        from other inputs or options, unless `force` is set, which removes such shards. Also raise
-        InputError if another process writes to the directories.
+        If `force` is True, shards of earlier runs are removed. Otherwise raise InputError if the
+        directories contain shards from other inputs or options. Also raise InputError for shards
+        that ptdmpi-data did not make, or if another process writes to the directories.
         """
         try:
             done = self._begin(force)
@@ -290,7 +294,7 @@ class RunState:
             self._failed.unlink(missing_ok=True)
         except OSError as error:
             for output in self.outputs:
-                with suppress(OSError):  # the directory is not empty, or was not made
+                with suppress(OSError):  # ignore a directory that is not empty, or was not made
                     output.rmdir()
             raise InputError(f"{self.outputs[0]}: cannot be written: {error}") from error
         try:
@@ -305,8 +309,8 @@ class RunState:
         self._locks.release()
 
     def _summary(self, output: Path) -> dict[str, Any] | None:
-        """Return the summary of a finished run in an output directory; None if there is no summary,
-        or the run is not finished."""
+        """Return the summary of a finished run in an output directory; None if the run is not
+        finished, or if there is no summary."""
         if (output / UNFINISHED).exists():
             return None
         return read_json(output / SUMMARY)
@@ -323,9 +327,9 @@ class RunState:
         return None
 
     def _belongs(self, output: Path, main: dict[str, Any] | None) -> bool:
-        """Return True if the main output, with the identity `main`, names this directory for its
-        held-out shards. If it does, ptdmpi-data has made these shards, even if the directory itself
-        has no identity."""
+        """Return True if the main output, with the identity `main`, names `output` as the directory
+        of its held-out shards. In this case ptdmpi-data has made the shards in `output`, even if
+        `output` itself has no identity file."""
         valid_outputs = self._identities[0]["valid_outputs"]
         return (
             output != self.outputs[0]
@@ -335,7 +339,7 @@ class RunState:
 
     def _remove_all(self) -> None:
         """Remove the results of earlier runs. Raise InputError, before anything is removed, if an
-        output directory has shards of another origin."""
+        output directory has shards that ptdmpi-data did not make for this output."""
         ours = []
         main = None
         for output, identity in zip(self.outputs, self._identities, strict=True):
@@ -372,11 +376,11 @@ class RunState:
         return _restored(GroupProgress, known, self._group_path(group))
 
     def save(self, group: int, progress: GroupProgress) -> None:
-        """Write the progress of a group. Raise InputError if that fails."""
+        """Write the progress of a group. Raise InputError if the file cannot be written."""
         write_json(self._group_path(group), asdict(progress))
 
     def mark_failed(self) -> None:
-        """Set a mark by which `someone_failed` becomes true on the other ranks, so that they
+        """Make a file by which `someone_failed` returns True on all ranks, so that the other ranks
         stop."""
         if self.folder.is_dir():
             self._failed.touch()
@@ -431,8 +435,8 @@ class RunState:
                 )
 
     def clean(self) -> None:
-        """Clean up after a failure. Finished shards stay for a restart; if there is no shard,
-        nothing stays."""
+        """Clean up after a failure. Finished shards stay for a restart. If there is no shard, the
+        folder `.unfinished` and empty output directories are removed."""
         if not any(any(output.glob(SHARDS)) for output in self.outputs):
             for output in self.outputs:
                 shutil.rmtree(output / UNFINISHED, ignore_errors=True)

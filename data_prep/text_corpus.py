@@ -1,5 +1,4 @@
-"""A corpus of text files: finding, grouping and reading them, and encoding them by several
-processes."""
+"""A corpus of text files, which are found, grouped, read, and encoded by several processes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +19,10 @@ from data_prep.sources import (
 from data_prep.state import files_identity
 from data_prep.vocabulary import load_tokenizer, tokenizer_file
 
-_TEXT_BYTES_PER_TOKEN = 4  # usual for large vocabularies, so that a group gives about one shard
-_BYTES_PER_WORKER = 1 << 21  # starting a process for less text than this costs more than it saves
+# With this usual number for large vocabularies a group gives about one shard.
+_TEXT_BYTES_PER_TOKEN = 4
+# For less text than this, starting a process costs more time than it saves.
+_BYTES_PER_WORKER = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class TextOptions:
     inputs: tuple[str, ...]
     encode: EncodeOptions
     suffixes: tuple[str, ...] = ()
-    workers: int | None = None  # None: one per core that this process may use; under MPI one
+    workers: int | None = None  # None: one per core that this process may use; one under MPI
     deduplicate: str | None = None  # EXACT, NEAR; None: duplicates are kept
 
 
@@ -66,11 +67,12 @@ class TextCorpus:
         self.group_bytes = [sum(map(size_on_disk, group)) for group in self._groups]
 
     def identity(self) -> dict[str, Any]:
-        """Return the tokenizer, the files and the options that influence the tokens."""
+        """Return the tokenizer, the properties of files and the options that determine the
+        tokens."""
         skipping = {}
         if self._options.encode.skip_bad_lines:
-            # the option is left out unless it is set, so that outputs of older versions can still
-            # be restarted
+            # an option that is not set is left out, so that outputs of older versions can be
+            # restarted
             skipping["skip_bad_lines"] = True
         return {
             "tokenizer": self.vocabulary.name,
@@ -83,7 +85,7 @@ class TextCorpus:
         }
 
     def _workers(self, work: Work) -> int:
-        """Return the number of processes to be used for some groups."""
+        """Return the number of processes that encode the groups of `work`."""
         size_bytes = sum(self.group_bytes[group] for group in work.groups)
         return self._options.workers or max(1, min(work.cores, size_bytes // _BYTES_PER_WORKER))
 
@@ -92,8 +94,8 @@ class TextCorpus:
         return read_tasks(group, self._groups[group], work.advance, field)
 
     def preparations(self, work: Work, folder: Path) -> Sequence[Callable[[], None]]:
-        """Return the steps that find duplicates: every rank reads its groups, then rank 0 compares
-        the keys of all."""
+        """Return the steps that find duplicates. Every rank reads its groups, then rank 0 compares
+        the keys of all documents."""
         if self._options.deduplicate is None:
             return ()
         duplicates = self._duplicates = Duplicates(folder, self._options.deduplicate)
@@ -114,7 +116,7 @@ class TextCorpus:
         return (read_keys, find)
 
     def _tasks(self, work: Work) -> Iterator[Task]:
-        """Yield the needed tasks, in which duplicates are marked."""
+        """Yield the tasks of `work` that are still needed, in which duplicates are marked."""
         for group in work.groups:
             first = work.first_block(group)
             dropped = None
@@ -128,6 +130,6 @@ class TextCorpus:
                 yield task
 
     def encoded(self, work: Work) -> Iterator[Encoded]:
-        """Yield the needed tasks of `work`, encoded by several processes. Raise InputError for a
-        file that cannot be read."""
+        """Yield the tasks of `work` that are still needed, encoded by several processes. Raise
+        InputError for a file that cannot be read."""
         return map_in_order(self._tasks(work), Encoder, self._options.encode, self._workers(work))

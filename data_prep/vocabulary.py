@@ -1,5 +1,5 @@
-"""Tokenizers: bytes, Hugging Face's `tokenizer.json` files (which can also be trained), and
-others."""
+"""Tokenizers: bytes, Hugging Face's `tokenizer.json` files (which can also be trained), and files
+of other libraries."""
 
 import hashlib
 import os
@@ -18,9 +18,9 @@ from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import TOKENIZER_CONFIG, json_object
 from ptdmpi.data.header import token_dtype
 
-# The texts that may be the end of document, if no file of the model names it, in order of
-# preference. Gemma's vocabulary also has "</s>" as an HTML tag, so <eos> comes before it. The last
-# one is BERT's: a model with its vocabulary has no room for a new id.
+# The names of end-of-document tokens, in order of preference, for a model whose files do not name
+# this token. Gemma's vocabulary has "</s>" also as an HTML tag, so <eos> comes before "</s>". The
+# last name is for BERT, whose models have no room for a new id.
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<eod>", "[SEP]")
 # Files in the folder of a tokenizer.json that may name the id at the end of a text.
 NAMING = ("config.json", "generation_config.json")
@@ -30,15 +30,15 @@ BYTES = "bytes"
 TIKTOKEN = "tiktoken:"
 GIGATOKEN = "gigatoken:"  # followed by the name of a tokenizer.json
 _COMPARED_CHARACTERS = 4096
-# gigatoken's cache of words is emptied after this number of characters
+# gigatoken's word cache is emptied after this number of characters
 _RENEWED_CHARACTERS = 1 << 26
 BYTES_SHA256 = hashlib.sha256(BYTES.encode()).hexdigest()
-MIN_VOCAB_SIZE = 257  # all bytes and the end of document
-MAX_VOCAB_SIZE = 1 << 24  # the library reserves memory for this number before it begins
+MIN_VOCAB_SIZE = 257  # 256 bytes and the end-of-document token
+MAX_VOCAB_SIZE = 1 << 24  # the library reserves memory for this number of tokens at the start
 
 
 class Vocabulary(Protocol):
-    """The description of the tokens that the header of a shard contains."""
+    """A description of a vocabulary, as the header of a shard contains it."""
 
     name: str
     sha256: str
@@ -58,8 +58,8 @@ class Tokenizer(Vocabulary, Protocol):
 
 
 class MarkedTokenizer(Tokenizer, Protocol):
-    """A tokenizer that can also encode texts in which the names of special tokens mean these
-    tokens. A chat template writes such texts."""
+    """A tokenizer that can also encode texts in which the names of special tokens are encoded as
+    special tokens. A chat template writes such texts."""
 
     special: frozenset[str]  # names of the tokenizer's special tokens
 
@@ -69,8 +69,8 @@ class MarkedTokenizer(Tokenizer, Protocol):
 
 
 class ByteTokenizer:
-    """The tokenizer whose tokens are the bytes of the UTF-8 text: ids 0 to 255, and 256 for the end
-    of a document."""
+    """A tokenizer whose tokens are the bytes of the UTF-8 text: ids 0 to 255 are bytes, and id 256
+    is the end of a document."""
 
     name = BYTES
     sha256 = BYTES_SHA256
@@ -79,8 +79,8 @@ class ByteTokenizer:
     special = frozenset(END_OF_DOCUMENT[:1])
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the ids of each text and the character at which each begins. The end of document
-        is written as `decode` writes it."""
+        """Return the ids of each text, and the index of the character at which each token begins.
+        The text <|endoftext|> is encoded as the end-of-document id."""
         return [self._marked(text) for text in texts]
 
     def _marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -88,7 +88,7 @@ class ByteTokenizer:
         starts: list[int] = []
         at = 0
         for piece in text.split(END_OF_DOCUMENT[0]):
-            if at:  # an end of document precedes it
+            if at:  # an end-of-document token precedes this piece
                 ids.append(self.eod_id)
                 starts.append(at - len(END_OF_DOCUMENT[0]))
             for character in piece:
@@ -115,9 +115,10 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer from a `tokenizer.json` file.
 
-    The end of document is the end of a text according to the model's files in the same folder, else
-    the first of END_OF_DOCUMENT in the vocabulary, else a new id after the vocabulary. Names of
-    special tokens in texts are treated as plain text, except in `encode_marked`.
+    The end-of-document token is the end of a text according to the model's files in the same
+    folder. If no file names one, it is the first name in END_OF_DOCUMENT that is in the vocabulary,
+    or else a new id after the vocabulary. Names of special tokens in texts are treated as plain
+    text, except in `encode_marked`.
     """
 
     def __init__(self, path: str | Path):
@@ -155,8 +156,9 @@ class HuggingFaceTokenizer:
         self.special = frozenset(token.content for token in added if token.special)
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the ids of each text, with special tokens for their names, and the character at
-        which each token begins. Raise InputError for a text that cannot be encoded."""
+        """Return the ids of each text, and the index of the character at which each token begins.
+        The names of special tokens are encoded as special tokens. Raise InputError for a text that
+        cannot be encoded."""
         self._tokenizer.encode_special_tokens = False
         try:
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
@@ -187,8 +189,8 @@ class HuggingFaceTokenizer:
 
 
 class GigatokenTokenizer(HuggingFaceTokenizer):
-    """A tokenizer from a `tokenizer.json` file that is read with the library gigatoken, which
-    caches words: it gives the same tokens, many times as fast.
+    """A tokenizer from a `tokenizer.json` file that is read with the library gigatoken. It gives
+    the same tokens as `HuggingFaceTokenizer`, but much faster, because it caches words.
 
     Texts that contain the name of a special token, which gigatoken would encode as that token, are
     encoded by `tokenizers`. The beginning of each batch is encoded by both libraries and compared.
@@ -212,7 +214,7 @@ class GigatokenTokenizer(HuggingFaceTokenizer):
             raise InputError(
                 f"tokenizer {GIGATOKEN}{path}: {error}; try it without {GIGATOKEN}"
             ) from error
-        self._characters = 0  # number of characters whose words are in the cache
+        self._characters = 0  # number of characters that were encoded since the cache was emptied
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the token ids of each text. Raise InputError if the results of the two libraries
@@ -238,9 +240,9 @@ class GigatokenTokenizer(HuggingFaceTokenizer):
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """Return the tokenizer that `name` means: `bytes`, `tiktoken:NAME`, `gigatoken:FILE`, the name
-    of a model on the Hugging Face hub, or the path of a file, which is a SentencePiece `.model` or
-    else a `tokenizer.json`.
+    """Return the tokenizer with the given name: `bytes`, `tiktoken:NAME`, `gigatoken:FILE`, the
+    name of a model on the Hugging Face hub, or the path of a file, which is a SentencePiece
+    `.model` or else a `tokenizer.json`.
 
     Raise InputError if `name` is none of the known kinds, or if an optional library is missing.
     """
@@ -257,7 +259,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     return _load_file(path, str(name).startswith(GIGATOKEN), state)
 
 
-@lru_cache(1)  # a large vocabulary takes half a second to load, and a process loads it twice
+@lru_cache(1)  # a large vocabulary takes half a second to load, and a process asks for it twice
 def _load_file(path: Path, fast: bool, state: tuple[tuple[int, int], ...]) -> Tokenizer:
     """Load a tokenizer. `state`, the sizes and times of all its files, is part of the cache key."""
     if fast:
@@ -268,8 +270,9 @@ def _load_file(path: Path, fast: bool, state: tuple[tuple[int, int], ...]) -> To
 
 
 def _named_end(folder: Path, vocabulary: Mapping[str, int]) -> int | None:
-    """Return the id that files in a tokenizer's folder name as the end of a text: `eos_token`, else
-    the first `eos_token_id`, if it is in the vocabulary. Raise InputError for a damaged file."""
+    """Return the id that files in a tokenizer's folder name as the end of a text: the id of
+    `eos_token`, or else the first `eos_token_id` in the vocabulary, or else None. Raise InputError
+    for a damaged file."""
     if (folder / TOKENIZER_CONFIG).is_file():
         token = json_object(folder / TOKENIZER_CONFIG).get("eos_token")
         if isinstance(token, dict):
@@ -289,7 +292,7 @@ def _named_end(folder: Path, vocabulary: Mapping[str, int]) -> int | None:
 
 def tokenizer_file(name: str) -> Path | None:
     """Return the file of a tokenizer; None for a tokenizer that has no file. The tokenizer of a
-    model on the Hugging Face hub is downloaded. Raise InputError if that fails."""
+    model on the Hugging Face hub is downloaded. Raise InputError if the download fails."""
     if name == BYTES or name.startswith(TIKTOKEN):
         return None
     file = name.removeprefix(GIGATOKEN)
@@ -299,12 +302,12 @@ def tokenizer_file(name: str) -> Path | None:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tuple[str, int]:
-    """Train a byte-level BPE (Radford et al. 2019, section 2.2) with the special token
+    """Train a byte-level BPE tokenizer (Radford et al. 2019, section 2.2) with the special token
     <|endoftext|>.
 
-    Return the content of the new tokenizer.json, and the size of its vocabulary, which is below
-    `vocab_size` if the texts have too few pairs. The same texts give the same tokenizer. Raise
-    InputError for a size outside MIN_VOCAB_SIZE to MAX_VOCAB_SIZE.
+    Return the content of the new tokenizer.json, and the size of its vocabulary. The size is below
+    `vocab_size` if the texts have too few pairs of tokens. The same texts give the same tokenizer.
+    Raise InputError for a size outside MIN_VOCAB_SIZE to MAX_VOCAB_SIZE.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

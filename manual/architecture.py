@@ -1,4 +1,5 @@
-"""Draw the architecture: the layers of the import contract in pyproject.toml, one band each."""
+"""Draw the architecture of the package: a band for each layer of the import contract in
+pyproject.toml."""
 
 import re
 import tomllib
@@ -14,7 +15,8 @@ BAND, LINE, NAMES = 40.0, 18.0, 330.0
 
 
 def layers() -> list[list[str]]:
-    """Return the layers from the top to the bottom, each as the folders that share it."""
+    """Return the layers of the import contract from top to bottom. Each layer is a list of
+    folders."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = settings["tool"]["importlinter"]["contracts"]
     contract = next(entry for entry in contracts if entry["name"] == CONTRACT)
@@ -22,7 +24,8 @@ def layers() -> list[list[str]]:
 
 
 def purposes() -> dict[str, str]:
-    """Return folder of `src/ptdmpi` -> its line in the table of docs/explanation/house.md."""
+    """Return a table that maps each folder of `src/ptdmpi` to its description in the table of
+    docs/explanation/house.md."""
     rows = re.findall(r"^\| `src/ptdmpi/([\w/.]+?)/?` \| (.*) \|$", HOUSE.read_text("utf-8"), re.M)
     return {name.removesuffix(".py"): purpose.replace("`", "") for name, purpose in rows}
 
@@ -45,7 +48,7 @@ def drawing() -> str:
 
 
 def _band(picture: Drawing, y: float, height: float, folders: dict[str, str]) -> None:
-    """Draw one layer: a box for each of its folders, and what each is for."""
+    """Draw one layer: a box for each of its folders, and the purpose of each folder."""
     picture.box((MARGIN, y, WIDTH - 2 * MARGIN, height), PALE)
     width = (NAMES - GAP) / len(folders) - GAP
     first_line = y + height / 2 - LINE * (len(folders) - 1) / 2 + 4

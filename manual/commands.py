@@ -1,4 +1,4 @@
-"""Draw the reference of both programs' commands from click."""
+"""Generate the reference of the commands of `ptdmpi` and `ptdmpi-data` from click."""
 
 import inspect
 import re
@@ -12,12 +12,12 @@ from ptdmpi.cli import group as trainer_group
 PROGRAMS: dict[str, click.Group] = {"ptdmpi": trainer_group, "ptdmpi-data": data_group}
 # Parameters that every command has; the page explains them once.
 EVERYWHERE = ("help", "version", "quiet")
-# The beginning of a paragraph of help that is a command to type.
+# Matches a paragraph of help that is a command to type.
 EXAMPLE = re.compile(r"(mpirun|srun|ptdmpi(-data)?|eval) .*[^.,;:]$", re.DOTALL)
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:
-    """Yield each command that does something, with its whole name, in the order of the help."""
+    """Yield each command that is not a group, with its full name, in the order of the help text."""
     for program, group in PROGRAMS.items():
         yield from _below(program, group)
 
@@ -53,7 +53,7 @@ def _section(name: str, command: click.Command) -> str:
 
 
 def _paragraphs(text: str) -> str:
-    """Return help text as Markdown: an example becomes a block of code, the rest stays prose."""
+    """Return help text as Markdown. Paragraphs that are example commands become blocks of code."""
     paragraphs = [part.replace("\b\n", "").strip() for part in re.split(r"\n\s*\n", text)]
     return "\n\n".join(map(_paragraph, paragraphs)) + "\n"
 

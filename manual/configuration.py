@@ -1,7 +1,8 @@
-"""Draw the configuration reference from the pydantic models of `ptdmpi.config`.
+"""Generate the configuration reference from the pydantic models of `ptdmpi.config`.
 
-Types, defaults and limits come from the models, the refusals from the source of `ptdmpi.config`,
-and the meaning of each key from `keys.toml`, which a test compares with the models.
+Types, defaults and limits come from the models. Error messages about combinations of keys come from
+the source of `ptdmpi.config`. The meaning of each key comes from `keys.toml`. A test compares the
+keys in `keys.toml` with the models.
 """
 
 import ast
@@ -24,21 +25,21 @@ HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parent / "src" / "ptdmpi" / "config"
 TYPE_NAMES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
 TYPE_NAMES |= {"Decimal": "number"}
-# Sections that TOML writes as arrays of tables.
+# Sections that are arrays of tables in TOML.
 TABLES: dict[str, type[BaseModel]] = {
     "optimizer.groups": RateGroup,
     "data.train": TrainDataConfig,
 }
-# The end of a refusal that a function returns: the legal values.
+# Matches the beginning of the list of legal values at the end of an error message.
 LEGAL = re.compile(r"; legal(\b| nearby)")
-# The meaning of a change of a key when a run resumes, for the table.
+# Words for the column "on resume": the effect of a changed key when a run resumes.
 RESUME_WORDS = {
     OnResume.BOUND: "refused",
     OnResume.BOUND_ORDER: "refused \\*",
     OnResume.REPORTED: "reported",
     OnResume.FREE: "free",
 }
-# Keys that the program resolves before the models see them.
+# Keys that the program replaces before the pydantic models validate the configuration.
 RESOLVED_EARLY = {("model", "preset")}
 
 
@@ -54,7 +55,7 @@ def sections() -> dict[str, type[BaseModel]]:
 
 
 def words() -> dict[str, dict[str, dict[str, str]]]:
-    """Return section -> key -> its words in `keys.toml`."""
+    """Return the entries of `keys.toml`, by section and key."""
     return tomllib.loads((HERE / "keys.toml").read_text(encoding="utf-8"))
 
 
@@ -114,7 +115,8 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _limits(metadata: list[Any]) -> str:
-    """Return the bounds that pydantic checks, such as ", at least 1"; not the cap on any count."""
+    """Return the limits that pydantic checks, such as ", at least 1". The general limit MOST of all
+    numbers is left out."""
     shown = []
     words_of = {"ge": "at least", "gt": "above", "lt": "below", "le": "at most"}
     words_of |= {"multiple_of": "a multiple of"}
@@ -137,7 +139,8 @@ def default_of(field: FieldInfo) -> str:
 
 
 def resume_of(model: type[BaseModel], key: str) -> str:
-    """Return in a word what a change of the key means for a run that resumes, if it says so."""
+    """Return a word for the effect of a change of the key when a run resumes; "" if the model
+    declares no effect."""
     declared = getattr(model, "on_resume", None)
     if declared is None or key not in model.model_fields:
         return ""
@@ -155,7 +158,7 @@ def _shown(value: Any) -> str:
 
 
 def _kinds() -> str:
-    """Return the table of what each kind of model means by default."""
+    """Return the table of the defaults that each kind of model sets."""
     keys = dict.fromkeys(key for table in MODEL_KINDS.values() for key in table)
     lines = ["### Kinds of model\n", "| key | " + " | ".join(MODEL_KINDS) + " |"]
     lines.append("|---" * (len(MODEL_KINDS) + 1) + "|")
@@ -170,7 +173,8 @@ def _kinds() -> str:
 
 
 def refused() -> Iterator[str]:
-    """Yield each text of `ptdmpi.config` that refuses a combination of keys, "…" for values."""
+    """Yield each error message in `ptdmpi.config` about a combination of keys, with "…" in place of
+    values."""
     for file in sorted(SOURCES.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Yield | ast.Lambda):
@@ -182,7 +186,7 @@ def refused() -> Iterator[str]:
 
 
 def literal(node: ast.expr) -> str:
-    """Return the text of a string, with "…" for each value that the program puts in."""
+    """Return the text of a string expression, with "…" in place of each formatted value."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -193,7 +197,7 @@ def literal(node: ast.expr) -> str:
 
 
 def _refusals_of(section: str, model: type[BaseModel], texts: list[str]) -> str:
-    """Return a folded list of the refusals that name a key of the section."""
+    """Return a collapsible list of the error messages that name a key of the section."""
     keys = "|".join(map(re.escape, model.model_fields))
     named = re.compile(rf"(?<![\w.]){re.escape(section)}\.({keys})\b")
     lines = [text for text in dict.fromkeys(texts) if named.search(text)]

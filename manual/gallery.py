@@ -8,7 +8,7 @@ PICTURES = ROOT / "docs" / "pictures"
 
 
 class Picture(NamedTuple):
-    """A picture of docs/pictures, what it shows, and the command that draws it."""
+    """A picture in docs/pictures, a sentence about its content, and the command that draws it."""
 
     file: str
     shows: str
@@ -16,7 +16,7 @@ class Picture(NamedTuple):
 
 
 class Chapter(NamedTuple):
-    """Pictures of one kind under a heading."""
+    """A chapter of the gallery: a heading, and pictures of one kind."""
 
     heading: str
     pictures: tuple[Picture, ...]
@@ -36,14 +36,14 @@ PLANNED = (
     " --layout t=8,p=8,d=16,v=3,b=1 --recompute selective"
 )
 FIGURES = "make figures"
-# Narayanan et al. 2021 -> what each figure shows.
+# Maps the number of each figure of Narayanan et al. 2021 to a sentence about the figure.
 PUBLISHED = {
-    11: "Throughput of one pipeline by its size, for two batches.",
-    12: "The interleaved schedule and the usual one.",
-    13: "Tensor and pipeline parallelism combined.",
-    14: "Data and pipeline parallelism combined.",
-    15: "Data and tensor parallelism combined.",
-    16: "Throughput by the size of the microbatch.",
+    11: "Throughput of one pipeline by its number of ranks, for two batch sizes.",
+    12: "Throughput of the interleaved schedule and of 1F1B.",
+    13: "Throughput of combinations of tensor and pipeline parallelism.",
+    14: "Throughput of combinations of data and pipeline parallelism.",
+    15: "Throughput of combinations of data and tensor parallelism.",
+    16: "Throughput by the microbatch size.",
     17: "Throughput with and without recomputation.",
     18: "Throughput with and without scatter and gather between stages.",
 }
@@ -72,7 +72,7 @@ CHAPTERS = (
             ),
             Picture(
                 "plan-memory.png",
-                "The memory of that step over time.",
+                "The planned memory of a step of GPT-3 over time.",
                 f"{PLANNED} --memory-png plan-memory.png",
             ),
         ),
@@ -86,7 +86,7 @@ CHAPTERS = (
             _schedule(
                 "interleaved_uneven.png",
                 "--kind interleaved -p 4 -v 2 -m 6",
-                "Interleaved 1F1B where p does not divide m.",
+                "Interleaved 1F1B with 6 microbatches on 4 ranks.",
             ),
             _schedule("zb_h1.png", "--kind zb-h1 -p 4 -m 8", "ZB-H1, with a split backward."),
             _schedule("zb_v.png", "--kind zb-v -p 4 -v 2 -m 8", "ZB-V, with stages on a V."),
@@ -99,7 +99,7 @@ CHAPTERS = (
                 "ranks",
                 "--model llama-65b --cluster selene --ranks 4096 --tokens 1.4e12 --days 21"
                 " --price 1.5",
-                "The cost of a training by the number of ranks.",
+                "The cost of a training run by the number of ranks.",
             ),
             _answer(
                 "restarts",
@@ -126,14 +126,14 @@ CHAPTERS = (
             _answer(
                 "days",
                 "--model llama-65b --cluster selene --ranks 2048 --tokens 1.4e12 --days 21",
-                "The days of a training by utilization.",
+                "The days of a training run by utilization.",
             ),
             _answer(
                 "methods",
                 "--model gpt2-355m --cluster v100-dgx2 --layout t=8,p=1,d=64,b=8 --batch 512",
-                "The data axis by communication method.",
+                "The communication time of the data axis by communication method.",
             ),
-            _answer("size", "--flops 5.76e23", "The loss of a budget by the size of the model."),
+            _answer("size", "--flops 5.76e23", "The loss for a budget of FLOPs by model size."),
         ),
     ),
     Chapter(
@@ -159,7 +159,7 @@ CHAPTERS = (
             ),
             Picture(
                 "ring-error.png",
-                "The rounding of ring attention in float32 by the number of context ranks.",
+                "The rounding error of ring attention in float32 by the number of context ranks.",
                 "python -m benchmarks.planning.ring_error",
             ),
             Picture("bench.png", "This trainer and others, tokens per second.", "make bench"),
@@ -170,7 +170,7 @@ CHAPTERS = (
             ),
             Picture(
                 "less-gpt.png",
-                "The same methods on a small GPT.",
+                "Communication-efficient methods on a small GPT.",
                 "make communicate-less",
             ),
             Picture(

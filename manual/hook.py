@@ -1,6 +1,7 @@
-"""The hook of mkdocs.yml: fill in what is generated, and show pages of other folders.
+"""The hook of mkdocs.yml, which inserts the generated parts of pages and adds pages from outside
+docs/.
 
-A page has `{{ name }}` on a line of its own where the part of that name belongs.
+A line `{{ name }}` of a page is replaced by the generated part with this name.
 """
 
 import re
@@ -8,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# mkdocs imports this file by its path.
+# mkdocs imports this file by its path, so the folder of the project must be added to the module
+# search path.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mkdocs.structure.files import File, Files
@@ -29,7 +31,7 @@ MARK = re.compile(r"^\{\{ ([a-z ]+) \}\}$", re.MULTILINE)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pictures that code draws, and the pages that are not in docs/."""
+    """Add the pictures that functions draw, and the pages that are not in docs/."""
     for place, draw in PICTURES.items():
         files.append(File.generated(config, place, content=draw()))
     for page, place in links.OUTSIDE.items():
@@ -39,7 +41,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Return the page with its generated parts, and with links that work on the site."""
+    """Return the text of the page with the generated parts, and with links that work on the
+    site."""
     place = page.file.src_uri
     if place not in links.OUTSIDE.values():
         markdown = links.for_site(markdown, f"docs/{place}")

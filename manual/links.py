@@ -1,7 +1,8 @@
-"""Turn the links of a page, written for readers of the repository, into those of the site.
+"""Convert the links of a page, which are written for readers of the repository, to links of the
+site.
 
-Pages link to files by their place in the repository. A link to a page becomes a link within the
-site, one to another file that exists becomes plain text, and anything else is an error.
+Pages link to files by paths in the repository. A link to a page becomes a link within the site. A
+link to another existing file becomes plain text. A link to a missing file is an error.
 """
 
 import re
@@ -10,7 +11,7 @@ from posixpath import join, normpath, relpath
 
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
-# Pages that are not in docs/ -> their places on the site.
+# Maps each page that is not in docs/ to its path on the site.
 OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
@@ -21,11 +22,12 @@ OUTSIDE = {
 
 
 class BrokenLinkError(Exception):
-    """A link of a page names nothing that is there."""
+    """An error: a link of a page names a file that does not exist."""
 
 
 def for_site(text: str, page: str) -> str:
-    """Return the text of `page` (a place in the repository) with the links of the site."""
+    """Return the text of the page at the path `page` of the repository, with links that work on the
+    site."""
     here = OUTSIDE.get(page, page.removeprefix("docs/"))
 
     def replaced(match: re.Match[str]) -> str:

@@ -1,4 +1,5 @@
-"""Draw the life of a step: the programs of a small pipeline with their messages, and its parts."""
+"""Draw a training step: the parts of a step, and the programs of a small pipeline with their
+messages."""
 
 from manual.step_path import PARTS
 from manual.svg import GREEN, GREY, INK, PALE, Drawing, Style
@@ -37,7 +38,7 @@ def drawing() -> str:
 
 
 def _parts(picture: Drawing) -> None:
-    """Draw the parts of a step as a row of boxes, each with what happens and its files."""
+    """Draw the parts of a step as a row of boxes, each with the name of the part and its files."""
     picture.text(MARGIN, MARGIN + 12, "One step, part by part", Style(size=14, weight="bold"))
     width = (WIDTH - 2 * MARGIN) / len(PARTS)
     for number, part in enumerate(PARTS):
@@ -68,7 +69,8 @@ def _lane(picture: Drawing, rank: int, order: tuple[Op, ...], times: dict[Op, In
 def _messages(
     picture: Drawing, rank: int, program: Program, times: dict[Op, Interval], width: float
 ) -> None:
-    """Draw an arrow of this width for each message of the rank, from the end of its op."""
+    """Draw an arrow of width `width` for each message that the rank sends. The arrow begins at the
+    end of the op whose output is sent."""
     for action in program:
         if isinstance(action, Send):
             below = action.peer > rank

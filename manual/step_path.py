@@ -1,6 +1,6 @@
 """List the files that one training step passes through, from the token file to the update.
 
-Whoever wants to know how the trainer works reads these files in this order. Tests count their lines
+To learn how the trainer works, read these files in this order. Tests count the lines of the files
 and compare the sum with README.md.
 """
 
@@ -12,7 +12,8 @@ SOURCE = ROOT / "src" / "ptdmpi"
 
 
 class StepPart(NamedTuple):
-    """A part of a step: its name, what happens in it, and the files that do it, in order."""
+    """A part of a step: its name, a description of the work, and the files with its code, in
+    reading order."""
 
     name: str
     happens: str
@@ -60,18 +61,19 @@ PARTS = (
 
 
 def lines_of(name: str) -> int:
-    """Return the number of lines of a file of `src/ptdmpi` that are not blank."""
+    """Return the number of non-blank lines of a file in `src/ptdmpi`."""
     text = (SOURCE / name).read_text(encoding="utf-8")
     return sum(bool(line.strip()) for line in text.splitlines())
 
 
 def total() -> int:
-    """Return the number of lines of the whole path that are not blank."""
+    """Return the number of non-blank lines of all files in PARTS."""
     return sum(lines_of(name) for part in PARTS for name in part.files)
 
 
 def page() -> str:
-    """Return the table of the path: each part, its files and their lines."""
+    """Return the table of the parts in Markdown: each part, its files, and the number of lines of
+    each file."""
     rows = ["| part | what happens | files (lines that are not blank) |", "|---|---|---|"]
     for part in PARTS:
         files = ", ".join(f"`{name}` ({lines_of(name)})" for name in part.files)

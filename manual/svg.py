@@ -1,4 +1,4 @@
-"""Write small SVG pictures: boxes, words and arrows, with the site's colours."""
+"""Write small SVG pictures of boxes, texts and arrows, in the site's colours."""
 
 from collections.abc import Sequence
 from html import escape
@@ -33,7 +33,8 @@ class Drawing:
         )
 
     def text(self, x: float, y: float, words: str, style: Style | None = None) -> None:
-        """Add a line of text whose baseline begins, ends or is centred at x, y."""
+        """Add a line of text at x, y. The anchor of the style says whether the baseline begins,
+        ends or is centred there."""
         style = style or Style()
         self.shapes.append(
             f'<text x="{x:.1f}" y="{y:.1f}" font-size="{style.size:g}" fill="{style.color}" '
@@ -41,7 +42,7 @@ class Drawing:
         )
 
     def arrow(self, start: tuple[float, float], end: tuple[float, float], color: str) -> None:
-        """Add a line with a head at its end."""
+        """Add an arrow: a line with a head at its end."""
         self.shapes.append(
             f'<line x1="{start[0]:.1f}" y1="{start[1]:.1f}" x2="{end[0]:.1f}" y2="{end[1]:.1f}" '
             f'stroke="{color}" stroke-width="1.5" marker-end="url(#head)"/>'

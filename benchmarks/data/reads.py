@@ -1,16 +1,16 @@
-"""The speed of data, compared with the minimum of work that each task needs.
+"""The speed of reading, writing and tokenizing data, compared with the minimum of work.
 
     python -m benchmarks.data.reads [reads] [start] [write] [tokenize] [--folder DIR] [--rounds 5]
                               [--peers PYTHON] [--megatron DIR]
 
 reads     samples of 1,024 tokens in the training order, as int64 inputs and labels, against
-          `memmap[i * s : i * s + s + 1].astype(np.int64)` of as many random i; warm page cache
+          `memmap[i * s : i * s + s + 1].astype(np.int64)` for as many random i; warm page cache
 start     time and memory from the start of a process to its first batch: 10^8 to 10^12 tokens
 write     token ids written to shards, against h5py's create_dataset(data=...)
-tokenize  `ptdmpi-data tokenize` against the bare calls of the tokenizer, and other tools
+tokenize  `ptdmpi-data tokenize` against direct calls of the tokenizer, and other tools
 
-The compared programs alternate, in changing order, and a ratio is taken within one round. The
-output has medians and, in brackets, the least and the greatest value.
+The compared programs alternate, in changing order, and a ratio compares two times of the same
+round. The output has medians and, in brackets, the least and the greatest value.
 """
 
 import argparse
@@ -56,7 +56,8 @@ def write_dataset(directory: Path, tokens: int, seed: int) -> Dataset:
 
 
 def timed_steps(batches: TrainBatches, samples: int, global_size: int) -> Side:
-    """Return a timed function that reads the next `samples` samples, step by step."""
+    """Return a function that reads the next `samples` samples, step by step, and returns
+    samples/s."""
     places = iter(range(10**9))
 
     def side() -> float:
@@ -73,7 +74,8 @@ def timed_steps(batches: TrainBatches, samples: int, global_size: int) -> Side:
 
 
 def timed_prefetch(batches: TrainBatches, samples: int, global_size: int) -> Side:
-    """Return a timed function that reads `samples` samples through the prefetching thread."""
+    """Return a function that reads `samples` samples through the prefetching thread, and returns
+    samples/s."""
 
     def side() -> float:
         steps = samples // global_size
@@ -86,7 +88,8 @@ def timed_prefetch(batches: TrainBatches, samples: int, global_size: int) -> Sid
 
 
 def in_order(datasets: list[Dataset], global_size: int, micro_size: int) -> TrainBatches:
-    """Return the batches from a mixture of datasets with the weights WEIGHTS, on one data rank."""
+    """Return the batches from a mixture of datasets with the weights WEIGHTS, for a single data
+    rank."""
     parts = [
         Part(dataset.samples(SEQ_LENGTH), weight)
         for dataset, weight in zip(datasets, WEIGHTS, strict=False)
@@ -103,8 +106,8 @@ def in_order(datasets: list[Dataset], global_size: int, micro_size: int) -> Trai
 
 
 def timed_slices(datasets: list[Dataset], picks: np.ndarray, chance: np.random.Generator) -> Side:
-    """Return a timed function that reads the samples `picks` as slices of memory-mapped files, each
-    from a random dataset."""
+    """Return a function that reads the samples `picks` as slices of memory-mapped files, each from
+    a random dataset, and returns samples/s."""
     headers = [dataset.headers[0] for dataset in datasets]
     maps = [np.memmap(h.path, h.dtype, "r", h.byte_offset, (h.tokens,)) for h in headers]
     shares = np.array([float(weight) for weight in WEIGHTS[: len(datasets)]])
@@ -121,7 +124,8 @@ def timed_slices(datasets: list[Dataset], picks: np.ndarray, chance: np.random.G
 
 
 def timed_reads(dataset: Dataset, picks: np.ndarray, group: int) -> Side:
-    """Return a timed function that reads the samples `picks`, `group` at a time."""
+    """Return a function that reads the samples `picks`, `group` samples per call, and returns
+    samples/s."""
 
     def side() -> float:
         groups = [picks[n : n + group] for n in range(0, len(picks), group)]
@@ -162,7 +166,7 @@ def reads(folder: Path, rounds: int) -> None:
 
 
 def write(folder: Path, rounds: int) -> None:
-    """Measure writing token ids."""
+    """Measure writing token ids to shards, compared with h5py alone."""
     total = 200 * BLOCK_TOKENS
     tokens = np.random.default_rng(0).integers(0, 50256, total, np.uint16)
     ends = np.append(np.arange(DOCUMENT_TOKENS, BLOCK_TOKENS, DOCUMENT_TOKENS), BLOCK_TOKENS)
@@ -222,7 +226,7 @@ def tokenize(folder: Path, rounds: int, peers: Peers) -> None:
 
 
 def main() -> None:
-    """Measure the parts that the command line names."""
+    """Run the measurements that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", help=f"of {' '.join(PARTS)} [default: all]")
     parser.add_argument("--folder", type=Path, help="the folder for the datasets")

@@ -1,15 +1,15 @@
 """The speed of tokenizing: ptdmpi's tool, direct calls of the tokenizer, and tools of other
 projects.
 
-Both comparisons use a text that every machine has, the sources of Python's standard library, and a
-BPE tokenizer that is trained on a part of it:
+Both comparisons use a text that every machine has (the sources of Python's standard library), and a
+BPE tokenizer that is trained on a part of this text:
 
 - one process with everything loaded and warm: `ptdmpi-data tokenize` against direct calls of
   `encode_batch` and `encode_batch_fast` on texts in memory;
-- complete commands on all cores. A rate is the difference between two corpora of different length,
-  so that the start-up time (imports, the tokenizer's file, processes) cancels; the total time has a
-  column of its own. Fast tools also get a longer corpus. Direct calls run in one process per core,
-  each on its share.
+- complete commands on all cores. A rate is the difference in tokens between two corpora of
+different length, divided by the difference in time, so that the start-up time (imports, the
+tokenizer's file, processes) cancels. The total time has a column of its own. Fast tools also get a
+longer corpus. Direct calls run in one process per core, each on its own file of the corpus.
 """
 
 import json
@@ -31,16 +31,16 @@ VOCABULARY_SIZE = 32768
 LEARN_BYTES = 4_000_000
 WARM_BYTES = 4_000_000
 LONG_BYTES = 12_000_000
-SHORT_SHARE = 4  # the short corpus is a quarter of the long one
-LONGEST_TIMES = 10  # the longest corpus is this many times the long one
+SHORT_SHARE = 4  # the short corpus is a quarter of the long corpus
+LONGEST_TIMES = 10  # the longest corpus is the long corpus repeated this many times
 OURS = "ptdmpi-data tokenize"
 GROUP_TEXTS = 256  # number of texts in a direct call
 
 
 @dataclass(frozen=True)
 class Peers:
-    """Tools of other projects. If something that a tool needs is missing, it is skipped, and a line
-    says so."""
+    """Tools of other projects. If a package that a tool needs is missing, the tool is skipped, and
+    a line says so."""
 
     # a Python interpreter that has datatrove, gigatoken, or the packages that Megatron needs
     python: Path | None
@@ -48,8 +48,8 @@ class Peers:
 
 
 def stdlib_texts(size_bytes: int) -> list[str]:
-    """Return Python's own sources, about `size_bytes` bytes. The sources are repeated if there are
-    fewer."""
+    """Return the texts of Python's own source files, about `size_bytes` bytes in total. The texts
+    are repeated if the sources have fewer bytes."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     texts = []
     total = 0
@@ -81,7 +81,7 @@ def write_corpus(folder: Path, texts: list[str], files: int) -> Path:
 
 
 def learn(folder: Path) -> Path:
-    """Train a tokenizer on a part of the corpus. Return its file."""
+    """Train a tokenizer on a part of the corpus. Return the path of the tokenizer's file."""
     from data_prep.vocabulary import train_bpe
 
     path = folder / "tokenizer.json"
@@ -170,8 +170,8 @@ if __name__ == "__main__":
 @dataclass(frozen=True)
 class Tool:
     """A command that tokenizes a corpus. `words` returns the command line for a corpus, an output
-    folder and a number of cores. `written` is the pattern of its output files that have 2 bytes per
-    token."""
+    folder and a number of cores. `written` is the pattern of the output files that have 2 bytes per
+    token, if there are any."""
 
     words: Callable[[Path, Path, int], list[str]]
     written: str | None = None
@@ -233,8 +233,9 @@ def _tools(folder: Path, tokenizer: Path, peers: Peers) -> dict[str, Tool]:
 
 
 def _run(tool: Tool, corpus: Path, out: Path, cores: int) -> tuple[float, int | None]:
-    """Return the seconds that a tool took and the number of tokens that it wrote (None: it writes
-    no files with 2 bytes per token). Raises RuntimeError with the tool's last line if it fails."""
+    """Return the seconds that a tool took and the number of tokens that it wrote. The number is
+    None if the tool has no output files with 2 bytes per token. Raises RuntimeError with the tool's
+    last line if the tool fails."""
     shutil.rmtree(out, ignore_errors=True)
     environ = {name: value for name, value in os.environ.items() if "TOKENIZERS" not in name}
     environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'src'}"
@@ -276,7 +277,7 @@ def commands(folder: Path, tokenizer: Path, rounds: int, peers: Peers) -> None:
         tokens.append(json.loads(subprocess.check_output(words))["tokens"])
     tokens.append(LONGEST_TIMES * tokens[1])
     seconds: dict[str, list[list[float]]] = {name: [] for name in tools}
-    for number in range(rounds + 1):  # one more round, at the beginning, is a warm-up
+    for number in range(rounds + 1):  # an additional first round is a warm-up
         for name in list(seconds)[:: 1 if number % 2 else -1]:
             mine = corpora if tools[name].quick else corpora[:2]
             try:
@@ -299,8 +300,9 @@ def commands(folder: Path, tokenizer: Path, rounds: int, peers: Peers) -> None:
 
 
 def rates_between(seconds: list[list[float]], tokens: list[int]) -> list[float] | None:
-    """Return the tokens per second in each round, from the difference between the tool's shortest
-    and longest corpus. Return None if the tool's two times differ by no more than they scatter."""
+    """Return the tokens per second of a tool in each round, from the difference between the tool's
+    shortest and longest corpus. Return None if this difference in time is not greater than its
+    variation between rounds."""
     longest = len(seconds[0]) - 1
     differences = [times[longest] - times[0] for times in seconds]
     if min(differences) <= max(differences) - min(differences):
@@ -309,8 +311,8 @@ def rates_between(seconds: list[list[float]], tokens: list[int]) -> list[float] 
 
 
 def _show(seconds: dict[str, list[list[float]]], tokens: list[int], what: str) -> None:
-    """Print a table. A ratio is taken within one round; a dash means that there is no rate (see
-    `rates_between`)."""
+    """Print a table. A ratio compares two rates of the same round. A dash means that
+    `rates_between` returned no rate."""
     rates = {name: rates_between(times, tokens) for name, times in seconds.items()}
     plain = next(iter(rates.values()))
     print(f"\ntokenize, whole commands on {what}, {tokens[1]:,} tokens")

@@ -1,1 +1,2 @@
-"""Benchmarks with faults: runs that are killed, damaged and starved, and the cost of saving."""
+"""Benchmarks with faults: runs that are killed, damaged or left without disk space, and the cost of
+saving checkpoints."""

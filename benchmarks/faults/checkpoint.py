@@ -4,9 +4,9 @@ bytes, and with torch.distributed.checkpoint.
     python -m benchmarks.faults.checkpoint [--layers 3] [--rounds 5] [--folder DIR]
 
 The three methods alternate in the same processes, on the same file system, in changing order, and
-every ratio is taken within one round. The method "plain" writes a rank's share from one buffer with
-one fsync, and reads the same files into one buffer. Before each reading, the files are synced and
-removed from the page cache (posix_fadvise DONTNEED).
+every ratio compares two times of the same round. The method "plain" writes a rank's part of the
+state from one buffer with one fsync, and reads the same files into one buffer. Before each reading,
+the files are synced and removed from the page cache (posix_fadvise DONTNEED).
 """
 
 import argparse
@@ -115,7 +115,8 @@ class Rank:
                 os.close(descriptor)
 
     def clock(self, work: Callable[[], None]) -> float:
-        """Return the seconds from the common start of `work` until the last rank has ended it."""
+        """Return the seconds from the common start of `work` on all ranks until the last rank has
+        ended it."""
         self.control.Barrier()
         begin = time.perf_counter()
         work()

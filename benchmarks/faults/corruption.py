@@ -1,10 +1,12 @@
-"""The time of a verification of the state, and of steps with and without one, measured alternately.
+"""The time of a verification of the state, and of steps with and without a verification, measured
+alternately.
 
     mpirun -n 2 python -m benchmarks.faults.corruption --rounds 10
 
-A GPT is trained on random tokens, with d data ranks that have the same state. "A verification"
-consists of the hashes after an update, the hashes before the next update, and their comparison by
-all ranks. With `run.verify_every` = N every N-th step takes this additional time.
+A GPT is trained on random tokens by data ranks that all have the same state. "A verification"
+consists of the hashes of the state after an update, the hashes before the next update, and the
+comparison of the hashes by all ranks. If `run.verify_every` is N, every N-th step takes this
+additional time.
 """
 
 import argparse
@@ -27,7 +29,7 @@ MICROBATCHES, MICRO_SIZE = 4, 2
 
 
 def built(ranks: int) -> Engine:
-    """Return an engine on all ranks."""
+    """Return this rank's training engine. All ranks call this function."""
     layout = Layout(1, 1, ranks, micro_size=MICRO_SIZE)
     config = synthetic_config(layout, {**MODEL, "vocab_size": VOCAB_SIZE})
     size = ranks * MICROBATCHES * MICRO_SIZE
@@ -61,7 +63,7 @@ def main() -> None:
     verifying_s: list[float] = []
 
     def timed(every: int) -> float:
-        """Return the seconds of a step over all ranks."""
+        """Return the seconds of a step, measured between two barriers of all ranks."""
         engine.verification.every = every
         comm.Barrier()
         begin = time.perf_counter()

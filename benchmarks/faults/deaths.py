@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 IN_A_START = "in a start"  # one rank dies while the ranks start again
-# A fault -> how often it is drawn.
+# Maps a fault to the weight with which it is drawn.
 FAULTS = {"one rank": 4, "all ranks": 2, IN_A_START: 7, "launcher": 1}
 
 
 @dataclass(frozen=True)
 class Death:
     """One death: its fault, and the seconds from the death to the next new step. The seconds are
-    None if another death came first, or if the run ended."""
+    None if another death or the end of the run came before a new step."""
 
     fault: str
     seconds: float | None
@@ -23,8 +23,8 @@ class Death:
 
 @dataclass(frozen=True)
 class KilledRun:
-    """One run of a kind: its deaths, and the reason `why` the run is lost. `why` is empty if the
-    losses and the last state are the same as in an undisturbed run.
+    """One run of a kind: its deaths, and the reason `why` the run counts as lost. `why` is empty if
+    the losses and the last state are the same as in an undisturbed run.
 
     `copies` is True if the ranks continued from copies in memory, and False if they continued from
     checkpoints.
@@ -49,7 +49,7 @@ def append(path: Path, run: KilledRun) -> None:
 
 
 def runs_in(path: Path) -> list[KilledRun]:
-    """Return the runs of a file; none if the file does not exist."""
+    """Return the runs in a file, or [] if the file does not exist."""
     if not path.is_file():
         return []
     runs = []
@@ -66,8 +66,8 @@ def count(runs: Iterable[KilledRun]) -> int:
 
 
 def table(kinds: Sequence[str], runs: Sequence[KilledRun]) -> str:
-    """Return a table of the deaths by kind and fault, the runs, the lost runs, and the seconds from
-    a death to the next new step."""
+    """Return a table with a row for each kind. A row has the number of deaths by fault, the number
+    of runs and of lost runs, and the seconds from a death to the next new step."""
     names = " ".join(f"{fault:>12}" for fault in FAULTS)
     lines = [f"{'deaths':22} {names} {'all':>5} {'runs':>5} {'lost':>5}  seconds, median"]
     lines += [_row(kind, [run for run in runs if run.kind == kind]) for kind in kinds]

@@ -1,13 +1,14 @@
-"""Kill ranks of every kind of run under `ptdmpi run`, which starts them again, and count what is
-lost.
+"""Kill ranks of every kind of run under `ptdmpi run`, which starts the ranks again, and count the
+lost runs.
 
     python -m benchmarks.faults.every_kind [--deaths 500] [--minutes 60] [--folder F] [--kinds zb-v]
 
 `kinds.py` lists the kinds. Each run dies up to 20 times at random moments: one rank, all ranks, a
-rank while the ranks start, or the launcher is killed. The job must then complete by itself, with
-the losses and the last state of an undisturbed run, bit by bit. In each kind, runs continue
-alternately from checkpoints and from copies in memory. The kind with the fewest deaths is next.
-With --folder the results stay in `results.jsonl` of this folder, and another call adds to them.
+rank while the ranks start, or the launcher is killed. The job must then complete by itself. Its
+losses and its last state must be bitwise equal to the losses and the last state of an undisturbed
+run. In each kind, runs continue alternately from checkpoints and from copies in memory. The kind
+with the fewest deaths is tested next. With --folder the results stay in `results.jsonl` of this
+folder, and another call adds results to this file.
 """
 
 import argparse
@@ -46,8 +47,8 @@ from ptdmpi.supervise.progress import RunProgress
 
 LIMIT_S = 240.0
 DEATHS = 20  # the number of deaths in a run
-LIFE_S = 0.2  # the longest time from a new step to a death
-START_S = 4.0  # the longest time from a death to a death in the start that follows
+LIFE_S = 0.2  # the longest time in seconds from a new step to a death
+START_S = 4.0  # longest time from a death to a death in the next start
 NOWHERE = ("none", 1, 0)
 
 
@@ -62,14 +63,14 @@ class SupervisedRun:
         if copies:
             settings += ["checkpoint.memory_every_steps=1", "checkpoint.every_steps=0"]
         options = [word for setting in settings for word in ("--set", setting)]
-        # a rank that dies during a start has trained no new step
+        # a start during which a rank dies trains no new step, so more restarts must be allowed
         limits = ["-n", str(way.ranks), "--restarts", str(2 * DEATHS)]
         command = [sys.executable, "-m", "ptdmpi", "run", *limits, *options]
         with open(self.output, "w") as file:
             self.process = start([*command, "config.toml"], file, cwd=folder)
 
     def wait_for(self, step: int) -> bool:
-        """Wait until `step` is recorded. Return False if the job has ended before."""
+        """Wait until `step` is recorded. Return False if the job ends before that."""
         end = time.monotonic() + LIMIT_S
         while time.monotonic() < end and self.process.poll() is None:
             if self.progress.newest().step >= step:
@@ -78,8 +79,8 @@ class SupervisedRun:
         return False
 
     def victims(self, fault: str, choice: random.Random) -> list[int]:
-        """Return the ids of the processes that the fault `fault` kills now; empty if there are
-        none."""
+        """Return the ids of the processes that the fault `fault` kills now; [] if no such process
+        exists."""
         if fault == "launcher":
             return self._launchers()
         ranks = self.ranks()
@@ -130,7 +131,7 @@ def killed(job: SupervisedRun, choice: random.Random) -> list[Death]:
         fault = choice.choices(list(FAULTS), list(FAULTS.values()))[0]
         if fault == IN_A_START:
             time.sleep(choice.uniform(0.0, START_S))
-        elif job.wait_for(furthest + 2):  # one step may not have been complete
+        elif job.wait_for(furthest + 2):  # step furthest + 1 may precede the death
             if deaths:
                 deaths[-1] = Death(deaths[-1].fault, time.monotonic() - died_s)
             time.sleep(choice.uniform(0.0, LIFE_S))
@@ -148,7 +149,7 @@ def killed(job: SupervisedRun, choice: random.Random) -> list[Death]:
 
 
 def _kill(pid: int) -> bool:
-    """Kill a process; return False if it has ended before."""
+    """Kill a process. Return False if it had already ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
         return True
@@ -156,7 +157,7 @@ def _kill(pid: int) -> bool:
 
 
 def trial(folder: Path, way: Way, choice: random.Random, copies: bool) -> KilledRun:
-    """Kill processes of one run, and compare the run with an undisturbed one."""
+    """Kill processes of one run, and compare the run with an undisturbed run."""
     reference = folder / f"reference-{way.name}"
     if any("adapt.base" in setting for setting in way.settings):
         require_base(folder)
@@ -191,8 +192,8 @@ def _next(names: Sequence[str], runs: Sequence[KilledRun]) -> str:
 
 
 def main() -> None:
-    """Kill processes until the requested deaths or minutes are reached. The kind with the fewest
-    deaths is always next."""
+    """Kill processes until the requested number of deaths or minutes is reached. The kind with the
+    fewest deaths is always tested next."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults.every_kind")
     parser.add_argument("--deaths", type=int, default=500)
     parser.add_argument("--minutes", type=float, default=600.0)

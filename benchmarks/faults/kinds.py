@@ -1,4 +1,4 @@
-"""Every kind of run that `every_kind` kills, from the tables of the program.
+"""Every kind of run that `every_kind` kills, from the tables of legal names in ptdmpi.
 
 A kind is a data-parallel method, compressor, ZeRO stage, schedule, adapter, format of quantized
 weights, task, preference method or axis. A new
@@ -24,8 +24,8 @@ from ptdmpi.data.references import write_shard, write_summary
 from ptdmpi.data.shard_writer import ShardWriter
 from ptdmpi.data.shards import Dataset
 
-STEPS = 120  # a run trains some tens of steps between two deaths
-# The additional settings that some names in the tables need.
+STEPS = 120  # a run trains tens of steps between two deaths
+# The additional settings that some names in the tables need, by name.
 METHODS: Mapping[str, tuple[str, ...]] = {
     "local": ("data_parallel.local_steps=2",),
     "compressed": ("data_parallel.compressor=sign",),
@@ -41,11 +41,11 @@ TASKS: Mapping[str, tuple[str, ...]] = {
 }
 PAIRED = ("data.document_boundaries=true", 'data.train=[{path="pairs"}]')
 EXPERTS = ("model.kind=llama", "model.experts=4", "model.experts_per_token=2")
-SEQUENCE = 8  # tokens in a row of pairs: model.seq_length
+SEQUENCE = 8  # number of tokens in a row of pairs, which is model.seq_length
 
 
 def names_of(literal: object) -> tuple[str, ...]:
-    """Return the names that a literal type lists, without "none"."""
+    """Return the names in a `Literal` type, except "none"."""
     return tuple(name for name in get_args(literal) if name != "none")
 
 
@@ -100,7 +100,8 @@ def prepare_all(folder: Path) -> None:
 
 
 def prepare_pairs(folder: Path) -> None:
-    """Write rows of one pair of answers each, and log-probabilities of a reference model."""
+    """Write rows with one pair of answers each, and random log-probabilities in place of a
+    reference model's."""
     folder.mkdir()
     draws = np.random.default_rng(2)
     counts = np.arange(SEQUENCE) % (SEQUENCE // 2) > 1  # two tokens of a prompt, then an answer

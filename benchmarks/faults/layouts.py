@@ -1,5 +1,5 @@
-"""The layouts of the runs that `torture` disturbs, their kinds, and the decks from which trials
-take them."""
+"""The layouts of the runs that `torture` disturbs, the kinds of layouts, and the decks from which
+trials take layouts."""
 
 import random
 from collections.abc import Collection, Sequence
@@ -8,20 +8,19 @@ from typing import NamedTuple
 from benchmarks.faults.training import BASE, Way
 
 # Every layout has exactly one of the first four kinds, which depends on `parallel.zero`. A layout
-# may also have some of the other kinds: shards within groups, an optimizer with its state in a
-# file, adapters of a frozen model.
+# may also have some of the other kinds: ZeRO shards within groups, an optimizer whose state is in a
+# file, and adapters of a frozen model.
 KINDS = ("whole", "zero-1", "zero-2", "zero-3", "groups", "offloaded", "adapted")
 ADAPTED = ("adapt.method=lora", "adapt.dropout=0.1", f"adapt.base={BASE}")
 KEYS = {"t": "tensor", "p": "pipeline"}
 
 
 def layout(words: str, ranks: int, options: tuple[str, ...] = ()) -> Way:
-    """Return a layout that is given by short words, such as `p=2,zero=3`: t and p, and keys of
-    `[parallel]`.
+    """Return a layout that is given by a text such as `p=2,zero=3`, with the sizes t (tensor) and p
+    (pipeline), and with keys of `[parallel]`.
 
-    The data axis has the remaining ranks; `d` is only information for the reader. `lora` is the
-    rank of adapters for the model that `training.require_base` makes. `options` are options of
-    mpirun.
+    The data axis has the remaining ranks; `d` in the text is ignored. `lora` is the rank of LoRA
+    adapters for the model that `training.require_base` trains. `options` are options of mpirun.
     """
     pairs = dict(word.split("=") for word in words.split(","))
     pairs.pop("d", None)
@@ -53,7 +52,7 @@ class Weighted(NamedTuple):
     way: Way
 
 
-# Four ranks are slow on few cores, so these layouts occur less often.
+# Four ranks are slow on few cores, so layouts of four ranks occur less often.
 LAYOUTS = (
     Weighted(3, layout("p=2", 2)),
     Weighted(3, layout("d=2", 2)),
@@ -74,8 +73,8 @@ LAYOUTS = (
 # A file system cannot become read-only while a file, such as the optimizer's, is open for writing.
 REMOUNTED = tuple(cards for cards in LAYOUTS if "offloaded" not in kinds_of(cards.way))
 ULFM = ("--with-ft", "ulfm")
-# In these layouts d changes while bits are compared, which `run.reproducible` allows for zero 0 and
-# 1.
+# In these layouts the number of data ranks changes, and the results must still be bitwise equal.
+# `run.reproducible` allows this for ZeRO stages 0 and 1.
 SHRINKING = (
     Weighted(1, layout("d=2", 2, ULFM)),
     Weighted(1, layout("d=4", 4, ULFM)),
@@ -88,8 +87,8 @@ SHRINKING = (
 
 
 class Deck:
-    """Layouts in random order. `deal` returns each layout once before it returns a layout for the
-    second time, so that a few dozen trials contain every layout."""
+    """A deck of layouts in random order. `deal` returns all cards of the deck before it returns a
+    card for the second time, so that a few dozen trials contain every layout."""
 
     def __init__(
         self, source: random.Random, layouts: Sequence[Weighted], kinds: Collection[str] = KINDS

@@ -3,7 +3,7 @@
     python -m benchmarks.faults.rank PLACE COUNT RANK train CONFIG ...
 
 Rank RANK is killed by SIGKILL when it reaches PLACE for the COUNT-th time, so nothing is flushed,
-and no handler runs. With PLACE = none the rank is never killed. Only rank 0 reaches the places
+and no handler runs. If PLACE is none, the rank is never killed. Only rank 0 reaches the places
 other than `write`.
 """
 
@@ -29,13 +29,13 @@ def _die() -> None:
 
 
 def _countdown(count: int) -> Callable[[], bool]:
-    """Return a function that returns True when it is called for the `count`-th time."""
+    """Return a function that returns True only when it is called for the `count`-th time."""
     calls = iter(range(1, count + 1))
     return lambda: next(calls, None) == count
 
 
 def prepare(place: str, count: int, rank: int) -> None:
-    """Replace the function at `place` by one that may kill this process."""
+    """Replace the function at `place` by a function that may kill this process."""
     from ptdmpi.checkpoint import boxes as data
     from ptdmpi.checkpoint import directory as files
     from ptdmpi.checkpoint import save

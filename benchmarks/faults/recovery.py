@@ -1,12 +1,11 @@
-"""The time from the death of a rank to the next training step, if the run shrinks and if it is
-restarted.
+"""The time from the death of a rank to the next step, if the run shrinks or is restarted.
 
     python -m benchmarks.faults.recovery --trials 10 --seed 1
 
-A trial trains a small GPT with `reproducible = true`, and kills random ranks (SIGKILL) one after
-another at random moments, sometimes while the others recover. The trial is successful if the job
-ends by itself with exit code 0, has recorded every step once, and has the losses of an undisturbed
-run, bit by bit.
+A trial trains a small GPT with `reproducible = true`. It kills random ranks (SIGKILL) one after
+another at random moments, sometimes while the other ranks recover. The trial is successful if the
+job ends by itself with exit code 0, has recorded every step once, and has losses that are bitwise
+equal to the losses of an undisturbed run.
 """
 
 import argparse
@@ -58,7 +57,7 @@ path = "train"
 
 @dataclass(frozen=True)
 class Setup:
-    """A layout of the started ranks, and how many of them are killed."""
+    """A layout of the started ranks, and the number of ranks that are killed."""
 
     ranks: int
     tensor: int = 1
@@ -93,9 +92,9 @@ SETUPS = [
 
 @dataclass
 class Trial:
-    """The results of a trial. `seconds`: from a death until a step is recorded that was trained
-    after it. `logged`: the seconds in the log, from the first error until the training loop is
-    ready."""
+    """The results of a trial. `seconds` has for each death the time until a step is recorded that
+    was trained after the death. `logged` has the seconds in the log, from the first error until the
+    training loop is ready."""
 
     setup: str
     deaths: int = 0
@@ -106,8 +105,8 @@ class Trial:
 
 
 class Job:
-    """An mpirun that executes a run. The ranks of the job are recognized by their session and their
-    environment."""
+    """An mpirun that executes a run. The ranks of the job are recognized by the session and the
+    environment of their processes."""
 
     def __init__(self, folder: Path, name: str, setup: Setup, failure: str) -> None:
         self.run = folder / "runs" / name
@@ -141,7 +140,8 @@ class Job:
         return [line for line in file.read_text().splitlines() if " lost in step " in line]
 
     def wait_for(self, ready: Callable[[], bool]) -> bool:
-        """Wait until `ready` is true. Return False if the job, or its time, has ended before."""
+        """Wait until `ready` returns True. Return False if the job ends, or its time is over,
+        before that."""
         while not ready():
             if self.process.poll() is not None or time.monotonic() > self.end:
                 return ready()
@@ -149,7 +149,7 @@ class Job:
         return True
 
     def finish(self) -> str:
-        """Wait until the job ends. Return the failure of the job; empty means that it was
+        """Wait until the job ends. Return a text about the failure of the job, or "" if it was
         successful. A job that hangs is killed."""
         self.wait_for(lambda: self.process.poll() is not None)
         code = self.process.poll()
@@ -167,7 +167,8 @@ class Job:
 
 def kill_one(job: Job, setup: Setup, choice: random.Random) -> float:
     """Kill one of the living ranks that have trained from the start, and return the time. (No rank
-    waits for a spare rank: its death would be noticed only at the next death.)"""
+    waits for a spare rank, so the death of a spare rank would be noticed only at the next
+    death.)"""
     trained = range(setup.ranks - setup.spare)
     victim = choice.choice([pid for rank, pid in sorted(job.ranks().items()) if rank in trained])
     now = time.monotonic()
@@ -176,8 +177,8 @@ def kill_one(job: Job, setup: Setup, choice: random.Random) -> float:
 
 
 def next_step(job: Job, since: float, losses: int, trial: Trial) -> None:
-    """Wait for the first step after the loss that is line `losses` in the log, and record the time
-    from `since`, the time of the death."""
+    """Wait for the first step after the loss of ranks number `losses` in the log, and record the
+    time since the death, which was at time `since`."""
     if not job.wait_for(lambda: len(job.losses()) >= losses):
         return
     line = job.losses()[-1]
@@ -204,7 +205,8 @@ def shrink_trial(folder: Path, number: int, setup: Setup, choice: random.Random)
         before = len(job.losses())
         since = kill_one(job, setup, choice)
         trial.deaths += 1
-        # sometimes the next rank is killed while the others still recover; then no time is measured
+        # sometimes the next rank is killed while the other ranks still recover; then no time is
+        # measured
         alone = not soon
         soon = death + 1 < setup.deaths and choice.random() < 0.25
         if alone and not soon:
@@ -214,8 +216,8 @@ def shrink_trial(folder: Path, number: int, setup: Setup, choice: random.Random)
 
 
 def restart_trial(folder: Path, number: int, setup: Setup, choice: random.Random) -> Trial:
-    """Kill a rank of a job that the launcher then ends, and repeat the command immediately, without
-    time in a queue."""
+    """Kill a rank of a job, so that the launcher ends the job, and repeat the command immediately,
+    without time in a queue."""
     trial = Trial(f"restart, {setup.name}")
     job = Job(folder, f"restart-{number}", setup, "abort")
     job.wait_for(lambda: len(job.steps()) >= choice.randrange(12, STEPS - 25))
@@ -234,8 +236,8 @@ def restart_trial(folder: Path, number: int, setup: Setup, choice: random.Random
 
 
 def compare(run: Path, undisturbed: Path) -> str:
-    """Return the first difference from the loss curve of the undisturbed run; empty means that
-    there is none."""
+    """Return the first difference from the loss curve of the undisturbed run, or "" if the curves
+    are equal."""
     keys = ("step", "loss", "grad_norm", "validation_loss")
     curves = []
     for path in (run, undisturbed):
@@ -261,7 +263,7 @@ def corpus(folder: Path) -> None:
 
 def straight(folder: Path, setup: Setup) -> Path:
     """Return the run directory of the undisturbed run for a setup. The bits of the undisturbed run
-    depend only on t."""
+    depend only on the tensor-parallel size."""
     name = f"straight-{setup.tensor}"
     if not (folder / "runs" / name).exists():
         whole = replace(setup, ranks=setup.ranks - setup.spare, spare=0)
@@ -272,7 +274,8 @@ def straight(folder: Path, setup: Setup) -> Path:
 
 
 def table(trials: Sequence[Trial]) -> Iterator[str]:
-    """Yield a Markdown table of the trials, with a row for each setup and one for all."""
+    """Yield the lines of a Markdown table of the trials, with a row for each setup and a row for
+    all trials."""
     yield "| what | jobs | clean | deaths | death to next step: median (min to max) | as logged |"
     yield "|---|---|---|---|---|---|"
     kinds = list(dict.fromkeys(trial.setup for trial in trials))

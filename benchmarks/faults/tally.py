@@ -1,5 +1,4 @@
-"""The outcomes of the trials of `torture`, and their counts by fault, by kind of layout, and by
-both."""
+"""The outcomes of the trials of `torture`, counted by fault, by kind of layout, and by both."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from benchmarks.faults.training import Way
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a trial. `why` says in one line why it was lost."""
+    """The outcome of a trial. `why` says in one line why the run was lost."""
 
     fault: str
     number: int
@@ -27,8 +26,9 @@ class Outcome:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Return two tables: how many trials survived, were refused and were lost, by fault and by kind
-    of layout; then the number of trials, and of lost trials, for each fault with each kind."""
+    """Return two tables. The first has the numbers of trials that survived, were refused and were
+    lost, by fault and by kind of layout. The second has the number of trials, and of lost trials,
+    for each fault with each kind of layout."""
     by_fault: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         by_fault.setdefault(outcome.fault, []).append(outcome)

@@ -1,14 +1,15 @@
-"""Kill, damage and starve runs on purpose, start them again, and count what is lost.
+"""Kill runs, damage their checkpoints and fill their disks on purpose, start the runs again, and
+count the lost runs.
 
     python -m benchmarks.faults.torture [--scale 1.0] [--seed 1] [--kinds "kill-one flip"]
         [--layouts "zero-3 groups"]
 
 Each trial disturbs a training run, removes the cause, and repeats the same command until the run is
-complete. The run's parameters, moments and losses must then have the same bits as in an undisturbed
-run, and no step that was reported as saved may be lost. A refusal (exit code 2 and one line) is
-counted separately. A refusal is right only if the disk is full or read-only, or if no complete
-checkpoint is left. Each trial prints a line with its layout in short words; counts by fault and by
-kind of layout follow at the end. The exit code is 1 if anything was lost.
+complete. The run's parameters, optimizer moments and losses must then have the same bits as in an
+undisturbed run, and no step that was reported as saved may be lost. A refusal (exit code 2 and a
+one-line message) is counted separately. A refusal is right only if the disk is full or read-only,
+or if no complete checkpoint is left. Each trial prints a line with its layout. Counts by fault and
+by kind of layout follow at the end. The exit code is 1 if any trial was lost.
 """
 
 import argparse
@@ -47,11 +48,13 @@ TMPFS_MB = 16
 
 
 class Lost(Exception):
-    """The error that a trial has lost something. The message is one line."""
+    """An error: a trial has lost steps, or has other results than an undisturbed run. The message
+    is one line."""
 
 
 class Torture:
-    """Trials in one folder. One seed determines all random choices."""
+    """The trials of `torture`, whose runs are in one folder. One seed determines all random
+    choices."""
 
     def __init__(self, folder: Path, seed: int, kinds: Collection[str] = KINDS) -> None:
         """Use the layouts that have one of `kinds`."""
@@ -101,7 +104,7 @@ class Torture:
 
     def finish(self, case: Way, run: Path, saved: int) -> None:
         """Repeat the command until the run is complete. Raises Lost if the run differs from the
-        undisturbed one, or has no checkpoint of step `saved` or later."""
+        undisturbed run, or has no checkpoint of step `saved` or later."""
         if newest_sound(run) < saved:
             raise Lost(f"step {saved} was reported as saved, step {newest_sound(run)} is there")
         for _ in range(ATTEMPTS):
@@ -127,8 +130,8 @@ class Torture:
     # -- the kinds of trials ---------------------------------------------------------------------
 
     def kill(self, run: Path, count: Callable[[int], int]) -> None:
-        """Send SIGKILL to some ranks at a random moment after the start. `count` returns how many,
-        given the number of all ranks."""
+        """Send SIGKILL to some ranks at a random moment after the start. `count` returns the number
+        of ranks to kill, given the number of all ranks."""
         case = self.case()
         self.reference(case)
         training = self.start(case, run, NOWHERE)
@@ -163,7 +166,8 @@ class Torture:
         self.finish(case, run, training.saved())
 
     def kill_in_save(self, run: Path, place: str) -> None:
-        """Let a rank kill itself at the point `place` of one of the saves."""
+        """Start a run in which a rank kills itself at the point `place` of a random save, and
+        resume the run."""
         case = self.case()
         self.reference(case)
         visits = STEPS // EVERY_STEPS if place != "discard" else 3
@@ -179,7 +183,7 @@ class Torture:
 
     def damage(self, run: Path, change: Callable[[Path], None]) -> None:
         """Resume a stopped run in which `change` has damaged a file of the newest checkpoint, or of
-        the two newest ones."""
+        each of the two newest checkpoints."""
         case = self.case()
         step = self.random.randrange(2, STEPS // EVERY_STEPS) * EVERY_STEPS
         checkpoints = run / "checkpoints"
@@ -193,7 +197,7 @@ class Torture:
         damaged = self.random.choice([[step], [step], [step], kept])
         for saved in damaged:
             change(self.random.choice(sorted((checkpoints / files.name_of(saved)).iterdir())))
-        if newest_sound(run) == 0:  # if both are damaged
+        if newest_sound(run) == 0:  # both checkpoints are damaged
             training = self.start(case, run, NOWHERE)
             self.require_refusal(training, training.wait(), ("is complete",))
             return
@@ -227,9 +231,9 @@ class Torture:
     def starve(
         self, run: Path, deck: str, begin: Callable[[Path], None], end: Callable[[Path], None]
     ) -> None:
-        """Let `begin` make the disk refuse writes from a random moment on. In half of the trials,
-        `end` lets the disk accept writes again shortly afterwards; in the other half, only after
-        the run has ended."""
+        """Start a run, and call `begin` at a random moment, so that the disk refuses writes. In
+        half of the trials, `end`, which lets the disk accept writes again, is called shortly
+        afterwards. In the other half, it is called after the run has ended."""
         case = self.case(deck)
         self.reference(case)
         run.mkdir()
@@ -275,8 +279,8 @@ def _fill(run: Path) -> None:
 
 
 def _remount(run: Path, how: str) -> None:
-    """Remount a file system, with repeated attempts: it cannot become read-only while a file is
-    open for writing."""
+    """Remount a file system, with repeated attempts, because it cannot become read-only while a
+    file is open for writing."""
     end = time.monotonic() + 60.0
     while subprocess.run(
         ("mount", "-o", f"remount,{how}", str(run)), capture_output=True
@@ -287,7 +291,8 @@ def _remount(run: Path, how: str) -> None:
 
 
 def kinds(torture: Torture) -> dict[str, tuple[int, Callable[[Path], None]]]:
-    """Return, for each kind of fault, the number of its trials and the function that does one."""
+    """Return, for each kind of fault, the number of its trials and the function that does a
+    trial."""
     in_saves: dict[str, tuple[int, Callable[[Path], None]]] = {}
     for place in PLACES:
         in_saves[f"kill-{place}"] = (6, partial(torture.kill_in_save, place=place))
@@ -304,7 +309,7 @@ def kinds(torture: Torture) -> dict[str, tuple[int, Callable[[Path], None]]]:
 
 
 def trial(torture: Torture, work: Callable[[Path], None], fault: str, number: int) -> Outcome:
-    """Do the `work` of a trial. Return its outcome."""
+    """Run the function `work` of a trial, and return the outcome."""
     run = torture.folder / f"run-{fault}-{number}"
     torture.refused = False
     torture.drawn = None
@@ -339,7 +344,7 @@ def can_shrink() -> bool:
 
 
 def possible(torture: Torture, faults: Collection[str]) -> Iterator[str]:
-    """Yield the faults that can be tried on this machine, and print why others cannot."""
+    """Yield the faults that can be tried on this machine, and print why the other faults cannot."""
     mounted = ("full", "read-only")
     decks = {"kill-shrink": "shrinking", "read-only": "remounted"}
     mountable = not set(mounted) & set(faults) or can_mount()

@@ -1,4 +1,5 @@
-"""A run that is disturbed: its data, its processes, and the comparison with an undisturbed run."""
+"""The disturbed training runs: their data, their processes, and the comparison with an undisturbed
+run."""
 
 import json
 import os
@@ -21,7 +22,7 @@ LIMIT_S = 600.0
 STEPS = 40
 EVERY_STEPS = 4
 VOCAB_SIZE = 23
-BASE = "base"  # the folder, among the runs, of the frozen model for adapters
+BASE = "base"  # the name of the run directory of the frozen model for adapters
 
 CONFIG = f"""
 [run]
@@ -47,8 +48,8 @@ keep_every = 12
 
 @dataclass(frozen=True)
 class Way:
-    """A configuration to train with. `options` are options of mpirun; `settings` are added to the
-    command."""
+    """A configuration to train with. `settings` are passed to the command by `--set`; `options` are
+    options of mpirun."""
 
     name: str
     ranks: int
@@ -69,8 +70,8 @@ def prepare(folder: Path) -> None:
 
 
 class StartedRun:
-    """One start of `ptdmpi train` for a case. Another start with the same run directory resumes
-    it."""
+    """One start of `ptdmpi train` for a case. Another start with the same run directory resumes the
+    run."""
 
     def __init__(self, folder: Path, case: Way, run: Path, death: tuple[str, int, int]) -> None:
         self.output = folder / "output.txt"
@@ -87,7 +88,8 @@ class StartedRun:
         return self.output.read_text(errors="replace")
 
     def saved(self) -> int:
-        """Return the newest step that this start has reported as saved."""
+        """Return the newest step that this start has reported as saved; 0 if it has reported
+        none."""
         steps = re.findall(r"^saved \S*step-(\d{8}) ", self.text(), re.MULTILINE)
         return max(map(int, steps), default=0)
 
@@ -136,7 +138,7 @@ def require_base(folder: Path) -> None:
 
 
 def newest_sound(run: Path) -> int:
-    """Return the step of a run's newest undamaged checkpoint; 0 if there is none."""
+    """Return the step of a run's newest undamaged checkpoint; 0 if no checkpoint is undamaged."""
     for path in reversed(files.checkpoints_in(run / "checkpoints")):
         if not check.problems(path):
             return files.step_of(path)
@@ -151,8 +153,8 @@ def losses(run: Path) -> list[tuple[int, float]]:
 
 
 def deviation(run: Path, reference: Path, steps: int = STEPS) -> str | None:
-    """Return how the checkpoint of a run after its last step, `steps`, differs from the checkpoint
-    of an undisturbed run; None if all bits are equal."""
+    """Return a text about the differences between a run's checkpoint of the last step, `steps`, and
+    the same checkpoint of an undisturbed run; None if all bits are equal."""
     last = files.name_of(steps)
     try:
         changed = check.differences(reference / "checkpoints" / last, run / "checkpoints" / last)
@@ -165,6 +167,6 @@ def deviation(run: Path, reference: Path, steps: int = STEPS) -> str | None:
 
 
 def records_deviate(run: Path, reference: Path) -> str | None:
-    """Return how the records of a run differ from the records of an undisturbed run, which has each
-    step once; None if they have the same steps and losses."""
+    """Return a text if the recorded steps or losses of a run and of an undisturbed run differ; None
+    if they are equal. The undisturbed run has each step once."""
     return None if losses(run) == losses(reference) else "metrics.jsonl differs"

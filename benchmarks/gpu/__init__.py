@@ -1,1 +1,2 @@
-"""The measurement of one GPU in at most nine minutes: correctness, speed, and a page about both"""
+"""The measurement of one GPU in at most nine minutes: correctness, speed, and a page with the
+results."""

@@ -1,5 +1,5 @@
-"""The device, the code and the libraries that a measurement belongs to. Stored numbers are not used
-if the device, the code or a library has changed."""
+"""The device, the code and the libraries with which a measurement was made. Stored numbers are not
+used if the device, the code or a library has changed."""
 
 import contextlib
 import hashlib
@@ -34,7 +34,7 @@ def identity() -> dict[str, Any]:
 def machinery() -> dict[str, str]:
     """Return the versions of the software below torch: CUDA or HIP, driver, cuDNN, libnccl.
 
-    Versions that do not exist, or cannot be queried, are left out.
+    Software that is not installed, or whose version cannot be queried, is left out.
     """
     versions = {
         "CUDA": torch.version.cuda,

@@ -1,4 +1,5 @@
-"""Kernels on one GPU: the speed of each implementation, and its distance from float32."""
+"""Kernels on one GPU: the speed of each implementation, and its difference from a float32
+result."""
 
 import contextlib
 import importlib
@@ -25,19 +26,20 @@ from ptdmpi.plan.layout.grid import training_grid
 
 
 def _skipped(error: Exception) -> dict[str, str]:
-    """Return the table row for an implementation that the library lacks on this machine."""
+    """Return the row for an implementation that the library does not have on this machine."""
     return {"skipped": str(error).partition("\n")[0]}
 
 
 def _distance(result: Tensor, exact: Tensor) -> float:
-    """Return the largest difference from `exact`, relative to its largest value."""
+    """Return the largest difference from `exact`, relative to the largest magnitude in `exact`."""
     return float((result.detach().float() - exact).abs().max() / exact.abs().max())
 
 
 def weight_gradients(device: torch.device, size: int = 4096) -> dict[str, Any]:
-    """Return the seconds, and the distance from float32, for the gradient of a weight [size, size],
-    for each method that adds it in float32: by the matrix multiplication itself ("adds"), by a
-    second kernel ("rounds"), or as the trainer chooses on this machine."""
+    """Return the seconds, and the difference from a float32 result, of each method that adds the
+    gradient of a weight [size, size] to a float32 sum. With "adds" the matrix multiplication itself
+    adds the gradient. With "rounds" a second kernel adds the rounded gradient. "as chosen" is the
+    method that the trainer chooses on this machine."""
     generator = torch.Generator().manual_seed(1)
     dy = torch.randn(size // 2, size, generator=generator).bfloat16().to(device)
     x = torch.randn(size // 2, size, generator=generator).bfloat16().to(device)
@@ -60,8 +62,9 @@ def weight_gradients(device: torch.device, size: int = 4096) -> dict[str, Any]:
 
 
 def attentions(device: torch.device, shape: tuple[int, ...] = (2, 16, 2048, 128)) -> dict[str, Any]:
-    """Return the seconds, forward and backward, and the distance from float32 of causal attention
-    in bfloat16, for each kernel of the library. `shape` is [batch, heads, sequence, head size]."""
+    """Return the seconds of causal attention in bfloat16, forward and backward, and its difference
+    from a float32 result, for each kernel of the library. `shape` is [batch, heads, sequence, head
+    size]."""
     attention: Any = importlib.import_module("torch.nn.attention")
     inputs = [torch.randn(shape).bfloat16().to(device) for _ in range(3)]
     with attention.sdpa_kernel(attention.SDPBackend.MATH):
@@ -92,33 +95,33 @@ def attentions(device: torch.device, shape: tuple[int, ...] = (2, 16, 2048, 128)
 
 
 def rope_formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return RoPE of x [s, b, heads, head size], computed by its formula in torch's own
+    """Return RoPE of `x` [tokens, batch, heads, head size], computed by its formula in torch's own
     operations."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def swiglu_formula(x: Tensor) -> Tensor:
-    """Return SwiGLU of x [s, b, 2 width], computed by its formula."""
+    """Return SwiGLU of `x` [tokens, batch, 2 width], computed by its formula."""
     gate, value = x.chunk(2, dim=-1)
     return F.silu(gate) * value
 
 
 def rms_norm_formula(x: Tensor, weight: Tensor) -> Tensor:
-    """Return RMSNorm of x [s, b, h], computed by its formula."""
+    """Return RMSNorm of `x` [tokens, batch, hidden], computed by its formula."""
     wide = x.float()
     return (wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight).to(x.dtype)
 
 
 def loss_formula(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of the losses for logits [s, b, V], computed by torch."""
+    """Return the sum of the losses for `logits` [tokens, batch, vocabulary], computed by torch."""
     wide = logits.flatten(0, 1).float()
     return F.cross_entropy(wide, labels.flatten(), reduction="sum")
 
 
 class SmallKernel(NamedTuple):
-    """A small kernel: ptdmpi's implementation, its formula, and its inputs on the host in float32,
-    of which the first has a gradient."""
+    """A small kernel: ptdmpi's implementation, its formula, and its float32 inputs on the host.
+    Only the first input has a gradient."""
 
     name: str
     ours: Callable[..., Tensor]
@@ -154,10 +157,10 @@ def _small(model: ModelConfig, micro_size: int, vocab_size: int) -> Iterator[Sma
 def small_kernels(
     device: torch.device, model: ModelConfig, micro_size: int, vocab_size: int
 ) -> Iterator[Row]:
-    """Yield rows for the parts of a layer that consist of several operations, forward and backward
-    in bfloat16: by ptdmpi's implementation, by the operations of the formula one after the other,
-    and by Inductor, which fuses them. A row has the seconds, and the distance from the formula in
-    float32."""
+    """Yield rows for the functions of a layer that consist of several operations, forward and
+    backward in bfloat16. There is a row for ptdmpi's implementation, for the operations of the
+    formula one after the other, and for Inductor, which fuses the operations. A row has the
+    seconds, and the difference from the formula in float32."""
     for kernel in _small(model, micro_size, vocab_size):
         wide = [tensor.to(device) for tensor in kernel.inputs]
         exact = kernel.formula(*wide)

@@ -1,5 +1,6 @@
-"""The share of the communication of two replicas that is hidden behind kernels, from a trace of
-steps. `python -m benchmarks.gpu.overlap nccl`, started by mpirun, prints JSON on rank 0."""
+"""The fraction of the communication time between two replicas during which other kernels run, from
+a trace of steps. `python -m benchmarks.gpu.overlap nccl`, started by mpirun, prints JSON on rank
+0."""
 
 import json
 import sys
@@ -14,7 +15,8 @@ from benchmarks.gpu.wires import reported
 from ptdmpi.comm.world import World
 from ptdmpi.model.batch import Placing
 
-# sizes large enough that kernels take longer than their launches, even with two ranks on one GPU
+# these sizes are so large that kernels take longer than their launches, even with two ranks on one
+# GPU
 SHAPE = {
     "kind": "llama",
     "layers": 8,
@@ -40,7 +42,8 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def shared(some: Iterable[Interval], others: Iterable[Interval]) -> float:
-    """Return the total time during which an interval of each list is active."""
+    """Return the total time that is covered by an interval of `some` and also by one of
+    `others`."""
     others = union(others)
     return sum(
         max(0.0, min(end, last) - max(begin, first))
@@ -50,8 +53,9 @@ def shared(some: Iterable[Interval], others: Iterable[Interval]) -> float:
 
 
 def under_kernels(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return how long NCCL's kernels ran, and for how much of that time other kernels of the same
-    rank ran, too. `events` are the events of a Chrome trace, with times in microseconds."""
+    """Return the seconds in which NCCL's kernels ran, and the part of this time in which other
+    kernels of the same rank ran, too. `events` are the events of a Chrome trace, with times in
+    microseconds."""
     kernels = [event for event in events if event.get("ph") == "X" and event.get("cat") == "kernel"]
     nccl: list[Interval] = []
     others: list[Interval] = []
@@ -84,7 +88,7 @@ def overlap(
     """Trace two steps, after one warm-up step, of replicas on all ranks of `world`.
 
     Rank 0 writes its trace to `file`, and returns the result of `under_kernels` for this trace. The
-    other ranks return None.
+    other ranks return {}.
     """
     from torch.profiler import ProfilerActivity, profile
 

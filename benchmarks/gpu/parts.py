@@ -31,7 +31,7 @@ GEMM_SIZE = 8192
 
 
 class Shape(NamedTuple):
-    """A model that is measured: its section [model], and the size of its vocabulary."""
+    """A model to measure: its section [model], and the size of its vocabulary."""
 
     model: dict[str, Any]
     vocab_size: int
@@ -39,8 +39,8 @@ class Shape(NamedTuple):
 
 MODELS = {
     "gpt 1.3b": Shape({"layers": 24, "hidden": 2048, "heads": 16, "seq_length": 2048}, 50257),
-    # 12 of the 32 layers of LLaMA 7B. The weights and optimizer states of all layers would take 113
-    # GiB. 12 layers fit into 80 GB, and the cost of a layer is the same.
+    # This model has 12 of the 32 layers of LLaMA 7B. The weights and optimizer states of 32 layers
+    # would take 113 GiB. 12 layers fit into 80 GB, and the cost of a layer is the same.
     "llama 2.7b": Shape(
         {
             "kind": "llama",
@@ -57,7 +57,7 @@ SMALL = {"layers": 2, "hidden": 64, "heads": 4, "seq_length": 32}
 
 
 def machine(device: torch.device, size: int = GEMM_SIZE) -> dict[str, Any]:
-    """Return the device's capability, the FLOP/s of its data sheet, and the FLOP/s of a
+    """Return the device's compute capability, the FLOP/s in its data sheet, and the FLOP/s of a
     multiplication of two matrices [size, size] in bfloat16.
 
     The matrices are random. Multiplications of constants switch fewer transistors, take less power,
@@ -78,9 +78,9 @@ def machine(device: torch.device, size: int = GEMM_SIZE) -> dict[str, Any]:
 
 
 def parity(device: torch.device, steps: int = PARITY_STEPS) -> dict[str, Any]:
-    """Return the losses of small models on the device and on the host, starting from the same
-    weights, and their largest relative difference, in a row for each kind of model and
-    precision."""
+    """Return a row for each kind of model and precision. A row has the losses of a small model on
+    the device and on the host, starting from the same weights, and the largest relative difference
+    of these losses."""
     rows = {}
     for kind in ("gpt", "llama"):
         for precision in ("fp32", "bf16"):
@@ -121,8 +121,8 @@ def trace(device: torch.device, folder: Path) -> dict[str, Any]:
 
 
 def _in_turn(device: torch.device, name: str, folder: Path, shape: Shape) -> Iterator[Row]:
-    """Yield rounds of the fastest settings of ptdmpi and of transformers, alternating, according to
-    latest.json in `folder`."""
+    """Yield rounds in which ptdmpi and transformers alternate, each in the setting that is fastest
+    according to latest.json in `folder`."""
     known = json.loads((folder / LATEST).read_text(encoding="utf-8"))["parts"]
     ours = quickest({way: known.get(way, {}) for way in (name, name + COMPILED)})
     theirs = quickest(known.get(f"{name} by transformers", {}))
@@ -141,8 +141,9 @@ def _in_turn(device: torch.device, name: str, folder: Path, shape: Shape) -> Ite
 
 
 def _workload(shape: Shape, device: torch.device) -> peers.Workload:
-    """Return the workload for another trainer: the shape, and the same number of sequences per step
-    as ptdmpi, or as ptdmpi would have if it fit."""
+    """Return the workload for another trainer: the shape, and the number of sequences per step. The
+    number is the same as for ptdmpi, or if no setting of ptdmpi fits, the number of its smallest
+    setting."""
     try:
         config = fitting(*shape, device)[0]
     except Skipped:

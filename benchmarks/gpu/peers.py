@@ -1,6 +1,6 @@
-"""Other trainers on one GPU, each in several settings: with bfloat16 parts, with and without
-compilation, and with the largest microbatch that fits. All trainers use fused attention and torch's
-fused AdamW."""
+"""Other trainers on one GPU, each in several settings: with bfloat16 weights or autocast, and with
+or without compilation. Each setting uses the largest microbatch that fits. All trainers use fused
+attention and torch's fused AdamW."""
 
 import importlib
 import importlib.metadata
@@ -27,8 +27,8 @@ STEPS = 6
 
 
 class Workload(NamedTuple):
-    """A shape to train. ptdmpi trains `sequences` sequences of it per step, in microbatches of
-    `micro_size`."""
+    """A model to train. ptdmpi trains it with `sequences` sequences per step, in microbatches of
+    `micro_size` sequences."""
 
     device: torch.device
     model: ModelConfig
@@ -38,8 +38,8 @@ class Workload(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A setting of a trainer. `half`: the weights and the optimizer's state are bfloat16; otherwise
-    they are float32, and matrix multiplications are computed in bfloat16."""
+    """A setting of a trainer. If `half` is True, the weights and the optimizer's state are
+    bfloat16. Otherwise they are float32, and matrix multiplications are computed in bfloat16."""
 
     half: bool
     compiled: bool
@@ -56,8 +56,8 @@ Side = Callable[[Workload], Iterator[Row]]
 
 
 def sizes(workload: Workload) -> list[Size]:
-    """Return the microbatches to try, largest first, beginning with twice ptdmpi's size. The
-    microbatches with full recomputation come last."""
+    """Return the microbatch sizes and recomputation modes to try, largest first, beginning with
+    twice ptdmpi's size. Sizes with full recomputation come last."""
     tried = []
     size = min(2 * workload.micro_size, workload.sequences)
     while size:
@@ -69,8 +69,8 @@ def sizes(workload: Workload) -> list[Size]:
 
 
 def _ids(workload: Workload, micro_size: int, step: int) -> list[Tensor]:
-    """Return the microbatches of a step: random tokens [b, s] on the device, the same for all
-    microbatch sizes."""
+    """Return the microbatches of a step: random tokens [sequences, tokens] on the device. The
+    tokens of a step are the same for all microbatch sizes."""
     generator = torch.Generator().manual_seed(step)
     shape = (workload.sequences, workload.model.seq_length)
     whole = torch.randint(workload.vocab_size, shape, generator=generator).to(workload.device)
@@ -80,8 +80,8 @@ def _ids(workload: Workload, micro_size: int, step: int) -> list[Tensor]:
 def _timed(
     workload: Workload, size: Size, loss_of: Callable[[Tensor], Tensor], model: torch.nn.Module
 ) -> dict[str, Any]:
-    """Return the numbers for some steps of a model. The first steps, which compile, are left
-    out."""
+    """Return the measured rates, memory and first loss for some steps of a model. The time of the
+    first steps, which compile, is left out."""
     update = torch.optim.AdamW(model.parameters(), fused=True)
     module = torch.get_device_module(workload.device)
     times = []
@@ -111,13 +111,14 @@ def _timed(
 
 
 def _next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return the mean loss over all tokens that have a next one, for logits [b, s, V] and ids [b,
-    s]."""
+    """Return the mean loss over all tokens that have a next token, for `logits` [sequences, tokens,
+    vocabulary] and `ids` [sequences, tokens]."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
 def transformers_way(workload: Workload, setting: Setting, size: Size) -> dict[str, Any]:
-    """Train the shape with transformers in a setting, and return the numbers."""
+    """Train the workload's model with transformers in a setting, and return the result of
+    `_timed`."""
     transformers: Any = importlib.import_module("transformers")
     dtype = torch.bfloat16 if setting.half else torch.float32
     with workload.device:
@@ -137,7 +138,7 @@ def transformers_way(workload: Workload, setting: Setting, size: Size) -> dict[s
 
 
 def _transformers_shape(workload: Workload) -> Any:
-    """Return the configuration of transformers for the shape of the workload."""
+    """Return transformers' configuration for the workload's model."""
     transformers: Any = importlib.import_module("transformers")
     model = workload.model
     if model.kind == "llama":
@@ -176,9 +177,9 @@ def _largest_that_fits(
 ) -> dict[str, Any]:
     """Return the numbers for a setting with the largest microbatch that fits.
 
-    `fits` has the sizes that fit, by `half`. The sizes that fit in this setting are added to it.
-    With compilation a model takes hardly more memory than without, so sizes that did not fit are
-    not compiled.
+    `fits` has the sizes that fit, by the value of `half`. The sizes that fit in this setting are
+    added to `fits`. A compiled model takes hardly more memory than the same model without
+    compilation, so sizes that did not fit are not compiled.
     """
     tried = fits.get(setting.half, sizes(workload))
     numbers = first_that_fits(workload.device, tried, partial(transformers_way, workload, setting))
@@ -197,9 +198,9 @@ def torchtitan_folder() -> Path:
 def torchtitan_side(workload: Workload) -> Iterator[Row]:
     """Yield the row for torchtitan's LLaMA. Raises Left if torchtitan is not installed.
 
-    As in torchtitan's trainer, the model's blocks are compiled one by one, and FSDP2 over the
-    single rank provides bfloat16. The attention of torchtitan's model is SDPA, because there are no
-    documents to mask.
+    As in torchtitan's trainer, the model's blocks are compiled one by one. FSDP2 over a single rank
+    casts the parameters to bfloat16. The attention of torchtitan's model is SDPA, because there are
+    no documents to mask.
     """
     if not torchtitan_folder().is_dir():
         raise Left(
@@ -226,7 +227,7 @@ def _torchtitan(workload: Workload) -> dict[str, Any]:
 
 
 def _titan_size(workload: Workload, size: Size) -> dict[str, Any]:
-    """Return the numbers for torchtitan's LLaMA with one size of microbatches."""
+    """Return the result of `_timed` for torchtitan's LLaMA with one microbatch size."""
     from torch.distributed.device_mesh import init_device_mesh
 
     device = workload.device

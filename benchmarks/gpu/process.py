@@ -1,5 +1,5 @@
 """Running a part of the measurement in a separate process, and reading the JSON that the process
-printed and the reason why it ended."""
+printed and the reason for a failure."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from benchmarks.launch import start
 
-EVERY_S = 10.0  # seconds between two checks of what a program has printed
+EVERY_S = 10.0  # seconds between two readings of a program's output
 LEAST_S = 1.0
 
 
@@ -27,7 +27,7 @@ def answer(
     If the program fails, the object has the key "failed". If the program does not end within
     `limit_s` seconds, it is killed and the object has the key "left". Both keys quote the last line
     of the program's standard error. `extra` is added to the program's environment. About every ten
-    seconds `so_far` is called with the object printed until then.
+    seconds `so_far` is called with the last object that the program has printed.
     """
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = start(command, output, extra=extra, errors=errors)
@@ -78,8 +78,8 @@ def _last_object(text: str) -> dict[str, Any]:
 
 
 def last_words(errors: str) -> str:
-    """Return the last line of standard error that is not mpirun's own message, which is framed by
-    dashes; empty if there is none."""
+    """Return the last line of standard error that does not belong to mpirun's own message, which is
+    framed by dashes. Return "" if there is no such line."""
     lines = []
     framed = False
     for line in map(str.strip, errors.splitlines()):

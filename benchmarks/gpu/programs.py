@@ -1,5 +1,5 @@
-"""The parts of the measurement that are programs with several ranks, run with one transport
-(`wire`) after the other."""
+"""The parts of the measurement that are MPI programs with one or more ranks. Each program runs once
+for each transport (`wire`)."""
 
 import re
 import time
@@ -30,14 +30,14 @@ PROGRAMS = {
     "overlap, 2 ranks": Program("overlap", 2, ("nccl",), turn=6, s=20.0),
     "wires, 4 ranks": Program("wires", 4, ("nccl", "mpi"), turn=6, s=15.0),
 }
-# Ranks that share a GPU get only few thread blocks each; otherwise they would wait for each other's
-# thread blocks for ever.
+# NCCL settings for ranks that share a GPU. Each rank gets only a few thread blocks; otherwise the
+# ranks would wait for each other's thread blocks for ever.
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
 SHARING = (2, 30)  # the first version of libnccl that connects several ranks on one GPU
 
 
 def nccl_refusal(ranks: int, gpus: int) -> str:
-    """Return why NCCL cannot connect `ranks` ranks on `gpus` GPUs; empty if it can."""
+    """Return the reason why NCCL cannot connect `ranks` ranks on `gpus` GPUs; "" if it can."""
     try:
         version, path = loaded()
     except (ImportError, ValueError, RuntimeError, OSError) as error:
@@ -55,11 +55,12 @@ def nccl_refusal(ranks: int, gpus: int) -> str:
 def run_program(
     name: str, limit_s: float, gpus: int, so_far: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Return the output of a program of `PROGRAMS` for each transport, within `limit_s` seconds.
+    """Run a program of `PROGRAMS` with each transport, within `limit_s` seconds, and return its
+    output by transport.
 
-    If a transport cannot connect this number of ranks on `gpus` GPUs, it is skipped, with the
-    reason, before anything is started. `so_far` is called with the rows so far about every ten
-    seconds.
+    If a transport cannot connect this number of ranks on `gpus` GPUs, no program is started for it,
+    and its row has the reason. About every ten seconds `so_far` is called with the rows of the
+    transports that are done.
     """
     program = PROGRAMS[name]
     end_s = time.monotonic() + limit_s

@@ -1,20 +1,20 @@
-"""Why a part or a row was not measured, and whether the next run can measure it."""
+"""Reasons why a part or a row was not measured, and a test whether the next run can measure it."""
 
 from collections.abc import Mapping
 from typing import Any
 
-# the name of the file, in the folder of results, with everything that was measured so far
+# the name of the file in the folder of results that has all measurements so far
 LATEST = "latest.json"
 WORDS = ("skipped", "left", "failed")
 
 
 class Skipped(Exception):
-    """The error for a part or a row that this machine cannot measure. Its text is the reason."""
+    """An error for a part or a row that this machine cannot measure. The text of the error is the
+    reason."""
 
 
 class Left(Skipped):
-    """The error for a part or a row that was not measured now, but that the next run may
-    measure."""
+    """An error for a part or a row that was not measured now, but that the next run may measure."""
 
 
 def _rows(part: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -38,7 +38,7 @@ def reasons(part: Mapping[str, Any]) -> dict[str, str]:
 
 
 def why_not(error: Exception) -> dict[str, str]:
-    """Return the record for a part or a row that ended with an exception."""
+    """Return the record for a part or a row whose measurement raised an exception."""
     if isinstance(error, Left):
         return {"left": str(error)}
     if isinstance(error, Skipped):

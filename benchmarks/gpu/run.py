@@ -35,7 +35,7 @@ RESULTS = Path(__file__).parent / "results"
 PAGE = ROOT / "docs/reference/gpu.md"
 TABLE = ROOT / "src/ptdmpi/presets/kernels.toml"
 LIMIT_S = 540.0
-LEAST_S = 15.0  # a part is not started if less time than this number of seconds is left
+LEAST_S = 15.0  # a part is not started if fewer seconds than this are left
 NO_GPU = {"skipped": "there is no GPU here"}
 Part = dict[str, Any]
 
@@ -45,7 +45,7 @@ class Record:
     """The results so far, and the files in which they are stored.
 
     `everything` is the content of latest.json. Each file is also copied into the folder `copies`,
-    unless that is None.
+    unless `copies` is None.
     """
 
     everything: dict[str, Any]
@@ -60,7 +60,8 @@ class Record:
         return parts
 
     def put(self, name: str, before: Part, now: Part) -> None:
-        """Record and write a part that had the rows `before` and was measured again."""
+        """Record and write the rows `now` of a part that was measured again, and had the rows
+        `before`."""
         gemm = self.parts.get("machine", {}).get("gemm_flops")
         if gemm and "model_flops_per_s" in now:
             now = now | {"of_gemm": now["model_flops_per_s"] / gemm}
@@ -103,7 +104,7 @@ def asked() -> dict[str, float]:
 
     every = [(part.turn, part.name, part.s) for part in parts(torch.device("cpu"), RESULTS)]
     every += [(program.turn, name, program.s) for name, program in PROGRAMS.items()]
-    every.sort(key=lambda part: part[0])  # stable: equal turns keep their order
+    every.sort(key=lambda part: part[0])  # a stable sort: equal turns keep their order
     return {name: s for _, name, s in every}
 
 
@@ -115,9 +116,8 @@ def gpu() -> "torch.device | None":
 
 
 def one_part(name: str, folder: Path) -> Iterator[Part]:
-    """Yield, after each row, the rows of a part that this process's GPU has measured so far; or the
-    reason why none was measured. Rows that are in latest.json in `folder` are not measured
-    again."""
+    """Measure a part on this process's GPU. Yield, after each row, all rows measured so far, or the
+    reason why no row was measured. Finished rows in `folder`/latest.json are not measured again."""
     device = gpu()
     if device is None:
         yield NO_GPU
@@ -131,7 +131,7 @@ def one_part(name: str, folder: Path) -> Iterator[Part]:
             yield measured
         else:
             yield from measured_rows(measured, known_rows(name, folder))
-    except Exception as error:  # any exception of a library: the other parts can still be measured
+    except Exception as error:  # a library may raise any exception
         yield why_not(error)
 
 
@@ -145,9 +145,9 @@ def known_rows(name: str, folder: Path) -> dict[str, Part]:
 
 
 def measured(name: str, limit_s: float, record: Record) -> Part:
-    """Return the rows of a part, measured in a separate process within `limit_s` seconds, so that
-    its GPU memory is freed with the process. While the part runs, the rows that it has measured so
-    far are stored in `record`."""
+    """Return the rows of a part, measured within `limit_s` seconds in a separate process, whose end
+    frees its GPU memory. While the process runs, the rows that it has measured so far are stored in
+    `record`."""
     before = record.parts.get(name, {})
 
     def so_far(rows: Part) -> None:
@@ -162,10 +162,10 @@ def measured(name: str, limit_s: float, record: Record) -> Part:
 
 
 def share_s(left_s: float, mine_s: float, others_s: float) -> float:
-    """Return the seconds that a part may take of the `left_s` that remain. The part may take twice
-    its share, where `mine_s` and `others_s` are the normal times of this part and of the later
-    ones. Most parts need less than their share, and the limit keeps one slow part from using up the
-    time of the others."""
+    """Return the seconds that a part may take of the remaining `left_s` seconds. `mine_s` is the
+    normal time of this part, and `others_s` is the normal time of all later parts. The part may
+    take twice its share of the remaining time, because most parts need less than their share. This
+    limit keeps one slow part from using up the time of the others."""
     return left_s * min(1.0, 2 * mine_s / (mine_s + others_s))
 
 
@@ -174,8 +174,8 @@ def run(
 ) -> dict[str, Any]:
     """Measure all remaining parts within `limit_s` seconds, and return the content of latest.json.
 
-    `results` is the folder of latest.json, `docs` the path of the page, and `copies` a folder for
-    copies of both. With `anew`, earlier results are discarded.
+    `results` is the folder of latest.json, `docs` is the path of the page, and `copies` is a folder
+    for copies of both files. If `anew` is True, earlier results are discarded.
     """
     end_s = time.monotonic() + limit_s
     own = identity()
@@ -203,8 +203,8 @@ def run(
 
 
 def better(before: Part, now: Part) -> Part:
-    """Return the rows to keep after a part was measured again. The result has the new rows `now`,
-    and the rows that were done `before` but are not done now."""
+    """Return the rows to keep after a part was measured again. The result has the new rows `now`. A
+    row that was done `before` but is not done in `now` is kept."""
     rows = {key: row for key, row in before.items() if isinstance(row, dict) and done(row)}
     return {**rows, **{key: row for key, row in now.items() if key not in rows or done(row)}}
 
@@ -223,9 +223,9 @@ def fill(everything: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Run the command line: either the complete measurement, or one part for the process that
-    started this one."""
-    # the environment of a training run, also for the programs that are started from here
+    """Run the command line: either the complete measurement, or one part, whose rows are printed
+    for the parent process."""
+    # set the environment of a training run, also for the programs that this program starts
     launch.prepare()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", help="measure one part on this process's GPU and print its rows")

@@ -1,4 +1,5 @@
-"""Measured times of attention and of weight gradients as entries in the table of kernels."""
+"""Functions that write measured times of attention and of weight gradients into the table of
+kernels."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,7 +8,8 @@ import tomlkit
 from tomlkit.items import AoT, Table
 
 WAYS = ("fa3", "cudnn", "flash")  # kernels that the table may name
-# relative to the largest value: a kernel that is further from float32 than this limit is not used
+# a kernel whose difference from float32, relative to the largest value, exceeds this limit is not
+# used
 APART = 0.02
 
 
@@ -15,9 +17,9 @@ def filled(text: str, device: str, rows: Mapping[str, Mapping[str, Any]], source
     """Return the table `text` with an entry for attention on a device such as "cuda 9.0".
 
     The entry lists the kernels of `rows` that were measured and are accurate, fastest first. The
-    new entry comes before the entries of other devices, and replaces the device's own. `source`
-    names the machine of the measurement. If there is no such kernel, the table is returned
-    unchanged.
+    new entry comes before the entries of other devices, and replaces the old entry of this device.
+    `source` names the machine of the measurement. If no kernel was measured and accurate, the table
+    is returned unchanged.
     """
     times = {
         way: rows[way]["s"]
@@ -44,10 +46,10 @@ def with_weight_gradients(
 ) -> str:
     """Return the table `text` with an entry for weight gradients on a device such as "cuda 9.0".
 
-    The entry is the faster of the two methods in `rows`, but "adds" only if its result is not
+    The entry names the faster of the two methods in `rows`, but "adds" only if its result is not
     further from float32 than the result of "rounds". The table is returned unchanged if "rounds"
-    was not measured, or if the table has no entry for the vendor yet: the first version of torch
-    whose library can add was not measured.
+    was not measured. It is also unchanged if it has no entry for the vendor yet, because the first
+    version of torch that has "adds" is then unknown.
     """
     vendor = device.partition(" ")[0]
     table = tomlkit.parse(text)

@@ -1,4 +1,5 @@
-"""Timing of work on a device, rates, and rows that are measured one by one, for all parts."""
+"""Functions for all parts: timing of work on a device, rates, and rows that are measured one by
+one."""
 
 import contextlib
 import gc
@@ -26,10 +27,10 @@ Row = tuple[str, Callable[[], Numbers]]  # (name of the row, function that measu
 class Measurement(NamedTuple):
     """A part of the measurement of a GPU.
 
-    `turn`: parts with a lower turn are measured first, because they are more important. `s`: the
-    approximate seconds of an undisturbed run, by which the time is divided among parts. `measure`
-    returns all rows at once, or yields them one by one, so that the measured rows remain if the
-    part is interrupted.
+    Parts with a lower `turn` are measured first, because they are more important. `s` is the
+    approximate time in seconds of an undisturbed measurement, by which the time is divided among
+    parts. `measure` returns all rows at once, or yields them one by one, so that the measured rows
+    remain if the part is interrupted.
     """
 
     name: str
@@ -56,13 +57,15 @@ def measured_rows(rows: Iterable[Row], known: Container[str] = ()) -> Iterator[N
 
 
 def vendor(device: torch.device) -> str:
-    """Return the kind of the device in the table of kernels. torch calls AMD's GPUs "cuda", too."""
+    """Return the kind of a device in the table of kernels, such as "cuda" or "rocm". The type of
+    AMD's GPUs in torch is "cuda", too."""
     return "rocm" if device.type == "cuda" and torch.version.hip else device.type
 
 
 def fresh(device: torch.device) -> None:
-    """Return cached memory to the device and reset its peak, if the device has such a counter."""
-    if "torch._dynamo" in sys.modules:  # compiled graphs keep the tensors for which they were made
+    """Return cached memory to the device, and reset the device's counter of peak memory, if it has
+    one."""
+    if "torch._dynamo" in sys.modules:  # compiled graphs hold references to tensors
         torch.compiler.reset()
     gc.collect()
     if device.type != "cpu":

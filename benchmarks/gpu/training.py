@@ -1,4 +1,5 @@
-"""ptdmpi on one GPU: steps of a model, measured alone or alternating with another trainer."""
+"""ptdmpi on one GPU: training steps of a model, measured alone or alternating with another
+trainer."""
 
 import contextlib
 import statistics
@@ -28,7 +29,8 @@ from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.train.capacity import rank_memory_bytes
 
 ROUNDS = 3
-# microbatch size and recomputation, largest first; the first that fits is measured
+# pairs of microbatch size and recomputation mode, largest first; the first pair that fits is
+# measured
 WAYS = ((8, "none"), (4, "none"), (2, "none"), (1, "none"), (4, "full"), (1, "full"))
 FILLED = {"zeros": 0.0, "ones": 1.0}
 
@@ -84,9 +86,9 @@ def engine_on(
 def drawn_there() -> Iterator[None]:
     """Draw initial weights on the device on which they are stored.
 
-    The random numbers of the device differ from the initial weights of a run, which are computed on
-    the host. For 6.7e9 weights the host needs a minute and a half. The training speed is the same
-    for both kinds of random numbers.
+    The initial weights of a real run are other random numbers, which are computed on the host. For
+    6.7e9 weights the host needs a minute and a half. The training speed does not depend on the
+    random numbers.
     """
     with mock.patch.object(buffer, "_fill", _draw):
         yield
@@ -126,8 +128,8 @@ def training(
     steps: int = 6,
     compiled: bool = False,
 ) -> dict[str, Any]:
-    """Train a model for some steps on the one device, with the largest microbatch that fits. Return
-    tokens per second, MFU and memory."""
+    """Train a model for some steps on one device, with the largest microbatch that fits. Return the
+    rates of `timing.rates`, such as tokens per second, MFU and memory."""
     numbers = first_that_fits(
         device,
         fitting(model, vocab_size, device, compiled=compiled),
@@ -156,7 +158,7 @@ def _steps(device: torch.device, config: Config, vocab_size: int, steps: int) ->
         config.model,
         vocab_size,
         tokens=config.batch.global_size * config.model.seq_length,
-        step_s=statistics.median(times[2:]),  # the first steps are warm-ups, or compile
+        step_s=statistics.median(times[2:]),  # the first two steps are warm-ups
     )
 
 
@@ -166,11 +168,11 @@ def in_turn(
     named: dict[str, str],
     rounds: int = ROUNDS,
 ) -> Iterator[Row]:
-    """Yield rounds of the fastest settings of ptdmpi and of a peer, alternating, so that a drift in
-    the machine's speed affects both equally.
+    """Yield rounds in which ptdmpi and another trainer alternate, so that a drift in the machine's
+    speed affects both equally.
 
     All rounds together are one row, which has the key "left" until the last round is done. `named`
-    has the names of the two settings. Raises Left if ptdmpi or the peer was not measured.
+    has the names of the two settings. Raises Left if one of the two trainers was not measured.
     """
     rounds_of: list[dict[str, dict[str, Any]]] = []
 
@@ -186,8 +188,8 @@ def in_turn(
 
 
 def _compared(rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return the tokens per second of ptdmpi and of the peer in each round, and the ratios of these
-    two rates."""
+    """Return the tokens per second of ptdmpi and of the other trainer in each round, and the ratios
+    of these two rates."""
     rates_of: dict[str, list[float]] = {"ours": [], "theirs": []}
     for sides in rounds:
         for side, row in sides.items():
@@ -205,7 +207,8 @@ def _compared(rounds: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, An
 
 
 def quickest(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the name of the row with the most tokens per second. Raises Left if no row has any."""
+    """Return the name of the row with the most tokens per second. Raises Left if no row has a
+    rate."""
     measured = {name: row["tokens_per_s"] for name, row in rows.items() if "tokens_per_s" in row}
     if not measured:
         raise Left(f"nothing to compare with: {', '.join(rows) or 'no row'} was not measured")

@@ -1,6 +1,6 @@
-"""A check whether transports (`wires`) carry tensors of this machine's devices. The check does
-every operation of the interface: `python -m benchmarks.gpu.wires nccl`, started by mpirun, prints
-JSON on rank 0."""
+"""A check whether transports (`wires`) carry tensors of this machine's devices correctly. The check
+does every operation of the communicator interface. `python -m benchmarks.gpu.wires nccl`, started
+by mpirun, prints JSON on rank 0."""
 
 import json
 import sys
@@ -19,14 +19,14 @@ from ptdmpi.comm.world import World
 from ptdmpi.config import SharedInputError
 from ptdmpi.plan.layout.grid import training_grid
 
-ELEMENTS = 100_003  # number of elements of each rank; no power of two divides it
+ELEMENTS = 100_003  # number of elements of each rank, which is odd
 TYPES = (torch.float32, torch.bfloat16, torch.int64)
 Check = tuple[str, Callable[[], bool]]
 
 
 def values_of(rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the values [size] of a rank: small integers, whose sums are exact in every type and in
-    any order."""
+    """Return the values [size] of a rank. The values are small integers, whose sums are exact in
+    every type and in any order."""
     return ((torch.arange(size) + 3 * rank) % 5).to(dtype).to(device)
 
 
@@ -99,8 +99,8 @@ def neighbours_hear(axis: Communicator, dtype: torch.dtype, device: torch.device
 
 
 def alone(device: torch.device) -> Iterator[Check]:
-    """Yield checks of NCCL with a communicator of a single rank, which the trainer never makes. The
-    checks show that the library works at all, and leaves its inputs unchanged."""
+    """Yield checks of NCCL with a communicator of a single rank. The trainer never makes such a
+    communicator; these checks only show that the library works, and leaves its inputs unchanged."""
     NcclCommunicator.open(MPI.COMM_SELF, device)
     assert NcclCommunicator.library is not None
     carrier = NcclCarrier(NcclCommunicator.library, MPI.COMM_SELF, "alone", ())
@@ -121,13 +121,14 @@ def alone(device: torch.device) -> Iterator[Check]:
 
 
 def conformance(world: World, wire: str, device: torch.device) -> dict[str, object]:
-    """Return which operations give wrong results with the transport `wire` (then with the key
-    "failed", too), and the seconds of an all-reduce of 16 MiB. The result is the same on all ranks.
+    """Return the operations that give wrong results with the transport `wire`, and the seconds of
+    an all-reduce of 16 MiB. If a result is wrong, the key "failed" is present, too. All ranks
+    return the same names of wrong operations.
 
     Raises InputError, on all ranks, if the transport cannot connect the ranks.
     """
     axes = world.split(training_grid(pipeline=world.size), wire_named(wire, device))
-    # neighbours on this axis use the transport's own connections, if it has any
+    # neighbours on the pipeline axis use the transport's own connections, if it has any
     axis = axes["pipeline"]
     every = [
         (f"{name} {str(dtype).removeprefix('torch.')}", check)
@@ -159,8 +160,8 @@ def conformance(world: World, wire: str, device: torch.device) -> dict[str, obje
 
 
 def refusal(world: World, wire: str, device: torch.device) -> str:
-    """Return why a transport cannot connect these ranks on their GPUs; empty if no reason is known.
-    All ranks call this and get the same result."""
+    """Return the reason why a transport cannot connect these ranks on their GPUs; "" if no reason
+    is known. All ranks call this and get the same result."""
     if wire != "nccl":
         return ""
     try:
@@ -171,8 +172,8 @@ def refusal(world: World, wire: str, device: torch.device) -> str:
 
 
 def reported(world: World, wire: str, measure: Callable[[], dict[str, object]]) -> None:
-    """Print the measurement of several ranks with a transport, or the reason why there is none, as
-    JSON on rank 0."""
+    """Call `measure` on all ranks, and print its result, or the reason why it was not called or
+    failed, as JSON on rank 0."""
     device = world.device()
     why = refusal(world, wire, device)
     result: dict[str, object]

@@ -1,2 +1,2 @@
-"""Communication-efficient data-parallel methods: their theory in matrix form, and the training of a
-small GPT."""
+"""Benchmarks of communication-efficient data-parallel methods: their theory in matrix form, and the
+training of a small GPT."""

@@ -1,11 +1,12 @@
-"""The compared methods, as sections of a configuration."""
+"""The compared data-parallel methods, as sections of a configuration."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 Settings = Mapping[str, Any]
-# Without momentum and without clipping, error feedback has the same residuals as in the papers.
+# Settings of plain SGD. Without momentum and clipping, error feedback has the same residuals as in
+# the papers.
 SGD: Settings = {
     "kind": "sgd",
     "learning_rate": 0.5,
@@ -28,7 +29,7 @@ class MethodCase:
     optimizer: Settings = field(default_factory=dict)
 
     def by_sgd(self) -> "MethodCase":
-        """Return the same method with plain SGD, which the papers use."""
+        """Return the same method with plain SGD, which the papers use, instead of AdamW."""
         return MethodCase(f"{self.name}, SGD", self.section, SGD)
 
 

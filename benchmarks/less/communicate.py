@@ -1,9 +1,10 @@
 """`python -m benchmarks.less.communicate [PART ...]` (`make communicate-less`): measurements of
-communication-efficient methods. The parts are measured, transient and link; by default all.
+communication-efficient methods. The parts are named `measured`, `transient` and `link`; the default
+is all parts.
 
-The tables are written between the marks of docs/explanation/less-communication.md, together with
-the pictures. Each part is written when it is done. On 2 cores all parts take some twenty minutes,
-most of them for training runs with more ranks than cores.
+The tables are written between marks in docs/explanation/less-communication.md, and the pictures
+into docs/pictures. Each part is written when it is done. On 2 cores all parts take about twenty
+minutes. Most of this time is for training runs with more ranks than cores.
 """
 
 import json
@@ -28,18 +29,18 @@ STEPS = 96
 SOME = [PSGD, GOSSIP[0], LOCAL[1], GOSSIP[2], LOCAL[3], COMPRESSED[1], CHOCO[1]]
 TRAINED: Mapping[int, Sequence[MethodCase]] = {
     4: [*ALL, *PLAIN],
-    # with more ranks than cores it takes longer: a ratio of 1 % is enough to show the order of
-    # magnitude
+    # more ranks than cores take longer, so only some methods are trained, most with a ratio of 1 %
     8: [*SOME, *PLAIN[:6]],
     16: [*SOME[:3], PLAIN[0], PLAIN[2], PLAIN[5]],
 }
-LABEL_WIDTH, LABEL_HEIGHT = 0.05, 0.03  # size of a label, as a fraction of the range of all points
+# The size of a label in the picture, as a fraction of the range of all points.
+LABEL_WIDTH, LABEL_HEIGHT = 0.05, 0.03
 ROUNDS = {4: 3, 8: 2}  # number of rounds in the part "link", by the number of nodes
 Rows = list[dict[str, Any]]
 
 
 def prepare(data: Path) -> None:
-    """Make shards from the demo's corpus in `data`, unless they exist already."""
+    """Make shards from the demo's corpus in the folder `data`, unless the shards exist already."""
     if (data / "valid").is_dir():
         return
     data.mkdir(parents=True, exist_ok=True)
@@ -58,7 +59,7 @@ def prepare(data: Path) -> None:
 
 
 def trained(data: Path, ranks: int, cases: Sequence[MethodCase], steps: int) -> Rows:
-    """Return the results of `benchmarks.less.rank` for these cases."""
+    """Run `benchmarks.less.rank` on `ranks` ranks for these cases, and return the results."""
     names = ";".join(case.name for case in cases)
     text = answer(ranks, ["-m", "benchmarks.less.rank", str(data), str(steps), names])
     rows: Rows = json.loads(text[text.index("[{") :])
@@ -71,8 +72,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def theory_lines(lengths: theory.Lengths) -> Iterator[str]:
-    """Yield the tables of speed-up, topologies, local steps and compression for the quadratic
-    problem, and draw the picture."""
+    """Yield the lines of the tables of speed-up, topologies, local steps and compression for the
+    quadratic problem, and draw the picture."""
     yield from _speed_up_lines(lengths)
     curves = theory.topologies(lengths)
     yield from _topology_lines(curves, lengths.topologies)
@@ -127,8 +128,8 @@ def _last_and_middle(errors: theory.Array) -> str:
 
 
 def transient_lines(steps: int) -> Iterator[str]:
-    """Yield a table of transient iterations by topology, for data that is the same on all workers
-    and for data that differs."""
+    """Yield the lines of a table of transient iterations by topology, for data that is equal on all
+    workers and for data that differs between workers."""
     by_size = {size: transient.rows(size, steps) for size in (8, 16)}
     kinds = ("gap", "equal", "different")
     head = [f"{kind}, n = {size}" for size in by_size for kind in kinds]
@@ -143,13 +144,14 @@ def transient_lines(steps: int) -> Iterator[str]:
 
 
 def _count_of(steps: int) -> Callable[[int | None], str]:
-    """Return a function that formats a number of steps. For None its text says that the number is
-    above `steps`."""
+    """Return a function that formats a number of steps. None is formatted as a number above
+    `steps`."""
     return lambda count: f"> {steps:,}" if count is None else f"{count:,}"
 
 
 def link_lines(nodes: int, rounds: int) -> Iterator[str]:
-    """Yield the table from `benchmarks.network.neighbours`, or the reason why there is none."""
+    """Run `benchmarks.network.neighbours`, and yield the lines of its table, or the reason for its
+    failure."""
     words = ["benchmarks.network.neighbours", "--nodes", str(nodes), "--rounds", str(rounds)]
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
     head, _, rows = done.stdout.partition("\n")
@@ -160,7 +162,7 @@ def link_lines(nodes: int, rounds: int) -> Iterator[str]:
 
 
 def loss_lines(by_ranks: Mapping[int, Rows], cases: Sequence[MethodCase]) -> Iterator[str]:
-    """Yield a table of the validation losses of some cases, by the number of ranks."""
+    """Yield the lines of a table of the validation losses of some cases, by the number of ranks."""
     losses = [{row["name"]: row for row in rows} for rows in by_ranks.values()]
     rows = []
     for case in cases:
@@ -177,7 +179,8 @@ def _loss_cell(row: dict[str, Any] | None) -> str:
 
 
 def trained_lines(by_ranks: Mapping[int, Rows], steps: int) -> Iterator[str]:
-    """Yield the tables for the small GPT: validation losses and bytes of each method."""
+    """Yield the lines of the tables for the small GPT: validation losses and sent bytes of each
+    method."""
     first = by_ranks[min(by_ranks)]
     size = f"{first[0]['parameters']:,} parameters, {steps} steps"
     yield f"**A small GPT** of {size} of AdamW: validation loss, and distance between replicas:"
@@ -230,9 +233,9 @@ def _picture_theory(
 def label_groups(points: Sequence[tuple[float, float]]) -> list[list[int]]:
     """Return the indices of `points` (bytes, loss), grouped by the label that they share.
 
-    The labels of two points would overlap if both distances are small: in the logarithm of the
-    bytes, and in the loss, relative to the range of all points. A point belongs to a group if its
-    label would overlap with the label of the group's first point.
+    The labels of two points overlap if the points are close both in the logarithm of the bytes and
+    in the loss, relative to the range of all points. A point belongs to a group if its label would
+    overlap with the label of the group's first point.
     """
     places = [(math.log10(sent), loss) for sent, loss in points]
     spans = [max(values) - min(values) or 1.0 for values in zip(*places, strict=True)]
@@ -250,8 +253,8 @@ def label_groups(points: Sequence[tuple[float, float]]) -> list[list[int]]:
 
 
 def picture_trained(rows: Rows) -> None:
-    """Plot the validation loss with AdamW over the bytes sent, and the losses with SGD over
-    steps."""
+    """Plot the validation loss with AdamW over the sent bytes, and the training losses with SGD
+    over the steps."""
     plt = _pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5.4), layout="constrained")
     points = [(row["sent_bytes"], row["validation_loss"]) for row in rows[: len(ALL)]]
@@ -296,7 +299,7 @@ def measured() -> None:
 
 
 def slow_link() -> None:
-    """Measure averages over a slow link, on each number of nodes."""
+    """Measure training over a slow link, for each number of nodes in ROUNDS."""
     lines = []
     for nodes, rounds in ROUNDS.items():
         lines += link_lines(nodes, rounds)
@@ -311,7 +314,7 @@ PARTS: Mapping[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    """Measure the parts that the command line names."""
+    """Run the measurements that the command line names."""
     wanted = sys.argv[1:] or list(PARTS)
     unknown = [name for name in wanted if name not in PARTS]
     if unknown:

@@ -1,9 +1,9 @@
-"""Data-parallel methods in matrix form, on simulated workers and a problem with a known answer.
+"""Data-parallel methods in matrix form, on simulated workers and a problem with a known optimum.
 
-Worker i of n has the loss f_i(x) = |H_i x - y_i|^2 / 2 m; together they minimize the mean of all
-f_i, whose minimum x* is known. A stochastic gradient is the true gradient plus normal noise with
-standard deviation `noise`. The rows of X [repeats, n, dim] are the workers' parameters, and a step
-of a method takes one or two lines of code on X.
+Worker i of n has the loss f_i(x) = |H_i x - y_i|^2 / (2 m), where H_i has m rows. The workers
+together minimize the mean of all f_i, whose minimum x* is known. A stochastic gradient is the true
+gradient plus normal noise with standard deviation `noise`. The rows of X [repeats, n, dim] are the
+workers' parameters, and a step of a method takes one or two lines of code on X.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ptdmpi.plan.layout.graphs import Topology, matrix
 
 Array = NDArray[np.float64]
-# (X, gradients [repeats, n, dim], step, rate) -> X of the next step
+# a function from (X, gradients [repeats, n, dim], step, learning rate) to X of the next step
 Update = Callable[[Array, Array, int, float], Array]
 
 
@@ -33,9 +33,9 @@ class Problem:
     def drawn(
         cls, workers: int, dim: int, *, noise: float, apart: float, seed: int = 0, of: int = 16
     ) -> "Problem":
-        """Return a random problem with Gaussian rows. `apart` is the distance between the minima of
-        the workers in each element. The problem is made for `of` workers and divided among them, so
-        that the mean problem is the same for every number of workers."""
+        """Return a random problem with Gaussian rows. `apart` is the standard deviation of each
+        element of the workers' minima. The problem is made for `of` workers and divided among
+        `workers` workers, so that the mean loss is the same for every number of workers."""
         random = np.random.default_rng(seed)
         rows = random.standard_normal((of, 4 * dim, dim))
         own = random.standard_normal(dim) + apart * random.standard_normal((of, dim))
@@ -53,7 +53,7 @@ class Problem:
 
     @property
     def optimum(self) -> Array:
-        """Return x*, where the gradient of the mean is zero."""
+        """Return x*, at which the gradient of the mean loss is zero."""
         return np.linalg.solve(self.curvature.mean(0), self.linear.mean(0))
 
     def gradients(self, x: Array, random: np.random.Generator) -> Array:
@@ -72,8 +72,8 @@ def descend(
     every: int = 1,
     seed: int = 1,
 ) -> Array:
-    """Return the mean over workers and repeats of |x_i - x*|^2 after every `every` steps, starting
-    from x = 0. `rate` returns the learning rate of a step."""
+    """Return the mean of |x_i - x*|^2 over workers and repeats, recorded once in `every` steps. All
+    workers start from x = 0. `rate` returns the learning rate of a step."""
     random = np.random.default_rng(seed)
     optimum = problem.optimum
     x = np.zeros((repeats, problem.workers, len(optimum)))
@@ -96,9 +96,9 @@ def parallel() -> Update:
 
 
 def decentralized(topology: Topology, average_every: int = 0) -> Update:
-    """Return the update of decentralized SGD (DSGD), adapt then combine: X <- W (X - rate G). With
-    `average_every` the update is that of Gossip-PGA, which averages over all workers once in this
-    many steps."""
+    """Return the update of decentralized SGD (DSGD), adapt then combine: X <- W (X - rate G), with
+    the gradients G and the mixing matrix W. If `average_every` is not 0, the method is Gossip-PGA,
+    which averages over all workers once in `average_every` steps."""
     size = topology.size
     period = [np.array(matrix(topology, step)) for step in range(topology.period or 64)]
     whole = np.full((size, size), 1 / size)
@@ -112,8 +112,8 @@ def decentralized(topology: Topology, average_every: int = 0) -> Update:
 
 
 def local(local_steps: int) -> Update:
-    """Return the update of local SGD: x_i <- x_i - rate g_i, and their mean once in `local_steps`
-    steps."""
+    """Return the update of local SGD: x_i <- x_i - rate g_i. Once in `local_steps` steps every x_i
+    is replaced by the mean of all x_i."""
 
     def update(x: Array, g: Array, step: int, rate: float) -> Array:
         x = x - rate * g
@@ -123,8 +123,8 @@ def local(local_steps: int) -> Update:
 
 
 def top_k(count: int) -> Callable[[Array], Array]:
-    """Return a function that keeps the `count` elements of greatest magnitude in each row, and
-    zeros the others."""
+    """Return a function that keeps the `count` elements of greatest magnitude in each row, and sets
+    all other elements to zero."""
 
     def compress(x: Array) -> Array:
         kept = np.argpartition(-np.abs(x), count - 1, axis=-1)[..., :count]
@@ -136,14 +136,16 @@ def top_k(count: int) -> Callable[[Array], Array]:
 
 
 class CompressedDescent:
-    """The update x <- x - (what arrives), for a compression C and each kind of error feedback:
+    """The update x <- x - u with a compressor C, where u depends on the kind of error feedback:
 
-    none            rate mean C(g_i)                       (Alistarh et al. 2017)
-    mem_sgd         C(rate g_i + e_i); e_i is the residual  (Stich et al. 2018, arXiv 1809.07599)
-    double_squeeze  mem_sgd, and so for the sum            (Tang et al. 2019, arXiv 1905.05957)
-    ef21            h_i += C(g_i - h_i), rate mean h_i      (Richtarik et al. 2021, 2106.05203)
-    neolithic       double_squeeze with R messages, each of the residual of those before
-                                                           (Huang et al. 2022, arXiv 2206.03665)
+    none            u = rate mean C(g_i)                   (Alistarh et al. 2017)
+    mem_sgd         u = mean C(rate g_i + e_i), where e_i is the residual of the last message
+                                                           (Stich et al. 2018, arXiv 1809.07599)
+    double_squeeze  as mem_sgd, and the server compresses the mean in the same way
+                                                           (Tang et al. 2019, arXiv 1905.05957)
+    ef21            h_i += C(g_i - h_i), u = rate mean h_i  (Richtarik et al. 2021, 2106.05203)
+    neolithic       as double_squeeze, with R messages; each compresses the residual of the
+                    messages before it                     (Huang et al. 2022, arXiv 2206.03665)
     """
 
     def __init__(self, feedback: str, compress: Callable[[Array], Array], rounds: int = 1) -> None:
@@ -187,8 +189,8 @@ def falling(first: float, half: int) -> Callable[[int], float]:
 
 def transient(errors: Array, reference: Array, every: int, within: float = 1.25) -> int | None:
     """Return the number of steps after which `errors` stay within a factor `within` of `reference`;
-    None if this is more than were recorded. `errors` and `reference` are both recorded once in
-    `every` steps."""
+    None if the last recorded error is beyond this factor. `errors` and `reference` are both
+    recorded once in `every` steps."""
     beyond = np.flatnonzero(errors > within * reference)
     if not len(beyond):
         return every

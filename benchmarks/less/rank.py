@@ -1,10 +1,10 @@
-"""One rank that trains the same small GPT with one method after another.
+"""One rank of a job that trains the same small GPT with one method after another.
 
     mpirun -n N python -m benchmarks.less.rank DATA STEPS CASE;CASE;...
 
 Rank 0 prints one JSON list. An entry has the losses of a case, the validation loss of the mean of
-the replicas, the distance between replicas, and the bytes that a data rank sent in a step: the
-average over ranks and steps, and the planner's formula.
+the replicas, and the distance between replicas. It also has the bytes that a data rank sends in a
+step, as counted (averaged over ranks and steps) and by the planner's formula.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from ptdmpi.comm import launch
 
 MODEL = {"layers": 2, "hidden": 64, "heads": 4, "seq_length": 64}
 BATCH = 32
-VALIDATED = 256  # number of sequences
+VALIDATED = 256  # number of validation sequences
 RATE = 3e-3
 
 
@@ -73,7 +73,7 @@ def train(data: Path, case: MethodCase, steps: int, world) -> dict[str, Any]:
             total = total.plus(engine.evaluate(feed.place(group))[TASK])
     every = axes.world.all_gather_object(sent)
     buffer = engine.buffer
-    # the second use of a tied table has a gradient, but no separate weights and no separate code
+    # methods that reduce whole gradients also send the second gradient of a tied embedding table
     whole = case.section["method"] in ("all_reduce", "ring", "parameter_server")
     elements = buffer.gradient_size if whole else buffer.size
     size = buffer.gradients.element_size()

@@ -17,8 +17,7 @@ FEEDBACK = ("none", "mem_sgd", "double_squeeze", "ef21", "neolithic")
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of the experiments: the number of steps of each, and the number of repeats that
-    are averaged."""
+    """The number of steps of each experiment, and the number of repeats that are averaged."""
 
     speed_up: int = 4000
     topologies: int = 20_000
@@ -52,9 +51,9 @@ def speed_up(lengths: Lengths) -> dict[str, dict[int, float]]:
 
 @dataclass(frozen=True)
 class TopologyCurve:
-    """The result for one topology: its spectral gap, its errors at the recorded steps relative to
-    PSGD's, and the number of steps after which they stay within a quarter of PSGD's (None: more
-    than were done)."""
+    """The result for one topology. `gap` is the spectral gap. `ratio` is the error divided by the
+    error of parallel SGD, at the recorded steps. `transient` is the number of steps after which
+    `ratio` stays below 1.25; None means more steps than were done."""
 
     gap: float
     ratio: Array
@@ -82,8 +81,8 @@ def topologies(lengths: Lengths, size: int = 16, every: int = 100) -> dict[str, 
 
 
 def local(lengths: Lengths, size: int = 8) -> dict[int, float]:
-    """Return, by the number of local steps, the error of the averages when it no longer decreases.
-    The learning rate is constant."""
+    """Return the mean error in the last quarter of the steps, by the number of local steps. The
+    learning rate is constant."""
     problem = Problem.drawn(size, 10, noise=3.0, apart=1.0)
     by_steps = {}
     for count in LOCAL_STEPS:

@@ -1,17 +1,16 @@
-"""Transient iterations of decentralized SGD on a quadratic problem, for each topology, computed
-exactly.
+"""Exact numbers of transient iterations of decentralized SGD on a quadratic problem.
 
     python -m benchmarks.less.transient [--ranks 16]
 
 Worker i has the loss f_i(x) = (x - b_i)^2 / 2 and a gradient with noise of variance sigma^2. A step
-X <- W (X - rate (X - b + noise)), the form that the trainer reproduces to 1e-10, is therefore
-linear: means and covariances of all workers are computed exactly, and nothing is sampled. With the
-learning rate 1 / (k + k0), SGD over all n workers has an error of sigma^2 / (n k), and
-decentralized SGD reaches the same in the end. The steps before that are its transient iterations
-(Pu, Olshevsky, Paschalidis 2020, arXiv 1906.02702): the steps until its mean square error stays
-below 1.25 times the error of SGD over all workers. The number of transient iterations is of the
-order n / gap if the workers' data is the same, and n / gap^2 if it differs (strongly convex; Ying
-et al. 2021, arXiv 2110.13363).
+is X <- W (X - rate (X - b + noise)), which the trainer reproduces to 1e-10. This step is linear, so
+means and covariances of all workers are computed exactly, and nothing is sampled. With the learning
+rate 1 / (k + k0) in step k, SGD over all n workers has an error of sigma^2 / (n k). Decentralized
+SGD finally reaches the same error. The steps before that are the transient iterations (Pu,
+Olshevsky, Paschalidis 2020, arXiv 1906.02702). They end when the mean square error stays below 1.25
+times the error of SGD over all workers. With the spectral gap `gap`, their number is of the order n
+/ gap if all workers have the same data, and n / gap^2 if the data differs (strongly convex; Ying et
+al. 2021, arXiv 2110.13363).
 """
 
 import argparse
@@ -30,8 +29,9 @@ SIGMA = 1.0
 
 
 def optima(size: int, apart: float) -> np.ndarray:
-    """Return b, [n], with sum 0 and mean square `apart` squared. Workers with neighbouring numbers
-    have similar values: the worst case for a graph that does not depend on the data."""
+    """Return the workers' minima b, [size], with sum 0 and mean square `apart` squared. Workers
+    with neighbouring numbers have similar values, which is the worst case for a graph that does not
+    depend on the data."""
     if apart == 0 or size == 1:
         return np.zeros(size)
     wave = np.cos(2 * np.pi * np.arange(size) / size)
@@ -40,7 +40,8 @@ def optima(size: int, apart: float) -> np.ndarray:
 
 
 def errors(graph: Topology, steps: int, apart: float) -> np.ndarray:
-    """Return E mean_i (x_i - x*)^2 after each step, [steps]. All workers begin at x*."""
+    """Return the expected mean over workers of (x_i - x*)^2 after each step, [steps]. All workers
+    begin at x*."""
     size = graph.size
     b = optima(size, apart)
     mean = np.zeros(size)
@@ -59,7 +60,7 @@ def errors(graph: Topology, steps: int, apart: float) -> np.ndarray:
 
 def transient(graph: Topology, steps: int, apart: float) -> int | None:
     """Return the number of steps after which the error stays below `ABOVE` times the error of SGD
-    over all workers; None if it is more than `steps`."""
+    over all workers; None if this number is greater than `steps`."""
     whole = errors(topology("complete", graph.size), steps, apart)
     above = np.flatnonzero(errors(graph, steps, apart) > ABOVE * whole)
     if not len(above):
@@ -70,8 +71,8 @@ def transient(graph: Topology, steps: int, apart: float) -> int | None:
 
 class TransientRow(NamedTuple):
     """The spectral gap of a topology, and its numbers of transient iterations: `alike` for equal
-    data on all workers, and `different` for different data. None means more iterations than were
-    computed."""
+    data on all workers, and `different` for different data on each worker. None means more
+    iterations than were computed."""
 
     topology: str
     gap: float

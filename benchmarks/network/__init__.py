@@ -1,2 +1,1 @@
-"""Training over a slow link: several simulated nodes on one machine, and the traffic between
-them"""
+"""Benchmarks of training over a slow link, between several simulated nodes on one machine."""

@@ -1,5 +1,5 @@
-"""The compared training runs: one GPT, several batches, with PTD-P and ZeRO-3 on 2 and 4 ranks of
-two nodes."""
+"""The compared training runs: one GPT with several batch sizes, trained with PTD-P and with ZeRO-3
+on 2 and 4 ranks of two nodes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ ZERO_3 = "ZeRO-3"
 def layouts(ranks: int, batch: int) -> dict[str, Layout]:
     """Return the layouts of PTD-P and ZeRO-3 on `ranks` ranks of two nodes.
 
-    The layouts correspond to Table 2 of Narayanan et al. 2021. PTD-P has the tensor axis inside a
-    node and the pipeline across nodes; ZeRO-3 has one microbatch with all sequences of a rank. The
-    pipeline has up to eight microbatches (a bubble of an eighth), because smaller ones are slow on
-    a CPU.
+    The layouts correspond to Table 2 of Narayanan et al. 2021. PTD-P has tensor parallelism inside
+    a node and the pipeline across nodes. ZeRO-3 has one microbatch with all sequences of a rank.
+    The pipeline has up to eight microbatches (a bubble of one eighth), because smaller microbatches
+    are slow on a CPU.
     """
     return {
         PTD_P: Layout(tensor=ranks // NODES, pipeline=NODES, data=1, micro_size=max(1, batch // 8)),
@@ -41,9 +41,9 @@ class Compared:
 
     @property
     def zero_bytes(self) -> int:
-        """Return the bytes that ZeRO-3 sends over the link in a step, in both directions: a node
-        receives half of the weights before the forward pass, half of the weights before the
-        backward pass, and half of the sums of gradients."""
+        """Return the bytes that ZeRO-3 sends over the link in a step, in both directions together.
+        A node receives half of the weights before the forward pass, half of the weights before the
+        backward pass, and half of the gradient sums."""
         model = next(iter(layouts(NODES, NODES).values()))
         return 3 * 4 * parameter_count(self.config(model, NODES).model, self.vocab_size)
 

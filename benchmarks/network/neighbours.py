@@ -1,11 +1,10 @@
-"""Step times over a slow link: averages over all replicas and averages with neighbours, measured
-alternately.
+"""Step times over a slow link: averages over all replicas, or with neighbours, in alternation.
 
     python -m benchmarks.network.neighbours [--nodes 4] [--rounds 5]
 
 Every replica is on its own simulated node (`benchmarks.network.nodes`). The same ranks train the
-same GPT with every method, a few steps of each in alternation. An overlapped exchange delays the
-step after it, so a turn has several steps and ends when no message is in flight.
+same GPT with every method, and the methods alternate after a few steps. An overlapped exchange
+delays the next step, so a turn of a method has several steps and ends when no message is in flight.
 """
 
 import argparse
@@ -43,7 +42,7 @@ SIDES: dict[str, dict[str, object]] = {
 }
 MODEL = {"layers": 4, "hidden": 128, "heads": 4, "seq_length": 64}
 VOCAB_SIZE = 256
-STEPS = 8  # number of steps in a turn: complete periods of the one-peer graphs of 2 to 8 nodes
+STEPS = 8  # number of steps in a turn; a multiple of the periods of one-peer graphs of 2 to 8 nodes
 
 
 def config_of(side: str, ranks: int) -> Config:
@@ -131,8 +130,8 @@ def measured(nodes: int, rounds: int) -> dict[str, Any]:
 
 
 def row(rounds: Sequence[dict[str, Any]], side: str) -> list[str]:
-    """Return a row of the table: the method, the seconds of a step, the speed-up compared with
-    averaging over all replicas, and the bytes that leave a node."""
+    """Return a row of the table: the method, the seconds of a step, the speed-up relative to
+    averaging over all replicas, and the bytes that leave a node in a step."""
     mine = [sides[side] for sides in rounds]
     ratios = [sides["all_reduce"]["step_s"] / sides[side]["step_s"] for sides in rounds]
     sent = statistics.median(turn["sent_bytes"] for turn in mine)

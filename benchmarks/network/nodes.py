@@ -1,11 +1,11 @@
-"""Several simulated nodes on one machine: namespaces with a link between them, and mpirun across
-them.
+"""Several simulated nodes on one machine: Linux namespaces with a link between them, and mpirun
+across these nodes.
 
 A node has its own network, host name and /dev/shm, and shares the machine's files. MPI therefore
-sees several nodes, and its messages between them cross the link by TCP. No name on the machine is
-used, and nothing remains afterwards: the switch is the first process of a process namespace that
-contains all nodes, and it ends when its input ends. However the program that made the nodes ends,
-the kernel then ends all processes of the nodes and removes their network.
+sees several nodes, and messages between nodes cross the link by TCP. Nothing remains on the machine
+afterwards. The switch is the first process of a process namespace that contains all nodes, and it
+ends when its standard input ends. This happens however the program that made the nodes ends. The
+kernel then ends all processes of the nodes and removes their network.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from benchmarks import launch
 from benchmarks.network.switch import Port, Switch, card
 
 TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname")
-# A node consists of the namespaces of its first process. The first process writes its id, so that
-# others can enter the namespaces.
+# A node consists of the namespaces of its first process. The first process writes its process id,
+# so that other processes can enter the namespaces.
 NODE = """\
 set -e
 hostname "$1"
@@ -38,7 +38,7 @@ echo $$ > "$2/agent.$1"
 echo ready
 exec sleep infinity
 """
-# mpirun starts this script instead of ssh: the arguments after the host are a shell command.
+# mpirun starts this script instead of ssh. The arguments after the host are a shell command.
 AGENT = """\
 #!/bin/sh
 pid=$(cat "$0.$1")
@@ -48,14 +48,14 @@ exec nsenter --target "$pid" --net --uts --mount sh -c "$*"
 
 
 class NoNodes(Exception):
-    """The error that this machine cannot simulate nodes. The message is the reason."""
+    """An error: this machine cannot simulate nodes. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class NodeLink:
-    """The rate of each node's network card, and the time that a frame travels."""
+    """The rate of each node's network card, and the travel time of a network frame."""
 
-    rate_mbit: float  # 0: a bridge of the kernel, with its full speed and without delay
+    rate_mbit: float  # 0 means a bridge of the kernel, with full speed and no delay
     delay_us: float = 0.0
 
     def __str__(self) -> str:
@@ -65,8 +65,8 @@ class NodeLink:
 
 
 class Nodes:
-    """A context in which `count` nodes n1, n2, ... exist, joined by `link`. Entering the context
-    raises NoNodes if this machine cannot simulate nodes."""
+    """A context manager that makes `count` nodes n1, n2, ..., which are connected by `link`.
+    Entering the context raises NoNodes if this machine cannot simulate nodes."""
 
     def __init__(self, count: int, link: NodeLink) -> None:
         self.names = [f"n{number}" for number in range(1, count + 1)]
@@ -119,7 +119,7 @@ class Nodes:
         """Start `python WORDS...` on the ranks of all nodes, as `launch.start` does."""
         hosts = ",".join(f"{name}:{ranks_per_node}" for name in self.names)
         options = ["--prtemca", "plm_ssh_agent", str(self.agent), "--host", hosts]
-        # jobs/mpi-env.sh would allow one node to have all ranks
+        # without this option, jobs/mpi-env.sh would allow one node to have all ranks
         options += ["--map-by", f"ppr:{ranks_per_node}:node:oversubscribe"]
         options += ["--mca", "btl_tcp_if_include", "eth0"]
         command = launch.mpirun(ranks_per_node * len(self.names), words, options)
@@ -129,8 +129,8 @@ class Nodes:
 def answer(
     ranks_per_node: int, words: Sequence[str], link: NodeLink, limit_s: float = 600.0
 ) -> dict:
-    """Return the JSON object that `python WORDS...` prints last on the ranks of two nodes joined by
-    `link`. The object must contain the number of `nodes` that MPI sees.
+    """Run `python WORDS...` on the ranks of two nodes connected by `link`, and return the last JSON
+    object that it prints. The object must contain the number of `nodes` that MPI sees.
 
     Raises NoNodes if this machine cannot simulate nodes, RuntimeError if the ranks fail or MPI does
     not see two nodes, and subprocess.TimeoutExpired. All ranks have ended when the function
@@ -152,15 +152,15 @@ def answer(
 
 
 def _what_is_missing() -> str:
-    """Return why this machine cannot simulate nodes; empty if it can."""
+    """Return the reason why this machine cannot simulate nodes; "" if it can."""
     if os.geteuid():
         return "only root can make namespaces"
     if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
         return f"no {missing[0]}"
     version, _ = launch.start(["mpirun", "--version"], subprocess.PIPE).communicate()
     numbered = re.search(r"\(Open MPI\) (\d+)", version)
-    # The option for the agent exists only in Open MPI: other launchers start ranks on nodes by
-    # other means.
+    # Only Open MPI has the option for the agent; other launchers start ranks on nodes by other
+    # means.
     if numbered and int(numbered[1]) >= 5:
         return ""
     return "mpirun is not that of Open MPI 5 or newer"
@@ -183,7 +183,8 @@ def _end(holder: subprocess.Popen[str]) -> None:
 
 
 def hold(place: str, link: NodeLink, names: Sequence[str]) -> None:
-    """Make and join the nodes, as their first process, and return when standard input ends."""
+    """Make the nodes and connect them, as the first process of their namespace. Return when
+    standard input ends."""
     ports = []
     for name, address in _addresses(names).items():
         node = subprocess.Popen(

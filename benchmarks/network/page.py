@@ -1,6 +1,6 @@
 """`python -m benchmarks.network.page`: the tables and pictures in docs/explanation/ptd-vs-zero3.md.
 
-The planner makes the simulated part. The measured part comes from the last results of
+The simulated tables are predictions of the planner. The measured tables show the last results of
 `benchmarks.network.ptd_zero3`.
 """
 
@@ -39,7 +39,8 @@ def table_2() -> dict[str, list[tuple[PublishedRun, float]]]:
 
 
 def simulated_lines() -> Iterator[str]:
-    """Yield Table 2 as Markdown: published and simulated TFLOP/s, and their ratios."""
+    """Yield the lines of Table 2 in Markdown: published and simulated TFLOP/s, and the ratios of
+    PTD-P to ZeRO-3."""
     yield (
         "| model | GPUs | batch | ZeRO-3: b | published | simulated | PTD-P: t, p, d | published "
         "| simulated | PTD-P / ZeRO-3 published | simulated |"
@@ -62,7 +63,8 @@ def _both(zero: int, ptd: int) -> str:
 
 
 def measured_lines(results: dict[str, Any]) -> Iterator[str]:
-    """Yield the measured part as Markdown. Ratios are taken within each round."""
+    """Yield the lines of the measured tables in Markdown. A ratio compares two rates of the same
+    round."""
     case = results["case"]
     here = results["machine"]
     yield (
@@ -110,21 +112,22 @@ def _size(size: int) -> str:
 
 
 def _rate(size: int, seconds: float) -> str:
-    """Return the time of a small message, or the rate of a large one."""
+    """Return the time of a small message, or the rate of a large message, as text."""
     if size < 1 << 20:
         return f"{seconds * 1e6:.0f} us"
     return f"{size * 8e-6 / seconds:.0f} Mbit/s"
 
 
 def _range(rows: Sequence[dict[str, Any]], way: str) -> str:
-    """Return the MB over the link with the smallest and with the largest batch."""
+    """Return a text with the MB that cross the link in a step, for the smallest and the largest
+    batch."""
     sent = [row["ways"][way]["sent_bytes"] / 1e6 for row in rows]
     return f"{sent[0]:.1f} to {sent[-1]:.1f}"
 
 
 def draw_simulated(path: Path) -> None:
-    """Draw Figure 10 of the paper: TFLOP/s per GPU over the number of GPUs. Published values are
-    circles, simulated values are crosses on a line."""
+    """Draw Figure 10 of Narayanan et al. 2021: TFLOP/s per GPU over the number of GPUs. Published
+    values are circles, and simulated values are crosses on a line."""
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(7.6, 3.2), dpi=110, layout="constrained")
@@ -140,14 +143,14 @@ def draw_simulated(path: Path) -> None:
             axes.plot(at, points, "o", color=color, label=f"{way}, published")
             axes.plot(at, guesses, "x-", color=color, linewidth=0.8, label=f"{way}, simulated")
         axes.set_title(f"GPT of {model}, Selene", loc="left", fontsize=10)
-    for axes in panels:  # after all panels are plotted, because they share a scale
+    for axes in panels:  # after all panels are plotted, because the panels share a scale
         _finish(axes, "GPUs", "TFLOP/s per GPU")
     canvas.savefig(path)
 
 
 def draw_measured(results: dict[str, Any], path: Path) -> None:
-    """Plot tokens/s over the batch, with a panel for each number of ranks. Bars go from the least
-    to the greatest round."""
+    """Plot tokens/s over the batch size, with a panel for each number of ranks. Error bars go from
+    the slowest to the fastest round."""
     from matplotlib.figure import Figure as Canvas
 
     canvas = Canvas(figsize=(7.6, 3.4), dpi=110, layout="constrained")

@@ -3,7 +3,8 @@ back.
 
     python -m benchmarks.network.pingpong [RATE_MBIT DELAY_US]
 
-makes two nodes with one rank each, joined by a link of 1000 Mbit/s and 200 us by default.
+This command makes two nodes with one rank each, connected by a link of 1000 Mbit/s and 200 us by
+default.
 """
 
 import json
@@ -14,15 +15,16 @@ from collections.abc import Mapping
 
 from benchmarks.network.nodes import NodeLink, NoNodes, answer
 
-# size of a message in bytes -> how often it is sent
+# maps the size of a message in bytes to the number of times that it is sent
 MESSAGES = {8: 40, 65_536: 20, 1 << 20: 8, 1 << 24: 3}
 
 
 def one_way_s(control, sizes: dict[int, int]) -> dict[int, float]:
-    """Return half of the median round-trip time for each size of message; 0 on ranks that take no
-    part, which are all except the first and the last. All ranks of an MPI communicator call this.
+    """Return half of the median round-trip time in seconds for each size of message. The first and
+    the last rank exchange messages; all other ranks get 0. All ranks of an MPI communicator call
+    this.
 
-    `sizes` maps the size of a message in bytes to how often it is sent.
+    `sizes` maps the size of a message in bytes to the number of times that it is sent.
     """
     import numpy
 
@@ -33,7 +35,7 @@ def one_way_s(control, sizes: dict[int, int]) -> dict[int, float]:
         message = numpy.zeros(size, dtype=numpy.uint8)
         taken = []
         control.Barrier()
-        repeats = times + 1 if rank in (0, last) else 0  # the first message connects the ranks
+        repeats = times + 1 if rank in (0, last) else 0  # the first round trip connects the ranks
         for _ in range(repeats):
             begin = time.perf_counter()
             if rank == 0:
@@ -64,7 +66,7 @@ def rank_main() -> None:
 
 
 def table(one_way: Mapping[str, float]) -> str:
-    """Return a line for each size of message: bytes, one-way time, rate."""
+    """Return a text with a line for each size of message: bytes, one-way time, rate."""
     return "\n".join(
         f"{size:>10} bytes {seconds * 1e6:>10.0f} us {int(size) * 8e-6 / seconds:>9.1f} Mbit/s"
         for size, seconds in one_way.items()
@@ -72,7 +74,7 @@ def table(one_way: Mapping[str, float]) -> str:
 
 
 def main() -> None:
-    """Measure the link that the command line names, or run one of its ranks."""
+    """Measure the link that the command line describes, or run one rank of the measurement."""
     words = sys.argv[1:]
     if words == ["rank"]:
         rank_main()

@@ -3,7 +3,7 @@
     python -m benchmarks.network.ptd_zero3
 
 The benchmark needs root and Open MPI 5, and takes some minutes. On 2 and 4 ranks of two nodes, with
-a slow link and with an unlimited one, both layouts train the same batches alternately.
+a slow link and with an unlimited link, PTD-P and ZeRO-3 train the same batches alternately.
 results/ptd_zero3.json stores the measurement, from which `benchmarks.network.page` makes the table
 and the pictures of the page.
 """
@@ -34,8 +34,8 @@ def measure(
     """Return the results of `benchmarks.network.train` on `ranks` ranks of two nodes joined by
     `link`.
 
-    `messages` maps the size of a message in bytes to how often it is sent, in order to measure the
-    link. Raises the same errors as `answer`.
+    `messages` maps the size of a message in bytes to the number of times that it is sent, in order
+    to measure the link. Raises the same errors as `answer`.
     """
     job = json.dumps({"case": asdict(case), "messages": list(messages.items())})
     results = answer(ranks // NODES, ["-m", "benchmarks.network.train", job], link)
@@ -43,9 +43,9 @@ def measure(
 
 
 def check_sent(case: Compared, run: dict[str, Any]) -> None:
-    """Raise RuntimeError if far fewer bytes crossed the link than ZeRO-3 sends: then the weights
-    were not sharded. (The last layer and the table are not gathered a second time, which saves a
-    fifth.)"""
+    """Raise RuntimeError if far fewer bytes crossed the link than ZeRO-3 sends, which means that
+    the weights were not sharded. (The last layer and the embedding table are not gathered a second
+    time, which saves a fifth.)"""
     for row in run["rows"]:
         sent = row["ways"][ZERO_3]["sent_bytes"]
         if sent < 0.8 * case.zero_bytes:
@@ -70,7 +70,7 @@ def summary(run: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure with all numbers of ranks and all links, and write results and page."""
+    """Measure with all numbers of ranks and all links, and write the results and the page."""
     case = Compared()
     begin = time.monotonic()
     runs = []

@@ -1,12 +1,13 @@
-"""A switch in user space, which joins network cards by a link of known rate and delay.
+"""A switch in user space, which connects network cards by a link of known rate and delay.
 
 A frame leaves its node at the rate of the network card, waits for the receiver's card (two senders
-share its rate), and arrives after the delay. Only TCP's windows limit the queues, so that no frame
-is lost, as on InfiniBand.
+share the receiver's rate), and arrives after the delay. Only TCP's windows limit the queues, so no
+frame is lost, as on InfiniBand.
 
 The netem discipline of tc could delay frames in the kernel, but many kernels are built without it,
-and tbf has no delay. Segments of up to 64 kB are passed on undivided, as between card and kernel
-(PACKET_VNET_HDR of packet(7), struct virtio_net_hdr): 1 Gbit/s is 2000 of them per second.
+and tbf has no delay. Segments of up to 64 kB are passed on undivided, as between a card and the
+kernel (PACKET_VNET_HDR of packet(7), struct virtio_net_hdr). At 1 Gbit/s there are 2000 such
+segments per second.
 """
 
 import os
@@ -47,21 +48,21 @@ class Port:
 
     def __init__(self, cable: socket.socket) -> None:
         self.cable = cable
-        self.sent_s = 0.0  # the time at which the node's card has sent everything that came from it
-        # the time at which the node's card will have received everything that goes to it
+        self.sent_s = 0.0  # the time at which the node's card has sent all its frames
+        # the time at which the node's card will have received all queued frames
         self.received_s = 0.0
         self.queue: deque[tuple[float, bytes]] = deque()  # (arrival time, header and frame)
 
 
 class Switch:
-    """The queues of frames between ports. `rate` is in bytes per second, `delay_s` is for one
-    direction."""
+    """A switch with queues of frames between ports. `rate` is in bytes per second, and `delay_s` is
+    the delay in one direction."""
 
     def __init__(self, ports: Sequence[Port], rate: float, delay_s: float) -> None:
         self.ports = ports
         self.rate = rate
         self.delay_s = delay_s
-        self.behind: dict[bytes, Port] = {}  # hardware address -> port
+        self.behind: dict[bytes, Port] = {}  # maps a hardware address to its port
 
     def take(self, port: Port) -> None:
         """Put frames that a node has sent into the queues of their receivers."""
@@ -82,16 +83,16 @@ class Switch:
                 other.queue.append((other.received_s + self.delay_s, data))
 
     def _receivers(self, address: bytes, sender: Port) -> list[Port]:
-        """Return the port of a hardware address. For a broadcast (its first byte is odd) or an
-        unknown address, return all ports except the sender's."""
+        """Return the port of a hardware address. For a broadcast address (whose first byte is odd)
+        or an unknown address, return all ports except the sender's port."""
         broadcast = address[0] & 1
         if not broadcast and address in self.behind:
             return [self.behind[address]]
         return [port for port in self.ports if port is not sender]
 
     def deliver(self) -> float | None:
-        """Send the frames whose delay is over to their nodes. Return the seconds until the next one
-        arrives; None if there are no more frames."""
+        """Send the frames whose delay is over to their nodes. Return the seconds until the next
+        frame arrives; None if no frame is queued."""
         arrivals = []
         for port in self.ports:
             while port.queue and port.queue[0][0] <= time.monotonic():
@@ -103,13 +104,13 @@ class Switch:
         return max(0.0, min(arrivals) - time.monotonic())
 
     def run(self) -> None:
-        """Pass frames on, and return when standard input ends."""
-        # Ranks keep the cores busy: with ordinary priority this process would wait for a core, and
-        # delay frames.
+        """Forward frames until standard input ends."""
+        # The ranks keep the cores busy. With ordinary priority this process would wait for a core,
+        # and delay frames.
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
         by_cable = {port.cable: port for port in self.ports}
         while True:
-            # poll has a resolution of milliseconds, select of microseconds
+            # select has a resolution of microseconds; poll has a resolution of milliseconds only
             ready, _, _ = select.select([*by_cable, sys.stdin], [], [], self.deliver())
             if sys.stdin in ready:
                 return

@@ -1,10 +1,10 @@
-"""One rank of the comparison: it trains the same model in both layouts, alternately, and measures
-the steps.
+"""One rank of the comparison of PTD-P and ZeRO-3. It trains the same model in both layouts,
+alternately, and measures the steps.
 
     mpirun ... python -m benchmarks.network.train JOB
 
-Both engines are in the same processes, so that the engine that waits takes no time from the other
-engine.
+The engines of both layouts are in the same processes, so that a waiting engine takes no processor
+time from the other engine.
 """
 
 import json
@@ -22,7 +22,7 @@ from ptdmpi.comm import launch
 from ptdmpi.config import Config
 from ptdmpi.plan.layout.grid import grid_of
 
-LOSSES_AGREE = 1e-4  # relative difference of losses, from different orders of sums
+LOSSES_AGREE = 1e-4  # the allowed relative difference of losses; sums have different orders
 
 
 def sent_bytes() -> int:
@@ -38,8 +38,8 @@ def sent_bytes() -> int:
 def compare(case: Compared, sizes: dict[int, int]) -> dict:
     """Return all measurements on these ranks. All ranks get the same result.
 
-    `sizes` maps the size of a message in bytes to how often it is sent, in order to measure the
-    link.
+    `sizes` maps the size of a message in bytes to the number of times that it is sent, in order to
+    measure the link.
     """
     from ptdmpi.comm.world import World, fail_together
 
@@ -56,16 +56,16 @@ def compare(case: Compared, sizes: dict[int, int]) -> dict:
 
 
 def _row(case: Compared, batch: int, world, axes: dict) -> dict:
-    """Return, for both layouts with one global batch, the tokens/s in each round and the bytes over
-    the link in a step."""
+    """Return the tokens/s in each round and the bytes over the link in a step, for both layouts
+    with the global batch size `batch`."""
     sides: dict[str, Callable] = {}
     for way, layout in layouts(world.size, batch).items():
         config = case.config(layout, batch)
-        # reuse the groups, because MPI libraries have a limited number of communicators
+        # reuse the communicators, because MPI libraries have a limited number of them
         if way not in axes:
             axes[way] = world.split(grid_of(config))
         trainer = _Trainer(config, case.vocab_size, world, axes[way])
-        trainer.measure()  # the first step connects, and allocates memory that stays
+        trainer.measure()  # a warm-up: connects the ranks, and allocates memory
         sides[way] = trainer.measure
     rounds = [round_of(sides, number) for number in range(case.rounds)]
     for results in rounds:
@@ -100,8 +100,8 @@ class _Trainer:
         self.done = 0
 
     def measure(self) -> dict:
-        """Train a step. Return the seconds of the step, the bytes over the link during the step,
-        and its loss."""
+        """Train a step. Return the seconds and the loss of the step, and the bytes over the link
+        during the step."""
         control = self.world.control
         batches = self._microbatches(self.done)
         control.Barrier()

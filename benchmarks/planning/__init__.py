@@ -1,1 +1,1 @@
-"""The planner's predictions compared with published and with measured runs."""
+"""Comparisons of the planner's predictions with published and with measured runs."""

@@ -1,4 +1,4 @@
-"""Bytes of tensors that a piece of work allocates on the host, counted by torch's profiler."""
+"""The bytes of tensors that a function allocates on the host, counted by torch's profiler."""
 
 import gc
 from collections.abc import Callable
@@ -7,8 +7,9 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def measured(work: Callable[[], object]) -> tuple[int, int]:
-    """Return the bytes that `work` leaves allocated, and the most that it had at once."""
-    gc.collect()  # engines of earlier work have cycles, which must not be freed meanwhile
+    """Return the bytes that remain allocated after `work`, and the maximum number of bytes that
+    were allocated at once."""
+    gc.collect()  # free reference cycles of earlier engines now, not during `work`
     gc.disable()
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

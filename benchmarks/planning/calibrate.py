@@ -1,4 +1,4 @@
-"""`make calibrate`: the efficiency of software relative to data sheets, computed from published
+"""`make calibrate`: compute the efficiency of software relative to data sheets, from published
 files only.
 
 The result is written to `src/ptdmpi/presets/efficiency.toml`. Links are fitted to NCCL's all-reduce
@@ -38,11 +38,13 @@ HEADER = """\
 
 
 def links(gpu: str, link_bytes_per_s: float, known: dict[str, float]) -> dict[str, float]:
-    """Return the values c, step and rate of T = c + 2 (n - 1) (step + S / (n rate)), fitted by
-    least squares of relative errors.
+    """Return the constants of the formula T = c + 2 (n - 1) (step + S / (n rate)) for the time of
+    an all-reduce of S bytes on n GPUs: the start time c, the step time, and the rate as a fraction
+    of the link's peak. The values are fitted by least squares of relative errors.
 
-    With `known` start and step times, only the rate of eight GPUs is fitted: the V100 file is from
-    a machine without a switch, on which fewer GPUs do not use all links.
+    If the start and step times are `known`, only the rate of eight GPUs is fitted. This is needed
+    for the V100 measurements, which are from a machine without a switch, on which fewer GPUs do not
+    use all links.
     """
     rows = [row for row in read(RINGS) if row["gpu"] == gpu]
     if known:
@@ -69,9 +71,9 @@ def with_efficiency(cluster: Cluster, values: dict[str, float]) -> Cluster:
 
 
 def layer_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, predicted, measured) for the rows of Table 4. The program of 2022 overlaps the
-    all-reduces of the column-parallel linears' input gradients with the computation of their weight
-    gradients."""
+    """Yield (name, predicted seconds, measured seconds) for the rows of Table 4. The program of
+    2022 overlaps the all-reduce of a column-parallel layer's input gradients with the computation
+    of its weight gradients."""
     machine = Machine(cluster, "fp16", 2)
     for row in read(LAYERS):
         model = load_model(f"l={row['l']},h={row['h']},a={row['a']},s={row['s']}")
@@ -94,16 +96,16 @@ def layer_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
 
 
 def _recomputation(experiment: str) -> str:
-    """Return the mode of recomputation, given the name of an experiment in Table 4."""
+    """Return the mode of recomputation of the experiment with this name in Table 4."""
     if "ecompute" in experiment and "no recompute" not in experiment:
         return "full" if "full" in experiment else "selective"
     return "selective" if "Selective" in experiment else "none"
 
 
 def small_rows(cluster: Cluster, recomputation: str) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, predicted, measured) for the points of Figure 7. The paper does not say whether
-    its FLOP/s include the FLOPs of recomputation. `recomputation` says which case is assumed:
-    "counted", as in the file, or "not counted"."""
+    """Yield (name, predicted seconds, measured seconds) for the points of Figure 7. The paper does
+    not say whether its FLOP/s include the FLOPs of recomputation. `recomputation` is the assumed
+    case: "counted", as in the file, or "not counted"."""
     for row in published(SMALL):
         if row.calibrates:
             price = Pricer.of(cluster, row.model, row.batch, "fp16").price(row.layout)
@@ -114,7 +116,7 @@ def small_rows(cluster: Cluster, recomputation: str) -> Iterator[tuple[str, floa
 
 
 def product_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, predicted, measured) for matrix multiplications."""
+    """Yield (name, predicted seconds, measured seconds) for matrix multiplications."""
     machine = Machine(cluster, "fp16", 2)
     for row in read(PRODUCTS):
         batch, m, n, k = (int(row[key]) for key in ("batch", "m", "n", "k"))
@@ -123,9 +125,9 @@ def product_rows(cluster: Cluster) -> Iterator[tuple[str, float, float]]:
 
 
 def attention_rows(cluster: Cluster, section: str) -> Iterator[tuple[str, float, float]]:
-    """Yield (name, predicted, measured) for causal FlashAttention-2, forward and backward, with
-    16,384 tokens and a total width of all heads of 2,048. The rate counts seven matrix
-    multiplications with half of the scores."""
+    """Yield (name, predicted seconds, measured seconds) for causal FlashAttention-2, forward and
+    backward, with 16,384 tokens and a total width of all heads of 2,048. The published rate counts
+    the FLOPs of seven matrix multiplications with half of the attention scores."""
     machine = Machine(cluster, "fp16", 2)
     for row in read(ATTENTION):
         if row["section"] == section:
@@ -153,8 +155,8 @@ def attention(cluster: Cluster, section: str, values: dict[str, float]) -> dict[
 
 
 def observations(cluster: Cluster, recomputation: str) -> list[tuple[str, float, float]]:
-    """Return (name, predicted, measured) for all rows to which matrix multiplications and memory
-    are fitted."""
+    """Return (name, predicted seconds, measured seconds) for all rows to which the fractions for
+    matrix multiplications and memory are fitted."""
     hidden = cluster.software.model_copy(update={"overlap_tensor": True})
     newer = cluster.model_copy(update={"software": hidden})
     return [*layer_rows(newer), *small_rows(cluster, recomputation), *product_rows(cluster)]
@@ -164,7 +166,7 @@ def kernels(
     cluster: Cluster, ring: dict[str, float], reading: str
 ) -> tuple[float, dict[str, float]]:
     """Return the root mean square error, and the fitted fractions for matrix multiplications and
-    memory, for one `reading` of Figure 7."""
+    memory. `reading` says whether Figure 7 counts recomputation."""
 
     def values(pair: list[float]) -> dict[str, float]:
         return {"gemm_fraction": pair[0], "memory_fraction": pair[1], **ring}
@@ -178,10 +180,11 @@ def kernels(
 
 
 def calibrate() -> tuple[dict[str, dict[str, float]], str]:
-    """Return the sections of the file, and the reading of Figure 7 that fits better.
+    """Return the sections of the file to write, and the reading of Figure 7 ("counted" or "not
+    counted") that fits better.
 
-    The errors of both readings are printed. For comparison, the errors with other values of
-    `gradient_bytes` than in the scripts of the runs are printed, too.
+    The errors of both readings are printed. For comparison, the errors with a value of
+    `gradient_bytes` that the scripts of the runs do not have are printed, too.
     """
     cluster = load_cluster("selene")
     volta = load_cluster("v100-dgx2")
@@ -202,14 +205,15 @@ def calibrate() -> tuple[dict[str, dict[str, float]], str]:
     fitted = fits[reading, size][1]
     values = attention(cluster, "a100", fitted)
     older = {**values, **links("v100", volta.node.link_bytes_per_s, known)}
-    # newer devices use cuDNN's attention by default, whose rates are not in the files
+    # newer devices use cuDNN's attention by default; the files do not have its rates
     return {"a100": values, "v100": older, **others(fitted)}, reading
 
 
 def others(values: dict[str, float]) -> dict[str, dict[str, float]]:
-    """Return the values for devices without a published layer. The `gemm_fraction` of such a device
-    is the A100's, multiplied by a ratio: the fraction of the peak that the fastest matrix
-    multiplications reach on this device, divided by the same fraction on an A100."""
+    """Return the values for devices without published times of a layer. The `gemm_fraction` of such
+    a device is the `gemm_fraction` of the A100, multiplied by a ratio. The ratio compares the
+    fractions of the peak that the fastest matrix multiplications reach on this device and on an
+    A100."""
     reached = {
         row["section"]: float(row["tflops"]) / float(row["theory_tflops"]) for row in read(DEVICES)
     }

@@ -1,10 +1,10 @@
 """`make curves-here`: the curves of Narayanan et al. 2021 (Figures 12 to 18), repeated on this
 machine.
 
-A small GPT, predicted and measured, on two and four ranks: bubbles over the batch, pairs of the
-three axes, microbatch sizes, recomputation, scatter/gather. The machine is probed with the same
-number of ranks as train. Four ranks share fewer cores: while a rank waits, the others run faster
-than in the probe, in which all ranks work at the same time.
+The curves show predictions and measurements of a small GPT on two and four ranks: bubbles over the
+batch size, pairs of the three axes, microbatch sizes, recomputation, scatter/gather. The machine is
+probed with the number of ranks that train. Four ranks may share fewer cores. While one of them
+waits, the other ranks then run faster than in the probe, in which all ranks work at the same time.
 """
 
 import statistics
@@ -28,7 +28,8 @@ Point = tuple[str, TimedCase]  # (label on the horizontal axis, case)
 
 @dataclass(frozen=True)
 class Curve:
-    """A panel of the picture: the figure of the paper that it repeats, and its series by name."""
+    """A panel of the picture: the figure of the paper that the panel repeats, and the panel's
+    series by name."""
 
     figure: str
     title: str
@@ -42,7 +43,7 @@ def _over_batch(layout: Layout) -> tuple[Point, ...]:
 
 
 def _axes(first: str, second: str, ranks: int, batch: int) -> tuple[Point, ...]:
-    """Return all divisions of `ranks` ranks between two axes."""
+    """Return a point for each division of `ranks` ranks between the two axes."""
     points = []
     for size in (1, 2, 4):
         sizes = {"tensor": 1, "pipeline": 1, "data": 1} | {first: size, second: ranks // size}
@@ -134,7 +135,8 @@ class CaseTimes:
 
 
 def measure(ranks: int) -> dict[TimedCase, CaseTimes]:
-    """Measure and predict every case in the curves for `ranks` ranks, each once."""
+    """Return the measured and predicted step times of every case in the curves for `ranks` ranks. A
+    case that is in several curves is measured once."""
     series = [
         points for curve in CURVES if curve.ranks == ranks for points in curve.series.values()
     ]
@@ -171,7 +173,7 @@ def table(curve: Curve, by_case: dict[TimedCase, CaseTimes]) -> list[list[str]]:
 
 
 def draw(by_ranks: dict[int, dict[TimedCase, CaseTimes]]) -> None:
-    """Plot a panel for each curve. Measured points are circles, predictions are crosses on a
+    """Plot a panel for each curve. Measured points are circles, and predictions are crosses on a
     line."""
     from matplotlib.figure import Figure
 

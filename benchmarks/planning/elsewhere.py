@@ -1,9 +1,9 @@
-"""Predictions of runs by other programs on other machines, by source: the planner's error where it
-was not calibrated.
+"""Predictions of published runs by other programs on other machines. They show the planner's error
+on runs for which it was not calibrated.
 
-A source is a file of `published/` with a row for each run, and a mapping to the planner's inputs:
-the machine as far as it is stated, and assumptions where it is not. No constant of the planner was
-fitted to these rows.
+A source is a file in `published/` with a row for each run, and a mapping to the planner's inputs.
+The mapping has the stated properties of the machine, and assumptions for unstated properties. No
+constant of the planner was fitted to these rows.
 """
 
 import statistics
@@ -27,17 +27,18 @@ from ptdmpi.plan.machine.cluster import (
     model_of,
 )
 
-# HDR InfiniBand as in presets/clusters/selene.toml; Omni-Path 100, one direction, by its data sheet
+# The network in presets/clusters/selene.toml is HDR InfiniBand. These values are for Omni-Path 100,
+# in one direction, from its data sheet.
 OMNI_PATH = {"adapters": 4, "adapter_bytes_per_s": 12.3e9}
-# DGX-1V: six NVLinks of 25 GB/s each way; one EDR adapter
+# A DGX-1V has six NVLinks of 25 GB/s in each direction, and one EDR adapter.
 DGX1V = {"devices": 8, "link_bytes_per_s": 150e9, "adapters": 1, "adapter_bytes_per_s": 12.4e9}
-# torchtitan has two properties in common with ptdmpi: FlashAttention, and float32 sums of gradients
-# layer by layer
+# torchtitan shares two properties with ptdmpi: FlashAttention, and float32 gradient sums, layer by
+# layer
 OURS = TRAINER.model_dump()
 # from `make calibrate`, which uses FlashAttention-2's own measurements on an H100
 FLASH2_H100 = {"attention_fraction": 0.5}
-# H100 data sheet: products in FP8 at twice the rate; their operands have half the bytes in shared
-# memory. Attention stays in bf16, at its own rate.
+# H100 data sheet: matrix multiplications in FP8 have twice the rate, and their operands need half
+# the bytes in shared memory. Attention is computed in bf16, at its own rate.
 FP8_H100 = {"peak_flops": {"fp16": 1979e12}, "shared_bytes_per_clock": 256}
 FLASH2_BESIDE_FP8 = {"attention_fraction": 0.25}
 NUMBERS = {**LETTERS, "zero": "zero", **{k: k for k in ("first_layers", "recompute_layers")}}
@@ -46,10 +47,11 @@ SHAPES = {**SHORT_KEYS, "V": "vocab_size", "kv_heads": "kv_heads", "ffn_hidden":
 
 @dataclass(frozen=True)
 class MappedSource:
-    """A file of runs and their mapping. `device`, `node`, `software` and `efficiency` replace parts
-    of the preset `cluster`. All rows share `layout` and `model`. `chosen` describes the assumptions
-    made where the source states nothing. With `open_sizes` the source does not state v, b and
-    recomputation, and the fastest prediction that fits is used."""
+    """A file of runs and the mapping of its rows. `device`, `node`, `software` and `efficiency`
+    replace keys in these sections of the preset `cluster`. `layout` and `model` have the keys that
+    all rows share. `chosen` describes the assumptions about properties that the source does not
+    state. If `open_sizes` is True, the source does not state the virtual stages, the microbatch
+    size and the recomputation; then the fastest layout that fits is used."""
 
     title: str
     file: str
@@ -64,9 +66,9 @@ class MappedSource:
     open_sizes: bool = False
 
     def machine(self, row: Mapping[str, str]) -> Cluster:
-        """Return the cluster for a row. Gradients have 4 bytes if the row's group says bf16,
-        because its program adds them in float32; stages share the embedding if the group says
-        so."""
+        """Return the cluster for a row. Gradients have 4 bytes if the row's group contains "bf16",
+        because the program of the run adds gradients in float32. Stages are balanced with the
+        embedding if the group contains "embedding", or if the layers cannot be divided evenly."""
         cluster = load_cluster(self.cluster)
         software = dict(self.software)
         if "bf16" in row["group"]:
@@ -90,7 +92,8 @@ class MappedSource:
         return model_of("", {**self.model, **sizes})
 
     def layout_of(self, row: Mapping[str, str]) -> Layout:
-        """Return the layout as far as the row and `layout` state it."""
+        """Return the layout that the row and `layout` state. Sizes that are not stated have their
+        defaults."""
         sizes = {name: int(row[short]) for short, name in NUMBERS.items() if row.get(short)}
         schedule = row.get("schedule") or "1f1b"
         stated = Layout(**{"schedule": schedule, **self.layout, **sizes})
@@ -206,7 +209,7 @@ SOURCES = (
 
 @dataclass(frozen=True)
 class MappedRun:
-    """A row and its prediction. Runs with the same value of `ranked` are ranked against each
+    """A row and its prediction. Runs with the same value of `ranked` are compared with each
     other."""
 
     layout: Layout
@@ -221,8 +224,8 @@ class MappedRun:
 
 
 def fastest(pricer: Pricer, stated: Layout) -> Price:
-    """Return the fastest prediction among the layouts that are legal and fit, over every v, b and
-    mode of recomputation."""
+    """Return the fastest prediction among all legal layouts that fit, with every number of virtual
+    stages, every microbatch size and every mode of recomputation."""
     config = pricer.model.config
     batch = pricer.batch
     most_chunks = config.layers // stated.pipeline if stated.pipeline > 1 else 1
@@ -309,7 +312,7 @@ def source_table() -> list[list[str]]:
 
 
 def context_table() -> list[list[str]]:
-    """Return a table of every run of the sources that cut sequences, with its error."""
+    """Return a table of every run, with its error, in the sources that use context parallelism."""
     table = [["source", "s", "layout", "recompute", "published", "predicted", "error"]]
     for source in SOURCES:
         rows = list(read(source.file))
@@ -323,7 +326,8 @@ def context_table() -> list[list[str]]:
 
 
 def by_size_table() -> list[list[str]]:
-    """Return a table of the bias of each source for each size of the layout."""
+    """Return a table of the mean error of each source, by the size of the tensor, context and
+    pipeline axes and of the microbatch."""
     rows = [["source", "bias by t", "bias by c", "bias by p", "bias by b"]]
     for source in SOURCES:
         mapped = list(runs(source))

@@ -1,4 +1,4 @@
-"""`make figures`: Figures 11 to 18 of Narayanan et al. 2021, with published points and
+"""`make figures`: draw Figures 11 to 18 of Narayanan et al. 2021, with published points and
 predictions."""
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The host's time for launching a kernel of ptdmpi, which is `launch_s` in a cluster file.
+"""Measure the host's time for launching a kernel of ptdmpi, which is `launch_s` in a cluster file.
 
     .venv/bin/python -m benchmarks.planning.host_time
 

@@ -1,8 +1,9 @@
-"""Memory and time of a rank of this machine in training on long sequences, which c ranks share.
+"""Memory and time of training on long sequences on this machine, where each sequence is divided
+among several ranks.
 
     . jobs/mpi-env.sh; mpirun -n 2 .venv/bin/python -m benchmarks.planning.long_here 4096
 
-The number of ranks is c.
+The argument is the length of a sequence, and the number of ranks is the context-parallel size.
 """
 
 import json
@@ -23,13 +24,14 @@ MODEL = {
 }
 VOCAB_SIZE = 512
 PRECISION = "fp32"
-STEPS = 4  # the first one warms up, and memory is measured in the last one
+STEPS = 4  # the first step is a warm-up, and memory is measured in the last step
 
 
 @dataclass(frozen=True)
 class LongStep:
-    """A step with one sequence on `context` ranks: the maximum number of bytes of tensors on a rank
-    in addition to the state, as measured and as predicted, and the seconds of the fastest step."""
+    """The results of steps with one sequence on `context` ranks. `peak_bytes` and `formula_bytes`
+    are the maximum number of bytes of tensors on a rank in addition to the state, as measured and
+    as predicted. `step_s` is the time in seconds of the fastest step."""
 
     context: int
     length: int

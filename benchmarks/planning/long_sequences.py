@@ -1,8 +1,8 @@
 """`python -m benchmarks.planning.long_sequences`: memory and time by the length of a sequence.
 
-It draws docs/pictures/long-sequences.png: LLaMA 8B on H100s from 2,048 to 1,048,576 positions,
-predicted, and a small LLaMA on this machine, measured. Times are measured and drawn only if nothing
-else runs here.
+The command draws docs/pictures/long-sequences.png. The picture has predictions of LLaMA 8B on H100s
+from 2,048 to 1,048,576 positions, and measurements of a small LLaMA on this machine. Times are
+drawn only if nothing else runs on this machine.
 """
 
 import os
@@ -24,20 +24,20 @@ PICTURE = ROOT / "docs/pictures/long-sequences.png"
 MODEL, CLUSTER, RANKS = "llama3-8b", "dgx-h100", 128
 STEP_TOKENS = 2**22
 LENGTHS = tuple(2**power for power in range(11, 21))
-DATA, TENSOR = 4, 8  # sizes of the layouts whose memory is drawn
+DATA, TENSOR = 4, 8  # data-parallel and tensor-parallel sizes of the layouts whose memory is drawn
 HERE_CONTEXTS, HERE_LENGTHS = (1, 2, 4), (1024, 2048, 4096, 8192)
 QUIET_LOAD = 0.5  # maximum number of processes that run or wait for a core
 GIB, MIB = 2**30, 2**20
 
 
 def pricer(length: int) -> Pricer:
-    """Return the prices of steps of `STEP_TOKENS` tokens in sequences of `length`."""
+    """Return the pricer for steps of `STEP_TOKENS` tokens in sequences of `length` tokens."""
     model = load_model(f"{MODEL},s={length}")
     return Pricer.of(load_cluster(CLUSTER), model, STEP_TOKENS // length, "bf16")
 
 
 def memory(length: int) -> dict[str, float]:
-    """Return the bytes of a rank in three kinds of layouts, for one sequence in a microbatch."""
+    """Return the bytes of memory of a rank in three layouts, with one sequence per microbatch."""
     shared = Layout(TENSOR, 1, DATA, sequence_parallel=True, zero=1)
     layouts = {
         f"t = {TENSOR}": shared,
@@ -51,7 +51,8 @@ def memory(length: int) -> dict[str, float]:
 
 
 def best(length: int, *, cuts: bool) -> Price | None:
-    """Return the fastest layout that fits, with sequences cut or whole; None if none fits."""
+    """Return the fastest layout that fits; None if no layout fits. If `cuts` is True, layouts with
+    context parallelism are searched, too."""
     try:
         return search(pricer(length), Space(RANKS, cuts_sequences=cuts), 1)[0]
     except InputError:
@@ -59,7 +60,7 @@ def best(length: int, *, cuts: bool) -> Price | None:
 
 
 def predictions() -> dict[str, dict[int, Price]]:
-    """Return the best layouts with and without c, by length."""
+    """Return the best layouts with and without context parallelism (c), by sequence length."""
     found: dict[str, dict[int, Price]] = {"c searched": {}, "c = 1": {}}
     for length in LENGTHS:
         for name, cuts in (("c searched", True), ("c = 1", False)):
@@ -75,7 +76,7 @@ def rate(price: Price) -> float:
 
 
 def prediction_table(found: dict[str, dict[int, Price]]) -> list[list[str]]:
-    """Return a table of the best layouts."""
+    """Return a table of the best layouts, by sequence length."""
     rows = [["s", "", "tokens/s per rank", "memory", "layout"]]
     for length in LENGTHS:
         for name, prices in found.items():
@@ -90,7 +91,8 @@ def prediction_table(found: dict[str, dict[int, Price]]) -> list[list[str]]:
 
 
 def here_table(steps: Sequence[LongStep], *, quiet: bool) -> list[list[str]]:
-    """Return a table of the measurements."""
+    """Return a table of the measurements on this machine, without step times unless `quiet` is
+    True."""
     rows = [["c", "s", "MiB", "by formula", "error", "step"]]
     for step in steps:
         error = step.peak_bytes / step.formula_bytes - 1

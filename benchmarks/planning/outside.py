@@ -1,8 +1,8 @@
-"""Predictions of published runs that are not in `published/` but in `outside.csv`.
+"""Predictions of the published runs in `outside.csv`.
 
-No value was calibrated on these runs, and no term of the planner's model was chosen because of
-them. The runs of 2022 used a newer program, which overlaps all-reduces over the tensor axis with
-weight gradients.
+No value of the planner was calibrated on these runs, and no term of the planner's model was chosen
+because of these runs. The runs of 2022 used a newer program, which overlaps all-reduces between
+tensor ranks with the computation of weight gradients.
 """
 
 import csv

@@ -1,7 +1,7 @@
-"""`make figures`: the answers and pictures in docs/explanation/questions.md, made by the commands
-on the page.
+"""`make figures`: make the answers and pictures in docs/explanation/questions.md by the commands on
+the page.
 
-Arguments name some of the questions: `python -m benchmarks.planning.questions size days`.
+Arguments select questions: `python -m benchmarks.planning.questions size days`.
 """
 
 import re
@@ -16,7 +16,7 @@ from benchmarks.launch import ROOT
 from ptdmpi.cli import group
 
 PAGE = ROOT / "docs/explanation/questions.md"
-# a command as an indented line, and the block with its answer after it
+# a command in an indented line, and the code block with its answer
 EXAMPLE = re.compile(r"^    ptdmpi ask (?P<question>[^\n]*)\n\n```\n.*?```\n", re.M | re.S)
 
 

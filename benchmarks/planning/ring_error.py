@@ -1,7 +1,9 @@
-"""`python -m benchmarks.planning.ring_error`: the rounding of ring attention by c.
+"""`python -m benchmarks.planning.ring_error`: the rounding error of ring attention by the number of
+ranks c.
 
-It prints the error of attention and of its gradients in float32 against one rank in float64, and
-draws docs/pictures/ring-error.png. One rank computes with the usual kernels, without a ring.
+The command prints the error of attention and of its gradients in float32, compared with one rank in
+float64, and draws docs/pictures/ring-error.png. If c is 1, the rank uses the usual kernels, without
+a ring.
 """
 
 import json
@@ -21,13 +23,13 @@ PICTURE = ROOT / "docs/pictures/ring-error.png"
 CONTEXTS = (1, 2, 3, 4)
 LENGTHS = (768, 3072)  # 2c divides them for each c
 SAMPLES, HEADS, KV_HEADS, HEAD_SIZE = 1, 4, 2, 64
-UNIT = 1e-7  # of drawn errors
+UNIT = 1e-7  # the unit of drawn errors
 TENSORS = ("output", "dq", "dk", "dv")
 
 
 class Inputs(NamedTuple):
-    """Queries, keys and values [b, heads, s, d], and a gradient of the output, in float64; every
-    value can be represented in float32."""
+    """Queries, keys and values [batch, heads, tokens, head size], and a gradient of the output, in
+    float64. Float32 can represent every value exactly."""
 
     q: "Tensor"
     k: "Tensor"
@@ -36,7 +38,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, length: int) -> "Inputs":
-        """Return normal numbers, the same on every rank."""
+        """Return normally distributed inputs, the same on every rank."""
         import torch
 
         generator = torch.Generator().manual_seed(length)
@@ -56,7 +58,7 @@ def differentiated(
 
 
 def exact(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
-    """Return causal attention by its definition, in the type of its inputs."""
+    """Return causal attention, computed by its definition in the type of its inputs."""
     import torch
 
     group = q.shape[1] // k.shape[1]
@@ -68,8 +70,9 @@ def exact(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
 
 
 def errors(comm: "MPI.Comm", length: int) -> dict[str, float]:
-    """Return the error of each of `TENSORS`: the root mean square of its differences, divided by
-    the root mean square of its values. All ranks of `comm` call this, and get the same numbers."""
+    """Return the relative error of each tensor in `TENSORS`: the root mean square of the
+    differences from float64, divided by the root mean square of the float64 values. All ranks of
+    `comm` call this, and get the same numbers."""
     from ptdmpi.comm.mpi import MpiCommunicator
     from ptdmpi.model.kernels import Kernels
     from ptdmpi.model.kernels.attention import AttentionCore
@@ -103,14 +106,15 @@ def errors(comm: "MPI.Comm", length: int) -> dict[str, float]:
 
 
 def measured(context: int, length: int) -> dict[str, float]:
-    """Return the `errors` of `context` ranks that this call starts."""
+    """Start `context` ranks, and return their `errors`."""
     text = answer(context, ["-m", "benchmarks.planning.ring_error", str(length)])
     found: dict[str, float] = json.loads(text.splitlines()[-1])
     return found
 
 
 def draw(found: dict[int, dict[int, dict[str, float]]]) -> None:
-    """Draw the errors, length -> c -> tensor, one panel for each length."""
+    """Draw the errors, with one panel for each length. `found` maps length, number of ranks and
+    tensor to the error."""
     from matplotlib.figure import Figure
 
     canvas = Figure(figsize=(7.6, 3.2), dpi=100, layout="constrained")

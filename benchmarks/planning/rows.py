@@ -1,7 +1,8 @@
-"""The published measurements in `benchmarks/planning/published/`, as layouts and step times.
+"""The published measurements in `benchmarks/planning/published/`, read as layouts and step times.
 
 A row of the papers' tables and figures states a model, a layout, a batch and a time. If a row does
-not state them, this module assumes v = 1, no overlap, and stages of equal size.
+not state other values, this module assumes one virtual stage per rank, no overlap of communication,
+and stages of equal size.
 """
 
 import csv
@@ -19,8 +20,8 @@ JUDGED = ("narayanan2021_table1", "narayanan2021_table2", "narayanan2021_figures
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published run. `dataset` is the table or figure of the run, `value` the value on the
-    vertical axis."""
+    """A published run. `dataset` is the table or figure of the run, and `value` is the published
+    value, such as the value on a figure's vertical axis."""
 
     dataset: str
     model: Model
@@ -43,7 +44,7 @@ def read(name: str) -> list[dict[str, str]]:
 
 
 def published(*names: str) -> Iterator[PublishedRun]:
-    """Yield the runs of Narayanan et al. 2021 whose layout is stated, or only those in the files
+    """Yield the runs of Narayanan et al. 2021 whose layout is stated, or only the runs in the files
     `names`."""
     for name in names or JUDGED:
         for raw in read(name):
@@ -60,7 +61,7 @@ def _row(raw: dict[str, str]) -> PublishedRun:
         raw["model"], {**sizes, "seq_length": int(raw["s"]), "vocab_size": int(raw["V"])}
     )
     virtual = int(raw["v"] or 1)
-    # Figure 7 does not state this; without recomputation its largest microbatch would need 190 GB
+    # Figure 7 does not state the recomputation; without it the largest microbatch would need 190 GB
     full = raw["recompute"].startswith("full") or dataset == "Figure 7"
     layout = Layout(
         tensor=int(raw["t"]),

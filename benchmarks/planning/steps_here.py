@@ -1,6 +1,6 @@
-"""Step times of layouts on this machine, measured round by round, with ranks that are started once.
+"""Step times of layouts on this machine, measured in rounds, with ranks that are started once.
 
-Each round measures all cases, so that a disturbance affects all of them.
+Each round measures all cases, so that a disturbance of the machine affects all cases.
 """
 
 import json
@@ -29,8 +29,8 @@ class TimedCase:
 
 @dataclass(frozen=True)
 class Turns:
-    """The model, the number of rounds, and the number of steps in each. The first step of a round
-    is a warm-up."""
+    """The model, the number of rounds, and the number of steps of a case in a round. The first of
+    these steps is a warm-up."""
 
     model: str
     precision: str
@@ -40,7 +40,7 @@ class Turns:
 
 def measured_steps(ranks: int, cases: Sequence[TimedCase], turns: Turns) -> list[list[float]]:
     """Return the median step time of each case in seconds, by round, on `ranks` ranks with one
-    thread each. A case with fewer ranks runs on the first of them. The program exits if ranks fail.
+    thread each. A case with fewer ranks runs on the first ranks. The program exits if ranks fail.
     """
     job = {"cases": [asdict(case) for case in cases], **asdict(turns)}
     text = answer(ranks, ["-m", "benchmarks.planning.steps_here", json.dumps(job)])
@@ -49,7 +49,7 @@ def measured_steps(ranks: int, cases: Sequence[TimedCase], turns: Turns) -> list
 
 
 def _measure(text: str) -> None:
-    """Measure all cases on this rank. Rank 0 prints the step times of each, by round."""
+    """Measure all cases on this rank. Rank 0 prints the step times of each case, by round."""
     from ptdmpi.comm import launch
 
     launch.prepare()
@@ -79,7 +79,8 @@ def _measure(text: str) -> None:
 
 
 def _step_s(world: Any, case: TimedCase, turns: Turns) -> float:
-    """Return the median step time of a case that starts with new weights."""
+    """Return the median step time in seconds of a case, in training that starts with new
+    weights."""
     import time
 
     import torch

@@ -53,9 +53,9 @@ LAYOUTS = (
 
 
 class Order(NamedTuple):
-    """The agreement of the predicted order with the measured order: Kendall's tau over `pairs` (NaN
-    without pairs). `ties` are left out: pairs whose medians differ by at most the larger spread of
-    rounds."""
+    """The agreement of the predicted order with the measured order of layouts: Kendall's tau over
+    `pairs` pairs of layouts (NaN without pairs). `ties` pairs are left out, because their medians
+    differ by at most the larger spread of their rounds."""
 
     tau: float
     pairs: int
@@ -63,7 +63,7 @@ class Order(NamedTuple):
 
 
 def kendall(predicted: Sequence[float], measured: Sequence[Sequence[float]]) -> Order:
-    """Return how well the order of predictions agrees with the order of the step times, which were
+    """Return the agreement of the order of predictions with the order of the step times, which were
     measured in rounds."""
     signs = []
     ties = 0
@@ -113,8 +113,7 @@ def compare(predicted: Sequence[float], measured: Sequence[Sequence[float]]) -> 
 
 
 def probed(ranks: int, precision: str) -> Cluster:
-    """Return this machine as `ptdmpi probe` measures it on `ranks` ranks, and print the probe's
-    report."""
+    """Run `ptdmpi probe` on `ranks` ranks, print its report, and return the measured cluster."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "here.toml")
         print(answer(ranks, ["-m", "ptdmpi", "probe", "--output", path, "--precision", precision]))
@@ -122,7 +121,7 @@ def probed(ranks: int, precision: str) -> Cluster:
 
 
 def main() -> None:
-    """Probe, predict and measure, and print the table."""
+    """Probe the machine, predict and measure the layouts, and print the table."""
     pricer = Pricer.of(probed(RANKS, PRECISION), load_model(MODEL), BATCH, PRECISION)
     cases = [TimedCase(layout, BATCH) for layout in LAYOUTS]
     measured = measured_steps(RANKS, cases, Turns(MODEL, PRECISION))

@@ -1,9 +1,9 @@
 """`make validate-plan`: compare predictions with all published runs, by data set.
 
-The error of a run is its predicted divided by its published step time, minus one: below 0 the
-prediction is too optimistic. The error of the throughput, which gives such runs more weight, is
-listed, too. Runs that were used for calibration are listed but not counted; runs that are in two
-figures are counted once in the total of the figures.
+The error of a run is its predicted step time divided by its published step time, minus one. An
+error below 0 means that the prediction is too optimistic. The error of the throughput, which gives
+such runs more weight, is listed, too. Runs that were used for calibration are listed without an
+error. A run that is in two figures is counted once in the total of the figures.
 """
 
 import statistics
@@ -20,7 +20,7 @@ from ptdmpi.plan.show.table import lines
 CLUSTER = "selene"
 PRECISION = "fp16"
 GOALS = {"Table 1": 5, "Table 2, PTD-P": 5, "Table 2, ZeRO-3": 10, "Figures 11 to 18": 8}
-# the sizes that a figure varies, at each of its batch sizes
+# the layout sizes that a figure varies at each batch size
 BEST_OF = {"Figure 13": "t, p", "Figure 14": "p, d", "Figure 15": "t, d", "Figure 16": "b"}
 
 
@@ -81,8 +81,8 @@ def best_table() -> list[list[str]]:
 
 
 def memory_table() -> list[list[str]]:
-    """Return a table of predicted memory: all published runs must fit, and two limits that the
-    paper states must hold."""
+    """Return a table of predicted memory. All published runs should fit, and the predictions should
+    agree with two memory limits that the paper states."""
     runs = [row for row in published() if not row.calibrates]
     prices = [(row, predicted(row)) for row in runs]
     fitting = sum(price.fits for _, price in prices)
@@ -99,7 +99,7 @@ def memory_table() -> list[list[str]]:
                 f"predicted {price.memory.total / 1e9:.1f} of {price.capacity_bytes / 1e9:.0f} GB",
             ]
         )
-    # Table 2: a microbatch of 4 did not fit on 560 GPUs, but did on 640
+    # Table 2: a microbatch of 4 sequences did not fit on 560 GPUs, but fit on 640 GPUs
     (zero,) = [r for r in runs if r.layout.shards_weights and r.layout.data == 640]
     for data in (640, 560):
         layout = Layout(

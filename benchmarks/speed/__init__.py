@@ -1,1 +1,2 @@
-"""ptdmpi compared with other trainers and with the time of its bare matrix multiplications"""
+"""Comparisons of ptdmpi's speed with other trainers and with the time of its matrix multiplications
+alone."""

@@ -27,16 +27,16 @@ from ptdmpi.config import InputError
 
 RESULTS = Path(__file__).resolve().parent / "results"
 OURS = "ours"
-ENDING_S = 60.0  # time reserved for ending processes that do not end by themselves
+ENDING_S = 60.0  # seconds reserved for ending processes that do not end by themselves
 TRIALS_SHARE = 0.4  # fraction of a row's time for trials
-# The largest relative difference that is allowed between two trainers' losses in each step. In bf16
-# the two trainers round the same computation at different points.
+# The largest allowed relative difference between two trainers' losses in a step. In bf16 two
+# trainers round the same computation at different points.
 LOSS_LIMITS = {"fp32": 1e-4, "bf16": 2e-3}
 
 
 def check_losses(row: Row, name: str, ours: Sequence[float], peer: Sequence[float]) -> None:
-    """Raise SideFailed unless the losses of ptdmpi and of the peer agree in every step. They agree
-    if both do the same computation."""
+    """Raise SideFailed unless the losses of ptdmpi and of another trainer agree in every step,
+    which shows that both trainers do the same computation."""
     limit = LOSS_LIMITS[row.precision]
     for step, (a, b) in enumerate(zip(ours, peer, strict=True)):
         if not abs(a - b) <= limit * abs(b):  # this also rejects NaN
@@ -50,7 +50,8 @@ class Contest:
     """All trainers of a row, which run on the same cores and take turns in each round.
 
     A trainer that fails, or whose losses differ from ptdmpi's, is removed from the row, and `out`
-    has the reason. If ptdmpi itself fails, the row ends. `end_s` ends all waiting.
+    has the reason. If ptdmpi itself fails, the row ends. All waiting ends at the time `end_s` (of
+    time.monotonic).
     """
 
     def __init__(self, row: Row, against: Sequence[Rival], end_s: float) -> None:
@@ -64,8 +65,8 @@ class Contest:
         self.done: list[dict[str, TimedSteps]] = []
 
     def run(self, wanted: int, until_s: float) -> None:
-        """Measure rounds until `wanted` of them were undisturbed. Only the first round may end
-        after `until_s` (of time.monotonic)."""
+        """Measure rounds until `wanted` rounds were undisturbed. Only the first round may end after
+        `until_s` (of time.monotonic)."""
         with contextlib.ExitStack() as stack:
             self._enter(stack, OURS, self.row, None)
             for rival in self.against:
@@ -116,15 +117,15 @@ class Contest:
 
         round_of({name: partial(train, name) for name in self.sides}, number)
         for name in list(self.sides):
-            # in weak scaling one rank trains another model, or another batch
+            # in weak scaling one rank alone trains a smaller model or batch, so its losses differ
             if self.sides[name].row.case == self.row.case:
                 with self._or_out(name):
                     check_losses(self.row, name, self.losses[OURS], self.losses[name])
         return timed
 
     def _rounds(self, tool: str) -> list[Round]:
-        """Return the rounds of ptdmpi and `tool`, which may be ptdmpi itself in another layout. If
-        a rival never finished, its rate is its upper bound."""
+        """Return the rounds of ptdmpi and of the trainer `tool`, which may be ptdmpi itself in
+        another layout. The rate of a trainer that never finished a trial is its upper bound."""
         bound = None
         case = self.row.case
         for rival in self.against:
@@ -153,7 +154,7 @@ class Contest:
         )
 
     def results(self, wanted: int) -> list[Result]:
-        """Return a result for each rival that has not left the row."""
+        """Return a result for each other trainer that was not removed from the row."""
         results = []
         for rival in self.against:
             if rival.at_most is None and rival.tool not in self.sides:
@@ -190,10 +191,10 @@ def positive(text: str) -> int:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """End the program, because a signal asks for it. An exit ends the processes of all trainers; a
-    signal would not."""
+    """End the program after a signal. An exit also ends the processes of all trainers; the signal
+    alone would not end them."""
     for ending in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ending, signal.SIG_IGN)  # a second request must not interrupt the end
+        signal.signal(ending, signal.SIG_IGN)  # a second signal must not interrupt the exit
     print("bench: stopped; the rows that were measured are in the table of before", file=sys.stderr)
     sys.exit(128 + number)
 
@@ -227,8 +228,8 @@ def main() -> None:
         sys.exit(2)
     missing: list[str] = []
     if options.rows is None and measuring.machine()["bf16"] == "none":
-        # the peers' matrix multiplications would be scalar code, so the time is better spent on
-        # rounds in fp32
+        # the other trainers' matrix multiplications would be scalar code, so the time is better
+        # spent on rounds in fp32
         rows = [row for row in rows if row.precision != "bf16"]
         missing.append("bf16: left out on a processor without bf16; `--rows bf16` measures it")
     results, failures = all_rows(rows, tools, options, missing)
@@ -242,8 +243,8 @@ def all_rows(
 ) -> tuple[list[Result], int]:
     """Measure row after row in the available time, and write the results so far after each row.
 
-    Return the results and the number of rows that failed. For each thing that was not measured, a
-    line is added to `missing`.
+    Return the results and the number of rows that failed. For each row or trainer that was not
+    measured, a line is added to `missing`.
     """
     end_s = time.monotonic() + 60 * options.minutes - ENDING_S
     order = [(row.layout, row.precision, tool) for row in every() for tool in row.peers]

@@ -1,5 +1,5 @@
-"""The rows that are measured: one model and batch in several layouts and precisions; for weak
-scaling, a larger model or batch on two ranks."""
+"""The rows of the comparison: one model and batch in several layouts and precisions. For weak
+scaling there is a larger model or batch on two ranks."""
 
 import itertools
 from collections.abc import Sequence
@@ -36,16 +36,17 @@ LAYOUTS = {
     "t=2,weak": Layout(2, 1, 1),
     "p=2,weak": Layout(1, 2, 1),
 }
-# The size that is doubled together with the ranks, so that each rank has as much work as one rank
-# alone.
+# The size that is doubled together with the number of ranks, so that each rank has as much work as
+# one rank alone.
 WEAK = {"d=2,weak": "global_size", "t=2,weak": "layers", "p=2,weak": "layers"}
 ALONE = "single"
 COMPILED = "single,compile"  # one rank alone with compiled layers
 CUT = "c=2"  # sequences of 4,096 positions, cut in two
 EXPERTS = "moe"  # one rank alone with experts
 ON_REQUEST = ("p=2,v=2,zb-v", "d=2,zero=1", "d=2,zero=3", COMPILED, CUT, EXPERTS)
-# The trainers that are compared in each layout, and the name of their implementation. For ptdmpi
-# itself the name is the layout of another row; one rank alone gives the scaling.
+# The trainers that are compared with ptdmpi in each layout, and the names of their implementations.
+# For the trainer "ptdmpi" the name is another layout of ptdmpi; the layout of one rank alone gives
+# the scaling.
 PEERS = {
     "single": {
         "torch": "torch",
@@ -94,7 +95,8 @@ PEERS = {
     CUT: {"torch": "ring attention with torch's SDPA and gloo", "ptdmpi": ALONE},
     **{layout: {"ptdmpi": ALONE} for layout in (COMPILED, *WEAK)},
 }
-# The experts of that row. Two of them have about as many parameters as the MLP of the other rows.
+# The settings of the row with experts. Two experts have about as many parameters as the MLP of the
+# other rows.
 MIXTURE = {
     "kind": "mistral",
     "experts": 8,
@@ -108,8 +110,8 @@ TOOLS = ("torch", "megatron", "deepspeed", "torchtitan", "transformers", "ptdmpi
 @dataclass(frozen=True)
 class GptSizes:
     """The sizes of a GPT with learned positions, tanh GELU, biases and an untied head, and of its
-    batch. The head is untied because torch's pipeline stages cannot share a table. The row of
-    experts has a Mixtral of these sizes."""
+    batch. The head is untied because torch's pipeline stages cannot share an embedding table. The
+    row with experts has a Mixtral of these sizes."""
 
     layers: int = 8
     hidden: int = 512
@@ -146,8 +148,8 @@ class Row:
 
     @property
     def alone(self) -> "Row":
-        """Return the row for one rank alone: with the same work, or in weak scaling with half of
-        it."""
+        """Return the row for one rank alone. The row has the same sizes, or in weak scaling half of
+        the size that is doubled."""
         case = self.case
         if self.layout in WEAK:
             key = WEAK[self.layout]
@@ -156,13 +158,14 @@ class Row:
 
     @property
     def peers(self) -> dict[str, str]:
-        """Return the name of each peer's implementation, by its tool (in TOOLS)."""
+        """Return the name of each other trainer's implementation, by the trainer's name in
+        TOOLS."""
         return PEERS[self.layout]
 
     @property
     def work(self) -> float:
-        """Return the time in which all trainers of the row train one round, relative to other rows.
-        bf16 takes half as long as fp32."""
+        """Return the time of one round of all trainers of the row, relative to other rows. bf16 is
+        assumed to take half as long as fp32."""
         work = 1 / self.sizes.ranks
         if self.layout in WEAK:
             work *= 2
@@ -172,8 +175,8 @@ class Row:
 
     @property
     def config(self) -> Config:
-        """Return the configuration of the row. Clipping is off, because torch cannot compute the
-        norm over all stages of a pipeline."""
+        """Return the configuration of the row. Gradient clipping is off, because torch cannot
+        compute the gradient norm over all stages of a pipeline."""
         model = asdict(self.case)
         # the data, not the configuration, determines the size of the vocabulary
         del model["vocab_size"]
@@ -207,7 +210,8 @@ class Row:
 
 def grown(layout: str, case: GptSizes) -> GptSizes:
     """Return the sizes for a row with this layout. For weak scaling one of the sizes is doubled.
-    Sequences that are cut are eight times as long, with as many tokens in a step."""
+    With context parallelism, sequences are eight times as long, at the same number of tokens per
+    step."""
     if layout == CUT:
         length, size = 8 * case.seq_length, case.global_size // 8
         return replace(case, seq_length=length, global_size=size, micro_size=1)
@@ -222,8 +226,9 @@ def _short(layout: str) -> str:
 
 
 def select(text: str | None) -> list[Row]:
-    """Return the rows that `--rows` names by ids, layouts (`t2` or `t=2`) or precisions, separated
-    by spaces; for None, the rows that are measured by default.
+    """Return the rows that `text`, the value of `--rows`, names by ids, layouts (`t2` or `t=2`) or
+    precisions, separated by spaces. If `text` is None, return the rows that are measured by
+    default.
 
     Raises InputError for a name that matches no row.
     """
@@ -247,8 +252,8 @@ def every() -> list[Row]:
 
 
 def select_tools(text: str | None) -> list[str]:
-    """Return the tools that `--peers` names, separated by spaces; for None, all. Raises InputError
-    for a name that is not in TOOLS."""
+    """Return the tools that `text`, the value of `--peers`, names, separated by spaces. If `text`
+    is None, return all tools. Raises InputError for a name that is not in TOOLS."""
     if text is None:
         return list(TOOLS)
     words = text.split()
@@ -268,10 +273,10 @@ class Variant:
 
     `cast` is one of these: "fp32"; "microbatch" or "step" (bf16 autocast, entered once in each
     microbatch or step; with "step" each weight is cast once per step); "masters" (bf16 weights and
-    gradients, fp32 master weights); "policy" (fp32 shards are gathered as bf16, gradients reduced
-    in fp32). `loss_parallel` and `sequence_parallel` are options of torch's DTensor. `reduce_each`:
-    gradients are reduced into shards after each microbatch and never stored unsharded; otherwise
-    after the last microbatch.
+    gradients, fp32 master weights); "policy" (fp32 shards are gathered as bf16, and gradients are
+    reduced in fp32). `loss_parallel` and `sequence_parallel` are options of torch's DTensor. If
+    `reduce_each` is True, gradients are reduced into shards after each microbatch and never stored
+    unsharded. Otherwise they are reduced after the last microbatch.
     """
 
     tool: str = "torch"
@@ -299,11 +304,11 @@ class Variant:
 
 
 def choices(row: Row, tool: str) -> list[list[dict[str, Any]]]:
-    """Return how `tool` can train `row`: a list of decisions, each of which is a list of
-    alternatives, which are fields of a `Variant`.
+    """Return the decisions about the settings with which `tool` trains `row`. A decision is a list
+    of alternatives, and an alternative has fields of a `Variant`.
 
     The decisions are made one after another, by measurement, beginning with the first alternatives.
-    With every alternative there are fp32 master weights.
+    Every alternative has fp32 master weights.
     """
     decisions: list[list[dict[str, Any]]] = []
     fsdp = tool == "torch" and row.sizes.shards_weights
@@ -322,9 +327,9 @@ def choices(row: Row, tool: str) -> list[list[dict[str, Any]]]:
 
 
 def synthetic_ids(row: Row, step: int) -> "Tensor":
-    """Return token ids [B, s + 1] for a step, the same for all trainers. A few ids are frequent and
-    most are rare (log-uniform): uniform ids cannot be learned, so that the loss would not show a
-    missing update.
+    """Return token ids [sequences, tokens + 1] for a step, the same for all trainers. A few ids are
+    frequent and most ids are rare (log-uniform). Uniformly distributed ids could not be learned, so
+    the loss would not show a missing update.
     """
     import torch
 

@@ -25,17 +25,18 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def reproducible(wanted: int) -> None:
-    """Compare steps with `run.reproducible = true` and without."""
+    """Compare steps with and without `run.reproducible = true`."""
     plain = Row("d=2", "fp32")
     compared(plain, replace(plain, reproducible=True), wanted, "with run.reproducible over without")
 
 
 def leaves(wanted: int) -> None:
-    """Compare steps whose tree has 8 leaves for each 1024 tokens, and one leaf for them.
+    """Compare steps whose tree of gradient sums has 8 leaves for each 1024 tokens with steps that
+    have one leaf for 1024 tokens.
 
-    The leaves are whole samples of 64 tokens, so attention is the same. They represent 8 chunks of
-    a longer sample. In such a sample each chunk would also have its own part of the gradients of
-    keys and values.
+    The 8 leaves are whole samples of 64 tokens, so attention is the same in both cases. They
+    represent 8 chunks of a longer sample. In a longer sample each chunk would also have its own
+    part of the gradients of keys and values.
     """
     many = Row("single", "fp32", GptSizes(seq_length=64, global_size=128), reproducible=True)
     few = replace(many, case=replace(many.case, micro_size=16))
@@ -44,7 +45,7 @@ def leaves(wanted: int) -> None:
 
 def compared(base: Row, other: Row, wanted: int, words: str) -> None:
     """Measure step time and memory of two rows alternately, until `wanted` rounds were undisturbed,
-    and print the ratios of the second to the first."""
+    and print the ratios of `other` to `base`."""
     with Side(base, None) as off, Side(other, None) as on:
         for side in (off, on):
             side.train(WARM_STEPS)
@@ -71,7 +72,7 @@ def compared(base: Row, other: Row, wanted: int, words: str) -> None:
 
 
 def precisions(steps: int) -> None:
-    """Print the mean loss of the last steps when the demo is trained in each precision."""
+    """Train the demo in each precision, and print the mean loss of the last steps."""
     if not (ROOT / "runs/demo-data/train").is_dir():
         sys.exit("exactness: runs/demo-data is missing: run `make demo` first")
     means: dict[str, float] = {}

@@ -1,7 +1,8 @@
-"""The same GPT in plain torch, as a user of torch would write it: batch first, fused qkv, SDPA.
+"""The GPT of the benchmark in plain torch, as a user of torch would write it: batch first, one
+linear layer for queries, keys and values, and SDPA.
 
-The parameters of this model have ptdmpi's names and the same random values, which depend on (seed,
-name), so that the losses of both must agree.
+The parameters of this model have the same names and the same random values as in ptdmpi (the values
+depend on seed and name), so the losses of both models must agree.
 """
 
 import math
@@ -23,22 +24,22 @@ class Embedding(nn.Module):
         model = config.model
         self.word = nn.Embedding(vocab_size, model.hidden)
         self.position = nn.Embedding(model.seq_length, model.hidden)
-        self.positions: Tensor | None = None  # the positions of a rank that does not have all
+        self.positions: Tensor | None = None  # positions of this rank's tokens; None: all positions
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the embeddings [b, s, h] of ids [b, s]."""
+        """Return the embeddings [batch, tokens, hidden] of `ids` [batch, tokens]."""
         if self.positions is None:
             return self.word(ids) + self.position.weight
         return self.word(ids) + self.position(self.positions)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return causal attention, for [b, heads, s, head size]."""
+    """Return causal attention, for inputs [batch, heads, tokens, head size]."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class Attention(nn.Module):
-    """Causal attention with one linear for queries, keys and values."""
+    """Causal attention with one linear layer for queries, keys and values."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -49,16 +50,16 @@ class Attention(nn.Module):
         self.core: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output [b, s, h] for x [b, s, h]."""
-        # [b, s, a, 3, head size]: the heads are outermost, so that DTensor's contiguous shards of
-        # the rows of qkv consist of complete heads
+        """Return the output for `x`, both [batch, tokens, hidden]."""
+        # qkv is [batch, tokens, heads, 3, head size]. The heads are before the 3, so that DTensor's
+        # contiguous shards of the rows of the weight consist of complete heads.
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))
         q, k, v = qkv.transpose(1, 2).unbind(3)
         return self.out(self.core(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
-    """An MLP: two linears with tanh GELU between them."""
+    """An MLP: two linear layers with tanh GELU between them."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -68,12 +69,12 @@ class Mlp(nn.Module):
         self.down = nn.Linear(inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output [b, s, h] for x [b, s, h]."""
+        """Return the output for `x`, both [batch, tokens, hidden]."""
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
 class Block(nn.Module):
-    """A layer, with norms before attention and MLP."""
+    """A transformer layer, with a norm before the attention and a norm before the MLP."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -85,15 +86,15 @@ class Block(nn.Module):
         self.mlp = Mlp(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output [b, s, h] for x [b, s, h]."""
+        """Return the output for `x`, both [batch, tokens, hidden]."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Gpt(nn.Module):
-    """A pipeline stage of the GPT, or the complete GPT: `layers`, with the embedding before the
-    first layer, and norm and head after the last. `autocast`: the forward pass enters bf16
-    autocast.
+    """A pipeline stage of the GPT, or the complete GPT. It has the layers `layers`, the embedding
+    before the model's first layer, and the final norm and the head after the model's last layer. If
+    `autocast` is True, the forward pass enters bf16 autocast.
     """
 
     def __init__(self, config: Config, layers: range, vocab_size: int, autocast: bool) -> None:
@@ -108,8 +109,8 @@ class Gpt(nn.Module):
         self._initialise(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the stage for x: token ids [b, s] or, after the first stage, [b, s,
-        h]."""
+        """Return the output of the stage. The input `x` of the first stage is token ids [batch,
+        tokens], and of later stages hidden states [batch, tokens, hidden]."""
         if not self.autocast:
             return self._forward(x)
         with torch.autocast("cpu", torch.bfloat16):
@@ -135,12 +136,13 @@ class Gpt(nn.Module):
                 start = model.init_std / math.sqrt(2 * model.layers)
             slabs = initial(config.run.seed, name, tuple(parameter.shape), start)
             whole = torch.cat([values for _, values in slabs])
-            if ".qkv." in name:  # reorder from all q, all k, all v to q, k, v of each head
+            if ".qkv." in name:  # reorder rows: q, k and v of each head are together
                 parts = (3, model.heads, model.head_size)
                 whole = whole.unflatten(0, parts).transpose(0, 1).flatten(0, 2)
             parameter.copy_(whole)
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss over the tokens, in float32, for logits [b, s, V] and labels [b, s]."""
+    """Return the mean loss over the tokens, in float32, for `logits` [batch, tokens, vocabulary]
+    and `labels` [batch, tokens]."""
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())

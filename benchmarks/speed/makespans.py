@@ -1,13 +1,13 @@
-"""The runner compared with the simulator: steps of stages that only sleep, and the host's time for
-an op.
+"""A comparison of the pipeline runner with the simulator, by steps of stages that only sleep, and
+the host's time for an op.
 
     . jobs/mpi-env.sh; mpirun -n 4 .venv/bin/python -m benchmarks.speed.makespans
 
-prints, for each schedule, the time of the runner's step and the simulator's makespan. The benchmark
-also prints the host's microseconds per action where ops do nothing: with activations of 128 bytes,
-where this is Python and latency, and of 1 MiB, as in training, where they are copied, too. A sleep
-needs no core, so there may be more ranks than cores; other processes on the cores disturb the
-measurement.
+This command prints, for each schedule, the time of the runner's step and the simulator's makespan.
+It also prints the host's microseconds per action if ops do nothing. With activations of 128 bytes
+this is the time of Python and the message latency. Activations of 1 MiB, as in training, are
+copied, too. A sleep needs no core, so there may be more ranks than cores. Other processes on the
+cores disturb the measurement.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from ptdmpi.plan.schedule.program import post_early, programs
 from ptdmpi.plan.schedule.simulate import Costs, simulate
 from ptdmpi.watch.stopwatch import Place, Stopwatch
 
-OP_S = 0.03  # seconds of an F, I or W; a B takes twice as long
+OP_S = 0.03  # seconds of a forward op (F), I or W; a backward op (B) takes twice as long
 MICROBATCHES = 8
 SHAPES = ((4, 1, 8), (512, 1, 512))  # shapes of activations in float32: 128 bytes and 1 MiB
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2))
@@ -54,7 +54,7 @@ class Sleeper:
         return None if silent else self.output
 
     def begin_step(self) -> None:
-        """Do nothing: nothing remains of the last step."""
+        """Do nothing, because a stage keeps no data from the step before."""
 
     def forward_microbatch(self, microbatch: object, x: object) -> torch.Tensor | None:
         """Sleep in place of a forward op (F)."""
@@ -65,18 +65,18 @@ class Sleeper:
         return self._slept(2, self.first)
 
     def input_microbatch(self, microbatch: object, dy: object) -> torch.Tensor | None:
-        """Sleep in place of the first part of a backward op (I)."""
+        """Sleep in place of an op for the gradient of the input (I)."""
         return self._slept(1, self.first)
 
     def weight_microbatch(self, microbatch: object, nothing: object) -> None:
-        """Sleep in place of the second part of a backward op (W)."""
+        """Sleep in place of an op for the gradients of the weights (W)."""
         self._slept(1, True)
 
 
 @dataclass(frozen=True)
 class Makespan:
-    """The seconds of a step on `ranks` pipeline ranks, and the host's microseconds per op and
-    message where ops do nothing."""
+    """The seconds of a step on `ranks` pipeline ranks, and the host's microseconds per action (op
+    or message) if ops do nothing."""
 
     schedule: str
     ranks: int

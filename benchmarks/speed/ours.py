@@ -1,4 +1,4 @@
-"""ptdmpi's side of the comparison: the engine of `ptdmpi train`, with synthetic batches."""
+"""ptdmpi's trainer in the comparison: the engine of `ptdmpi train`, with synthetic batches."""
 
 import math
 import os
@@ -69,8 +69,8 @@ class OurTrainer:
         return self.engine.step(step, batch).loss
 
     def limits_s(self) -> tuple[float, float]:
-        """Return two numbers, each measured separately: the seconds of a step's linear GEMMs, and
-        the seconds of these together with its attention."""
+        """Return two numbers: the seconds of a step's GEMMs of linear layers, and the seconds of
+        these GEMMs plus the step's attention. GEMMs and attention are measured separately."""
         gemms = self._gemm_time_s()
         return gemms, gemms + self._attention_time_s()
 
@@ -88,13 +88,13 @@ class OurTrainer:
         dtype = data_types(self.row.precision).compute
         ways = (*ATTENTION.values(), AttentionByProducts(keeps=True))
         once = min(_attention_time_s(shape, dtype, way) for way in ways)
-        # queries of a context rank see the keys of all ranks
+        # the queries of a context rank attend to the keys of all ranks
         return once * layers * self.microbatches / self.row.sizes.context
 
     def _gemm_time_s(self) -> float:
         """Return the seconds of a step's GEMMs: output, input gradient and weight gradient of each
-        linear layer and microbatch, in the type in which the layers compute them on this device.
-        An expert has its mean number of tokens."""
+        linear layer and microbatch, in the data type in which the layers compute on this device.
+        Each expert is assumed to have the mean number of tokens."""
         model = self.row.config.model
         tokens = self.row.case.micro_size * self.row.case.seq_length // self.row.sizes.context
         shapes: Counter[tuple[int, ...]] = Counter()
@@ -113,7 +113,8 @@ class OurTrainer:
 
 
 def _settled(row: Row, world: World) -> HostChoice:
-    """Return the kernels that `ptdmpi train` uses on this machine for such a run."""
+    """Return the kernels that `ptdmpi train` would use on this machine for the configuration of the
+    row."""
     dtype = data_types(row.precision).compute
     memory = Memory(row.config, row.case.vocab_size, world, torch.device("cpu"))
     settled = memory.settle(measured_choice(dtype, {}), lambda line: None)
@@ -122,7 +123,8 @@ def _settled(row: Row, world: World) -> HostChoice:
 
 
 def _linear_time_s(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
-    """Return the shortest time of x W^T, dy W and dy^T x together, each with its faster kernel."""
+    """Return the shortest time in seconds of the output x W^T, the input gradient dy W and the
+    weight gradient dy^T x together. Each product uses the faster kernel."""
     x = torch.randn(rows, inputs).to(dtype)
     dy = torch.randn(rows, outputs).to(dtype)
     weight = torch.randn(outputs, inputs).to(dtype)
@@ -143,7 +145,7 @@ def _linear_time_s(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> 
 
 
 def _attention_time_s(shape: tuple[int, ...], dtype: torch.dtype, way: HostAttention) -> float:
-    """Return the shortest time of causal attention, forward and backward."""
+    """Return the shortest time in seconds of causal attention, forward and backward."""
     if not host.multiplies("cpu", dtype):
         dtype = torch.float32
     q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))

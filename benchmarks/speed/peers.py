@@ -1,5 +1,5 @@
 """Other trainers in pinned versions. Each trainer is installed into its own folder when a row needs
-it; all use the project's torch."""
+it. All trainers use the project's torch."""
 
 import os
 import subprocess
@@ -14,8 +14,8 @@ from benchmarks.launch import ROOT
 
 LIMIT_S = 600.0
 BUILT = "built"
-# The pinned packages are complete together with those of `make setup`; torch is neither listed nor
-# resolved.
+# The pinned packages that a trainer needs in addition to the packages of `make setup`. torch is not
+# listed.
 PINS: dict[str, tuple[str, ...]] = {
     "deepspeed": (
         "deepspeed==0.19.0",
@@ -36,17 +36,18 @@ PINS: dict[str, tuple[str, ...]] = {
 
 
 class PeerMissing(Exception):
-    """The error that a peer cannot be installed on this machine. The message is the reason."""
+    """An error: another trainer cannot be installed on this machine. The message is the reason."""
 
 
 def absent(tools: Iterable[str], end_s: float) -> dict[str, str]:
-    """Install the trainers of `tools` that are not installed yet, and return the reason for each
-    that cannot be installed. The installations together may take a third of the time until `end_s`
-    (of time.monotonic)."""
+    """Install the trainers in `tools` that are not installed yet. Return the reason for each
+    trainer that cannot be installed. The installations together may take a third of the time until
+    `end_s` (of time.monotonic)."""
     reasons = {}
     left = list(tools)
     for lock in FOLDER.glob(f"*/{BUILT}/*/lock"):
-        # a process that was ended while it compiled has left this lock; others would wait for it
+        # a process that was ended while it compiled has left this lock, for which other processes
+        # would wait
         lock.unlink()
     end_s -= 2 / 3 * max(0.0, end_s - time.monotonic())
     while left:
@@ -60,7 +61,7 @@ def absent(tools: Iterable[str], end_s: float) -> dict[str, str]:
 
 
 def install(tool: str, limit_s: float = LIMIT_S) -> None:
-    """Install `tool` if it is not installed yet. Raises PeerMissing if that fails."""
+    """Install `tool` if it is not installed yet. Raises PeerMissing if the installation fails."""
     pins = PINS.get(tool, ())
     place = FOLDER / tool
     listed = place / "pins.txt"
@@ -102,7 +103,7 @@ def environment(tool: str) -> dict[str, str]:
     """Return the environment variables that the processes of `tool` need."""
     if tool not in PINS:
         return {}
-    # the peer's own versions come before the project's; DeepSpeed compiles a part of itself when it
-    # starts
+    # the packages of `tool` come before the project's packages; DeepSpeed compiles an extension
+    # when it starts
     path = os.pathsep.join([str(FOLDER / tool), str(ROOT), *sys.path])
     return {"PYTHONPATH": path, "TORCH_EXTENSIONS_DIR": str(FOLDER / tool / BUILT)}

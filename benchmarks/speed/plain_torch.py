@@ -1,4 +1,5 @@
-"""Plain torch over gloo as a peer, with each layout implemented by torch's own features."""
+"""Plain torch over gloo as another trainer, with each layout implemented by torch's own
+features."""
 
 import contextlib
 import os
@@ -44,8 +45,8 @@ SCHEDULES = {
 
 
 def groups(config: Config, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups: parameters with two dimensions, whose weights decay,
-    and others without decay."""
+    """Return the optimizer's parameter groups. Only parameters with two dimensions have weight
+    decay."""
     members: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
         # fused kernels do not accept a mixture of DTensors and other tensors
@@ -66,7 +67,8 @@ def adam_settings(config: Config) -> dict[str, Any]:
 
 
 def microbatches(row: Row, data_rank: int, step: int) -> list[tuple[Tensor, Tensor]]:
-    """Return inputs and labels [b, s] for each of this data rank's microbatches of a step."""
+    """Return inputs and labels [sequences, tokens] for each microbatch of this data rank in a
+    step."""
     size = row.case.micro_size
     own = row.config.microbatches * size
     mine = synthetic_ids(row, step)[data_rank * own : (data_rank + 1) * own]
@@ -74,7 +76,7 @@ def microbatches(row: Row, data_rank: int, step: int) -> list[tuple[Tensor, Tens
 
 
 def layers_of_stages(row: Row) -> list[range]:
-    """Return the layers of each pipeline stage, which are cut at the same layers as ptdmpi's."""
+    """Return the layers of each pipeline stage, which are the same as in ptdmpi's stages."""
     sizes = row.sizes
     model = row.config.model
     placed = placement(sizes.schedule, sizes.pipeline, sizes.virtual)
@@ -82,10 +84,11 @@ def layers_of_stages(row: Row) -> list[range]:
 
 
 class Optimizer:
-    """Fused AdamW on `parameters`, or on fp32 master copies of them (`masters`).
+    """Fused AdamW on `parameters`, or, if `masters` is True, on fp32 master copies of the
+    parameters.
 
-    `divided`: each data rank updates its share of the parameters and sends it to all other data
-    ranks.
+    If `divided` is True, each data rank updates a part of the parameters and sends it to all other
+    data ranks.
     """
 
     def __init__(
@@ -120,8 +123,8 @@ class Optimizer:
 
 
 class AccumulatingTrainer:
-    """One rank with a single process, DistributedDataParallel, FSDP2 or DTensor, which runs
-    microbatches in a loop."""
+    """One rank of a trainer that runs microbatches in a loop: in a single process, or with
+    DistributedDataParallel, FSDP2 or DTensor."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
         config = row.config
@@ -148,7 +151,7 @@ class AccumulatingTrainer:
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def batch(self, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Return this rank's microbatches for a step, at its positions."""
+        """Return this rank's microbatches for a step, with only the positions of this rank."""
         whole = microbatches(self.row, self.data_rank, step)
         if self.positions is None:
             return whole
@@ -168,7 +171,8 @@ class AccumulatingTrainer:
         return float(torch.stack(losses).double().mean())
 
     def _sync(self, reduced: bool) -> contextlib.AbstractContextManager:
-        """Return a context in which gradients are, or are not, reduced after the backward pass."""
+        """Return a context manager for a backward pass after which gradients are reduced only if
+        `reduced` is True."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(reduced)
         if reduced or not isinstance(self.model, DistributedDataParallel):
@@ -180,7 +184,8 @@ class AccumulatingTrainer:
 
 
 class PipelineTrainer:
-    """One rank of torch.distributed.pipelining, with stages cut at the same layers as ptdmpi's."""
+    """One rank of torch.distributed.pipelining. The stages have the same layers as ptdmpi's
+    stages."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
         config = row.config
@@ -207,7 +212,7 @@ class PipelineTrainer:
         )
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and labels [B, s] for a step."""
+        """Return the inputs and labels of a step, each [sequences of the global batch, tokens]."""
         ids = synthetic_ids(self.row, step)
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
@@ -259,7 +264,8 @@ def divide(model: Gpt, mesh: DeviceMesh, variant: Variant) -> None:
 
 
 def cut(model: Gpt, positions: Tensor) -> None:
-    """Let a whole model compute at some positions of each sequence, by ring attention."""
+    """Change a model so that it computes only the given positions of each sequence, with ring
+    attention."""
     assert model.embedding is not None
     model.embedding.positions = positions
     for block in model.layers.values():
@@ -299,15 +305,16 @@ def trainer(row: Row, variant: Variant, rank: int) -> AccumulatingTrainer | Pipe
 
 
 def connect_alone() -> None:
-    """Make a process group of one process, unless a group exists already: some tools always need
-    one."""
+    """Make a process group of one process, unless a group exists already. Some tools always need a
+    group."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def run(row: Row, store: str, serve: Callable[[int], None]) -> None:
-    """Connect the ranks over gloo, and call `serve`. RANK and WORLD_SIZE in the environment give a
-    rank its number; the ranks meet through the file `store`."""
+    """Connect the ranks over gloo, and call `serve`. The environment variables RANK and WORLD_SIZE
+    have the number of this rank and of all ranks. The ranks find each other through the file
+    `store`."""
     torch.set_num_threads(row.config.run.threads)
     rank = int(os.environ["RANK"])
     ranks = int(os.environ["WORLD_SIZE"])

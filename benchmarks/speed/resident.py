@@ -26,7 +26,7 @@ from ptdmpi.plan.layout.grid import grid_of
 from ptdmpi.train.capacity import process_bytes
 
 MIB = 2**20
-SEQUENCE = 64  # short, because the state is measured, not the activations
+SEQUENCE = 64  # short sequences, because the state is measured, and not the activations
 STEPS = 2
 PRECISION = "bf16"
 
@@ -60,7 +60,7 @@ def configuration(options: argparse.Namespace, layout: Layout) -> Config:
 
 
 def main() -> None:
-    """Measure the setting of the command line, and print it on rank 0."""
+    """Measure the setting on the command line, and print the result on rank 0."""
     options = arguments()
     torch.set_num_threads(1)
     keep_freed(os.environ)
@@ -69,7 +69,7 @@ def main() -> None:
     config = configuration(options, layout)
     compute = data_types(PRECISION).compute
     some = torch.ones(256, 256, dtype=compute)
-    some @ some  # a first multiplication makes libraries allocate their memory now
+    some @ some  # this multiplication makes libraries allocate their memory before the measurement
     axes = world.split(grid_of(config))
     _, start = process_bytes()
     engine = Engine(config, axes, options.vocabulary)

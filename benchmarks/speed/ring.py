@@ -1,10 +1,10 @@
-"""Causal ring attention in plain torch, the peer of this project's context parallelism.
+"""Causal ring attention in plain torch, with which ptdmpi's context parallelism is compared.
 
 torch's own context parallelism has handlers for the kernels of GPUs only (torch 2.13,
 distributed/tensor/experimental/_context_parallel). This module uses the same method as torch and
 ring-flash-attention. Keys and values are sent around a ring over gloo while the rank computes with
-torch's fused kernel for CPUs. The results are merged by their log-sum-exp in float32. Ranks have
-two of 2c chunks in zigzag.
+torch's fused kernel for CPUs. The results are merged by their log-sum-exp in float32. The sequence
+is cut into 2c chunks for c ranks, and each rank has two chunks in zigzag order.
 """
 
 from typing import Any, NamedTuple
@@ -25,8 +25,9 @@ def positions(rank: int, ranks: int, length: int) -> Tensor:
 
 
 class _Block(NamedTuple):
-    """The part of attention between this rank's queries and the keys of one rank: the queries and
-    the keys that take part in it, and whether it has a causal mask."""
+    """The block of attention between this rank's queries and the keys of one rank. It has the
+    slices of the queries and of the keys that are computed, and says whether there is a causal
+    mask."""
 
     queries: slice
     keys: slice
@@ -37,18 +38,18 @@ def _block(rank: int, source: int, count: int) -> _Block:
     whole = slice(None)
     if source == rank:
         return _Block(whole, whole, True)
-    if source < rank:  # its first chunk is before all queries, its second one after them
+    if source < rank:  # the keys' first chunk is before all queries, the second after
         return _Block(whole, slice(count // 2), False)
     return _Block(slice(count // 2, None), whole, False)
 
 
 class _Travelling:
-    """A tensor that is being sent to the next rank of the ring, while the previous rank's tensor
-    arrives."""
+    """A tensor that is being sent to the next rank of the ring, while the tensor of the previous
+    rank arrives."""
 
     def __init__(self, tensor: Tensor) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        self.sent = tensor  # alive until it is sent
+        self.sent = tensor  # keeps the tensor alive until it is sent
         self.received = torch.empty_like(tensor)
         sends = dist.P2POp(dist.isend, tensor, (rank + 1) % ranks)
         receives = dist.P2POp(dist.irecv, self.received, (rank - 1) % ranks)
@@ -62,7 +63,8 @@ class _Travelling:
 
 
 class RingAttention(Function):
-    """softmax(q k^T) v for [b, heads, s / c, head size] at this rank's `positions`."""
+    """softmax(q k^T) v for q, k and v [batch, heads, tokens / ranks, head size] at this rank's
+    `positions`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -90,8 +92,8 @@ class RingAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients. The gradients of keys and values are sent around the ring after the
-        keys."""
+        """Return the gradients of q, k and v. The gradients of keys and values travel around the
+        ring together with the keys and values."""
         q, both, out, sums = ctx.saved_tensors
         rank, ranks = dist.get_rank(), dist.get_world_size()
         grad = grad.contiguous()
@@ -112,7 +114,7 @@ class RingAttention(Function):
             )
             dq[:, :, queries] += part[0]
             gradients[:, :, :, keys] += torch.stack(part[1:])
-            gradients = _Travelling(gradients).wait()  # after the last step at home again
+            gradients = _Travelling(gradients).wait()  # after the last step at their own rank again
             if travelling is not None:
                 both = travelling.wait()
         dk, dv = gradients.to(q.dtype)

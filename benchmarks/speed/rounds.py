@@ -1,4 +1,4 @@
-"""The rounds of a row, their disturbance by other processes, and the file of results."""
+"""The rounds of a row, the disturbance of rounds by other processes, and the file of results."""
 
 import datetime
 import importlib.metadata
@@ -15,15 +15,16 @@ from typing import Any
 from ptdmpi.base.disk import write_whole
 
 FOREIGN_LIMIT = 0.05  # number of cores
-# A processor's name does not tell whether it has these instructions; without them torch's matrix
-# multiplications are scalar code.
+# Instructions for bf16. A processor's name does not show whether it has them. Without them torch's
+# bf16 matrix multiplications are scalar code.
 BF16_UNITS = ("amx_bf16", "avx512_bf16")
 
 
 @dataclass(frozen=True)
 class Round:
-    """The measurements of ptdmpi and of a peer in one round. `foreign_share` is the greatest number
-    of cores that other processes used while a side of the round ran."""
+    """The measurements of ptdmpi and of another trainer (the peer) in one round. `foreign_share` is
+    the number of cores that other processes used while a trainer of the round ran, the greatest
+    over the trainers."""
 
     tokens_per_s: float
     peer_tokens_per_s: float
@@ -42,15 +43,15 @@ class Round:
 
 @dataclass(frozen=True)
 class LeastTimes:
-    """The seconds of a step's bare linear GEMMs, and of these together with its attention, on one
-    rank. The seconds are the least of several measurements with the fastest known kernels: no step
-    takes less."""
+    """The seconds of a step's GEMMs of linear layers alone (`gemm_s`), and of GEMMs and attention
+    together (`both_s`), on one rank. They are the least of several measurements with the fastest
+    known kernels, so no step takes less."""
 
     gemm_s: float
     both_s: float
 
     def least(self, other: "LeastTimes") -> "LeastTimes":
-        """Return the smaller of each number."""
+        """Return the smaller value of each field."""
         return LeastTimes(min(self.gemm_s, other.gemm_s), min(self.both_s, other.both_s))
 
 
@@ -58,8 +59,9 @@ def busy_cpu_s(stat: str | None = None) -> float:
     """Return the CPU time that processes on this machine have used since boot, according to the
     text of /proc/stat.
 
-    Stolen time counts, because another guest used it. Interrupts do not count: they belong to no
-    process, and the interrupts of the loopback network are caused by the benchmark itself.
+    The result includes stolen time, because another guest of the host used it. It does not include
+    the time of interrupts, which belong to no process. The benchmark itself causes the interrupts
+    of the loopback network.
     """
     first = (stat or Path("/proc/stat").read_text()).splitlines()[0].split()
     user, nice, system, _idle, _iowait, _irq, _softirq, steal = (int(x) for x in first[1:9])
@@ -67,8 +69,8 @@ def busy_cpu_s(stat: str | None = None) -> float:
 
 
 def foreign_share(busy_s: float, own_s: float, wall_s: float) -> float:
-    """Return the number of cores that other processes used during `wall_s` seconds, at least 0
-    (clock ticks are coarse)."""
+    """Return the number of cores that other processes used during `wall_s` seconds. The number is
+    at least 0, although clock ticks are coarse."""
     return max(0.0, (busy_s - own_s) / wall_s)
 
 
@@ -78,14 +80,14 @@ def enough(rounds: Sequence[Round], wanted: int) -> bool:
 
 
 def counted(rounds: Sequence[Round], wanted: int) -> list[Round]:
-    """Return the `wanted` least disturbed rounds."""
+    """Return the `wanted` least disturbed rounds, which count for the result."""
     return sorted(rounds, key=lambda r: r.foreign_share)[:wanted]
 
 
 @dataclass(frozen=True)
 class PeerTrial:
-    """A trial of one variant of a peer on a small batch. If the trial was given up, it is not
-    `finished`, and its rate is an upper bound."""
+    """A trial of one variant of another trainer on a small batch. If the trial was given up,
+    `finished` is False, and the rate is an upper bound."""
 
     tokens_per_s: float
     finished: bool
@@ -93,7 +95,8 @@ class PeerTrial:
 
 @dataclass(frozen=True)
 class Constants:
-    """The values that are the same in all rounds: for each side, the greatest over its ranks."""
+    """The values of a row that do not belong to a single round. Memory is the greatest over the
+    ranks of a trainer."""
 
     peak_memory_bytes: int
     peer_peak_memory_bytes: int | None  # None: the peer did not finish
@@ -120,7 +123,7 @@ class Result:
     peer_peak_memory_bytes: int | None
     gemm_share: float
     limit_share: float  # time of GEMMs and attention, divided by the time of ptdmpi's step
-    # number of rounds that the figures are computed from, which are the least disturbed ones
+    # number of the least disturbed rounds, from which the figures are computed
     counted: int
     rounds: list[dict[str, float]]
     disturbed: int  # number of disturbed rounds among all rounds
@@ -204,7 +207,7 @@ def write(path: Path, results: Sequence[Result], order: Sequence[tuple[str, str,
     if path.exists():
         before = json.loads(path.read_text())
         if before["machine"] == here:
-            # a file of an older version has other keys
+            # leave out rows of older versions, which have other keys
             keys = {field.name for field in fields(Result)}
             kept = (row for row in before["rows"] if row.keys() == keys)
             rows = {(row["layout"], row["precision"], row["tool"]): row for row in kept}
@@ -215,7 +218,8 @@ def write(path: Path, results: Sequence[Result], order: Sequence[tuple[str, str,
 
 
 def _percent(share: float) -> str:
-    """Return a cell with a share of a step, or "-" if no time was left to measure it."""
+    """Return a table cell with a fraction of a step's time, or "-" if there was no time to measure
+    it."""
     return f"{share:6.0%}" if math.isfinite(share) else f"{'-':>6}"
 
 

@@ -1,5 +1,5 @@
-"""The sides of a row. A side is one of the compared trainers: a group of processes that train on
-command."""
+"""The sides of a row. A side is one of the compared trainers: a group of processes that train when
+a command asks for it."""
 
 import contextlib
 import json
@@ -25,25 +25,26 @@ from benchmarks.speed.rounds import LeastTimes, busy_cpu_s, foreign_share
 START_LIMIT_S = 180.0
 ANSWER_LIMIT_S = 600.0
 END_LIMIT_S = 20.0
-LAUNCHER_END_S = 0.5  # after the end of all ranks
+LAUNCHER_END_S = 0.5  # time for a launcher to end after the end of all its ranks
 POLL_S = 0.5  # seconds between two checks for processes that have ended without an answer
 
 
 class SideFailed(Exception):
-    """The error that a side has ended or hangs. The message has the output of the side."""
+    """An error: a side has ended or hangs. The message has the output of the side."""
 
 
 class SideTooSlow(SideFailed):
-    """The error that a side did not answer within its limit and was ended."""
+    """An error: a side did not answer within its time limit and was ended."""
 
 
 class TimeIsOver(Exception):
-    """The error that the benchmark's time is over; the side that it waited for was ended."""
+    """An error: the benchmark's time is over. The side for which the benchmark waited was ended."""
 
 
 @dataclass(frozen=True)
 class TimedSteps:
-    """The steps that a side trained in one command. `foreign_share` is in cores."""
+    """The results of the steps that a side trained for one command. `foreign_share` is the number
+    of cores that other processes used."""
 
     time_s: float  # seconds from the first rank's start to the last rank's end
     losses: list[float]
@@ -52,11 +53,12 @@ class TimedSteps:
 
 
 class Side:
-    """A context in which all ranks of one side of a row are running.
+    """A context manager that starts all ranks of one side of a row, and ends them.
 
-    With a `variant` of None the side is ptdmpi, started by mpirun; otherwise its tool is started as
-    one process per rank. All processes have the environment of jobs/mpi-env.sh, and sleep while
-    they have no command. After `end_s` (of time.monotonic) waiting raises TimeIsOver.
+    If `variant` is None, the side is ptdmpi, which mpirun starts. Otherwise the tool of the variant
+    is started as one process per rank. All processes have the environment of jobs/mpi-env.sh, and
+    sleep while they wait for a command. After `end_s` (of time.monotonic) waiting raises
+    TimeIsOver.
     """
 
     def __init__(self, row: Row, variant: Variant | None, end_s: float = math.inf) -> None:
@@ -103,8 +105,8 @@ class Side:
             self.processes.append(start([sys.executable, *worker], self.log, extra=extra))
 
     def _greet(self, place: Path) -> None:
-        """Accept the connection of every rank, send it its job, and wait until its model is
-        built."""
+        """Accept the connection of every rank, send each rank its job, and wait until the ranks
+        have built their models."""
         job = {
             "row": self.row.to_json(),
             "variant": asdict(self.variant or Variant()),
@@ -167,8 +169,9 @@ class Side:
             raise SideFailed(self._story(f"is gone ({error})")) from error
 
     def _hear(self, stream: TextIO, end_s: float) -> dict[str, Any]:
-        """Return a rank's answer. Raises SideTooSlow after `end_s` (of time.monotonic), and
-        SideFailed when any rank has ended, because this rank may wait for it forever."""
+        """Return a rank's answer. Raises SideTooSlow after `end_s` (of time.monotonic). Also raises
+        SideFailed when any rank has ended, because the awaited rank may wait forever for the ended
+        rank."""
         while not select.select([self.streams[stream]], [], [], POLL_S)[0]:
             self._still_time()
             if time.monotonic() > end_s:
@@ -201,8 +204,8 @@ class Side:
         return f"{self.name}, row {self.row.id}: a rank {what}\n{self.log.read()}"
 
     def _leave(self, error: BaseException | None) -> None:
-        """End the ranks: at once if this program was interrupted, else when they have ended their
-        work."""
+        """End the ranks: immediately if this program was interrupted, and otherwise after their
+        current work."""
         if error is not None and not isinstance(error, Exception):
             for process in self.processes:
                 _kill(process)
@@ -211,7 +214,7 @@ class Side:
     def _close(self) -> None:
         for stream, connection in self.streams.items():
             stream.close()
-            connection.close()  # a rank ends when its commands end
+            connection.close()  # a rank ends when its connection is closed
         for process in self.processes:
             _wait(process)
         self.listener.close()
@@ -220,15 +223,16 @@ class Side:
 
 
 def family_cpu_s() -> float:
-    """Return the CPU time of this process and of all its descendants. The descendants include the
-    sides that wait, because gloo's threads wake up a hundred times per second in them."""
+    """Return the CPU time of this process and of all its descendants. The descendants include
+    waiting sides, in which gloo's threads wake up a hundred times per second."""
     me = psutil.Process()
     times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
     return sum(process.user + process.system for process in times)
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Kill the ranks of a process, which may be a launcher; then its own end is near."""
+    """Kill the ranks of a process, which may be a launcher, and then the process itself if it does
+    not end soon."""
     if process.poll() is not None:
         return
     for child in psutil.Process(process.pid).children(recursive=True):
@@ -241,7 +245,8 @@ def _kill(process: subprocess.Popen) -> None:
 
 
 def _wait(process: subprocess.Popen) -> None:
-    """Wait until a process has ended by itself, by request, or by force."""
+    """Wait until a process has ended. Terminate it, and then kill it, if it does not end within
+    END_LIMIT_S seconds."""
     try:
         for end in (lambda: None, process.terminate, process.kill):
             end()

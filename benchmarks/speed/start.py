@@ -1,9 +1,9 @@
 """`python -m benchmarks.speed.start [--rounds 5]`: the time from mpirun to the end of the first
 step, and the minimum that any trainer needs for this.
 
-The run is that of `make demo` (jobs/demo.toml, on the shards of `make demo`). Alternating with it,
-the same number of processes import only torch and mpi4py. The minimum is the time of these imports
-plus the time of a later step, as recorded by the run.
+The run is the run of `make demo` (jobs/demo.toml, on the shards of `make demo`). In alternation
+with this run, the same number of processes import only torch and mpi4py. The minimum is the time of
+these imports plus the time of a later step, as recorded by the run.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def main() -> None:
         bare = imports_s()
         first, step = first_step_s()
         shares.append(first / (bare + step))
-        warm = "" if number else " (not counted)"  # its files are read from the disk
+        warm = "" if number else " (not counted)"  # the first round reads its files from the disk
         print(f"first step {first:.2f} s, imports {bare:.2f} s, a step {step:.3f} s{warm}")
     counted = shares[1:]
     print(

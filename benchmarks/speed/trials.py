@@ -1,4 +1,4 @@
-"""The choice of the fastest variant of a peer for a row, by short trials."""
+"""The choice of the fastest variant of another trainer for a row, by short trials."""
 
 import math
 import time
@@ -10,18 +10,18 @@ from benchmarks.speed.rounds import PeerTrial
 from benchmarks.speed.sides import ANSWER_LIMIT_S, Side, SideFailed, SideTooSlow
 
 WARM_STEPS = 1
-TRIAL_MICROBATCHES = 2  # number per data rank
-GIVE_UP = 2.0  # a variant is given up if it takes this many times as long as the tool's fastest,
-GIVE_UP_OURS = 3.0  # or this many times as long as ptdmpi,
-FIRST_STEP_S = 5.0  # plus the time by which a first step may be longer
+TRIAL_MICROBATCHES = 2  # microbatches per data rank
+GIVE_UP = 2.0  # give up a variant that takes this many times as long as the tool's fastest variant,
+GIVE_UP_OURS = 3.0  # or a variant that takes this many times as long as ptdmpi
+FIRST_STEP_S = 5.0  # additional time for the first step
 
 
 @dataclass(frozen=True)
 class Rival:
     """A trainer that is compared with ptdmpi in a row, and its fastest variant.
 
-    A `variant` of None is ptdmpi itself, with the layout of `row`. If no variant has finished its
-    trial, `at_most` is an upper bound of the rival's tokens per second, and the rival is not
+    If `variant` is None, the trainer is ptdmpi itself, with the layout of `row`. If no variant has
+    finished its trial, `at_most` is an upper bound of its tokens per second, and the trainer is not
     measured.
     """
 
@@ -36,9 +36,9 @@ class Rival:
 def rivals(
     row: Row, tools: Sequence[str], absent: Mapping[str, str], trials: "Trials"
 ) -> tuple[list[Rival], list[str]]:
-    """Return two things: the rivals among `tools` that train the row, and a line for each tool that
-    could but is left out, because it is not installed (with the reason in `absent`) or because it
-    fails.
+    """Return the other trainers among `tools` that can train the row, and a line for each trainer
+    that is left out. A trainer is left out if it is not installed (`absent` has the reason) or if
+    it fails.
     """
     against: list[Rival] = []
     without: list[str] = []
@@ -66,8 +66,8 @@ class Trials:
     """The trials of all rows. A `cast` that was given up in one row is not tried in other rows.
 
     After `until_s` (of time.monotonic; set for each row) no new trial begins. Then the fastest
-    variant so far is used, or the first one if none was tried, and `untried` counts the other
-    variants. `end_s` ends all waiting.
+    variant so far is used, or the first variant if none was tried, and `untried` counts the other
+    variants. All waiting ends at the time `end_s`.
     """
 
     def __init__(self, end_s: float = math.inf) -> None:
@@ -76,8 +76,8 @@ class Trials:
         self.untried = 0
 
     def rival(self, row: Row, tool: str, tokens_per_s: float) -> Rival:
-        """Return the tool with its fastest variant. `tokens_per_s` is ptdmpi's rate in the
-        trials."""
+        """Return the tool with its fastest variant for the row. `tokens_per_s` is ptdmpi's rate in
+        the trials."""
         best, tried = self.fastest(row, tool, tokens_per_s)
         name = row.peers[tool]
         if best is None:
@@ -99,7 +99,8 @@ class Trials:
         their variants.
 
         If ptdmpi's rate `tokens_per_s` is given, variants that are much slower are given up, too.
-        The variant is None if all were given up (as in bf16 on a CPU without bf16 instructions).
+        The variant is None if all variants were given up (for example in bf16 on a CPU without bf16
+        instructions).
         """
         decisions = choices(row, tool)
         best = Variant(tool)
@@ -108,11 +109,11 @@ class Trials:
         tried: dict[Variant, PeerTrial] = {}
         for alternatives in decisions:
             if len(alternatives) == 1 and tokens_per_s == 0.0:
-                continue  # there is nothing to choose or to give up
+                continue  # a single alternative needs no trial
             ways = [replace(best, **change) for change in alternatives]
             for way in ways:
-                # if all casts were given up, try the last one nevertheless, because it gives the
-                # bound
+                # if all casts were given up, try the last cast nevertheless, because its trial
+                # gives the upper bound
                 hopeless = (tool, way.cast) in self.hopeless and way is not ways[-1]
                 if way not in tried and not hopeless:
                     self._try(row, way, tried, tokens_per_s)
@@ -139,7 +140,7 @@ class Trials:
 
 
 def attempt(row: Row, way: Variant, at_least: float, end_s: float) -> PeerTrial:
-    """Measure one variant of a tool. End the measurement early if the tool does not reach
+    """Measure one variant of a tool. The measurement ends early if the tool does not reach
     `at_least` tokens per second."""
     tokens = row.case.tokens
     limit_s = ANSWER_LIMIT_S
@@ -150,7 +151,7 @@ def attempt(row: Row, way: Variant, at_least: float, end_s: float) -> PeerTrial:
             side.train(1, limit_s)
             trial = PeerTrial(tokens / side.train(1).time_s, finished=True)
         except SideTooSlow:
-            if at_least == 0.0:  # without a bound the attempt is not slow, but hangs
+            if at_least == 0.0:  # without `at_least`, the tool hangs
                 raise
             trial = PeerTrial(tokens / limit_s, finished=False)
     at_most = "" if trial.finished else "given up, at most "

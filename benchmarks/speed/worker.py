@@ -1,9 +1,11 @@
-"""One rank of one side (a compared trainer): it builds its model, and then trains steps on command.
+"""One rank of one side (a compared trainer). It builds its model, and then trains steps when a
+command asks for it.
 
     python -m benchmarks.speed.worker ptdmpi|TOOL SOCKET
 
-Commands and replies are lines of JSON on a Unix socket. Between commands the rank sleeps in a read;
-a barrier of MPI or gloo would keep a core busy on which another side is measured.
+Commands and replies are lines of JSON on a Unix socket. Between commands the rank sleeps while it
+reads from the socket. A barrier of MPI or gloo would keep a core busy on which another side is
+measured.
 """
 
 import json
@@ -29,14 +31,15 @@ class Trainer(Protocol):
         """Return this rank's data for a step. `batch` is called before the clock starts."""
 
     def step(self, step: int, batch: Any) -> float | None:
-        """Train one step and return its mean loss in nats; None on a rank that does not know it."""
+        """Train one step and return its mean loss in nats; None on a rank that does not have the
+        loss."""
 
 
 def serve(
     stream: TextIO, trainer: Trainer, limits_s: Callable[[], tuple[float, float]] | None = None
 ) -> None:
-    """Execute commands until there are no more. `limits_s` measures the least times of this rank's
-    step (`rounds.LeastTimes`); only one side needs it."""
+    """Execute commands until the connection ends. `limits_s` measures the least times of this
+    rank's step (`rounds.LeastTimes`). Only ptdmpi's side has `limits_s`."""
     _say(stream, {"rank": trainer.rank, "pid": os.getpid()})
     for command in _commands(stream):
         match command:
@@ -72,7 +75,7 @@ def _commands(stream: TextIO) -> Iterator[dict[str, Any]]:
 
 def builder(tool: str) -> Callable[[Row, Variant, int], Trainer]:
     """Return a function that builds the trainer of `tool` on one rank. Only this tool is imported,
-    because others may be missing."""
+    because other tools may be missing."""
     if tool == "deepspeed":
         from benchmarks.speed.others import deep_speed
 
@@ -98,7 +101,7 @@ def builder(tool: str) -> Callable[[Row, Variant, int], Trainer]:
 
 
 def main() -> None:
-    """Serve the side that the command line names."""
+    """Run a rank of the side that the command line names."""
     side, address = sys.argv[1:]
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)

@@ -1,1 +1,1 @@
-"""Benchmarks of adapting models to a task: memory, time and losses"""
+"""Benchmarks of adapting models to a task: memory, time and losses."""

@@ -1,9 +1,10 @@
-"""BERT on a multiple-choice task, with its norms before or after the residual sums, at two depths.
+"""BERT on a multiple-choice task, with norms before or after the residual sums, at two depths.
 
 `python -m benchmarks.tuning.bert_choice CORPUS.jsonl FOLDER` trains four models from random weights
 on the task of `continuations`, one after another, and prints a table. Complete runs in FOLDER are
-kept. The reason: with BERT's original order (norms after the residual sum, "post") training fails
-as models grow; with norms before each part ("pre") it does not (Shoeybi et al. 2019, Figure 7).
+kept. With BERT's original order (norms after the residual sum, "post") training fails for large
+models. With norms before attention and MLP ("pre") it does not fail (Shoeybi et al. 2019, Figure
+7). This benchmark compares the two orders.
 """
 
 import json
@@ -34,7 +35,8 @@ def configuration(folder: Path, depth: int, order: str) -> Mapping[str, Any]:
     """Return the configuration of a training run on the files in `folder`."""
     return {
         "run": {"dir": str(folder / f"{order}-{depth}"), "steps": STEPS},
-        # with norms before its parts, BERT has no norm after the embedding, as in Megatron-LM
+        # with norms before attention and MLP, there is no norm after the embedding, as in
+        # Megatron-LM
         "model": {
             **MODEL,
             "layers": depth,
@@ -61,7 +63,8 @@ def configuration(folder: Path, depth: int, order: str) -> Mapping[str, Any]:
 
 
 def trained(folder: Path, depth: int, order: str) -> dict[str, Any]:
-    """Train a model, unless this is already done, and return its row of the table."""
+    """Train a model, unless its run is already complete, and return the results for its row of the
+    table."""
     import tomlkit
 
     path = folder / f"{order}-{depth}.toml"
@@ -82,8 +85,8 @@ def trained(folder: Path, depth: int, order: str) -> dict[str, Any]:
 
 
 def prepare(corpus: Path, folder: Path) -> dict[str, int]:
-    """Write the task's files and, unless it exists, its tokenizer. Return the numbers of
-    questions."""
+    """Write the task's files and, unless it exists, the tokenizer. Return the number of questions
+    in each file."""
     counts = continuations.write(corpus, folder)
     if not (folder / "tokenizer.json").is_file():
         tool = Path(sys.executable).with_name("ptdmpi-data")

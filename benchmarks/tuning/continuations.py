@@ -1,8 +1,10 @@
-"""A multiple-choice task made from a corpus: which of four continuations does a passage have?
+"""A multiple-choice task made from a corpus: to choose the right one of four continuations of a
+passage.
 
 `python -m benchmarks.tuning.continuations CORPUS.jsonl FOLDER`. The same files give the same task.
-A passage is some lines of a document. The right answer is the lines that follow; the wrong answers
-come from other documents. Questions for training and for validation are from different documents.
+A passage consists of consecutive lines of a document. The right answer consists of the next lines;
+the wrong answers come from other documents. Questions for training and for validation are from
+different documents.
 """
 
 import json
@@ -21,7 +23,8 @@ LEAST = 12  # minimum number of characters in a line that is used
 
 
 def documents(corpus: Path) -> list[list[str]]:
-    """Return the lines of each document that is long enough, leaving out short lines."""
+    """Return the lines of each document, without short lines. Documents with too few lines are left
+    out."""
     texts = []
     for document in corpus.read_text(encoding="utf-8").splitlines():
         lines = [line.strip() for line in json.loads(document)["text"].splitlines()]
@@ -51,8 +54,8 @@ def questions(texts: list[list[str]], draw: random.Random) -> Iterator[dict[str,
 
 
 def write(corpus: Path, folder: Path, seed: int = 0) -> dict[str, int]:
-    """Write `train.jsonl` and `valid.jsonl` into the folder. Return the number of questions in
-    each."""
+    """Write `train.jsonl` and `valid.jsonl` into the folder. Return the number of questions in each
+    file."""
     texts = documents(corpus)
     draw = random.Random(seed)
     counts: Counter[str] = Counter()

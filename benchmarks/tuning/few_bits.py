@@ -2,9 +2,9 @@
 
 The demo's model (jobs/demo.toml, on the shards of `make demo`), or a MODEL with the shards in
 DATA/train and DATA/valid, is quantized to int8, int4, uint4 and nf4, by rounding and by GPTQ. After
-that, the model is trained further with rounded weights and without, and both results are quantized.
-The tables are written between the marks of docs/how-to/quantization.md. Runs and results are stored
-in runs/few-bits, and are not repeated.
+that, the model is trained further, with and without rounded weights, and both results are
+quantized. The tables are written between marks in docs/how-to/quantization.md. Runs and results are
+stored in runs/few-bits, and are not repeated.
 """
 
 import argparse
@@ -24,13 +24,13 @@ WORK = ROOT / "runs/few-bits"
 DATA = ROOT / "runs/demo-data"
 SERIAL = ("tensor=1", "pipeline=1", "virtual=1")
 STEPS = 600
-MORE_STEPS = 200  # steps of the further training of the demo, at a quarter of its learning rate
+MORE_STEPS = 200  # steps of further training of the demo's model, at a quarter of its learning rate
 # settings for the further training of a pretrained model
 PRETRAINED_STEPS = 24
 LENGTH = 256
 BATCH = 2
 RATE = 1e-4
-FORMS = {  # names of codes, and their block sizes
+FORMS = {  # maps the names of codes and block sizes to options of `ptdmpi quantize`
     "int8, 64": ["--bits", "8"],
     "int4, 64": ["--bits", "4"],
     "int4, 32": ["--bits", "4", "--block", "32"],
@@ -42,7 +42,7 @@ METHODS = ("absmax", "gptq")
 
 
 def train(name: str, steps: int, *settings: str) -> Path:
-    """Train the demo's model on one rank, unless this is already done, and return its run
+    """Train the demo's model on one rank, unless the run is already complete, and return its run
     directory. A training run that was stopped is resumed."""
     folder = WORK / name
     if not (folder / "checkpoints" / f"step-{steps:08d}").is_dir():
@@ -56,8 +56,8 @@ def train(name: str, steps: int, *settings: str) -> Path:
 
 
 def train_on(base: Path, data: Path, steps: int, name: str, *settings: str) -> Path:
-    """Train a pretrained model further on one rank, which quantizes each matrix separately. Return
-    its run directory."""
+    """Train a pretrained model further on one rank, and return its run directory. On one rank, each
+    whole matrix is quantized separately."""
     folder = WORK / f"{base.name}-{name}"
     tree = {
         "run": {"steps": steps},
@@ -75,8 +75,9 @@ def train_on(base: Path, data: Path, steps: int, name: str, *settings: str) -> P
 def quantized(
     model: Path, data: Path, form: str, method: str, *, more: Sequence[str]
 ) -> dict[str, Any]:
-    """Quantize a model, unless this is already done. Return the report of `ptdmpi quantize`, with
-    perplexities in bf16. `more` are the command's options for GPTQ's samples."""
+    """Quantize a model, unless its report exists already. Return the report of `ptdmpi quantize`,
+    with perplexities in bf16. `more` are the command's options for the calibration samples of
+    GPTQ."""
     target = WORK / f"{model.name}-{form.replace(', ', '-')}-{method}"
     known = target.with_suffix(".json")
     if not known.is_file():
@@ -115,8 +116,8 @@ def demo_on(base: Path, name: str, *settings: str) -> Path:
 def after_training(
     base: Path, trained: Callable[..., Path], data: Path, more: Sequence[str]
 ) -> Iterator[list[str]]:
-    """Yield rows with int4: for the base, and for the base after further training without rounded
-    weights and with them."""
+    """Yield rows of perplexities in int4: for the base model, and for the base model after further
+    training without and with rounded weights."""
     models = {
         "before": base,
         "trained without": trained("plain"),

@@ -1,10 +1,11 @@
 """`python -m benchmarks.tuning.layouts MODEL [FOLDER]`: LoRA in five layouts, and by `peft`.
 
-Each of them tunes a pretrained model from the same initial adapters, on the same data, in float32
-with one thread per rank. For MODEL see `smol`. Two results are written between the marks of
-docs/how-to/fine-tuning.md: the first and the last loss with the greatest relative difference from
-one rank over all steps, and the distances between the logits of merged adapters and of adapters
-with their base. SmolLM2-135M takes some ten minutes on two cores.
+Each layout, and `peft`, tunes a pretrained model from the same initial adapters, on the same data,
+in float32 with one thread per rank. `smol` describes MODEL. Two results are written between marks
+in docs/how-to/fine-tuning.md. The first is a table of the first and the last loss, with the
+greatest relative difference from one rank over all steps. The second is the difference between the
+logits of merged adapters and of adapters on their base model. The benchmark takes about ten minutes
+for SmolLM2-135M on two cores.
 """
 
 import json
@@ -24,8 +25,9 @@ BATCH = 2
 
 
 def layouts(base: Path) -> tuple[tuple[int, int, int], ...]:
-    """Return (t, p, d) for each training run. The value t above 1 is 2, or the next number that
-    divides the model's heads (3 for SmolLM2-135M)."""
+    """Return the sizes (tensor, pipeline, data) of the layout of each training run. The tensor size
+    of layouts with tensor parallelism is the smallest divisor above 1 of the number of key-value
+    heads (3 for SmolLM2-135M)."""
     model = smol.sizes(base)
     t = next(n for n in range(2, 1 + model["heads"]) if model["kv_heads"] % n == 0)
     return (1, 1, 1), (t, 1, 1), (1, 2, 1), (1, 1, 2), (t, 2, 1)
@@ -46,8 +48,8 @@ def begin(base: Path) -> Path:
 
 
 def trained(base: Path, axes: Sequence[int], steps: int, length: int) -> tuple[Path, list[float]]:
-    """Train in a layout, unless this is already done. Return the run directory of the training and
-    its losses."""
+    """Train in a layout, unless its run is already complete. Return the run directory of the
+    training and its losses."""
     tensor, pipeline, data = axes
     tree = smol.configuration(
         base,
@@ -79,18 +81,18 @@ def against_peft(base: Path, run: Path) -> dict[str, Any]:
 
 
 def measured(base: Path, chosen: Sequence[Sequence[int]], steps: int, length: int) -> Any:
-    """Return the losses for each layout, and the comparison of the first one with `peft`."""
+    """Return the losses for each layout, and the comparison of the first layout with `peft`."""
     runs = [trained(base, axes, steps, length) for axes in chosen]
     return [losses for _, losses in runs], against_peft(base, runs[0][0])
 
 
 def greatest(losses: Sequence[float], plain: Sequence[float]) -> float:
-    """Return the greatest relative difference between two curves."""
+    """Return the greatest relative difference between two loss curves."""
     return max(abs(a - b) / abs(b) for a, b in zip(losses, plain, strict=True))
 
 
 def table(chosen: Sequence[Sequence[int]], curves: Any, peft: dict[str, Any]) -> list[str]:
-    """Return the results as Markdown: a table, and a paragraph about logits."""
+    """Return the lines of the results in Markdown: a table, and a paragraph about logits."""
     names = [", ".join(map(str, axes)) for axes in chosen]
     rows = []
     for name, losses in zip(names, curves, strict=True):

@@ -1,8 +1,8 @@
 """`python -m benchmarks.tuning.lora_full MODEL [FOLDER]`: LoRA compared with full tuning.
 
-For MODEL see `smol`; the task is that of `one_line`, in bfloat16 on two data ranks. The results are
-written between the marks of docs/how-to/fine-tuning.md, and docs/pictures/lora-full.png is drawn.
-Training runs are kept in FOLDER, and not repeated.
+`smol` describes MODEL. The task is the task of `one_line`, trained in bfloat16 on two data ranks.
+The results are written between marks in docs/how-to/fine-tuning.md, and docs/pictures/lora-full.png
+is drawn. Training runs are kept in FOLDER, and are not repeated.
 """
 
 import json
@@ -26,8 +26,8 @@ ROUNDS = 4
 METHODS = {"full": "full", "lora": "LoRA"}  # methods, and their names in tables
 RATES = {"full": 1e-4, "lora": 1e-3}
 ADAPT: dict[str, dict[str, Any]] = {"full": {}, "lora": smol.LORA}
-# lengths of the microbatch's single row, in tokens, for the table of memory; cases with
-# recomputation are measured
+# numbers of tokens in the single row of a microbatch, for the table of planned memory; and the
+# pairs (tokens, recomputation) whose memory is also measured
 LENGTHS = [256, 1024, 2048, 4096, 8192]
 MEASURED = [(256, "none"), (1024, "none"), (1024, "full")]
 MIB = 2**20
@@ -35,7 +35,8 @@ BAR = 0.45
 
 
 def trained(base: Path, method: str) -> list[Any]:
-    """Train with a method, unless this is already done, and return the records."""
+    """Train with a method, unless the run is already complete, and return the records of
+    metrics.jsonl."""
     tree = smol.configuration(
         base,
         LENGTH,
@@ -56,7 +57,8 @@ def trained(base: Path, method: str) -> list[Any]:
 
 
 def untuned(base: Path) -> float:
-    """Return the held-out loss of the base model, from a run whose only step changes nothing."""
+    """Return the held-out loss of the base model, from a run with one step that changes practically
+    nothing."""
     tree = smol.configuration(
         base,
         LENGTH,
@@ -91,7 +93,7 @@ def planned(base: Path, method: str, length: int, recompute: str) -> Footprint:
 
 
 def measured(base: Path, method: str, length: int, recompute: str) -> dict[str, Any]:
-    """Return the memory that `step` measures."""
+    """Return the memory of a rank that `benchmarks.tuning.step` measures."""
     words = ["memory", str(base), method, str(length), recompute]
     text = answer(1, ["-m", "benchmarks.tuning.step", *words])
     numbers: dict[str, Any] = json.loads(text[text.index("{") :])
@@ -118,7 +120,7 @@ def greatest_length(base: Path, recompute: str) -> int:
 
 
 def memory_lines(base: Path) -> Iterator[str]:
-    """Yield the tables of planned and of measured memory."""
+    """Yield the lines of the tables of planned and of measured memory."""
     head = ["tokens", "recompute", "", "state", "activations", "working", "MiB", "LoRA / full"]
     rows = []
     for recompute in ("none", "full"):
@@ -158,8 +160,8 @@ def _measured_cells(numbers: dict[str, Any]) -> list[str]:
 
 
 def file_sizes(base: Path) -> dict[str, int]:
-    """Return the sizes in bytes of the adapter and of the full model as users receive them, and of
-    the newest checkpoints with their optimizers."""
+    """Return the sizes in bytes of the exported adapter, of the model's Hugging Face files, and of
+    the checkpoints with the optimizer's state."""
     work = base.parent
     sizes = {}
     folder = work / "exported"
@@ -175,8 +177,8 @@ def file_sizes(base: Path) -> dict[str, int]:
 
 
 def loss_lines(base: Path, curves: dict[str, list[Any]], first: float) -> Iterator[str]:
-    """Yield a table of held-out losses, and a paragraph about time and sizes. `first` is the loss
-    of the base."""
+    """Yield the lines of a table of held-out losses, and a paragraph about time and sizes. `first`
+    is the loss of the base model."""
     text = answer(1, ["-m", "benchmarks.tuning.step", "time", str(base), str(LENGTH), str(ROUNDS)])
     time = json.loads(text[text.index("{") :])["lora"]
     size = file_sizes(base)
@@ -200,7 +202,8 @@ def loss_lines(base: Path, curves: dict[str, list[Any]], first: float) -> Iterat
 
 
 def picture(base: Path, curves: dict[str, list[Any]], first: float) -> None:
-    """Plot the losses over the steps, and the planned memory by part."""
+    """Plot the losses over the steps, and the planned memory by its use (weights, gradients,
+    ...)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -240,7 +243,7 @@ def _draw_memory(axes: Any, base: Path) -> None:
 
 
 def main(source: Path, work: Path = smol.WORK) -> None:
-    """Tune by both methods, and write page and picture."""
+    """Tune by both methods, and write the page and the picture."""
     base = smol.prepare(source, work)
     first = untuned(base)
     curves = {method: trained(base, method) for method in RATES}

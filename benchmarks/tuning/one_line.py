@@ -1,4 +1,4 @@
-"""An instruction task from the standard library: say in one line what a function does.
+"""An instruction task made from Python's standard library: say in one line what a function does.
 
 `python -m benchmarks.tuning.one_line FOLDER`. The prompt is the source of a short function without
 its docstring; the answer is the docstring's first line, in the library's own style. The same Python
@@ -27,7 +27,7 @@ def functions(path: Path) -> Iterator[tuple[str, str]]:
     file."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError):  # files that test Python's own tools
+    except (SyntaxError, UnicodeDecodeError):  # skip files that test Python's parser
         return
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef):
@@ -42,8 +42,8 @@ def functions(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def write(folder: Path) -> dict[str, int]:
-    """Write `train.jsonl` and `valid.jsonl` into the folder. Return the number of examples in
-    each."""
+    """Write `train.jsonl` and `valid.jsonl` into the folder. Return the number of examples in each
+    file."""
     library = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in sorted(library.rglob("*.py")) if not LEFT_OUT & set(path.parts)]
     seen: set[str] = set()

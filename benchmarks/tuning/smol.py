@@ -1,8 +1,8 @@
-"""A small pretrained model, its data, and training runs that begin from it.
+"""A small pretrained model, training data for it, and training runs that begin from this model.
 
 MODEL is a model directory of Hugging Face (SmolLM2-135M-Instruct, for example) or a .gguf file,
-which `transformers` unpacks with the package `gguf`. All results are stored in a folder, and are
-not computed again.
+which `transformers` unpacks with the package `gguf`. All results are stored in a folder, and
+existing results are not computed again.
 """
 
 import json
@@ -25,8 +25,8 @@ Tree = dict[str, dict[str, Any]]
 
 
 def prepare(source: Path, work: Path = WORK) -> Path:
-    """Convert `source` into a base model in `work`, unless it exists, and return the base. The
-    folder hugging_face/ of the base contains the tokenizer."""
+    """Convert `source` into a base model in `work`, unless the base model exists, and return its
+    directory. The folder hugging_face/ of the base contains the tokenizer."""
     work = work.resolve()
     base = work / "base"
     if base.is_dir():
@@ -57,8 +57,8 @@ def unpack(source: Path, target: Path) -> None:
 
 
 def rows(base: Path, length: int) -> tuple[Path, Path]:
-    """Pack the task of `one_line` into rows of `length` tokens, unless this is already done. Return
-    the folders for training and for validation."""
+    """Pack the task of `one_line` into rows of `length` tokens, unless the rows exist already.
+    Return the folders for training and for validation."""
     work = base.parent
     folders = (work / f"train-{length}", work / f"valid-{length}")
     if not (work / "valid.jsonl").is_file():
@@ -75,7 +75,7 @@ def rows(base: Path, length: int) -> tuple[Path, Path]:
 
 
 def sizes(base: Path) -> dict[str, Any]:
-    """Return the section [model] of the base."""
+    """Return the section [model] of the base model."""
     section: dict[str, Any] = tomllib.loads((base / "config.toml").read_text())["model"]
     return section
 
@@ -98,7 +98,8 @@ def configuration(base: Path, length: int, more: Mapping[str, Mapping[str, Any]]
 
 
 def train(folder: Path, ranks: int, tree: Tree, settings: Sequence[str] = ()) -> list[Any]:
-    """Train in `folder`, unless this is already done, and return the records."""
+    """Train in the run directory `folder`, unless the run is already complete, and return the
+    records of metrics.jsonl."""
     import tomlkit
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +113,7 @@ def train(folder: Path, ranks: int, tree: Tree, settings: Sequence[str] = ()) ->
 
 
 def put(name: str, lines: Sequence[str]) -> None:
-    """Write `lines` between the marks `name` of the page. Each is a row of a table, a picture or a
-    paragraph."""
+    """Write `lines` between the marks `name` in the page. Each line is a row of a table, a picture
+    or a paragraph."""
     wrapped = [line if line.startswith(("|", "!")) else textwrap.fill(line, 118) for line in lines]
     marks.put(PAGE, name, wrapped)

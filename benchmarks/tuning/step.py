@@ -1,12 +1,12 @@
-"""The memory of one rank in two steps of LoRA or of full tuning, or the time of both, measured
-alternately.
+"""The memory of one rank in two steps of LoRA or of full tuning, or the times of both methods,
+measured alternately.
 
     python -m benchmarks.tuning.step memory BASE METHOD LENGTH RECOMPUTE
     python -m benchmarks.tuning.step time BASE LENGTH ROUNDS
 
 A model with the sizes of BASE is trained in bfloat16, with random tokens and weights and one row of
-LENGTH tokens per step; METHOD is "lora" or "full". The output is JSON. One process measures one
-setting of memory, because a process's peak never decreases.
+LENGTH tokens per step; METHOD is "lora" or "full". The output is JSON. One process measures the
+memory of only one setting, because a process's peak never decreases.
 """
 
 import json
@@ -61,10 +61,10 @@ def built(config: Config, world: World) -> tuple[Engine, Callable[[int], None]]:
 
 
 def memory(config: Config, world: World) -> dict[str, Any]:
-    """Return the resident bytes when the model is built and at the peak of a step, both relative to
-    those at the start, and the planned bytes."""
+    """Return the resident bytes after the model is built and at the peak of a step, both minus the
+    resident bytes at the start, and the planned bytes."""
     some = torch.ones(256, 256, dtype=torch.bfloat16)
-    some @ some  # a first multiplication makes libraries allocate their memory now
+    some @ some  # this multiplication makes libraries allocate their memory before the measurement
     _, start = process_bytes()
     engine, step = built(config, world)
     give_back()
@@ -85,8 +85,8 @@ def memory(config: Config, world: World) -> dict[str, Any]:
 
 
 def times(configs: dict[str, Config], world: World, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the steps per second with each configuration, and their ratios to full tuning, taken
-    within each round."""
+    """Return the steps per second with each configuration, and the ratios to full tuning. A ratio
+    compares two rates of the same round."""
     counts = dict.fromkeys(configs, 0)
     steps = {name: built(config, world)[1] for name, config in configs.items()}
 
@@ -103,7 +103,7 @@ def times(configs: dict[str, Config], world: World, rounds: int) -> dict[str, di
 
 
 def main() -> None:
-    """Measure memory or time, as the command line says."""
+    """Measure memory or time, which the command line selects."""
     doing, base, *words = sys.argv[1:]
     torch.set_num_threads(1)
     keep_freed(os.environ)

@@ -1,13 +1,13 @@
-"""The same adapters in `peft` and `transformers`: their initial weights, and their training.
+"""Training of the same adapters with `peft` and `transformers`, from the same initial weights.
 
     python -m benchmarks.tuning.theirs begin HF FOLDER RANK ALPHA
     python -m benchmarks.tuning.theirs train RUN HF BEGIN MERGED
 
-`begin` writes new adapters for all linears of the model directory HF into FOLDER. `train` trains
-the adapters, starting from BEGIN, on the data and with the learning rates of RUN, a complete
-training run on one rank. `train` prints the losses as JSON, and the greatest differences of logits:
-between RUN and MERGED by type, between RUN in float32 and in float64, and between RUN and
-`transformers`.
+`begin` writes new adapters for all linear layers of the model directory HF into FOLDER. `train`
+trains the adapters, starting from BEGIN, on the data and with the learning rates of RUN, a complete
+training run on one rank. `train` prints JSON with the losses and with the greatest differences of
+logits: between RUN and MERGED for each data type, between RUN in float32 and in float64, and
+between RUN and `transformers`.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def model_of(path: Path) -> Any:
 
 
 def begin(path: Path, folder: Path, rank: int, alpha: float) -> None:
-    """Write adapters with the initial values of `peft`: A random, B zero."""
+    """Write adapters with the initial values of `peft`: A is random, and B is zero."""
     import peft
 
     torch.manual_seed(0)
@@ -46,9 +46,9 @@ def begin(path: Path, folder: Path, rank: int, alpha: float) -> None:
 
 
 def seen(batch: Microbatch) -> dict[str, Tensor]:
-    """Return a microbatch as arguments for the model of `transformers`: ids [b, s], and, if its
-    rows have several documents, positions and a mask [b, 1, s, s] of the keys that each query
-    sees."""
+    """Return a microbatch as arguments for a model of `transformers`: ids [rows, tokens]. If a row
+    may have several documents, also return positions, and a mask [rows, 1, queries, keys] of the
+    keys that each query attends to."""
     ids = batch.inputs.t()
     if batch.documents is None:
         return {"input_ids": ids}
@@ -62,7 +62,7 @@ def seen(batch: Microbatch) -> dict[str, Tensor]:
 
 
 def loss_of(model: Any, batch: Microbatch) -> Tensor:
-    """Return the sum of a microbatch's losses, with the weights of its tokens."""
+    """Return the sum of a microbatch's losses, weighted by the label weights."""
     logits = model(**seen(batch)).logits
     losses = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), batch.labels.t().flatten(), reduction="none"
@@ -105,7 +105,7 @@ def apart(values: Tensor, reference: Tensor) -> float:
 
 
 def train(run: Path, path: Path, begun: Path, merged: Path) -> dict[str, Any]:
-    """Train the adapters of `peft`, and return their losses and the differences of logits."""
+    """Train the adapters with `peft`, and return the losses and the differences of logits."""
     import peft
 
     from ptdmpi.comm.world import World
@@ -124,7 +124,7 @@ def train(run: Path, path: Path, begun: Path, merged: Path) -> dict[str, Any]:
     rates = [record["learning_rate"] for record in records if "loss" in record]
 
     def logits(precision: str, path: Path, adapter: Path | None) -> Tensor:
-        """Return the logits for the tokens of the first row, [s, V]."""
+        """Return the logits for the tokens of the first row, [tokens, vocabulary]."""
         opened, _ = open_inference(path, world, None, precision, adapter=adapter)
         with torch.no_grad():
             (stage,) = opened.stages.values()
@@ -148,7 +148,7 @@ def train(run: Path, path: Path, begun: Path, merged: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Begin or train, as the command line says."""
+    """Run `begin` or `train`, which the command line selects."""
     doing, *words = sys.argv[1:]
     paths = [Path(word) for word in words[:4]]
     if doing == "begin":

@@ -1,5 +1,5 @@
-"""Reading conversations, or pairs of conversations, from JSON lines, and encoding their text with
-label weights for the answers."""
+"""Conversations, or pairs of conversations, are read from JSON lines and encoded as token ids with
+label weights. The weight is 1 for the tokens of answers, and 0 for other tokens."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from ptdmpi.data.chat_template import ANSWER, ChatTemplate, Message, Rendered
 
 
 class Conversation(NamedTuple):
-    """A conversation of n tokens: the ids [n] of the tokens, their label weights, bool [n], the
+    """A conversation: the token ids [tokens], the label weight of each token, bool [tokens], the
     index of the first token of each answer, int [answers], and the text."""
 
     ids: np.ndarray
@@ -26,14 +26,14 @@ class Conversation(NamedTuple):
     text: str
 
 
-# the conversations of one record: one, or a preferred one and another one
+# the conversations of one record: a single one, or a preferred and a rejected conversation
 Group = list[Conversation]
 
 
 class Conversations:
     """A reader of conversations in .jsonl lines. `messages_of` returns the messages of each
-    conversation in a record, or raises BadConversation. With `skip_bad_lines` the reader leaves out
-    lines that cannot be used, and counts them in `bad_lines`."""
+    conversation in a record, or raises BadConversation. If `skip_bad_lines` is True, the reader
+    leaves out lines that cannot be used, and counts them in `bad_lines`."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class Conversations:
         return [list(islice(conversations, size)) for size in sizes]
 
     def _rendered(self, messages: Sequence[Message]) -> Rendered:
-        """Return the text of a conversation, and the answers that count as labels. Raise
-        BadConversation if no answer counts."""
+        """Return the text of a conversation, and the spans of the answers that are labels. Raise
+        BadConversation if no answer is a label."""
         text, spans = self._template.rendered(messages)
         answers = counted_answers(messages, spans)
         if not answers:
@@ -82,8 +82,8 @@ class Conversations:
         return Rendered(text, answers)
 
     def _messages(self, line: bytes) -> list[list[Message]]:
-        """Return the messages of each conversation in a line. Raise BadConversation if there are
-        none, or if one contains the text of a special token."""
+        """Return the messages of each conversation in a line. Raise BadConversation if the line has
+        no messages, or if a message contains the text of a special token."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -127,8 +127,8 @@ def _is_unicode(text: str) -> bool:
 
 
 def counted(starts: np.ndarray, answers: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return for each token whether it begins inside an answer, bool [n]. Token i begins at
-    character `starts[i]`."""
+    """Return a bool array [tokens] that is True for each token that begins inside an answer. Token
+    i begins at character `starts[i]`."""
     weights = np.zeros(starts.size, dtype=bool)
     for begin, end in answers:
         weights |= (starts >= begin) & (starts < end)

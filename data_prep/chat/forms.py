@@ -1,5 +1,5 @@
-"""The common formats of conversations, which are recognized by their keys and converted to
-messages.
+"""The common formats of conversations. A record's format is recognized by its keys, and the record
+is converted to messages.
 
 - OpenAI: {"messages": [{"role": "user", "content": TEXT}, ...]}. Contents may be lists of parts
   {"type": "text", "text": TEXT}, and an answer with "weight": 0 is only context.
@@ -8,7 +8,8 @@ messages.
   optionally "system" and "history", a list of [question, answer].
 - pairs: the texts of `PAIRS`, or two lists of messages (TRL's "prompt" and "completion").
 
-The turns in the lists of the first two formats may have the keys of either, because files mix them.
+The turns in a list of the first two formats may have the keys of either format, because some files
+mix the two.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 
 from ptdmpi.data.chat_template import ANSWER, Message
 
-# Names of speakers in files of ShareGPT's format -> role.
+# Maps the names of speakers in files of ShareGPT's format to roles.
 ROLES = {
     "system": "system",
     "human": "user",
@@ -50,8 +51,9 @@ class BadConversation(ValueError):
 
 @dataclass(frozen=True)
 class ChatFields:
-    """The names of the fields that contain a conversation. The configured fields are tried before
-    the usual ones: `messages`, a list of messages, or a `prompt` and its `answer`."""
+    """The names of the fields that contain a conversation. These fields are tried before the usual
+    field names. `messages` names the field with a list of messages; `prompt` and `answer` name the
+    fields with a prompt and its answer."""
 
     messages: str = "messages"
     prompt: str = "prompt"
@@ -99,7 +101,7 @@ def with_system(record: Mapping[str, Any], messages: list[Message]) -> list[Mess
 
 
 def _alpaca(record: Mapping[str, Any]) -> list[Message]:
-    """Return the messages of an instruction record. If the record has an input, it follows the
+    """Return the messages of an alpaca record. If the record has an input, the input follows the
     instruction on a new line."""
     history = record.get("history") or []
     earlier: list[Message] = []
@@ -123,15 +125,16 @@ def instruction_of(record: Mapping[str, Any]) -> str:
 
 
 def turns_of(turns: Any, name: str) -> list[Message]:
-    """Return the messages of the list in the field `name`, which has OpenAI's or ShareGPT's
-    keys."""
+    """Return the messages in `turns`, the value of the field `name`. Each turn has OpenAI's or
+    ShareGPT's keys."""
     if not isinstance(turns, list) or not turns:
         raise BadConversation(f'"{name}" is no list of messages')
     return [_message(turn) for turn in turns]
 
 
 def _message(turn: Any) -> Message:
-    """Return a message with texts in "role" and "content". Other keys are kept for the template."""
+    """Return a message with texts in "role" and "content". Other keys are kept for the chat
+    template."""
     if not isinstance(turn, dict):
         raise BadConversation('a message is no {"role": TEXT, "content": TEXT}')
     if "from" in turn and "role" not in turn:
@@ -150,8 +153,8 @@ def _message(turn: Any) -> Message:
 
 
 def _joined(parts: Sequence[Any]) -> str:
-    """Return the text of a content that is given in parts. Raise BadConversation for parts that are
-    not text."""
+    """Return the text of a message content that is a list of parts. Raise BadConversation for a
+    part that is not text."""
     for part in parts:
         is_text = isinstance(part, dict) and part.get("type") == "text"
         if not is_text or not isinstance(part.get("text"), str):

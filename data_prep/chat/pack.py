@@ -30,8 +30,9 @@ from ptdmpi.config import InputError
 from ptdmpi.data.chat_template import PLAIN, TEMPLATE, ChatTemplate, Message, find_template
 from ptdmpi.data.shard_writer import ShardWriter
 
-MOST_LENGTH = 1 << 28  # tokens of a row, which are in memory at once
-OPEN_ROWS = 64  # a conversation is added to the first of these rows that has room for it
+MOST_LENGTH = 1 << 28  # maximum number of tokens of a row; a row is in memory at once
+# The number of unfinished rows. A conversation goes to the first of these rows with room for it.
+OPEN_ROWS = 64
 # The names of the CorpusCounters that the final table shows.
 COUNTED = (
     "documents",
@@ -53,8 +54,8 @@ class ChatOptions:
     """The inputs and options of `ptdmpi-data chat` and `pairs`, except those for the output.
 
     `too_long` says what happens to a conversation of more than `seq_length` tokens: its end is cut
-    off ("truncate"), or it is left out ("drop"). `pairs`: the records are pairs of answers. A pair
-    that is too long is left out, and `fields` is not used.
+    off ("truncate"), or it is left out ("drop"). If `pairs` is True, the records are pairs of
+    answers. A pair that is too long is always left out, and `fields` is not used.
     """
 
     inputs: tuple[str, ...]
@@ -67,8 +68,8 @@ class ChatOptions:
     pairs: bool = False
 
     def messages_of(self, record: Mapping[str, Any]) -> list[list[Message]]:
-        """Return the messages of each conversation in a record. Raise BadConversation for another
-        record."""
+        """Return the messages of each conversation in a record. Raise BadConversation for a record
+        of an unknown format."""
         if self.pairs:
             return pair_of(record)
         return [messages_of(record, self.fields)]
@@ -83,13 +84,14 @@ class _Row:
 
 
 class RowWriter:
-    """A writer that packs conversations into rows (first fit) for the shards in one directory.
+    """A writer that packs conversations into rows (first fit) and writes the rows to shards in one
+    directory.
 
-    A row has `seq_length` tokens: conversations, each of which is a document, then padding, which
-    is one more document of end-of-document tokens and does not count. The conversations of a group
-    are neighbours in one row. Sample j of a shard is row j.
-    The last label of a row is the first token of the next row, which never counts, so each shard
-    ends with one extra token.
+    A row has `seq_length` tokens. It consists of conversations, each of which is a document, and of
+    padding. The padding is one more document of end-of-document tokens, which are no labels. The
+    conversations of a group are next to each other in one row. Sample j of a shard is row j. The
+    label after the last token of a row is the first token of the next row, and the loss ignores it.
+    Each shard therefore ends with one extra token.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class RowWriter:
         ids.append(np.full(padding, self._vocabulary.eod_id, ids[0].dtype))
         weights = [conversation.weights for conversation in row.conversations]
         for own in weights:
-            own[0] = False  # the first token is not predicted from its own conversation
+            own[0] = False  # no earlier token of the conversation predicts its first token
         weights.append(np.zeros(padding, dtype=bool))
         sizes = [part.size for part in ids if part.size]
         self._writer.write_row(np.concatenate(ids), np.cumsum(sizes), np.concatenate(weights))
@@ -187,7 +189,7 @@ class _ChatCorpus:
     sources: list[CorpusFile]
 
     def identity(self) -> dict[str, Any]:
-        """Return the files and options that influence the tokens."""
+        """Return the properties of files and the options that determine the tokens."""
         files = ((file.name, file.size_bytes, file.modified_ns) for file in self.sources)
         pairs = {}
         if self.options.pairs:
@@ -209,7 +211,7 @@ class _ChatCorpus:
 def make_chat_shards(options: ChatOptions, output: OutputOptions) -> dict[str, Any]:
     """Make shards of conversations and return the final table.
 
-    The same files and options give the same bytes. A stopped command must start again from the
+    The same files and options give the same bytes. A stopped command starts again from the
     beginning. Raise InputError for bad options, files or lines; after such an error no output is
     left.
     """
@@ -271,8 +273,8 @@ def _size(group: Group) -> int:
 
 
 def _kept(group: Group, options: ChatOptions) -> Group | None:
-    """Return the parts of conversations that fit into a row together. Return None if they are left
-    out: because they are too long, or because no token of an answer in one of them would be a
+    """Return the conversations of a group, each cut to the length of a row. Return None if the
+    group is left out, because it is too long, or because a conversation in it would have no
     label."""
     length = options.seq_length
     if _size(group) > length and (options.pairs or options.too_long == "drop"):
@@ -291,8 +293,8 @@ def _kept(group: Group, options: ChatOptions) -> Group | None:
 
 
 def _counts(group: Group, kept: Group | None, length: int) -> CorpusCounters:
-    """Count the conversations of a record, of which the parts `kept` are written to a row of
-    `length` tokens."""
+    """Return the counters for a record with the conversations `group`. `kept` are the conversations
+    that are written to a row of `length` tokens, or None."""
     cut = _size(group) > length
     text_bytes = sum(len(conversation.text.encode()) for conversation in group)
     if kept is None:

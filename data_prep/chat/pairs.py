@@ -1,16 +1,16 @@
-"""The common formats of preference pairs. A pair has a preferred answer and another answer to one
+"""The common formats of preference pairs. A pair has a preferred and a rejected answer to the same
 prompt.
 
 A record has the fields "chosen" and "rejected", each of which is one of these:
 
 - a text, or one message: the answer to the prompt, which is in another field (`_prompt`)
-- a list of messages that begins with an answer; the prompt is in another field here, too (TRL's
-  conversational format)
+- a list of messages that begins with an answer; the prompt is in another field (TRL's
+conversational format)
 - a list of messages that begins with a question: the whole conversation
 - a text "\\n\\nHuman: ...\\n\\nAssistant: ...": the whole conversation (Bai et al. 2022,
   arXiv 2204.05862)
 
-Only the answers after the turns that both conversations share are compared, and count as labels.
+Only the answers after the turns that both conversations share are compared and are labels.
 """
 
 import re
@@ -41,8 +41,9 @@ def pair_of(record: Mapping[str, Any]) -> list[list[Message]]:
     """Return the conversation with the preferred answer, and the conversation with the other
     answer.
 
-    Answers in the turns that both share have the "weight" 0. Raise BadConversation if the record
-    has none of the known formats, or if no answer is different.
+    Answers in the turns that both conversations share have the "weight" 0. Raise BadConversation if
+    the record has none of the known formats, or if a conversation has no answer after these shared
+    turns.
     """
     if any(name not in record for name in ANSWERS):
         raise BadConversation(f"no pair of answers: {KNOWN}")
@@ -51,7 +52,7 @@ def pair_of(record: Mapping[str, Any]) -> list[list[Message]]:
     shared = sum(1 for _ in same)
     for name, messages in zip(ANSWERS, whole, strict=True):
         if all(message["role"] != ANSWER for message in messages[shared:]):
-            raise BadConversation(f'"{name}" has no answer that the other one lacks')
+            raise BadConversation(f'"{name}" has no answer of its own')
     return [
         [_as_context(message) for message in messages[:shared]] + messages[shared:]
         for messages in whole
@@ -59,7 +60,8 @@ def pair_of(record: Mapping[str, Any]) -> list[list[Message]]:
 
 
 def _as_context(message: Message) -> Message:
-    """Return a message whose tokens are not labels of the loss."""
+    """Return the message with the "weight" 0 if it is an answer, so that its tokens are no
+    labels."""
     if message["role"] != ANSWER:
         return message
     return {**message, "weight": 0}
@@ -78,7 +80,8 @@ def _conversation(record: Mapping[str, Any], name: str) -> list[Message]:
 
 
 def _spoken(text: str) -> list[Message]:
-    """Return the turns of a text with speakers; none if the text has no speakers."""
+    """Return the turns of a text in which each turn begins with a speaker; [] if the text has no
+    speakers."""
     before, *parts = _SPEAKER.split(text)
     if before.strip() or not parts:
         return []
@@ -90,7 +93,7 @@ def _spoken(text: str) -> list[Message]:
 
 
 def _prompt(record: Mapping[str, Any]) -> list[Message]:
-    """Return the messages before an answer. Raise BadConversation if the record has none."""
+    """Return the messages before an answer. Raise BadConversation if the record has no prompt."""
     for name in ("prompt", "conversations", "messages"):
         if isinstance(record.get(name), list):
             return with_system(record, turns_of(record[name], name))

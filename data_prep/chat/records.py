@@ -36,8 +36,8 @@ def find_records(inputs: Sequence[str]) -> list[CorpusFile]:
 
 
 def record_tasks(sources: Sequence[CorpusFile], advance: Callable[[int], object]) -> Iterator[Task]:
-    """Yield the tasks of all files. Each chunk consists of complete lines, with one record per
-    line.
+    """Yield the tasks of all files. Each chunk of a task consists of complete lines, with one
+    record per line.
 
     For a .json array, line n is element n, counted from 1. `advance` is called with the number of
     bytes read. Raise InputError for a file that cannot be read.
@@ -65,7 +65,7 @@ def record_tasks(sources: Sequence[CorpusFile], advance: Callable[[int], object]
 
 
 def _limited(source: CorpusFile, advance: Callable[[int], object]) -> Iterator[bytes]:
-    """Yield the bytes of a file. Raise InputError if there are more than MAX_LINE_BYTES."""
+    """Yield the bytes of a file. Raise InputError if there are more than MAX_LINE_BYTES bytes."""
     size_bytes = 0
     for block in read_blocks(replace(source, kind=TEXT), advance):
         size_bytes += len(block)
@@ -78,8 +78,8 @@ def _limited(source: CorpusFile, advance: Callable[[int], object]) -> Iterator[b
 
 
 def _as_lines(source: CorpusFile, data: bytes) -> bytes:
-    """Return the elements of an array as lines. If the file does not begin with a bracket, it
-    already consists of lines, whatever its name says."""
+    """Return the elements of the JSON array in `data` as lines. If `data` does not begin with a
+    bracket, the file already consists of lines, and `data` is returned."""
     if not data.lstrip().startswith(b"["):
         return data
     try:

@@ -1,7 +1,8 @@
 """A trainer of large language models over MPI (PTD-P: Narayanan et al. 2021, arXiv 2104.04473).
 
-From Python: `Run` trains, `load` opens a trained model, `plan` predicts layouts, `open_shards`
-reads token shards. Each is imported when it is first used: planning needs neither torch nor MPI.
+From Python: `Run` trains, `load` opens a trained model, `plan` predicts the time and memory of
+layouts, `open_shards` reads token shards. A name is imported when it is first used, so planning
+needs neither torch nor MPI.
 """
 
 import importlib
@@ -27,7 +28,7 @@ __all__ = [
     "plan",
 ]
 
-# name -> its module
+# maps each name to its module
 _OWNERS = {
     "Hook": "ptdmpi.train.hooks",
     "InputError": "ptdmpi.base.errors",
@@ -41,7 +42,8 @@ _OWNERS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of the API with its module, in the environment that MPI and torch need."""
+    """Return a name of the API, whose module is imported now. Before the import, the environment
+    variables that MPI and torch need are set."""
     if name not in _OWNERS:
         raise AttributeError(f"module 'ptdmpi' has no attribute {name!r}")
     importlib.import_module("ptdmpi.comm.launch").prepare()

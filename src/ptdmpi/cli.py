@@ -11,7 +11,7 @@ from ptdmpi.terminal.program import CommandGroup, require_own_package, run
 
 
 class CommandLine(NamedTuple):
-    """The line of a command in the list of commands, which is printed without importing it.
+    """A command's line in the list of commands. The list is printed without importing the commands.
 
     `all_ranks`: all ranks of a job work on the command; otherwise only rank 0 does.
     """
@@ -22,23 +22,23 @@ class CommandLine(NamedTuple):
 
 COMMANDS = {
     "init": CommandLine("Write a commented configuration that trains."),
-    "run": CommandLine("Start a training with its launcher, and keep it going."),
-    "submit": CommandLine("Print or submit the job script of a training."),
+    "run": CommandLine("Start a training run with its launcher, and restart lost ranks."),
+    "submit": CommandLine("Print or submit the job script of a training run."),
     "train": CommandLine("Train a model; start it by mpirun or srun.", all_ranks=True),
     "plan": CommandLine("Predict layouts of a model on a cluster: time, memory, cost."),
     "ask": CommandLine("Answer questions of cost, time and network."),
     "cluster": CommandLine("Write a cluster file to edit."),
     "probe": CommandLine("Measure the machine; start it by mpirun or srun.", all_ranks=True),
     "schedule": CommandLine("Draw a pipeline schedule, and print its bubble and memory."),
-    "watch": CommandLine("Show the progress of runs, drawn in place."),
-    "report": CommandLine("Table, plots, page and trace of a run, or several compared."),
+    "watch": CommandLine("Show the progress of runs in the terminal."),
+    "report": CommandLine("Report on a run (table, plots, page, trace), or compare several."),
     "doctor": CommandLine("Check the machine, or the exactness of training on it.", all_ranks=True),
     "checkpoint": CommandLine("Inspect, verify, compare or prune checkpoints."),
-    "convert": CommandLine("Convert from and to models of Hugging Face."),
+    "convert": CommandLine("Convert models from or to the format of Hugging Face."),
     "adapter": CommandLine("Merge, split, export or import adapters."),
-    "quantize": CommandLine("Weights in 8 or 4 bits, with or without calibration.", all_ranks=True),
+    "quantize": CommandLine("Quantize weights to 8 or 4 bits.", all_ranks=True),
     "generate": CommandLine("Continue prompts with a trained model.", all_ranks=True),
-    "evaluate": CommandLine("Perplexity, choices, answers, accuracy, pass@k.", all_ranks=True),
+    "evaluate": CommandLine("Measure perplexity, accuracy or pass@k of a model.", all_ranks=True),
 }
 
 
@@ -87,8 +87,8 @@ def group() -> None:
 def main() -> None:
     """Run the command line.
 
-    After bad input nothing is left to do, but MPI_Finalize waits for the other ranks and the
-    launcher. If they do not answer within END_S seconds, SIGALRM ends this process.
+    After bad input this process has nothing left to do, but MPI_Finalize waits for the other ranks
+    and the launcher. If MPI_Finalize takes longer than END_S seconds, SIGALRM ends this process.
     """
     try:
         run(group, "ptdmpi", lists=True)
@@ -99,10 +99,11 @@ def main() -> None:
 
 
 def _end_in_time() -> None:
-    """Have the system end this process in END_S seconds, if it has not ended by then.
+    """Set an alarm by which the operating system ends this process after END_S seconds.
 
-    It is called when Python ends, since a program may call `main` and go on. mpi4py finalizes MPI
-    after that: nothing but the system can interrupt it.
+    Python calls this function at its exit and not earlier, because a program may call `main` and
+    continue. mpi4py calls MPI_Finalize later, and only the operating system can interrupt that
+    call.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, END_S)

@@ -279,7 +279,7 @@ def test_damaged_files(tmp_path):
     values = load_file(first)
     name = sorted(values)[0]
     save_file({k: v for k, v in values.items() if k != name}, first)
-    refused(rf"does not hold {name}")
+    refused(rf"does not contain {name}")
     save_file(values | {"model.layers.0.adapter.weight": torch.ones(2)}, first)
     refused(r"holds model.layers.0.adapter.weight, which")
     index["weight_map"]["model.layers.0.adapter.weight"] = first.name
@@ -362,5 +362,5 @@ group(["convert", "to-hf", "ours", "back"], standalone_mode=False)
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[0])["vocab_size"] == 50
-    assert "logits of both sides agree to" in done.stdout
+    assert "logits of both models agree to" in done.stdout
     assert contents(tmp_path / "back") == contents(source)

@@ -139,7 +139,7 @@ def test_the_chat_template_of_its_conversations_goes_with_it(tmp_path):
     content, _ = train_bpe([TEXT] * 3, 300)
     run, _ = trained(tmp_path, content)
     (tmp_path / "shards" / TEMPLATE).write_text(own)
-    taken = f"{TEMPLATE} is that of its conversations"
+    taken = f"{TEMPLATE} is the template of its training data"
     assert to_hf(run, tmp_path / "hf").note == taken
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     said = [{"role": "user", "content": "He"}]
@@ -148,7 +148,7 @@ def test_the_chat_template_of_its_conversations_goes_with_it(tmp_path):
     config = tmp_path / "hf/tokenizer_config.json"
     for source, note in (
         (own, ""),
-        (other, f"{taken}, in place of another that came with the model"),
+        (other, f"{taken}, in place of the template that came with the model"),
     ):
         (tmp_path / "hf" / TEMPLATE).unlink(missing_ok=True)
         config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": source}))

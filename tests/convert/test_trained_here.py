@@ -78,7 +78,7 @@ def test_what_a_training_has_changed_stands_in_config_json(tmp_path, family, key
         expected |= {"rope_theta": 5e4, "rope_parameters": after["rope_parameters"]}
         assert after["rope_parameters"] == {"rope_type": "default", "rope_theta": 5e4}
     assert after == before | expected
-    changed = done.note.removeprefix("config.json has another ").removesuffix(", as it was trained")
+    changed = done.note.removeprefix("config.json has the trained model's ")
     assert set(filter(None, changed.split(", "))) == expected.keys()
 
 

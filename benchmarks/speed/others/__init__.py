@@ -1,1 +1,1 @@
-"""Other trainers, each in one file, for the same GPT: the trainer of one rank."""
+"""Other trainers of the same GPT. Each file has the trainer of one rank."""

@@ -1,5 +1,5 @@
-"""DeepSpeed on CPU over gloo: its ZeRO and its pipeline, with the GPT, the weights, batches and
-optimizer of `plain_torch`."""
+"""DeepSpeed on CPU over gloo: its ZeRO and its pipeline, with the GPT, the initial weights, the
+batches and the optimizer of `plain_torch`."""
 
 import os
 from typing import Any
@@ -21,8 +21,8 @@ def trainer(row: Row, variant: Variant, rank: int) -> "ZeroTrainer | StageTraine
 class ZeroTrainer:
     """A DeepSpeed engine with DeepSpeed's defaults, on one rank.
 
-    This trainer reduces gradients and updates after the last microbatch. Gradients are added up in
-    the type of the weights, which is bf16 with the cast "masters".
+    This trainer reduces gradients and updates the weights after the last microbatch. Gradients are
+    added up in the type of the weights, which is bf16 with the cast "masters".
     """
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
@@ -60,7 +60,7 @@ class StageTrainer:
         deepspeed = _imported(rank)
         from deepspeed.pipe import LayerSpec, PipelineModule
 
-        # DeepSpeed treats a stage as one of its layers, so that a rank builds only its own
+        # each stage is one layer for DeepSpeed, so that a rank builds only its own stage
         stages = [
             LayerSpec(Gpt, row.config, layers, row.case.vocab_size, False)
             for layers in layers_of_stages(row)
@@ -90,8 +90,8 @@ def _engine(deepspeed: Any, row: Row, variant: Variant, model: nn.Module, *, zer
 
 
 def _imported(rank: int) -> Any:
-    """Return the imported module. DeepSpeed reads the kind of device and this rank's device from
-    the environment."""
+    """Import and return the module deepspeed. DeepSpeed reads the kind of device and this rank's
+    device from the environment."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank)}
     import deepspeed
 
@@ -114,7 +114,7 @@ def _settings(row: Row, variant: Variant, zero: int) -> dict[str, Any]:
         "steps_per_print": 10**9,
         "zero_optimization": {"stage": zero},
         "zero_allow_untested_optimizer": True,
-        # torch's fused AdamW, which all sides use
+        # use torch's fused AdamW, as all trainers do
         "zero_force_ds_cpu_optimizer": False,
         **casts[variant.cast],
     }

@@ -1,5 +1,5 @@
-"""GPT-2 and Mixtral of transformers in one process, as their users train them: the model, autograd,
-and torch's fused AdamW, starting with ptdmpi's initial weights."""
+"""transformers' GPT-2 and Mixtral in one process, as users of transformers train them: the model,
+autograd, and torch's fused AdamW. Training starts with ptdmpi's initial weights."""
 
 import contextlib
 import json
@@ -19,8 +19,8 @@ from ptdmpi.model.random import initial
 
 
 class TransformersTrainer:
-    """The trainer of the single rank: microbatches in a loop, scaled dot product attention, no
-    key-value cache."""
+    """The trainer of the single rank. It trains microbatches in a loop, with scaled dot product
+    attention and without a key-value cache."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
         self.row = row

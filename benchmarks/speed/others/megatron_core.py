@@ -1,9 +1,9 @@
-"""Megatron-Core on CPU over gloo: its own layers, schedules, gradient buffers and reductions, with
-the initial weights of `plain_torch`'s GPT, and torch's fused AdamW.
+"""Megatron-Core on CPU over gloo: Megatron-Core's layers, schedules, gradient buffers and
+reductions, with the initial weights of `plain_torch`'s GPT, and torch's fused AdamW.
 
-Megatron-Core calls a CUDA device in many places. `stand_in` replaces these calls; nothing else is
-needed. The ranks of Megatron-Core then compute as on a GPU, but with its implementations in plain
-torch instead of its CUDA kernels (Apex, Transformer Engine).
+Megatron-Core calls a CUDA device in many places. `stand_in` replaces these calls; nothing else of
+Megatron-Core is changed. The ranks then compute as on a GPU, but with Megatron-Core's
+implementations in plain torch instead of its CUDA kernels (Apex, Transformer Engine).
 """
 
 import functools
@@ -25,7 +25,8 @@ from benchmarks.speed.plain_torch import (
     microbatches,
 )
 
-# ptdmpi's name for each part of Megatron-Core: in a layer, and outside layers.
+# Two tables that map module names of Megatron-Core to ptdmpi's names: in a layer, and outside
+# layers.
 PARTS = {
     "input_layernorm": "attention_norm",
     "self_attention.linear_qkv": "attention.qkv",
@@ -65,8 +66,8 @@ def _ignored(*arguments: Any, **settings: Any) -> None:
 
 def stand_in() -> None:
     """Replace torch's functions for CUDA devices in this process by functions for the CPU."""
-    # otherwise Megatron-Core's small fused functions would be compiled, and there may be no
-    # compiler
+    # without this setting Megatron-Core's small fused functions would be compiled, and there may be
+    # no compiler
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     cuda: Any = torch.cuda
     for name in ("Stream", "Event", "stream"):
@@ -77,7 +78,7 @@ def stand_in() -> None:
         setattr(cuda, name, _ignored)
     cuda.current_device = lambda: "cpu"
     cuda.device_count = lambda: 1
-    # a step uses no random numbers, so that no state is needed
+    # a step uses no random numbers, so the state of the random generator is not needed
     cuda.get_rng_state = lambda *device: torch.empty(0, dtype=torch.uint8)
     for name in ("zeros", "empty", "ones", "tensor", "full"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -94,8 +95,8 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class MegatronTrainer:
-    """The trainer of Megatron-Core on one rank: weights in bf16 or fp32, whose gradients are added
-    up in float32 buffers and are reduced there after the last microbatch."""
+    """The trainer of Megatron-Core on one rank. Weights are bf16 or fp32. Their gradients are added
+    up in float32 buffers, which are reduced after the last microbatch."""
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
         stand_in()
@@ -171,15 +172,15 @@ def _forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callab
 
     def loss(of_tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         mean = of_tokens.float().mean()
-        # a copy, because the schedule divides the first value in place
+        # copy the loss, because the schedule divides the first value in place
         return mean, {"loss": mean.detach().clone()}
 
     return model(inputs, positions, hidden, labels=labels), loss
 
 
 def _cut(row: Row) -> list[list[str]]:
-    """Return Megatron-Core's pipeline layout: the parts of each stage, cut at the same layers as
-    ptdmpi's."""
+    """Return Megatron-Core's pipeline layout: the modules of each stage. The stages have the same
+    layers as ptdmpi's stages."""
     stages = [["decoder"] * len(layers) for layers in layers_of_stages(row)]
     return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
@@ -208,14 +209,14 @@ def _transformer_config(row: Row, variant: Variant) -> Any:
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=True,
-        # its fused functions are CUDA kernels, or need a compiler
+        # Megatron-Core's fused functions are CUDA kernels, or need a compiler
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         apply_rope_fusion=False,
-        # with two ranks, Megatron-Core's batches of messages cannot distinguish the next rank from
-        # the previous one
+        # with two ranks, batched messages of Megatron-Core cannot distinguish the next rank from
+        # the previous rank
         batch_p2p_comm=sizes.virtual == 1,
         overlap_p2p_comm=sizes.virtual > 1,
         finalize_model_grads_func=finalize_model_grads,
@@ -223,7 +224,7 @@ def _transformer_config(row: Row, variant: Variant) -> Any:
 
 
 def _chunks(row: Row, config: Any) -> list[Any]:
-    """Return this rank's parts of the model, each wrapped together with its gradient buffers."""
+    """Return this rank's chunks of the model, each wrapped together with its gradient buffers."""
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -256,7 +257,7 @@ def _chunks(row: Row, config: Any) -> list[Any]:
 
 @torch.no_grad()
 def _load(chunk: Any, weights: dict[str, nn.Parameter], rank: int, ranks: int) -> None:
-    """Load this rank's part of the weights of `plain_torch`. Megatron-Core and `plain_torch` both
+    """Load this rank's slices of the weights of `plain_torch`. Megatron-Core and `plain_torch` both
     order the rows of qkv by heads."""
     # layers are numbered from 0 in each chunk
     first = chunk.decoder.layers[0].layer_number - 1

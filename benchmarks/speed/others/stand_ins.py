@@ -1,4 +1,4 @@
-"""Stand-ins for modules that torchtitan imports and that a machine without a GPU does not have."""
+"""Stand-ins for modules that torchtitan imports but that a machine without a GPU does not have."""
 
 import sys
 import types
@@ -7,7 +7,7 @@ import torch
 
 
 class _Kernels(types.ModuleType):
-    """A stand-in for a module of Triton kernels, which no row calls."""
+    """A stand-in for a module of Triton kernels, which no row of the benchmark calls."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -17,6 +17,6 @@ class _Kernels(types.ModuleType):
 def for_torchtitan() -> None:
     """Make the CPU the device that torchtitan finds in this process."""
     torch._utils._get_available_device_type = lambda: "cpu"
-    # modules for expert parallelism, which no row uses
+    # this module is for expert parallelism, which no row of the benchmark uses
     kernels = "torchtitan.distributed.minimal_async_ep.kernels"
     sys.modules[kernels] = _Kernels(kernels)

@@ -1,10 +1,12 @@
-"""torchtitan on CPU over gloo: its decoder, attention, linears, shardings, pipeline and loss,
-combined as in its trainer, with the initial weights of `plain_torch`'s GPT and torch's fused AdamW.
+"""torchtitan on CPU over gloo: torchtitan's decoder, attention, linear layers, shardings, pipeline
+and loss, combined as in torchtitan's trainer, with the initial weights of `plain_torch`'s GPT and
+torch's fused AdamW.
 
 torchtitan's trainer needs a CUDA device. `stand_ins.py`, called before torchtitan is imported,
-replaces what its parts need of a device and of Triton, which torch for CPUs does not have.
-torchtitan lacks three parts of this GPT: learned positions, an MLP of two matrices, and attention
-without rotation. The three parts are made by small changes to torchtitan's own classes.
+replaces the functions of devices and of Triton that torchtitan's modules need and torch for CPUs
+does not have. torchtitan lacks three modules of this GPT: learned positions, an MLP of two
+matrices, and attention without rotary positions. These modules are made by small changes to
+torchtitan's own classes.
 """
 
 from dataclasses import dataclass
@@ -40,10 +42,11 @@ from benchmarks.speed.case import Row, Variant
 from benchmarks.speed.gpt_torch import Gpt
 from benchmarks.speed.plain_torch import Optimizer, connect_alone, layers_of_stages, microbatches
 
-# for sharding, torchtitan's default needs a newer torch (parameters with types instead of DTensors)
+# torchtitan's default backend for sharding needs a newer torch (parameters with types instead of
+# DTensors)
 BACKEND = "partial_dtensor"
 SCHEDULES = {"1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
-# plain torch's name for each part of torchtitan: in a layer, and outside layers
+# two tables that map names of torchtitan to names in `plain_torch`: in a layer, and outside layers
 PARTS = {
     "attention_norm": "attention_norm",
     "attention.qkv_linear.wqkv": "attention.qkv",
@@ -75,11 +78,11 @@ class PositionedEmbedding(Embedding):
         self.position = nn.Parameter(torch.empty(config.length, config.embedding_dim))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the embeddings [b, s, h] of ids [b, s]."""
+        """Return the embeddings [batch, tokens, hidden] of the ids `input` [batch, tokens]."""
         position = self.position
         if isinstance(position, DTensor):
             position = position.to_local()
-        if self.tp_group is not None:  # the results of the ranks are summed
+        if self.tp_group is not None:  # the results of the tensor ranks are summed
             position = position / dist.get_world_size(self.tp_group)
         return super().forward(input) + position
 
@@ -100,7 +103,7 @@ class Unrotated(Module):
 
 
 class Mlp(Module):
-    """An MLP: two of torchtitan's linears with tanh GELU between them."""
+    """An MLP: two linear layers of torchtitan with tanh GELU between them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -115,7 +118,7 @@ class Mlp(Module):
         self.w2 = config.w2.build()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output [b, s, h] for x [b, s, h]."""
+        """Return the output for `x`, both [batch, tokens, hidden]."""
         return self.w2(F.gelu(self.w1(x), approximate="tanh"))
 
 
@@ -123,8 +126,8 @@ class TitanTrainer:
     """The trainer of torchtitan on one rank.
 
     Losses are sums over the tokens of the complete batch. Parameters are sharded over the data
-    ranks, even over a single one, because this is how torchtitan computes in bf16 with float32
-    master weights. Gradients are reduced into shards after each microbatch.
+    ranks, even if there is only one, because torchtitan computes in bf16 with float32 master
+    weights only in this way. Gradients are reduced into shards after each microbatch.
     """
 
     def __init__(self, row: Row, variant: Variant, rank: int) -> None:
@@ -162,8 +165,8 @@ class TitanTrainer:
             parameters += part.parameters()
             for module in part.modules():
                 if isinstance(module, FSDPModule):
-                    # torchtitan's factor of 1 would be multiplied within the all-reduce, which gloo
-                    # does not support
+                    # without this setting the all-reduce would multiply by torchtitan's factor of
+                    # 1, which gloo does not support
                     module.set_force_sum_reduction_for_comms(True)
         self.optimizer = Optimizer(row.config, parameters, masters=False, divided=False)
 
@@ -177,7 +180,7 @@ class TitanTrainer:
         self.optimizer.step()
         if not losses:
             return None
-        # the losses are only over this rank's share of the tokens
+        # the losses are sums over this rank's tokens only
         return float(torch.stack(losses).double().sum()) * self.row.sizes.data
 
     def _accumulated(self, batch: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -212,7 +215,7 @@ def _dims(row: Row) -> ParallelDims:
 
 
 def _settings(row: Row, variant: Variant) -> dict[str, Any]:
-    """Return the configuration of torchtitan: arguments of parallelize_llama and pipeline_llm."""
+    """Return torchtitan's configuration, as arguments of parallelize_llama and pipeline_llm."""
     case = row.case
     sizes = row.sizes
     parallelism = ParallelismConfig(
@@ -239,7 +242,8 @@ def _settings(row: Row, variant: Variant) -> dict[str, Any]:
 
 
 def _cut(row: Row) -> list[list[str]]:
-    """Return the parts of each stage, cut at the same layers as ptdmpi's."""
+    """Return the names of the modules of each stage. The stages have the same layers as ptdmpi's
+    stages."""
     stages = [[f"layers.{layer}" for layer in layers] for layers in layers_of_stages(row)]
     return [["tok_embeddings", *stages[0]], *stages[1:-1], [*stages[-1], "norm", "lm_head"]]
 
@@ -311,8 +315,8 @@ def _norm(row: Row) -> LayerNorm.Config:
 
 
 def _with_bias(norm: LayerNorm.Config) -> None:
-    """Divide a norm's bias in the same way as its weight: torchtitan's norms have no bias, and no
-    rule for it."""
+    """Set the sharding of a norm's bias to the sharding of its weight. torchtitan's norms have no
+    bias, so torchtitan has no rule for it."""
     states = norm.sharding_config.state_shardings
     states["bias"] = states["weight"]
 

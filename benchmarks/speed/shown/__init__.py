@@ -1,1 +1,1 @@
-"""A picture of the measurements, and a table of scaling."""
+"""Outputs of `make bench`: a picture of the measurements, and a table of scaling efficiency."""

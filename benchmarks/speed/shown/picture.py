@@ -1,5 +1,5 @@
-"""A picture of results/latest.json: ptdmpi's tokens per second divided by each peer's, row by
-row."""
+"""A picture of results/latest.json: ptdmpi's tokens per second divided by the tokens per second of
+each other trainer, row by row."""
 
 import json
 from pathlib import Path
@@ -19,8 +19,8 @@ COLORS = {
 
 
 def draw(source: Path, target: Path) -> None:
-    """Draw a panel for each data type, with medians, and bars from the least to the greatest
-    round."""
+    """Draw a panel for each data type, with the median ratio of each trainer, and error bars from
+    the least to the greatest ratio of a round."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -18,8 +18,8 @@ def _per_token(row: Row) -> float:
 
 
 def lines(results: Sequence[Result]) -> Iterator[str]:
-    """Yield a table of strong scaling (the same work) and weak scaling (twice the work) on each
-    axis; no lines if none was measured."""
+    """Yield the lines of a table of strong scaling (the same work) and weak scaling (twice the
+    work) on each axis. Yield nothing if no scaling was measured."""
     alone = [result for result in results if result.peer == f"ptdmpi {ALONE}"]
     shares = {(result.layout, result.precision): share(result) for result in alone}
     if not shares:

@@ -15,8 +15,8 @@ from ptdmpi.terminal.program import CommandGroup
 def command() -> None:
     """Merge, split, export or import adapters that `ptdmpi train` with [adapt] trained.
 
-    BASE is a whole model and ADAPTER the adapters over it, each a run directory or a checkpoint.
-    No command needs MPI or a GPU.
+    BASE is a whole model, and ADAPTER holds adapters that were trained on it. Each of them is a run
+    directory or a checkpoint. These commands need no MPI and no GPU.
     """
 
 
@@ -46,15 +46,15 @@ def merge(base: Path, adapter: Path, target: Path, ema: bool) -> None:
 @click.argument("target", type=PATH)
 @click.option("--rank", type=click.IntRange(1), required=True, help="Adapter rank.")
 def split(base: Path, tuned: Path, target: Path, rank: int) -> None:
-    """Write the difference of TUNED and BASE into the directory TARGET, as an adapter.
+    """Write the difference between the models TUNED and BASE into TARGET, as an adapter.
 
-    It is the best approximation of the given rank.
+    The adapter is the best approximation of this difference with the given rank.
     """
     launch.prepare()
     from ptdmpi.convert import adapters
 
     left, others = adapters.split(base, tuned, target, rank)
-    print(f"{target}: rank {rank}; it leaves at most {left:.1e} of a linear's difference")
+    print(f"{target}: rank {rank}; it leaves at most {left:.1e} of a matrix's difference")
     if others:
         print(f"note: {len(others)} other parameters differ and are left out: {others[0]}, ...")
 
@@ -77,7 +77,7 @@ def to_peft(adapter: Path, target: Path, ema: bool) -> None:
 @click.argument("base", type=PATH)
 @click.argument("target", type=PATH)
 def of_peft(source: Path, base: Path, target: Path) -> None:
-    """Convert the adapter in SOURCE, a directory of `peft`, into the directory TARGET.
+    """Convert the adapter in SOURCE, which the package `peft` wrote, into the directory TARGET.
 
     BASE is the model that the adapter was trained on.
     """

@@ -1,4 +1,4 @@
-"""`ptdmpi ask`: questions before node-hours are spent, each with a short answer."""
+"""`ptdmpi ask`: short answers to questions of cost, time and network before a training run."""
 
 import json
 from collections.abc import Callable
@@ -26,9 +26,9 @@ from ptdmpi.terminal.program import CommandGroup
 
 MODEL = click.option("--model", required=True, help="A preset[,s=8192], or l=96,h=12288,a=96.")
 CLUSTER = click.option("--cluster", required=True, help=f"{legal_clusters()}, or a .toml file.")
-RANKS = click.option("--ranks", required=True, type=Number(1, MOST_RANKS), help="How many.")
+RANKS = click.option("--ranks", required=True, type=Number(1, MOST_RANKS), help="Number of ranks.")
 BATCH = click.option(
-    "--batch", type=Number(1, MOST_BATCH), help="Sequences per step; default: as published."
+    "--batch", type=Number(1, MOST_BATCH), help="Sequences per step; default: the preset's."
 )
 TOKENS = click.option("--tokens", required=True, type=Number(), help="Length of the training.")
 
@@ -55,9 +55,9 @@ def _answered(question: Callable[..., Reply]) -> Any:
 
 @click.group(cls=CommandGroup)
 def command() -> None:
-    """Answer questions before node-hours are spent, by the predictions of ptdmpi plan.
+    """Answer questions before node-hours are spent, with predictions of ptdmpi plan.
 
-    docs/explanation/questions.md has an example of each, with its picture.
+    docs/explanation/questions.md has an example of each question, with a picture.
     """
 
 
@@ -67,7 +67,7 @@ def command() -> None:
 @click.option("--ranks", required=True, type=Number(1, MOST_RANKS), help="Upper limit of ranks.")
 @BATCH
 @TOKENS
-@click.option("--days", type=Number(), help="The deadline.")
+@click.option("--days", type=Number(), help="Deadline in days.")
 @click.option("--price", type=Number(), help="Price of a rank-hour.")
 @_answered
 def ranks_command(
@@ -80,7 +80,7 @@ def ranks_command(
     days: float | None,
     price: float | None,
 ) -> Reply:
-    """Find the number of ranks that is cheapest by a deadline."""
+    """Find the cheapest number of ranks that meets a deadline."""
     return cheapest(pricer_of_names(model, cluster, batch), ranks, tokens, days=days, price=price)
 
 
@@ -90,8 +90,10 @@ def ranks_command(
 @RANKS
 @BATCH
 @click.option("--node-days", required=True, type=Number(), help="Days between failures of a node.")
-@click.option("--write-gb-s", required=True, type=Number(), help="Rate of the file system.")
-@click.option("--restart-minutes", required=True, type=Number(), help="From failure to first step.")
+@click.option("--write-gb-s", required=True, type=Number(), help="Write rate of the file system.")
+@click.option(
+    "--restart-minutes", required=True, type=Number(), help="From a failure to the next step."
+)
 @_answered
 def restarts_command(
     *,
@@ -103,7 +105,7 @@ def restarts_command(
     write_gb_s: float,
     restart_minutes: float,
 ) -> Reply:
-    """Find how often to save, and what failures cost."""
+    """Find the best checkpoint interval, and the cost of failures."""
     pricer = pricer_of_names(model, cluster, batch)
     note("ptdmpi ask: searching the fastest layout, for the time of a step")
     step_s = search(pricer, Space(ranks), 1)[0].step_time_s
@@ -127,7 +129,7 @@ def restarts_command(
 def network_command(
     *, model: str, cluster: str, ranks: int, batch: int | None, pod: int | None
 ) -> Reply:
-    """Predict a slower, tapered or two-tier network."""
+    """Predict step times on a slower, tapered or two-tier network."""
     return network.answer(pricer_of_names(model, cluster, batch), ranks, pod)
 
 
@@ -137,7 +139,7 @@ def network_command(
 @RANKS
 @BATCH
 @click.option("--batches", type=NumberList(), help="Sequences per step, such as 256,512,1024.")
-@click.option("--lengths", type=NumberList(), help="Sequence lengths; as many tokens in a step.")
+@click.option("--lengths", type=NumberList(), help="Sequence lengths, at the same tokens per step.")
 @_answered
 def sweep_command(
     *,
@@ -148,7 +150,7 @@ def sweep_command(
     batches: list[int] | None,
     lengths: list[int] | None,
 ) -> Reply:
-    """Predict other batches or sequence lengths."""
+    """Predict step times for other batch sizes or sequence lengths."""
     if (batches is None) == (lengths is None):
         raise InputError("give --batches or --lengths, one of the two")
     if batches is not None:
@@ -162,8 +164,8 @@ def sweep_command(
 @command.command("partition")
 @MODEL
 @CLUSTER
-@click.option("--tensor", required=True, type=Number(2, MOST_RANKS), help="t.")
-@click.option("--micro-size", default=1, type=Number(1, MOST_BATCH), help="b; default: 1.")
+@click.option("--tensor", required=True, type=Number(2, MOST_RANKS), help="Tensor ranks.")
+@click.option("--micro-size", default=1, type=Number(1, MOST_BATCH), help="Micro-batch size.")
 @_answered
 def partition_command(model: str, cluster: str, tensor: int, micro_size: int) -> Reply:
     """Explain why weights are split by columns, then rows."""
@@ -173,7 +175,9 @@ def partition_command(model: str, cluster: str, tensor: int, micro_size: int) ->
 @command.command("methods")
 @MODEL
 @CLUSTER
-@click.option("--ranks", type=Number(1, MOST_RANKS), help="How many; in --layout d may say it.")
+@click.option(
+    "--ranks", type=Number(1, MOST_RANKS), help="Number of ranks; --layout with d gives it too."
+)
 @click.option("--layout", help="Such as t=8,p=8,d=4,b=1; default: the fastest with zero = 0.")
 @BATCH
 @_answered
@@ -198,8 +202,8 @@ def methods_command(
 @CLUSTER
 @RANKS
 @TOKENS
-@click.option("--days", type=Number(), help="That a training took: says the utilisation.")
-@click.option("--utilisation", type=Number(), help="Share of the peak, such as 0.4: says the days.")
+@click.option("--days", type=Number(), help="Days that a training took, to get the utilisation.")
+@click.option("--utilisation", type=Number(), help="Fraction of the peak, such as 0.4.")
 @_answered
 def days_command(
     *,

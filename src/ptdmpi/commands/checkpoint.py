@@ -32,9 +32,9 @@ def command() -> None:
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @AS_JSON
 def inspect(path: Path, tensors: bool, as_json: bool) -> None:
-    """Print the contents of a checkpoint, or of each one of a run.
+    """Print the contents of a checkpoint, or of each checkpoint of a run.
 
-    Exit code 1 if one is not complete.
+    The exit code is 1 if a checkpoint is not complete.
     """
     summaries = [_summary(checkpoint, tensors) for checkpoint in check.checkpoints(path)]
     if as_json:
@@ -107,10 +107,10 @@ def _shown(key: str, value: Any) -> str:
 @click.argument("path", type=PATH)
 @AS_JSON
 def verify(path: Path, as_json: bool) -> None:
-    """Read a checkpoint, or each one of a run, and print what is damaged.
+    """Read a checkpoint, or each checkpoint of a run, and print what is damaged.
 
-    Checks checksums, headers, sizes, and that the pieces of every tensor cover it without gaps or
-    overlaps. Exit code 0: all is well, 1: something is damaged.
+    Checks checksums, headers and sizes. Also checks that the stored blocks of every tensor cover it
+    without gaps or overlaps. Exit code 0: nothing is damaged, 1: something is damaged.
     """
     damage = {str(checkpoint): check.problems(checkpoint) for checkpoint in check.checkpoints(path)}
     if as_json:
@@ -132,9 +132,9 @@ def verify(path: Path, as_json: bool) -> None:
 def diff(first: Path, second: Path, as_json: bool) -> None:
     """Compare two checkpoints, tensor by tensor, whatever layouts wrote them.
 
-    Takes the newest complete checkpoint of a run directory. The relative difference is the greatest
-    difference over the greatest magnitude of the tensor. Exit code 0: equal to the bit, 1:
-    different.
+    For a run directory, its newest complete checkpoint is compared. The relative difference is the
+    greatest difference divided by the greatest magnitude in the tensor. Exit code 0: bitwise equal,
+    1: different.
     """
     first = check.newest(first)
     second = check.newest(second)
@@ -160,7 +160,10 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
 @command.command()
 @click.argument("path", type=PATH)
 @click.option(
-    "--keep", type=click.IntRange(min=1), required=True, help="How many of the newest to keep."
+    "--keep",
+    type=click.IntRange(min=1),
+    required=True,
+    help="Number of newest checkpoints to keep.",
 )
 @click.option(
     "--keep-every",
@@ -172,14 +175,15 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
     "--keep-best",
     type=click.IntRange(min=0),
     default=0,
-    help="Also keep so many with the lowest validation loss.",
+    help="Also keep this many with the lowest validation loss.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be removed, and remove nothing.")
 @AS_JSON
 def prune(path: Path, dry_run: bool, as_json: bool, **keep: int) -> None:
-    """Remove complete checkpoints of the run directory PATH that retention would not keep.
+    """Remove complete checkpoints of the run directory PATH that no --keep option keeps.
 
-    Damaged checkpoints are neither counted nor removed. The one that the file `best` names is kept.
+    Damaged checkpoints are neither counted nor removed. The checkpoint that the file `best` names
+    is kept.
     """
     directory = check.checkpoints(path)[0].parent
     if directory not in (path, path / "checkpoints"):

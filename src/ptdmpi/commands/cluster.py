@@ -19,14 +19,14 @@ def command() -> None:
 
 @command.command(cls=Command)
 @click.argument("file", type=PATH, default="cluster.toml")
-@click.option("--from", "source", required=True, help=f"The model: {legal_clusters()}.")
+@click.option("--from", "source", required=True, help=f"The cluster: {legal_clusters()}.")
 def new(file: Path, source: str) -> None:
-    """Write a cluster of the package to FILE [default: cluster.toml], to edit, for example
+    """Copy a predefined cluster to FILE [default: cluster.toml] for editing, for example
 
     ptdmpi cluster new mine.toml --from dgx-h100
 
-    Every number has its unit in its name, and its source in a comment. ptdmpi probe measures a
-    machine instead.
+    Every number has its unit in its name, and its source in a comment. ptdmpi probe writes a
+    cluster file from measurements instead.
     """
     preset = preset_file(source)
     if preset is None:

@@ -74,7 +74,7 @@ def to_hugging_face(
     """Convert SOURCE into the model directory TARGET.
 
     SOURCE is a run directory, a checkpoint or a directory of from-hf. A model that came from
-    Hugging Face keeps its names, files and types.
+    Hugging Face keeps its tensor names, files and data types.
     """
     launch.prepare()
     from ptdmpi.convert.to_hf import to_hf
@@ -101,7 +101,7 @@ def _print(convert: "Callable[[], Converted]", as_json: bool) -> None:
     print(
         f"{done.path}: {done.family}, {short(done.parameters)} parameters, vocabulary "
         f"{done.vocab_size}, {file_size(done.bytes)} in "
-        f"{counted(done.files, 'file')}; logits of both sides agree to {done.difference:.1e}"
+        f"{counted(done.files, 'file')}; logits of both models agree to {done.difference:.1e}"
     )
     if done.note:
         print(f"note: {done.note}")

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @click.command("doctor", cls=Command)
 @click.option("--parity", is_flag=True, help="Train small models in every layout and compare.")
-@click.option("--wire", default="auto", help="With --parity: the wire of tensors, as comm.wire.")
+@click.option("--wire", default="auto", help="With --parity: tensor transport, as in comm.wire.")
 @click.option("--short", is_flag=True, help="With --parity: a few layouts and steps only.")
 @click.option(
     "--rows",
     metavar="TEXT",
-    help='With --parity: rows with TEXT in section, "t p v d b z", schedule, options or model.',
+    help='With --parity: rows whose section, "t p v d b z", schedule, options or model has TEXT.',
 )
 @click.option(
     "--report",
@@ -42,7 +42,7 @@ def command(
 
     mpirun -n 8 ptdmpi doctor --parity
 
-    Exit code 1 if something is bad or a row of the table is red.
+    The exit code is 1 if a finding is bad or a row of the table is red.
     """
     if short and not parity:
         raise click.UsageError("--short belongs to --parity")
@@ -70,7 +70,7 @@ def command(
 def check_parity(
     world: "World", *, short: bool, as_json: bool, wire: str = "auto", only: str = ""
 ) -> bool:
-    """Train small models in many layouts and print how exactly they agree.
+    """Train small models in many layouts and print how exactly their results agree.
 
     All ranks call this. `wire` is a value of comm.wire. Only rows whose names contain `only` are
     compared. Returns True on every rank if no row is red. Raises SharedInputError if no row has
@@ -85,7 +85,7 @@ def check_parity(
 
     def chosen_rows() -> "tuple[list[suite.Comparison], list[layouts.Case]]":
         """Return the comparisons and the probes whose names contain the text of --rows. Raise
-        InputError if there are none."""
+        InputError if no name contains it."""
         every = suite.comparisons(ranks, short=short, exact=exact)
         named = [row for row in every if only.lower() in table.named(row).lower()]
         tokens = probe.cases(ranks, short=short)
@@ -111,7 +111,7 @@ def check_parity(
 
 
 def check_machine(world: "World", *, as_json: bool, report: Path | None = None) -> bool:
-    """Print the findings about the machine, and whether sums over its ranks are right.
+    """Print the findings about the machine, and whether sums over the ranks are correct.
 
     All ranks call this. If `report` is given, the findings are also written to this file. Returns
     True on every rank if no finding is bad.

@@ -1,4 +1,4 @@
-"""`ptdmpi evaluate`: score a trained model, on one rank or on those of a job."""
+"""`ptdmpi evaluate`: score a trained model, on one rank or on all ranks of a job."""
 
 import json
 from pathlib import Path
@@ -14,36 +14,36 @@ from ptdmpi.terminal.program import Command
 
 @click.command(cls=Command)
 @click.argument("run", type=PATH)
-@click.option("--data", multiple=True, type=PATH, help="Directory of token shards: perplexity.")
+@click.option("--data", multiple=True, type=PATH, help="Token shards, for perplexity.")
 @click.option("--stride", type=int, help="Tokens scored per window [default: all, no overlap].")
 @click.option(
-    "--words", type=click.IntRange(1), help="Words of the original text: adjusted perplexity."
+    "--words", type=click.IntRange(1), help="Words of the original text, for word perplexity."
 )
-@click.option("--tasks", multiple=True, type=PATH, help=".jsonl of choices, answers, labels.")
-@click.option("--shots", type=click.IntRange(0), default=0, help="Solved examples before each.")
+@click.option("--tasks", multiple=True, type=PATH, help="File of choices, answers, labels.")
+@click.option("--shots", type=click.IntRange(0), default=0, help="Examples before an item.")
 @click.option("--shots-from", type=PATH, help="Take the examples from this .jsonl.")
-@click.option("--separator", default=" ", help="Between context and answer [default: a space].")
+@click.option("--separator", default=" ", help="Text before an answer [default: a space].")
 @click.option("--neutral", default="Answer:", show_default=True, help="Context to compare with.")
 @click.option(
     "--samples",
     type=click.IntRange(1),
     default=1,
-    help="Answers per item, of which the majority counts; or programs.",
+    help="Answers per item (the majority is scored), or programs per task.",
 )
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0: greedy.")
 @click.option("--top-k", type=int)
 @click.option("--top-p", type=float, default=1.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True)
-@click.option("--until", multiple=True, default=["\n"], help="Ends an answer [default: newline].")
+@click.option("--until", multiple=True, default=["\n"], help="End of answers [default: newline].")
 @click.option("--extract", help="Regular expression: its last match is the answer.")
-@click.option("--code", multiple=True, type=PATH, help=".jsonl of programs with tests: pass@k.")
+@click.option("--code", multiple=True, type=PATH, help="File of tasks with tests: pass@k.")
 @click.option("--k", multiple=True, type=click.IntRange(1), default=[1], help="k of pass@k [1].")
 @click.option(
     "--allow-network", is_flag=True, help="Run programs even if the network cannot be cut off."
 )
 @click.option("--lm-eval", multiple=True, help="Task of lm-evaluation-harness (extra 'eval').")
-@click.option("--lm-eval-path", help="Directory of further task files for it.")
+@click.option("--lm-eval-path", help="Directory of further tasks for --lm-eval.")
 @options_of_a_trained_model
 def command(run: Path, **options: Any) -> None:
     """Evaluate the newest checkpoint of RUN in any layout, for example

@@ -1,4 +1,4 @@
-"""`ptdmpi generate`: continue texts with a trained model, on one rank or on those of a job."""
+"""`ptdmpi generate`: continue texts with a trained model, on one rank or on all ranks of a job."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 @click.argument("run", type=PATH)
 @click.option("--prompt", "prompts", multiple=True, help="Text to continue; may be repeated.")
 @click.option("--prompts", "from_file", type=PATH, help="File with one prompt per line, or .jsonl.")
-@click.option("--chat", is_flag=True, help="Read lines, answer each, until the end of input.")
+@click.option("--chat", is_flag=True, help="Answer each line of standard input until it ends.")
 @click.option(
     "--batch", type=click.IntRange(1), default=16, show_default=True, help="Prompts at a time."
 )
 @click.option("--max-new-tokens", type=int, help="[default: 100, or what the model has room for]")
-@click.option("--samples", type=click.IntRange(1), default=1, help="Per prompt.")
+@click.option("--samples", type=click.IntRange(1), default=1, help="Continuations of a prompt.")
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="0: greedy.")
 @click.option("--top-k", type=int, help="Sample from the k most likely tokens.")
 @click.option(
@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, default=0, show_default=True)
 @options_of_a_trained_model
 def command(run: Path, chat: bool, as_json: bool, **options: Any) -> None:
-    """Continue prompts with the newest checkpoint of RUN: a run directory, a checkpoint, or what
-    `ptdmpi convert from-hf` made. The same seed gives the same text in every layout, for example
+    """Continue prompts with the newest checkpoint of RUN: a run directory, a checkpoint, or a model
+    that `ptdmpi convert from-hf` wrote. The same seed gives the same text in every layout, for
+    example
 
     mpirun -n 4 ptdmpi generate runs/demo --prompt "import " --layout t=2,p=2
 

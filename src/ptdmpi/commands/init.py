@@ -14,13 +14,13 @@ from ptdmpi.terminal.program import Command
 
 @click.command(cls=Command)
 @click.argument("file", type=PATH)
-@click.option("--data", required=True, type=PATH, help="Token shards.")
+@click.option("--data", required=True, type=PATH, help="Directory of token shards.")
 @click.option("--valid", type=PATH, help="Shards to validate on.")
 @click.option("--model", "--preset", default=SMALL, show_default=True, help="A preset, or sizes.")
 @click.option("--ranks", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--cluster", help="Take the best layout on this cluster (ptdmpi probe measures one).")
-@click.option("--steps", type=click.IntRange(1), help="Default: one epoch, at most 10,000.")
-@click.option("--name", help="Name of the run; default: that of FILE.")
+@click.option("--steps", type=click.IntRange(1), help="Default: for one epoch, at most 10,000.")
+@click.option("--name", help="Name of the run; default: the name of FILE.")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 def command(file: Path, ranks: int, force: bool, **wishes: Any) -> None:
     """Write a configuration to FILE for ptdmpi train, for example
@@ -28,7 +28,7 @@ def command(file: Path, ranks: int, force: bool, **wishes: Any) -> None:
     ptdmpi init first.toml --preset gpt3-125m --data data --ranks 8
 
     DATA holds shards, or the directories train and valid. Without --cluster the ranks are assumed
-    to share this host, and the layout has as few ranks per model as its memory allows.
+    to share this host, and the layout divides the model among as few ranks as memory allows.
     """
     if file.exists() and not force:
         raise InputError(f"{file} exists already; give another name, or --force")

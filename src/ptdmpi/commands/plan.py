@@ -21,7 +21,7 @@ from ptdmpi.plan.show.draw import check_picture
 from ptdmpi.terminal.options import AS_JSON, PATH, Number, ShardGroup
 from ptdmpi.terminal.program import Command
 
-MOST_HEADROOM = 90  # percent
+MOST_HEADROOM = 90  # the greatest legal headroom in percent
 LEGAL_WITH_CONFIG = ("config", "ranks", "cluster", "as_json")
 LAYOUT_OPTIONS = (
     click.option(
@@ -33,12 +33,12 @@ LAYOUT_OPTIONS = (
     click.option(
         "--recompute-layers",
         type=Number(1, MOST_BATCH),
-        help="With --recompute full: how many layers, from the first; default: all.",
+        help="With --recompute full: number of layers, from the first on; default: all.",
     ),
     click.option(
         "--context-method",
         type=click.Choice(CONTEXT_METHODS),
-        help="How attention sees all positions if c > 1; default: the fastest, with --layout: "
+        help="How attention gets all positions if c > 1; default: the fastest, with --layout: "
         "all_gather.",
     ),
     click.option("--first-layers", type=Number(1, MOST_BATCH), help="Layers of the first stage."),
@@ -50,26 +50,26 @@ LAYOUT_OPTIONS = (
     click.option(
         "--sequence-parallel/--no-sequence-parallel",
         default=None,
-        help="Shard norms over the tensor axis too; default: the faster.",
+        help="Divide norms among tensor ranks, too; default: the faster.",
     ),
     click.option(
         "--scatter-gather/--no-scatter-gather",
         default=None,
-        help="Send each tensor rank's part between stages; default: the faster.",
+        help="Divide messages between stages among tensor ranks; default: the faster.",
     ),
     click.option(
         "--partition-activations/--no-partition-activations",
         default=False,
-        help="Divide what full recomputation keeps over the tensor axis; default: off.",
+        help="Divide the inputs that full recomputation keeps among tensor ranks; default: off.",
     ),
     click.option(
         "--dp-overlap/--no-dp-overlap",
         default=False,
-        help="Hide the data axis' messages behind computation; default: off.",
+        help="Overlap messages between data ranks with computation; default: off.",
     ),
     click.option("--zero", type=Number(0, 3), help="Default: the fastest; with --layout: 0."),
     click.option(
-        "--shard-group", type=ShardGroup(), help="all, node or a number; default as --zero."
+        "--shard-group", type=ShardGroup(), help="ZeRO: all, node or a number; default as --zero."
     ),
     click.option(
         "--offload",
@@ -89,7 +89,9 @@ def _layout_options(function: Callable[..., None]) -> Callable[..., None]:
 @click.argument("config", required=False, type=click.Path(path_type=Path))
 @click.option("--model", help="A preset[,s=8192], or l=96,h=12288,a=96[,s=2048,V=51200].")
 @click.option("--cluster", help=f"{legal_clusters()}, or a .toml file.")
-@click.option("--ranks", type=Number(1, MOST_RANKS), help="How many; d in --layout may say it.")
+@click.option(
+    "--ranks", type=Number(1, MOST_RANKS), help="Number of ranks; --layout with d gives it too."
+)
 @click.option(
     "--batch", type=Number(1, MOST_BATCH), help="Sequences per step; default: the preset's."
 )
@@ -106,22 +108,22 @@ def _layout_options(function: Callable[..., None]) -> Callable[..., None]:
     type=click.Choice(layouts.ORDERS),
     default=layouts.ORDERS[0],
     show_default=True,
-    help=f"First: the simplest of those within {TIE:.0%} of the fastest, or the fastest.",
+    help=f"First layout: the simplest within {TIE:.0%} of the fastest time, or the fastest.",
 )
-@click.option("--layout", help="Price t=8,p=8,d=1,v=3,b=1 instead of searching.")
+@click.option("--layout", help="Predict t=8,p=8,d=1,v=3,b=1 instead of searching.")
 @click.option("--why", metavar="LAYOUT", help="Compare a layout with the best one.")
 @_layout_options
 @click.option(
     "--precision",
     help="fp16, bf16, fp32 or fp64; default: bf16, or fp16 on a cluster without it.",
 )
-@click.option("--lora", type=Number(1, MOST_BATCH), help="Train adapters of this rank alone.")
-@click.option("--base-bits", type=click.Choice(CODES), help="With --lora: the frozen matrices.")
+@click.option("--lora", type=Number(1, MOST_BATCH), help="Train only adapters of this rank.")
+@click.option("--base-bits", type=click.Choice(CODES), help="With --lora: frozen matrices.")
 @click.option("--base-block", type=Number(2, 2**20), help="Elements with one scale; default 64.")
 @click.option("--tokens", type=Number(), help="Length of the training: adds days, rank-hours.")
 @click.option("--png", metavar="FILE", help="Draw the step of the first layout (.png or .svg).")
-@click.option("--memory-png", metavar="FILE", help="Draw its memory over time (.png or .svg).")
-@click.option("--trace", metavar="FILE", help="Write its trace for Perfetto or chrome://tracing.")
+@click.option("--memory-png", metavar="FILE", help="Draw that layout's memory (.png or .svg).")
+@click.option("--trace", metavar="FILE", help="Write that step for Perfetto or chrome://tracing.")
 @click.option("--write", metavar="FILE", type=PATH, help="Write a configuration of that layout.")
 @AS_JSON
 def command(
@@ -135,9 +137,9 @@ def command(
 ) -> None:
     """Predict layouts of a model on a cluster: time, memory, and what they are spent on.
 
-    With CONFIG, a file for ptdmpi train, it previews that run instead, as ptdmpi train --dry-run
-    does: data, sizes, memory, time, the first batch. CONFIG may be combined with --ranks, --cluster
-    and --json only. Nothing is written, and no MPI is needed.
+    With CONFIG, a file for ptdmpi train, the command previews that run instead, as ptdmpi train
+    --dry-run does: data, sizes, memory, time, the first batch. CONFIG may be combined with --ranks,
+    --cluster and --json only. Nothing is written, and no MPI is needed.
     """
     if config is not None:
         _preview(config, cluster, options["ranks"], as_json)

@@ -33,17 +33,19 @@ CALIBRATION_SAMPLES = 128  # Frantar et al. 2022, section 4
 @click.option("--bits", type=click.Choice(["8", "4"]), default="8", show_default=True)
 @click.option("--block", type=click.IntRange(2), default=64, show_default=True, help="Block size.")
 @click.option("--nf4", is_flag=True, help="4 bits: the levels of NF4 instead of integers.")
-@click.option("--asymmetric", is_flag=True, help="4 bits: a minimum for each block, too.")
+@click.option("--asymmetric", is_flag=True, help="4 bits: store a minimum for each block.")
 @click.option("--method", type=click.Choice(["absmax", "gptq"]), default="absmax")
 @click.option("--data", type=PATH, help="gptq: directory of token shards for calibration.")
 @click.option(
     "--samples", type=click.IntRange(1), help=f"gptq: sequences [default: {CALIBRATION_SAMPLES}]."
 )
-@click.option("--length", type=click.IntRange(2), help="gptq: their tokens [default: seq_length].")
+@click.option(
+    "--length", type=click.IntRange(2), help="gptq: tokens of a sequence [default: seq_length]."
+)
 @click.option(
     "--evaluate", multiple=True, type=PATH, help="Token shards: perplexity before and after."
 )
-@click.option("--precision", type=click.Choice(list(PRECISIONS)), help="For --evaluate.")
+@click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Of --evaluate.")
 @EMA
 @AS_JSON
 def command(source: Path, target: Path, as_json: bool, **options: Any) -> None:
@@ -117,7 +119,7 @@ def _check(options: dict[str, Any]) -> None:
     if options["method"] == "absmax" and given:
         raise InputError(f"--{given[0]} belongs to --method gptq")
     if options["precision"] is not None and not options["evaluate"]:
-        raise InputError("--precision is that of perplexities; it belongs to --evaluate DIR")
+        raise InputError("--precision is the type for perplexities; it belongs to --evaluate DIR")
 
 
 def _codes(options: dict[str, Any]) -> CodesName:

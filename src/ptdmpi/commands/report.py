@@ -18,23 +18,23 @@ from ptdmpi.terminal.program import Command
 
 @click.command(cls=Command)
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--cluster", help="Predict on this one; default: run.cluster of the run.")
+@click.option("--cluster", help="Cluster of the prediction; default: run.cluster of the run.")
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Directory for pictures and trace [default: RUN; of several: the current one].",
+    help="Directory for pictures and trace [default: RUN, or . for several runs].",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def command(
     runs: tuple[Path, ...], cluster: str | None, output: Path | None, as_json: bool
 ) -> None:
-    """Sum up the run directory RUNS (such as runs/demo), or compare several.
+    """Summarize the run directory RUNS (such as runs/demo), or compare several runs.
 
     Writes loss.png, timeline.png, trace.json (for Perfetto or chrome://tracing) and report.html
     (all in one file) into the run directory, or into --output DIR. If the directory is read-only,
-    it prints the table alone. With a cluster file (ptdmpi probe writes one), it compares the
-    measured step with the predicted one. Several runs share one table, a list of the settings that
-    differ, and comparison.png in the current directory.
+    only the table is printed. With a cluster file (ptdmpi probe writes one), the command compares
+    the measured step with the predicted step. Several runs share one table, a list of the settings
+    that differ, and comparison.png in the current directory.
     """
     if len(runs) > 1:
         _several(runs, output, as_json)

@@ -31,7 +31,7 @@ from ptdmpi.terminal.program import Command
     type=click.IntRange(0),
     default=5,
     show_default=True,
-    help="Starts in a row that may bring no new step.",
+    help="Starts in a row that are allowed without a new step.",
 )
 @click.option(
     "--grow-every",
@@ -40,16 +40,16 @@ from ptdmpi.terminal.program import Command
     default=30.0,
     show_default=True,
     metavar="SECONDS",
-    help="How often a run that has lost nodes asks whether they are back.",
+    help="Interval at which a run checks whether lost nodes are back.",
 )
 def command(config: Path, ranks: int | None, settings: tuple[str, ...], **options: Any) -> None:
     """Train the model that the TOML file CONFIG describes, and keep it training, for example
 
     ptdmpi run -n 4 CONFIG --set parallel.tensor=2
 
-    It starts mpirun, or inside a Slurm allocation srun, with the settings that MPI needs. Ctrl-C
-    stops the run after the present step and saves. If a rank dies, hangs or loses its node, the
-    ranks are started again within the same job and continue from the newest state, on the nodes
+    The command starts mpirun, or inside a Slurm allocation srun, with the settings that MPI needs.
+    Ctrl-C stops the run after the present step and saves. If a rank dies, hangs or loses its node,
+    the ranks are started again within the same job and continue from the newest state, on the nodes
     that are left.
     """
     from ptdmpi.supervise.environment import mpi_environment

@@ -25,14 +25,14 @@ from ptdmpi.terminal.program import Command
 @click.option("-p", "--pipeline", type=int, required=True, help="Pipeline ranks.")
 @click.option("-v", "--virtual", type=int, default=1, show_default=True, help="Chunks per rank.")
 @click.option("-m", "--microbatches", type=int, required=True, help="Microbatches per step.")
-@click.option("--forward-cost", type=float, default=1.0, show_default=True, help="Per chunk.")
-@click.option("--backward-cost", type=float, default=2.0, show_default=True, help="Per chunk.")
+@click.option("--forward-cost", type=float, default=1.0, show_default=True, help="Of a chunk.")
+@click.option("--backward-cost", type=float, default=2.0, show_default=True, help="Of a chunk.")
 @click.option(
     "--weight-share",
     type=float,
     default=0.5,
     show_default=True,
-    help="Share of a split backward for the weights' gradients.",
+    help="Fraction of a split backward's cost for weight gradients.",
 )
 @click.option("--png", metavar="FILE", help="Draw into FILE (.png or .svg).")
 @click.option("--trace", metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
@@ -79,7 +79,7 @@ def _require_drawable(pipeline: int, virtual: int, microbatches: int) -> None:
 
 
 def _closed_form(schedule: Schedule, costs: Costs) -> float:
-    """Return the bubble fraction that the closed form of the schedule gives."""
+    """Return the bubble fraction by the schedule's closed-form formula."""
     return schedule.bubble_closed_form(costs.forward_s, costs.input_s, costs.weight_s)
 
 

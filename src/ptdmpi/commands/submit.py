@@ -1,4 +1,4 @@
-"""`ptdmpi submit`: the job script of a training, printed or handed to the scheduler."""
+"""`ptdmpi submit`: print the job script of a training run, or submit it to the scheduler."""
 
 import subprocess
 import sys
@@ -13,7 +13,8 @@ from ptdmpi.config import InputError
 from ptdmpi.terminal.options import PATH, SET
 from ptdmpi.terminal.program import Command
 
-# Scheduler -> the command that takes a script; "<": on its standard input.
+# Maps each scheduler to its command for submitting a script. "<" means that the command reads the
+# script from its standard input.
 SUBMIT = {
     "slurm": ("sbatch",),
     "pbs": ("qsub",),
@@ -26,7 +27,7 @@ SUBMIT = {
 @click.command(cls=Command)
 @click.argument("config", type=PATH)
 @click.option("--site", required=True, metavar="NAME", help="A remembered site, or a site file.")
-@click.option("--nodes", type=click.IntRange(1), help="[default: those that the layout needs]")
+@click.option("--nodes", type=click.IntRange(1), help="[default: as many as the layout needs]")
 @SET
 @click.option("--plan", "planned", is_flag=True, help="Search the layout on the site's cluster.")
 @click.option("--now", is_flag=True, help="Write the script next to CONFIG, and submit it.")
@@ -43,8 +44,8 @@ def command(
 
     ptdmpi submit first.toml --site mycluster --nodes 2
 
-    A site file has the scheduler, account, queue, software and nodes of a cluster; ptdmpi
-    remembers it. The script is a template of jobs/ for Slurm, PBS, LSF, Flux or Kubernetes.
+    A site file has the scheduler, account, queue, software and nodes of a cluster; ptdmpi remembers
+    it. The script is a filled-in template of jobs/ for Slurm, PBS, LSF, Flux or Kubernetes.
     """
     from ptdmpi.preview.sites.job import job_of
     from ptdmpi.preview.sites.script import script_of
@@ -80,7 +81,7 @@ def _submit(scheduler: str, file: Path, script: str) -> None:
     words = [program, *options, str(file)]
     if "<" in options:
         words = [program]
-    # those that read the file ignore their standard input
+    # a command that reads the script from the file ignores its standard input
     done = subprocess.run(words, input=script, text=True, capture_output=True, check=False)
     if done.returncode:
         reason = " ".join((done.stderr or done.stdout).split())

@@ -22,7 +22,7 @@ from ptdmpi.watch.requests import StopRequest
 @SET
 @click.option("--layout", type=click.Choice(["auto"]), help="Search the best layout that fits.")
 @click.option("--dry-run", is_flag=True, help="Check and show everything, and write nothing.")
-@click.option("--ranks", type=click.IntRange(1), help="With --dry-run, without mpirun: how many.")
+@click.option("--ranks", type=click.IntRange(1), help="With --dry-run, without mpirun.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print JSON, for programs.")
 def command(
     config: Path, settings: tuple[str, ...], layout: str | None, dry_run: bool, **dry: Any
@@ -54,7 +54,7 @@ def command(
     if dry["ranks"] or dry["as_json"]:
         raise InputError("--ranks and --json belong to --dry-run")
     launch.begin("train")
-    # from now on, because a signal during the start-up must not be lost
+    # signals are recorded from here on, because a signal during the start-up must not be lost
     with StopRequest() as signals:
         # this import initializes MPI, which must happen before torch starts its threads
         with launch.loading(), starting.watched():

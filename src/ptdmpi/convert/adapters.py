@@ -46,9 +46,9 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class AdapterPlace:
-    """The position of one adapter in a layer. The adapter belongs to output number `output` of the
-    linear `linear`, which has the rows `rows` of the linear's weight. If the linear is split
-    `by_rows`, one adapter serves all its outputs."""
+    """The position of one adapter in a layer. The adapter changes output number `output` of the
+    linear layer `linear`, whose weight has the rows `rows` for this output. If the linear layer is
+    split `by_rows` (over its inputs), one adapter changes all its outputs."""
 
     linear: str
     target: str
@@ -73,8 +73,8 @@ class AdapterPlace:
         return tensors[f"{name}.a"], tensors[f"{name}.b"]
 
     def factors(self, tensors: Tensors) -> Tensor:
-        """Return the factors of (IA)^3: one per output, or one per input if the linear is split
-        `by_rows`."""
+        """Return the factors of (IA)^3: one per output of the linear layer, or one per input if the
+        layer is split `by_rows`."""
         return tensors[f"{self.linear}.ia3_{self.leaf}.weight"]
 
 
@@ -97,8 +97,8 @@ def places(model: ModelConfig, adapt: AdaptConfig) -> Iterator[AdapterPlace]:
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """Adapters in memory: their configuration and base (`adapted`), the shape of their model, and
-    all their tensors by logical name, including the tensors of a head for a task."""
+    """Adapters in memory: their configuration and base model (`adapted`), the [model] section, and
+    all adapter tensors by logical name, including the tensors of a head for a task."""
 
     adapted: Adapted
     model: ModelConfig
@@ -111,9 +111,9 @@ class LoadedAdapter:
 
 
 def load_adapter(path: Path, kind: str = WEIGHTS) -> LoadedAdapter:
-    """Load the adapters that `path` names. `kind` is the stored state to load as their weights, for
-    example the running average of the weights. Raise InputError if the adapters are missing or
-    damaged."""
+    """Load the adapters that `path` names. `kind` says which stored values become the adapters'
+    weights: the weights themselves or their running average. Raise InputError if the adapters are
+    missing or damaged."""
     stored = open_adapter(path, kind)
     prefix = key(WEIGHTS, "")
     with Reader(stored.checkpoint, stored.manifest) as reader:
@@ -132,7 +132,7 @@ def write_adapter(target: Path, adapter: LoadedAdapter) -> int:
 
 
 def _float32_part(name: str, values: Tensor) -> Outgoing:
-    """Return an unsharded weight in the form in which a checkpoint is written, as float32."""
+    """Return an unsharded weight as one float32 entry of a checkpoint to write."""
     shape = tuple(values.shape)
     return Outgoing(
         tensor=key(WEIGHTS, name),
@@ -147,11 +147,11 @@ def merge(base: Path, adapter: Path, target: Path, kind: str = WEIGHTS) -> tuple
     """Merge the adapters at `adapter` into the model at `base`, and write the merged model at
     `target`.
 
-    The result is a directory for `train`, `evaluate`, `generate` and `convert`. The merged model
-    has the chat template of the adapter, or else of the base. `kind` is the state of the adapter to
-    merge as its weights, for example their running average. Return the bytes of the weights, and a
-    note about files that are missing. Raise InputError if an input is missing or damaged; then
-    `target` is not written.
+    `train`, `evaluate`, `generate` and `convert` can read `target`. The merged model has the
+    adapter's chat template, or if the adapter has none, the base model's template. `kind` says
+    which stored values of the adapter are merged: its weights or their running average. Return the
+    bytes of the weights, and a note about files that are missing. Raise InputError if an input is
+    missing or damaged; then `target` is not written.
     """
     stored = open_model(base)
     loaded = load_adapter(adapter, kind)
@@ -176,11 +176,11 @@ def merge(base: Path, adapter: Path, target: Path, kind: str = WEIGHTS) -> tuple
 def _merged(
     reader: Reader, adapter: LoadedAdapter, needed: Mapping[str, Declaration]
 ) -> Iterator[Outgoing]:
-    """Yield every weight of the merged model, in pieces that consist of complete rows.
+    """Yield every weight of the merged model, in blocks of complete rows.
 
-    The result has the weights of the base, to which the adapters are added, and the weights of a
-    task head that was trained with the adapters. If the base has more learned positions than the
-    model, only the first ones are used.
+    These weights are the base model's weights plus the adapters, and the weights of a task head
+    that was trained with the adapters. If the base model has more learned positions than the merged
+    model, only the first positions are used.
     """
     changes: dict[str, list[AdapterPlace]] = {}
     for place in adapter.places:
@@ -224,8 +224,8 @@ def _merged_slab(
 
 
 def _merged_rows(place: AdapterPlace, adapter: LoadedAdapter, rows: Tensor, there: slice) -> Tensor:
-    """Return rows of a weight, or elements of a bias, after an adapter has changed them. `there`
-    has the indices of the rows, counted from the first row that the adapter changes."""
+    """Return rows of a weight, or elements of a bias, after an adapter has changed them. `there` is
+    the slice of these rows, counted from the first row that the adapter changes."""
     is_bias = rows.dim() == 1
     adapt = adapter.adapted.adapt
     if adapt.method == "lora":
@@ -240,13 +240,14 @@ def _merged_rows(place: AdapterPlace, adapter: LoadedAdapter, rows: Tensor, ther
 
 
 def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list[str]]:
-    """Write the LoRA adapter of rank `rank`, for all linears, that is nearest to the difference of
-    the models at `tuned` and `base`. The adapter is written to the directory `target`.
+    """Write the LoRA adapter of rank `rank`, for all linear layers, that is nearest to the
+    difference between the models at `tuned` and `base`. The adapter is written to the directory
+    `target`.
 
-    For each linear the adapter has the greatest singular values of the difference; q, k and v are
-    treated separately (Eckart and Young 1936). The adapter begins at the first layer that differs.
-    If `tuned` is a merged model whose adapter had at most this rank, the result is that adapter, up
-    to its factorization.
+    For each linear layer the adapter has the greatest singular values of the difference (Eckart and
+    Young 1936). Queries, keys and values are treated separately. The adapter begins at the first
+    layer that differs. If `tuned` is a merged model whose adapter had at most this rank, the result
+    is the same adapter, except for the factorization into A and B.
 
     Return two values. The first is the largest relative error: the norm of the part of a difference
     that the adapter does not represent, divided by the norm of that difference. The second has the
@@ -292,9 +293,9 @@ def split(base: Path, tuned: Path, target: Path, rank: int) -> tuple[float, list
 
 
 def _factors(difference: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return A [rank, i] and B [o, rank], of equal norms, for which the matrix product B A is
-    nearest to a difference [o, i]. A and B are padded with zeros if the difference has a lower
-    rank."""
+    """Return A [rank, inputs] and B [outputs, rank], of equal norms, whose matrix product B A is
+    nearest to a difference [outputs, inputs]. A and B are padded with zeros if the difference has a
+    lower rank."""
     u, s, v = torch.linalg.svd(difference, full_matrices=False)
     held = min(rank, len(s))
     root = s[:held].sqrt()
@@ -307,7 +308,7 @@ def _factors(difference: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 def _require_same_shapes(before: Reader, after: Reader, names: Sequence[str]) -> None:
     """Raise InputError unless the base model has the weights `names` of the tuned model, in the
-    same shapes. The base may have more learned positions."""
+    same shapes. The base model may have more learned positions than the tuned model."""
     for name in names:
         rows, *rest = after.manifest[key(WEIGHTS, name)].shape
         there = before.manifest.find(key(WEIGHTS, name))
@@ -393,8 +394,8 @@ def _template(stored: StoredModel, adapter: StoredAdapter) -> tuple[Path | None,
 
 
 def _tokenizer_of(stored: StoredModel) -> str:
-    """Return the name of the base model's tokenizer, for [task]. Return "" if the tokenizer is in
-    the model's own folder or is not known."""
+    """Return the name of the base model's tokenizer for the section [task]; "" if the tokenizer is
+    in the model's own directory, or is unknown."""
     # import h5py only here: adapters of imported models have no shards
     from ptdmpi.inference.text import name_of
 

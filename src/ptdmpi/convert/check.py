@@ -3,8 +3,8 @@ fixed prompts.
 
 The files of Hugging Face are evaluated by the forward passes in `reference.py`, and the weights of
 the checkpoint by ptdmpi's model. The logits of every head are compared. ptdmpi and the reference
-both compute in float64 on a CPU, so rounding errors are far below the limit BAR, and any mistake is
-far above it. At any time only one layer, or the embedding, is in memory."""
+both compute in float64 on a CPU, so rounding errors are far below the limit BAR. The error of any
+mistake is far above BAR. At any time only one layer, or the embedding, is in memory."""
 
 from collections.abc import Iterable
 
@@ -28,20 +28,19 @@ PROMPT_TOKENS = 32
 
 
 class CheckFailed(Exception):
-    """The error that the logits of both sides differ, so that the converted model is not the
-    original one."""
+    """An error: the logits of the original and of the converted model differ."""
 
 
 def prompts(vocab_size: int, seq_length: int) -> Tensor:
-    """Return fixed token ids [b, s] that are spread over the vocabulary."""
+    """Return fixed token ids [prompts, tokens] that are spread over the vocabulary."""
     length = min(PROMPT_TOKENS, seq_length)
     numbers = torch.arange(PROMPTS * length).view(PROMPTS, length)
     return (numbers * 7919 + numbers**2 * 31) % vocab_size
 
 
 def segments(ids: Tensor, token_types: int) -> Tensor:
-    """Return the types [b, s] of the tokens. Each type has one segment, and the segments have about
-    equal length."""
+    """Return the types [prompts, tokens] of the token ids. The tokens of each type form one
+    segment, and the segments have about equal length."""
     length = ids.shape[1]
     return (torch.arange(length) * token_types // length).expand_as(ids)
 
@@ -103,7 +102,7 @@ def _logits(
     """Return the logits of each head of ptdmpi's model, with its weights rounded to `dtypes`."""
     config = stored.config(precision="fp64")
     ids = question.ids
-    # the short sequence length makes the table of angles only as long as the prompts
+    # with this shorter sequence length the table of rotary angles is only as long as the prompts
     if config.model.positions == "rope":
         config = config.replace("model", seq_length=ids.shape[1])
     by_parameter: dict[str, list[tuple[Counterpart, str]]] = {}
@@ -111,7 +110,7 @@ def _logits(
         by_parameter.setdefault(counterpart.ours, []).append((counterpart, dtype))
     nothing = torch.zeros(ids.shape[0], dtype=torch.int64)
     types = None if question.types is None else question.types.t()
-    # the position of the token that a head for a task reads: the first or the last one
+    # the position of the token that a head for a task reads: the first or the last token
     at = torch.full((1, len(ids)), 0 if config.model.masked else ids.shape[1] - 1)
     labels = ids.t()[:1] if question.classifies else ids.t()
     batch = Microbatch(
@@ -127,7 +126,7 @@ def _logits(
     heads: tuple[Tensor, ...] = ()
     with stored.reader() as reader:
         for layer in range(config.model.layers):
-            # the first stage has the embedding, and the last one the heads
+            # the first stage contains the embedding, and the last stage contains the heads
             stage, buffer = loaded_layer(config, stored.vocab_size, layer, reader)
             _round(buffer, by_parameter)
             x = stage.hidden(batch, x, None)
@@ -140,8 +139,8 @@ def _logits(
 
 
 def _round(buffer: ParameterBuffer, types: dict[str, list[tuple[Counterpart, str]]]) -> None:
-    """Round each part of a parameter to the type of the tensor in the files that contains this
-    part."""
+    """Round each slice of a parameter to the data type of the file tensor that contains this
+    slice."""
     for name, entry in buffer.entries.items():
         whole = entry.view(buffer.weights)
         for counterpart, dtype in types.get(name, []):

@@ -1,8 +1,8 @@
-"""LLaMA and its descendants in Hugging Face's format, described as data: LLaMA, Mistral, Mixtral,
-Qwen 2 and 3, with or without experts, Gemma 2.
+"""Descriptions of LLaMA and related decoders in Hugging Face's format: LLaMA, Mistral, Mixtral,
+Qwen 2 and 3 (with or without experts), and Gemma 2.
 
 The decoder families share nearly all names of parameters, and most keys of config.json. A `Decoder`
-describes how one family differs.
+describes how one family differs from the others.
 """
 
 import re
@@ -32,12 +32,13 @@ BIASES = {(True, True): True, (True, False): "attention", (False, True): "mlp"}
 
 @dataclass(frozen=True)
 class Decoder:
-    """A description of how one family of decoders differs from all others.
+    """A description of the properties in which one family of decoders differs from all others.
 
-    `defaults`: values of keys that config.json lacks, since `transformers` leaves out defaults.
-    `keys`: a function that makes further keys of [model] from a config.json. `config`: a function
-    that makes further keys of config.json from [model]. `required`: values that [model] must have
-    in addition to those that all families require; None removes a requirement.
+    `defaults` has the values of keys that config.json lacks, since `transformers` leaves out
+    defaults. `keys` is a function that makes further keys of [model] from a config.json. `config`
+    is a function that makes further keys of config.json from [model]. `required` has the values
+    that [model] must have in addition to the values that all families require; None removes a
+    requirement.
     """
 
     model_type: str
@@ -48,7 +49,8 @@ class Decoder:
     required: Mapping[str, Any]
 
     def family(self, **modules: tuple[str, ...]) -> Family:
-        """Return the family. `modules` adds modules of a layer, or renames known ones."""
+        """Return the family. `modules` has additional modules of a layer, or new names of known
+        modules."""
         renamed = {
             f"layers.{{i}}.{ours.replace('__', '.')}": theirs for ours, theirs in modules.items()
         }
@@ -65,8 +67,8 @@ class Decoder:
 
 
 def _keys(decoder: Decoder, config: ConfigJson) -> dict[str, Any]:
-    """Make the section [model] from a config.json. Raise InputError for values that ptdmpi does not
-    support."""
+    """Return the section [model] for a config.json. Raise InputError for values that ptdmpi does
+    not support."""
     config = ConfigJson({**decoder.defaults, **config.values}, config.name)
     hidden = config.need("hidden_size")
     heads = config.need("num_attention_heads")
@@ -91,8 +93,8 @@ def _keys(decoder: Decoder, config: ConfigJson) -> dict[str, Any]:
 
 
 def _config(decoder: Decoder, model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Make a config.json from the section [model]. Raise InputError for values that the family does
-    not support."""
+    """Return the config.json for the section [model]. Raise InputError for values that the family
+    does not support."""
     needed = {
         **DECODER,
         **PLAIN,
@@ -126,7 +128,7 @@ def _config(decoder: Decoder, model: ModelConfig, vocab_size: int) -> dict[str, 
 
 
 def _biases(config: ConfigJson) -> dict[str, Any]:
-    """Return the key of [model] that says which linears have biases."""
+    """Return the key of [model] that says which linear layers have biases."""
     attention = config.only("attention_bias", False, True)
     mlp = config.only("mlp_bias", False, True)
     return {"bias": BIASES.get((attention, mlp), False)}
@@ -211,7 +213,7 @@ def _gemma2_keys(config: ConfigJson) -> dict[str, Any]:
         **window_keys(config, [layer % 2 == 0 for layer in range(layer_count(config))]),
         "bias": "attention" if bias else False,
         "query_scalar": config.need("query_pre_attn_scalar"),
-        # null means no cap; for a missing key `defaults` has the value
+        # null means no cap; `defaults` has the value of a key that config.json lacks
         "attention_softcap": config.values["attn_logit_softcapping"] or 0.0,
         "logit_softcap": config.values["final_logit_softcapping"] or 0.0,
     }
@@ -231,13 +233,13 @@ def _gemma2_config(model: ModelConfig) -> dict[str, Any]:
         "final_logit_softcapping": model.logit_softcap or None,
         "sliding_window": model.sliding_window or None,
         "layer_types": layer_types(model),
-        "pad_token_id": None,  # the embedding of such a token would have no gradient
+        "pad_token_id": None,  # `transformers` gives the embedding of a padding token no gradient
     }
 
 
 # -- experts (Mixtral: Jiang et al. 2024; Qwen 3: Yang et al. 2025) --------------------------------
 
-# The router of both families; their balance is a loss of `transformers`, or none.
+# The router settings of both families. `transformers` computes a balance loss itself, or none.
 ROUTED = {
     "router": "softmax",
     "router_scale": 1.0,

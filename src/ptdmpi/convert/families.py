@@ -1,4 +1,4 @@
-"""GPT-2 and BERT in Hugging Face's format, described as data, and the table of all known families.
+"""Descriptions of GPT-2 and BERT in Hugging Face's format, and the table of all known families.
 
 A new family needs a `Family` in FAMILIES and a forward pass in `reference.py`.
 """
@@ -15,19 +15,20 @@ from ptdmpi.convert.family import DECODER, PLAIN, ConfigJson, Family, require
 # -- GPT-2 (Radford et al. 2019) -------------------------------------------------------------------
 
 
-# Names of activation functions: Hugging Face's -> ptdmpi's, and ptdmpi's -> Hugging Face's.
+# Two tables of activation functions: the first maps Hugging Face's names to ptdmpi's names, and the
+# second maps ptdmpi's names to Hugging Face's names.
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
 THEIR_ACTIVATIONS = {"gelu": "gelu_new", "gelu_exact": "gelu"}
 
 
 def _gpt2_keys(config: ConfigJson) -> dict[str, Any]:
-    """Make the section [model] from the config.json of a GPT-2."""
+    """Return the section [model] for the config.json of a GPT-2 model."""
     activation = config.only("activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu")
     config.only("scale_attn_weights", True)
     config.only("scale_attn_by_inverse_layer_idx", False)
     config.only("add_cross_attention", False)
     hidden = config.need("n_embd")
-    # another check reports an illegal width, so any value is acceptable here
+    # a later check reports an illegal hidden size, so any value is acceptable here
     ffn_hidden = 4 * hidden if type(hidden) is int and hidden > 0 else 1
     return {
         "kind": "gpt",
@@ -43,8 +44,8 @@ def _gpt2_keys(config: ConfigJson) -> dict[str, Any]:
 
 
 def _gpt2_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Make the config.json of a GPT-2 from [model]. Raise InputError for a model of another
-    kind."""
+    """Return the config.json of a GPT-2 model for the section [model]. Raise InputError for a model
+    that GPT-2 cannot represent."""
     require(
         model,
         "gpt2",
@@ -79,7 +80,7 @@ def _gpt2_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def _bert_keys(config: ConfigJson, block_norm: str = "post") -> dict[str, Any]:
-    """Make the section [model] from the config.json of a BERT."""
+    """Return the section [model] for the config.json of a BERT model."""
     activation = config.only("hidden_act", "gelu", "gelu_new", "gelu_pytorch_tanh")
     config.only("position_embedding_type", "absolute")
     config.only("is_decoder", False)
@@ -102,7 +103,8 @@ def _bert_keys(config: ConfigJson, block_norm: str = "post") -> dict[str, Any]:
 
 
 def _bert_config(model: ModelConfig, vocab_size: int, block_norm: str = "post") -> dict[str, Any]:
-    """Make the config.json of a BERT from [model]. Raise InputError for a model of another kind."""
+    """Return the config.json of a BERT model for the section [model]. Raise InputError for a model
+    that BERT cannot represent."""
     name = "Bert" if block_norm == "post" else "MegatronBert"
     head = "PreTraining" if model.sentence_order else "MaskedLM"
     require(
@@ -141,15 +143,15 @@ def _bert_config(model: ModelConfig, vocab_size: int, block_norm: str = "post") 
 
 
 def _bert_tasks(name: str) -> dict[str, tuple[str, str]]:
-    """Return the field `tasks` for a family whose classes in `transformers` have names that begin
-    with `name`."""
+    """Return the field `tasks` of a family. `name` is the beginning of the family's class names in
+    `transformers`."""
     return {
         "classification": (f"{name}ForSequenceClassification", "classifier"),
         "choice": (f"{name}ForMultipleChoice", "classifier"),
     }
 
 
-# The first BERT files name the parameters of norms as TensorFlow does.
+# The oldest BERT files use TensorFlow's names for the parameters of norms.
 GREEK = {"gamma": "weight", "beta": "bias"}
 
 BERT = Family(
@@ -175,7 +177,7 @@ BERT = Family(
         "sentence.order": ("cls.seq_relationship",),
     },
     transposed=False,
-    # a pooler influences no loss unless a head follows it
+    # a pooler affects no loss unless a head follows it, so its tensors are buffers
     buffers=re.compile(r"embeddings\.(position|token_type)_ids|pooler\.dense\.(weight|bias)"),
     keys=_bert_keys,
     config=_bert_config,

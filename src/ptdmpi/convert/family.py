@@ -1,4 +1,4 @@
-"""Families of Hugging Face's models: the names of their parameters, and their config.json.
+"""Families of Hugging Face's models: the names of the parameters, and the keys of config.json.
 
 In the identifiers of this folder `ours` means ptdmpi's form of a model, and `theirs` means the form
 of `transformers`."""
@@ -14,7 +14,7 @@ from ptdmpi.model.parameters import Declaration
 from ptdmpi.model.stage import TIED_NAME
 
 Json = Mapping[str, Any]
-# The values of [model] that GPT-2, LLaMA and LLaMA's descendants share.
+# The values of [model] that all decoder families share: GPT-2, LLaMA and related models.
 DECODER = {
     "attention": "causal",
     "block_norm": "pre",
@@ -22,7 +22,7 @@ DECODER = {
     "output_head": "linear",
     "token_types": 0,
 }
-# The values of [model] that all families have, except some descendants of LLaMA.
+# The values of [model] that all families share, except some decoders related to LLaMA.
 PLAIN = {
     "qk_norm": False,
     "zero_centered_norm": False,
@@ -39,19 +39,20 @@ PLAIN = {
 class Family:
     """A family of models in `transformers`, such as GPT-2.
 
-    `modules`: ptdmpi's module -> the modules of `transformers`. There are several of them if
-    `transformers` stores parts of ptdmpi's module separately (such as q, k and v). {i} stands for
-    the number of a layer, and {e} for the number of an expert. `prefix`: the beginning of the names
-    of the base model. The names of heads do not have it, and neither do the names in a file that
-    contains only the base model. `transposed`: True if the weights of the linears of `transformers`
-    are [inputs, outputs]. `buffers`: tensors that are no parameters in ptdmpi; they are stored for
-    the conversion back. `keys`: a function that makes the keys of [model] from a config.json.
-    `config`: a function that makes a config.json from [model] and the size of the vocabulary.
-    `again`: tensors that repeat another tensor in every model with a tied head. If the head is not
-    tied and the two tensors differ, the repetition is used, and the other tensor is not. `told_by`:
-    keys of [model] that no config.json has -> the tensor that exists if they are true. `renamed`:
-    ends of names in old files -> ends in newer files. `tasks`: kind of task -> the name in
-    `transformers` of a model with a head for it, and the linear of that head.
+    `modules` maps each module of ptdmpi to the modules of `transformers`. A module of ptdmpi has
+    several counterparts if `transformers` stores its outputs separately (such as q, k and v). {i}
+    is the number of a layer, and {e} is the number of an expert. `prefix` is the beginning of the
+    parameter names of the base model. The parameter names of heads do not have the prefix, and
+    neither do the names in a file that contains only the base model. `transposed` is True if the
+    weights of linear layers in `transformers` are [inputs, outputs]. `buffers` matches tensors that
+    are no parameters in ptdmpi; they are stored for the conversion back. `keys` is a function that
+    makes the keys of [model] from a config.json. `config` is a function that makes a config.json
+    from [model] and the size of the vocabulary. `again` maps a tensor to the tensor that it repeats
+    in every model with a tied head. If the head is not tied and the two tensors differ, only the
+    first of these two tensors is used. `told_by` maps a key of [model] that no config.json has to
+    the tensor that exists if the key is true. `renamed` maps the ends of names in old files to the
+    ends in newer files. `tasks` maps a kind of task to the class in `transformers` that has a head
+    for the task, and to the linear layer of that head.
     """
 
     model_type: str
@@ -68,8 +69,8 @@ class Family:
 
     @property
     def output(self) -> str:
-        """Return the name in `transformers` of the linear that makes the logits, or the scores of a
-        task."""
+        """Return the name in `transformers` of the linear layer that computes the logits, or the
+        scores of a task."""
         (head,) = self.modules.get("sentence.classes") or self.modules["head"]
         return head
 
@@ -84,8 +85,8 @@ class Family:
         return base if self.of_head(base) else self.prefix + base
 
     def base(self, name: str) -> str:
-        """Return a name in the files of `transformers` without its prefix, and with its end as in
-        newer files."""
+        """Return a parameter name of any file of `transformers` without its prefix, and with the
+        name ending that newer files use."""
         name = name.removeprefix(self.prefix)
         for old, new in self.renamed.items():
             if name.endswith(old):
@@ -95,9 +96,10 @@ class Family:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """A tensor in the files of `transformers`, named `theirs` (without prefix), and the part of a
-    parameter of ptdmpi that it contains: the slice `box` of the logical tensor `ours`, whose full
-    shape is `whole`. The tensor may be transposed."""
+    """A tensor in the files of `transformers`, and the slice of ptdmpi's parameter that it
+    contains. `theirs` is the name of the tensor, without prefix. `ours` is the name of ptdmpi's
+    logical tensor, `whole` is its full shape, and `box` is the slice. The tensor in the files may
+    be transposed."""
 
     ours: str
     whole: tuple[int, ...]
@@ -117,15 +119,15 @@ class Counterpart:
 
 
 class ConfigJson:
-    """The content of a config.json, which is read key by key. Error messages call the file
-    `name`."""
+    """The content of a config.json, which is read key by key. `name` is the file's name in error
+    messages."""
 
     def __init__(self, values: Json, name: str) -> None:
         self.values = values
         self.name = name
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key; `default` if it is missing or null."""
+        """Return the value of a key, or `default` if the key is missing or null."""
         value = self.values.get(key)
         return default if value is None else value
 
@@ -136,8 +138,8 @@ class ConfigJson:
         return self.values[key]
 
     def only(self, key: str, *legal: Any) -> Any:
-        """Return the value of a key; the first of `legal` if it is missing or null. Raise
-        InputError if the value is not in `legal`."""
+        """Return the value of a key, or the first value in `legal` if the key is missing or null.
+        Raise InputError if the value is not in `legal`."""
         value = self.get(key, legal[0])
         if value not in legal:
             shown = " or ".join(map(repr, legal))
@@ -157,7 +159,7 @@ def counterparts(family: Family, needed: Mapping[str, Declaration]) -> Iterator[
                 numbers[letter] = match[1]
                 module = module.replace(match[0], match[0].replace(match[1], letter), 1)
         if module not in family.modules:
-            raise InputError(f"a {family.model_type} of Hugging Face has nothing like {name}")
+            raise InputError(f"a {family.model_type} of Hugging Face has no {name}")
         modules = family.modules[module]
         shape = declaration.shape
         sizes: Sequence[int] = (shape[0],)
@@ -181,8 +183,8 @@ def counterparts(family: Family, needed: Mapping[str, Declaration]) -> Iterator[
 
 
 def tied_to(family: Family, model: ModelConfig) -> dict[str, str]:
-    """Return (repetition -> repeated tensor) for files that contain both; names are without
-    prefix."""
+    """Return a table that maps each repeating tensor to the tensor that it repeats, for files that
+    contain both tensors. Names have no prefix."""
     tied = dict(family.again)
     if model.tie_embeddings:
         (word,) = family.modules[TIED_NAME.removesuffix(".weight")]

@@ -1,11 +1,12 @@
-"""The directory that a conversion writes. After an error nothing of it remains.
+"""The directory that a conversion writes. After an error no file of this directory remains.
 
 `from_hf` writes a directory with the layout of a run directory, so that `train`, `evaluate` and
 `generate` can use it. The directory has a config.toml with [model], and a checkpoint with weights
-only. The folder `hugging_face/` in the directory contains all that only the conversion back needs:
-every other file of the model's directory (config.json, tokenizer), the headers of the weight files,
-and the buffers of old files. From the files in `hugging_face/`, `to_hf` writes the original files
-again, byte for byte if the weights are unchanged.
+only. The folder `hugging_face/` in the directory contains the files that only the conversion back
+needs. These are all files of the model's directory except the weights (such as config.json and the
+tokenizer), the headers of the weight files, and the buffers of old files. From these files and the
+checkpoint, `to_hf` writes the original files again. They are byte for byte the same if the weights
+are unchanged.
 """
 
 import contextlib
@@ -29,9 +30,9 @@ BUFFERS = "buffers.safetensors"
 class Converted:
     """The result of a conversion, for the user.
 
-    `difference` is the greatest difference between the logits of both models, relative to their
-    magnitude. `files` and `bytes` are the number and the total size of the weight files. `note` is
-    a remark for the user.
+    `difference` is the greatest difference between the logits of both models, relative to the
+    greatest magnitude of a logit. `files` and `bytes` are the number and the total size of the
+    weight files. `note` is a remark for the user.
     """
 
     path: Path
@@ -46,9 +47,9 @@ class Converted:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Yield a directory to write into. At the end of the block it is renamed to `target`; after an
-    exception it is removed. Raise InputError if `target` exists (unless it is an empty directory),
-    or cannot be written."""
+    """Yield a directory to write into. At the end of the `with` block the directory is renamed to
+    `target`; after an exception it is removed. Raise InputError if `target` exists (unless it is an
+    empty directory), or cannot be written."""
     try:
         if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
             raise InputError(f"{target} exists already: name another directory, or remove it")

@@ -33,7 +33,8 @@ from ptdmpi.model.state import WEIGHTS, Counters, key
 NO_CHOICES = (
     "config.json does not say how many candidates a question has: add task.choices to train further"
 )
-# The files of a model on the hub that are downloaded: all that are read or copied.
+# The names of the files of a model on the hub that are downloaded, because a conversion reads or
+# copies them.
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.md", "LICENSE*")
 # Files with these name endings contain weights in some format. All other files of a model are
 # copied.
@@ -94,9 +95,9 @@ def _config(keys: Mapping[str, Any], family: Family, theirs: WeightFiles, name: 
 
 
 def _settled(plan: Plan, model: ModelConfig, theirs: WeightFiles) -> Plan:
-    """Return the plan after comparing each tensor that should repeat another one with that tensor.
-    If their values differ, the repeating tensor becomes the parameter, and the other one is unused.
-    Raise InputError if the values differ in a model whose embeddings are tied."""
+    """Return the plan after comparing each repeating tensor with the tensor that it should repeat.
+    If their values differ, the repeating tensor becomes the parameter, and the other tensor is
+    unused. Raise InputError if the values differ in a model whose embeddings are tied."""
     for head, word in plan.again.items():
         if _equal(theirs, head, word):
             continue
@@ -105,7 +106,7 @@ def _settled(plan: Plan, model: ModelConfig, theirs: WeightFiles) -> Plan:
                 f"{theirs.directory}: {head} and {word} differ, though they are one parameter; "
                 "legal: equal ones, or tie_word_embeddings = false"
             )
-        # if embeddings are not tied, `transformers` computes with the repetition
+        # if embeddings are not tied, `transformers` computes with the repeating tensor
         plan = plan.unused(word)
     return plan
 
@@ -119,8 +120,8 @@ def _equal(theirs: WeightFiles, name: str, other: str) -> bool:
 
 
 def _outgoing(theirs: WeightFiles, plan: Plan) -> Iterator[Outgoing]:
-    """Yield every parameter of ptdmpi's model in pieces of complete rows. The values are read only
-    when they are written."""
+    """Yield every parameter of ptdmpi's model in blocks of complete rows. The values of a block are
+    read only when the block is written."""
     chosen = {name: tensor for name, tensor in plan.by_name.items() if name not in plan.again}
     wide = {tensor.ours for n, tensor in chosen.items() if theirs.tensors[n].dtype == "F64"}
     for name, tensor in chosen.items():
@@ -139,8 +140,8 @@ def _outgoing(theirs: WeightFiles, plan: Plan) -> Iterator[Outgoing]:
 def _read(
     theirs: WeightFiles, name: str, transposed: bool, slab: Box, *, dtype: torch.dtype
 ) -> Array:
-    """Return the part of the tensor `name` of `transformers` that is the slice `slab` of ptdmpi's
-    parameter, in ptdmpi's layout and type."""
+    """Return the slice `slab` of the tensor `name` of `transformers`, in ptdmpi's layout and as
+    `dtype`. `slab` is counted in ptdmpi's layout."""
     values = theirs.read(name, slab.transposed() if transposed else slab)
     if transposed:
         values = values.t()
@@ -154,7 +155,7 @@ def write_checkpoint(
     lineage: Mapping[str, Any] | None = None,
 ) -> int:
     """Write a checkpoint that contains only weights, at step 0, in `directory`, and return its size
-    in bytes. `model` and `lineage` are as in `write_manifest`."""
+    in bytes. `model` and `lineage` are arguments of `write_manifest`."""
     temporary = directory / (files.name_of(0) + ".tmp")
     temporary.mkdir(parents=True)
     with progress("converting", sum(part.nbytes for part in parts), "B") as advance:
@@ -167,7 +168,7 @@ def write_checkpoint(
 
 
 def _advanced(part: Outgoing, advance: Callable[[float], object]) -> Array:
-    """Return the values of a part, and advance the progress display."""
+    """Return the values of an entry of the checkpoint, and advance the progress display."""
     advance(part.nbytes)
     return part.values()
 

@@ -1,8 +1,9 @@
-"""Heads for tasks: the models of `transformers` that have them, and the classes in config.json.
+"""Heads for tasks: the classes of `transformers` with such heads, and the labels in config.json.
 
-The heads of `transformers` compute the same functions as ptdmpi's. For BERT the head is a pooler
-and a linear with bias on the first token; for decoders it is a linear without bias on the last
-token that is not padding. Only BERT has a head for questions with several candidates.
+The heads of `transformers` compute the same functions as the heads of ptdmpi. For BERT the head is
+a pooler and a linear layer with bias on the first token. For decoders it is a linear layer without
+bias on the last token that is not padding. Only BERT has a head for questions with several
+candidates.
 """
 
 from collections.abc import Mapping
@@ -14,13 +15,13 @@ from ptdmpi.convert.family import ConfigJson, Family
 from ptdmpi.lineage.adapted import NO_TASK
 from ptdmpi.plan.shape.parameters import task_head
 
-# Kind of task -> the end of the class name in `transformers` of a model with a head for it.
+# Maps each kind of task to the end of the class name in `transformers` of models with such a head.
 ENDINGS = {"classification": "ForSequenceClassification", "choice": "ForMultipleChoice"}
 
 
 def task_in(config: ConfigJson) -> TaskConfig:
     """Return the task of the model that a config.json describes. The number of candidates of a
-    multiple-choice task is not in config.json. Raise InputError for classes that are not
+    multiple-choice task is not in config.json. Raise InputError for labels that are not
     supported."""
     named = config.get("architectures", [])
     name = ""
@@ -71,8 +72,9 @@ def made_up(count: int) -> list[str]:
 
 
 def head_names(family: Family, model: ModelConfig) -> dict[str, str]:
-    """Return the weights of a model's head for a task: ptdmpi's name -> the full name in the files
-    of `transformers`. `family` must be a result of `with_task`."""
+    """Return the names of the weights of a model's head for a task, as a table that maps ptdmpi's
+    name to the full name in the files of `transformers`. `family` must be a result of
+    `with_task`."""
     names = {}
     for name in task_head(model):
         module, _, kind = name.rpartition(".")
@@ -103,7 +105,7 @@ def with_task(family: Family, task: TaskConfig) -> Family:
         """Return the config.json, with the head for the task."""
         output = {"output_head": "mlm" if model.masked else "linear", "classes": 0}
         values = family.config(model.model_copy(update=output), vocab_size)
-        del values["tie_word_embeddings"]  # a model with this head has no second table to tie
+        del values["tie_word_embeddings"]  # without a token head there is no second weight to tie
         return {**values, "architectures": [name], **_labels_config(task)}
 
     modules = {ours: theirs for ours, theirs in family.modules.items() if not _is_text_head(ours)}
@@ -134,17 +136,17 @@ def _labels_config(task: TaskConfig) -> dict[str, Any]:
 
 
 def lost(task: TaskConfig) -> str:
-    """Return a note about the part of a task that the files of `transformers` cannot store; "" if
-    there is none."""
+    """Return a note about the key of [task] that config.json cannot store; "" if nothing is
+    lost."""
     if not task.choices:
         return ""
     return f"config.json has no place for task.choices = {task.choices}"
 
 
 def padding(config: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Return the key of config.json (`pad_token_id`) by which a decoder's head finds the last token
-    of a text in a padded batch. The value of `pad_token_id` is the id at the end of a text. Return
-    {} for a model of the BERT family, or if config.json already has the key."""
+    """Return the key `pad_token_id` of config.json. With this key a decoder's head finds the last
+    token of a text in a padded batch. Its value is the end-of-text id. Return {} for a model of the
+    BERT family, or if config.json already has the key."""
     end = config.get("eos_token_id")
     if isinstance(end, list) and end:
         end = end[0]

@@ -32,8 +32,8 @@ WORD_BYTES = 4
 
 @dataclass(frozen=True)
 class PackedModel:
-    """The tensors of a plan that are written in packed form, by name. Each contains complete rows
-    of one of ptdmpi's weights. `form` is the format of their codes."""
+    """The tensors of a plan that are written in packed form, by name. Each tensor contains complete
+    rows of one weight of ptdmpi. `form` is the format of the codes."""
 
     form: LowBit
     tensors: Mapping[str, Counterpart]
@@ -65,13 +65,14 @@ class PackedModel:
             reason = "its rows are no whole words of 32 bits"
         if reason:
             raise InputError(
-                f"{where}: the format pack-quantized cannot hold it: {reason}; legal: "
+                f"{where}: the format pack-quantized cannot represent it: {reason}; legal: "
                 "without --packed, as float32 or --dtype"
             )
         return cls(form, quantized)
 
     def headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """Return the headers of the same files, in which packed tensors replace the weights."""
+        """Return the headers of the same files after packed tensors have replaced the quantized
+        weights."""
         packed = {}
         for file, text in headers.items():
             written: list[tuple[str, Stored]] = []
@@ -81,8 +82,8 @@ class PackedModel:
         return packed
 
     def _entries(self, name: str, stored: Stored) -> Iterator[tuple[str, Stored]]:
-        """Yield the tensors that are written for one tensor: three tensors if it is packed, and
-        otherwise the tensor itself."""
+        """Yield the tensors that are written for the tensor `name`: three tensors if it is packed,
+        and otherwise the tensor itself."""
         if name not in self.tensors:
             yield name, stored
             return
@@ -112,7 +113,7 @@ class PackedModel:
         }
 
     def values(self, reader: Reader, name: str) -> Tensor | None:
-        """Return a packed tensor, by its name in the file; None if the tensor with this name is not
+        """Return the packed tensor with the given name in the file, or None if this tensor is not
         packed. Raise InputError if the checkpoint is damaged."""
         for suffix in (PACKED, SCALE, SHAPE):
             counterpart = self.tensors.get(name.removesuffix(suffix))
@@ -152,7 +153,7 @@ class UnpackedFiles:
         self.tensors: Mapping[str, Stored] = {**files.tensors, **plain}
 
     def read(self, name: str) -> Tensor:
-        """Return a full tensor; a packed one is dequantized."""
+        """Return a full tensor; a packed tensor is dequantized."""
         if name not in self.packed.tensors:
             return self.files.read(name)
         codes = self.files.read(name + PACKED).view(torch.uint8)

@@ -1,5 +1,5 @@
-"""A plan that maps each tensor of a Hugging Face model to a part of a parameter of ptdmpi's model.
-The plan is checked before anything is converted."""
+"""A plan that maps each tensor of a Hugging Face model to a slice of a parameter of ptdmpi's model.
+The plan is checked before the conversion begins."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,8 +14,9 @@ from ptdmpi.model.parameters import Declaration
 class Plan:
     """The use of each tensor in the files of a Hugging Face model, by its name in the files.
 
-    `by_name` has the slice of ptdmpi's parameter that each tensor contains. `again` has the tensors
-    that repeat another one (a tied head). `buffers` has the tensors that are no parameters.
+    `by_name` has the slice of ptdmpi's parameter that each tensor contains. `again` maps each
+    repeating tensor (a tied head) to the tensor that it repeats. `buffers` has the names of the
+    tensors that are no parameters.
     """
 
     by_name: dict[str, Counterpart]
@@ -23,7 +24,7 @@ class Plan:
     buffers: list[str]
 
     def unused(self, name: str) -> "Plan":
-        """Return the plan in which the tensor `name` is a buffer. The tensor that repeats it
+        """Return the plan in which the tensor `name` is a buffer. The tensor that repeats `name`
         becomes the parameter instead."""
         return replace(
             self,
@@ -44,7 +45,7 @@ def make_plan(
     """Assign the tensors of a model's files to the parameters that ptdmpi's model needs (`needed`).
 
     `where` names the files in error messages. Raise InputError for a tensor that is missing,
-    unexpected, or of another shape or type.
+    unexpected, or of a wrong shape or data type.
     """
     full = {family.base(name): name for name in tensors}
     if len(full) < len(tensors):
@@ -74,7 +75,7 @@ def make_plan(
     if unexpected:
         raise InputError(
             f"{where}: unexpected tensor {unexpected[0]}: a {family.model_type} of this config.json"
-            f" has no tensor of that name ({len(unexpected)} unexpected ones in all)"
+            f" has no tensor of that name ({len(unexpected)} unexpected tensors in all)"
         )
     return Plan(by_name, again, buffers)
 

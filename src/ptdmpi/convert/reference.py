@@ -1,9 +1,9 @@
 """Independent forward passes of each family, for the self-check of a conversion.
 
-The passes follow Hugging Face's definition of each family: its names, its layouts, and the keys of
-its config.json. The reference passes share nothing with ptdmpi's model or with the tables of
-`families.py`, so they cannot repeat a mistake made there. One tensor is read at a time. The tests
-compare these passes with `transformers`.
+The passes follow Hugging Face's definition of each family: the tensor names, the tensor layouts,
+and the keys of config.json. The reference passes share no code with ptdmpi's model or with the
+tables of `families.py`, so they cannot repeat a mistake in that code. One tensor is read at a time.
+The tests compare these passes with `transformers`.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Get = Callable[[str], Tensor]  # name in `transformers`, without the base model's prefix -> tensor
+Get = Callable[[str], Tensor]  # from a tensor's name without prefix to the tensor
 Json = Mapping[str, Any]
 
 
@@ -22,9 +22,10 @@ Json = Mapping[str, Any]
 class Question:
     """The input of a forward pass, and the heads to compute.
 
-    `ids` are token ids [b, s], `types` their types [b, s] if the model has any. With `order` the
-    model has a second head, for the order of two segments. With `classifies` the model has only a
-    head for a task, which computes scores [b, n] of whole sequences.
+    `ids` are token ids [prompts, tokens], and `types` are the token types of the same shape if the
+    model has any. If `order` is True, the model has a second head, for the order of two segments.
+    If `classifies` is True, the model has only a head for a task, which computes scores [prompts,
+    classes] of whole sequences.
     """
 
     ids: Tensor
@@ -34,8 +35,8 @@ class Question:
 
 
 def gpt2(config: Json, get: Get, question: Question) -> tuple[Tensor]:
-    """Return the logits [b, s, V] of GPT-2 (Radford et al. 2019), or the scores of a task's
-    head."""
+    """Return the logits [prompts, tokens, vocabulary] of GPT-2 (Radford et al. 2019), or the scores
+    of a task's head."""
     ids = question.ids
     eps = config.get("layer_norm_epsilon", 1e-5)
     heads = config["n_head"]
@@ -46,7 +47,7 @@ def gpt2(config: Json, get: Get, question: Question) -> tuple[Tensor]:
         return _layer_norm(get, name, x, eps)
 
     def conv(name: str, x: Tensor) -> Tensor:
-        """Apply the linear `name`, whose weight is [inputs, outputs]."""
+        """Apply the linear layer `name`, whose weight is [inputs, outputs]."""
         return x @ get(f"{name}.weight") + get(f"{name}.bias")
 
     x = get("wte.weight")[ids] + get("wpe.weight")[: ids.shape[1]]
@@ -64,15 +65,15 @@ def gpt2(config: Json, get: Get, question: Question) -> tuple[Tensor]:
 
 
 def decoder(config: Json, get: Get, question: Question) -> tuple[Tensor]:
-    """Return the logits [b, s, V], or the scores of a task, of LLaMA (Touvron et al. 2023), Mistral
-    (Jiang et al. 2023), Mixtral (2024), Qwen 2 and 3 (Yang et al. 2024, 2025) and Gemma 2 (Gemma
-    Team 2024)."""
+    """Return the logits [prompts, tokens, vocabulary], or the scores of a task's head, of LLaMA
+    (Touvron et al. 2023), Mistral (Jiang et al. 2023), Mixtral (2024), Qwen 2 and 3 (Yang et al.
+    2024, 2025) and Gemma 2 (Gemma Team 2024)."""
     eps = config.get("rms_norm_eps", 1e-6)
     gemma = config["model_type"] == "gemma2"
     table = get("embed_tokens.weight")
 
     def norm(name: str, x: Tensor) -> Tensor:
-        """Apply the RMSNorm `name`. Gemma stores its gain minus one."""
+        """Apply the RMSNorm `name`. Gemma stores the gain minus one."""
         gain = get(f"{name}.weight")
         if gemma:
             gain = gain + 1.0
@@ -117,8 +118,8 @@ def _capped(x: Tensor, cap: float | None) -> Tensor:
 def _self_attention(
     config: Json, get: Get, norm: Callable[[str, Tensor], Tensor], *, layer: int, x: Tensor
 ) -> Tensor:
-    """Return the output of the attention in layer `layer` of a `decoder`, for its normalized input
-    `x` [b, s, h]."""
+    """Return the output of the attention in layer `layer` of a `decoder`, for the normalized input
+    `x` [prompts, tokens, hidden]."""
     kind = config["model_type"]
     name = f"layers.{layer}.self_attn"
     heads = config["num_attention_heads"]
@@ -128,7 +129,7 @@ def _self_attention(
     biased = kind == "qwen2" or config.get("attention_bias", False)
 
     def linear(part: str, x: Tensor, bias: bool) -> Tensor:
-        """Apply the linear `part` (q, k, v or o) of the attention."""
+        """Apply the linear layer `part` (q, k, v or o) of the attention."""
         return _linear(get, f"{name}.{part}_proj", x, bias)
 
     q = linear("q", x, biased)
@@ -150,7 +151,7 @@ def _self_attention(
 
 
 def _linear(get: Get, name: str, x: Tensor, bias: bool = True) -> Tensor:
-    """Apply the linear `name`, whose weight is [outputs, inputs]."""
+    """Apply the linear layer `name`, whose weight is [outputs, inputs]."""
     y = x @ get(f"{name}.weight").t()
     if bias:
         y = y + get(f"{name}.bias")
@@ -166,7 +167,7 @@ def _window(config: Json, layer: int) -> int | None:
         slides = False
     elif kind == "mistral":
         slides = True
-    elif kind == "mixtral":  # unlike Mistral it has no window unless the file says so
+    elif kind == "mixtral":  # unlike Mistral, only if config.json has a window
         return config.get("sliding_window")
     elif types:
         slides = types[layer] == "sliding_attention"
@@ -181,7 +182,8 @@ def _window(config: Json, layer: int) -> int | None:
 
 
 def _gated_mlp(config: Json, get: Get, name: str, x: Tensor) -> Tensor:
-    """Return the output of the MLP of a `decoder` for its normalized input [b, s, h]."""
+    """Return the output of the MLP of a `decoder` for the normalized input `x` [prompts, tokens,
+    hidden]."""
     bias = bool(config.get("mlp_bias"))
     gate = _linear(get, f"{name}.gate_proj", x, bias)
     opened = _gelu(gate, "tanh") if config["model_type"] == "gemma2" else gate * gate.sigmoid()
@@ -190,8 +192,8 @@ def _gated_mlp(config: Json, get: Get, name: str, x: Tensor) -> Tensor:
 
 
 def _mixture(config: Json, get: Get, name: str, x: Tensor) -> Tensor:
-    """Return the sum of each token's experts (Jiang et al. 2024, arXiv 2401.04088, section 2.1), by
-    computing all tokens with every expert."""
+    """Return for each token the weighted sum of its experts' outputs (Jiang et al. 2024, arXiv
+    2401.04088, section 2.1). Every expert computes all tokens."""
     normalizes = config.get("norm_topk_prob", False)
     linears = ("gate_proj", "down_proj", "up_proj")
     if config["model_type"] == "mixtral":
@@ -212,9 +214,10 @@ def _mixture(config: Json, get: Get, name: str, x: Tensor) -> Tensor:
 
 
 def bert(config: Json, get: Get, question: Question) -> tuple[Tensor, ...]:
-    """Return the logits [b, s, V] of BERT, and the logits [b, 2] of a second head if there is one;
-    or return the scores of a task's head. BERT has norms after the blocks (Devlin et al. 2019),
-    Megatron's BERT before them (Shoeybi et al. 2019)."""
+    """Return the logits [prompts, tokens, vocabulary] of BERT, and the logits [prompts, 2] of the
+    head for the order of two segments if there is one. A model with a task's head returns only the
+    scores of this head. BERT has norms after the blocks (Devlin et al. 2019). Megatron's BERT has
+    norms before the blocks (Shoeybi et al. 2019)."""
     x = _bert_body(config, get, question)
     if question.classifies:
         return (_pooled(get, "classifier", x),)
@@ -232,12 +235,12 @@ def bert(config: Json, get: Get, question: Question) -> tuple[Tensor, ...]:
 
 
 def _pooled(get: Get, name: str, x: Tensor) -> Tensor:
-    """Apply the pooler, and then the linear `name`, to the first token."""
+    """Apply the pooler, and then the linear layer `name`, to the first token."""
     return _linear(get, name, torch.tanh(_linear(get, "pooler.dense", x[:, 0])))
 
 
 def _bert_body(config: Json, get: Get, question: Question) -> Tensor:
-    """Return the hidden states [b, s, h] of a BERT after its last layer."""
+    """Return the hidden states [prompts, tokens, hidden] of a BERT model after its last layer."""
     before = config["model_type"] == "megatron-bert"
     heads = config["num_attention_heads"]
     eps = config.get("layer_norm_eps", 1e-12)
@@ -295,13 +298,14 @@ def _gelu(x: Tensor, form: str) -> Tensor:
 
 
 def _rotated(config: Json, x: Tensor, heads: int) -> Tensor:
-    """Apply RoPE to x [b, s, heads * head size], as rotations of complex numbers. The real parts of
-    these numbers are the first half of a head, and the imaginary parts are the second half."""
+    """Apply RoPE to `x` [prompts, tokens, heads * head size], as rotations of complex numbers. The
+    real parts of these numbers are the first half of a head, and the imaginary parts are the second
+    half."""
     rope = config.get("rope_parameters") or {}
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     real, imaginary = x.unflatten(-1, (heads, -1)).chunk(2, dim=-1)
     half = real.shape[-1]
-    # float32, as in `transformers` and in ptdmpi's model: a more precise table would not match them
+    # the table is float32, as in `transformers` and ptdmpi: a more precise table would not match
     frequencies = 1.0 / theta ** (torch.arange(half) / half)
     scaling = config.get("rope_scaling") or rope
     kind, length = scaling.get("rope_type", scaling.get("type")), 1.0
@@ -316,8 +320,8 @@ def _rotated(config: Json, x: Tensor, heads: int) -> Tensor:
 
 
 def _slower(frequency: Tensor, scaling: Json, config: Json) -> Tensor:
-    """Return a frequency scaled as in Llama 3.1: long waves become longer by `factor`, short ones
-    stay unchanged."""
+    """Return a frequency scaled as in Llama 3.1: long waves become longer by `factor`, and short
+    waves stay unchanged."""
     whole = config.get("max_position_embeddings")
     length = scaling.get("original_max_position_embeddings", whole)
     low = scaling["low_freq_factor"]
@@ -332,13 +336,14 @@ def _slower(frequency: Tensor, scaling: Json, config: Json) -> Tensor:
 
 
 def _slower_by_number(frequencies: Tensor, scaling: Json, config: Json, *, base: Any) -> Tensor:
-    """Return frequencies as YaRN scales them: those before a first number are unchanged, those
-    after a last one are slower by `factor`, with a linear change between. `base` is rope_theta."""
+    """Return frequencies as YaRN scales them. Frequencies with an index up to a first number are
+    unchanged, frequencies from a last number on are divided by `factor`, and there is a linear
+    transition between the two numbers. `base` is rope_theta."""
     whole = config.get("max_position_embeddings")
     length = scaling.get("original_max_position_embeddings", whole)
     half = len(frequencies)
     fast, slow = (scaling.get(key) for key in ("beta_fast", "beta_slow"))
-    # base^(-n / half) = 2 pi turns / length, solved for n
+    # the equation base^(-n / half) = 2 pi turns / length, solved for the index n
     first, last = (
         half * math.log(length / (2 * math.pi * turns), base) for turns in (fast or 32, slow or 1)
     )
@@ -353,7 +358,7 @@ def _slower_by_number(frequencies: Tensor, scaling: Json, config: Json, *, base:
 
 
 def _yarn_length(scaling: Json) -> float:
-    """Return the factor of rotated queries and keys under YaRN."""
+    """Return the factor by which YaRN multiplies rotated queries and keys."""
     growth = 0.1 * math.log(max(scaling["factor"], 1.0))
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
@@ -367,9 +372,9 @@ def _yarn_length(scaling: Json) -> float:
 class AttentionForm:
     """The mask of an attention, and the scaling of its scores.
 
-    With `causal` a query attends to the keys up to its own position, and with `window` to at most
-    that many of these keys. Scores are divided by the square root of `scalar` (None: the size of a
-    head) and limited by `cap` (None: no limit).
+    If `causal` is True, a query attends to the keys up to its own position. If `window` is given, a
+    query attends to at most the last `window` of these keys. Scores are divided by the square root
+    of `scalar` (None: the size of a head) and limited by `cap` (None: no limit).
     """
 
     causal: bool = True
@@ -387,8 +392,9 @@ def _attention(
     kv_heads: int,
     form: AttentionForm = AttentionForm(),
 ) -> Tensor:
-    """Return the output of an attention, [b, s, heads * head size], for q of the same shape, and
-    for k and v [b, s, kv_heads * head size]. Each key head serves heads / kv_heads query heads."""
+    """Return the output of an attention, [prompts, tokens, heads * head size], for queries `q` of
+    the same shape, and for keys `k` and values `v` [prompts, tokens, kv_heads * head size]. Each
+    key head serves heads / kv_heads query heads."""
     q = q.unflatten(-1, (heads, -1)).transpose(1, 2)
     k = k.unflatten(-1, (kv_heads, -1)).transpose(1, 2)
     v = v.unflatten(-1, (kv_heads, -1)).transpose(1, 2)
@@ -408,7 +414,7 @@ def _attention(
 FORWARD = {
     "gpt2": gpt2,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2"), decoder),
-    **dict.fromkeys(("mixtral", "qwen3_moe"), decoder),  # with experts
+    **dict.fromkeys(("mixtral", "qwen3_moe"), decoder),  # these decoders have experts
     "bert": bert,
     "megatron-bert": bert,
 }

@@ -7,7 +7,7 @@ from typing import Any
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.convert.family import ConfigJson
 
-# Kind of scaled rotary angles -> Hugging Face's key -> ptdmpi's key, for its numbers
+# For each kind of scaled rotary angles, a table that maps Hugging Face's keys to ptdmpi's keys.
 ROPE_NUMBERS = {
     "llama3": {
         "factor": "rope_factor",
@@ -26,9 +26,9 @@ ROPE_NUMBERS = {
 
 
 def rope_keys(config: ConfigJson) -> dict[str, Any]:
-    """Make the keys of [model] for rotary angles. Newer files have the rotary keys in
-    `rope_parameters`; older ones have `rope_theta` at the top level, and `rope_scaling`. Raise
-    InputError for other kinds of angles."""
+    """Return the keys of [model] for rotary angles. Newer files have the rotary keys in
+    `rope_parameters`; older files have `rope_theta` at the top level, and `rope_scaling`. Raise
+    InputError for rotary angles that are not supported."""
     scaling: dict[str, Any] = {}
     theta = config.get("rope_theta", 10000.0)
     for key in ("rope_parameters", "rope_scaling"):
@@ -57,11 +57,12 @@ def rope_keys(config: ConfigJson) -> dict[str, Any]:
 def _scaling(
     config: ConfigJson, key: str, kind: str, rope: Mapping[str, Any]
 ) -> dict[str, int | float]:
-    """Return the keys of [model] for scaled rotary angles of a kind. `rope` is the table in
-    config.json and `key` its name. Raise InputError for a value that is not a number."""
+    """Return the keys of [model] for scaled rotary angles of the kind `kind`. `rope` is the table
+    in config.json, and `key` is the name of this table. Raise InputError for a value that is not a
+    number."""
     length = "original_max_position_embeddings"
     values: dict[str, Any] = {length: config.get("max_position_embeddings")}
-    if kind == "yarn":  # the defaults of `transformers`; 0: the attention factor of the paper
+    if kind == "yarn":  # `transformers` has these defaults; attention factor 0: the paper's
         values |= {"beta_slow": 1.0, "beta_fast": 32.0, "attention_factor": 0.0}
     values |= {name: value for name, value in rope.items() if value is not None}
     numbers: dict[str, int | float] = {}
@@ -73,7 +74,7 @@ def _scaling(
     scaling = {ours: numbers[theirs] for theirs, ours in ROPE_NUMBERS[kind].items()}
     some, every = numbers.get("mscale"), numbers.get("mscale_all_dim")
     if kind == "yarn" and some and every and not scaling["rope_attention_factor"]:
-        # DeepSeek's form of the attention factor
+        # with these two keys, the attention factor has DeepSeek's formula
         growth = 0.1 * math.log(max(1.0, numbers["factor"]))
         scaling["rope_attention_factor"] = (some * growth + 1.0) / (every * growth + 1.0)
     return scaling

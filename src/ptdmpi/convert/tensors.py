@@ -30,15 +30,16 @@ TYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-# The number of bytes of a tensor that are in memory at a time.
+# The number of bytes of a tensor that are read into memory at a time.
 SLAB_BYTES = 1 << 26
-# The maximum size of a file if a model has several, as in `transformers`.
+# The maximum size in bytes of a file if a model has several files, as in `transformers`.
 FILE_BYTES = 5 * 10**9
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: its type (by safetensors' name), its shape, and its size in bytes."""
+    """A tensor in a file: its data type (safetensors' name of the type), its shape, and its size in
+    bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -66,18 +67,19 @@ class WeightFiles:
             self.headers[file] = header_text(directory / file)
             for name, stored in entries(self.headers[file]):
                 if index and index.get(name) != file:
-                    raise InputError(f"{directory / file} holds {name}, which {INDEX} does not say")
+                    raise InputError(f"{directory / file} has {name}, but {INDEX} does not say so")
                 self.tensors[name] = stored
                 self._files[name] = file
         missing = sorted(index.keys() - self.tensors.keys())
         if missing:
             raise InputError(
-                f"{directory / index[missing[0]]} does not hold {missing[0]}, though {INDEX} "
+                f"{directory / index[missing[0]]} does not contain {missing[0]}, though {INDEX} "
                 "says so"
             )
 
     def _index(self) -> dict[str, str]:
-        """Return the file of each tensor; empty if the model has a single file."""
+        """Return the file name of each tensor, by the tensor's name; empty if the model has a
+        single file."""
         path = self.directory / INDEX
         if (self.directory / SINGLE).is_file():
             return {}
@@ -112,7 +114,7 @@ class WeightFiles:
         return self._open[file]
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """Return a tensor, or a slice of it, in its own type."""
+        """Return a tensor, or the slice `box` of it, in the data type of the file."""
         if box is None:
             return self._file(name).get_tensor(name)
         return self._file(name).get_slice(name)[box.index]
@@ -163,7 +165,7 @@ def make_header(tensors: Iterable[tuple[str, Stored]]) -> str:
 
 def new_headers(tensors: Mapping[str, Stored]) -> dict[str, str]:
     """Return the headers of new files with these tensors, by file name. A file has at most
-    FILE_BYTES, or a single tensor."""
+    FILE_BYTES bytes, or contains a single tensor."""
     groups: list[list[tuple[str, Stored]]] = [[]]
     filled = 0
     for name, stored in tensors.items():
@@ -192,7 +194,7 @@ def index_json(headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def write_file(path: Path, header: str, values: Callable[[str, Stored], Iterator[Tensor]]) -> None:
-    """Write and sync one file. `values` yields the elements of a tensor in order, in pieces of any
+    """Write and sync one file. `values` yields the elements of a tensor in order, in tensors of any
     size."""
     text = header.encode()
     size_bytes = sum(stored.nbytes for _, stored in entries(header))
@@ -212,8 +214,8 @@ def write_file(path: Path, header: str, values: Callable[[str, Stored], Iterator
 
 
 def slabs(shape: Sequence[int], element_bytes: int) -> Iterator[Box]:
-    """Yield slices of a tensor that consist of complete rows, each of about SLAB_BYTES but at least
-    one row."""
+    """Yield slices of a tensor that consist of complete rows. Each slice has about SLAB_BYTES
+    bytes, but at least one row."""
     return Box.whole(shape).slabs(rows_of(shape, element_bytes, SLAB_BYTES))
 
 

@@ -39,15 +39,15 @@ from ptdmpi.inference.stored import (
 from ptdmpi.model.parameters import Declaration
 from ptdmpi.model.state import WEIGHTS, key
 
-# Name of a data type in config.json -> its name in safetensors.
+# Maps the name of a data type in config.json to its name in safetensors.
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True)
 class Contents:
     """The contents of the directory to write: config.json, the header of each weight file, the
-    other files of the directory `kept`, and the files `others` (name -> content). `note` says which
-    files are missing, or differ from the files in `kept`."""
+    other files of the directory `kept`, and the files `others` (contents by name). `note` says
+    which files are missing, or differ from the files in `kept`."""
 
     family: Family
     config: dict[str, Any]
@@ -73,12 +73,13 @@ def to_hf(
 ) -> Converted:
     """Convert the newest checkpoint that `source` names to a model directory `target`.
 
-    `like` is a directory that `from_hf` wrote; its files, names and types are used. The default of
-    `like` is `source` itself, or the directory that its run began from. Without such a directory
-    the files of the model are made from [model], in float32. `dtype` (a key of DTYPES) is another
-    type for all parameters. With `quantized`, the quantized weights of the checkpoint stay
-    quantized (`packed.py`); otherwise they are dequantized. `kind` is the state to convert as
-    weights, for example their running average.
+    `like` is a directory that `from_hf` wrote; its files, tensor names and data types are used. The
+    default of `like` is `source` itself, or the directory that the run began from, if `from_hf`
+    wrote one of them. Without such a directory the files of the model are made from [model], in
+    float32. `dtype` (a key of DTYPES) is the data type of all parameters; None keeps the types.
+    With `quantized`, the quantized weights of the checkpoint stay quantized (`packed.py`);
+    otherwise they are dequantized. `kind` says which stored values become the weights: the weights
+    themselves or their running average.
 
     Raise InputError if the checkpoint is damaged, or if `transformers` has no such model. Raise
     CheckFailed if the self-check (`compare`) fails. After an error `target` is not written.
@@ -123,8 +124,8 @@ def to_hf(
 
 
 def _plan(contents: Contents, stored: StoredModel, needed: Mapping[str, Declaration]) -> Plan:
-    """Return the plan for the tensors of the contents. A tensor is a buffer if `from_hf` stored it
-    as a buffer. Raise the same errors as `make_plan`."""
+    """Return the plan for the tensors in `contents`. A tensor is a buffer if `from_hf` stored it as
+    a buffer. Raise the same errors as `make_plan`."""
     plan = make_plan(
         contents.family,
         stored.config().model,
@@ -140,7 +141,7 @@ def _plan(contents: Contents, stored: StoredModel, needed: Mapping[str, Declarat
 
 
 def _joined(*notes: str) -> str:
-    """Join those notes that are not empty."""
+    """Return the notes that are not empty as one text."""
     return "; ".join(filter(None, notes))
 
 
@@ -176,7 +177,8 @@ def _contents_of(kept: Path) -> Contents:
 
 def _kept_contents(kept: Path, stored: StoredModel, needed: Mapping[str, Declaration]) -> Contents:
     """Return the contents of the original model that `from_hf` read, with the heads and keys that
-    the trained model has now. Raise InputError if the original model has another kind of head."""
+    the trained model has now. Raise InputError if the original model has a head for a task but the
+    trained model predicts tokens."""
     contents = _contents_of(kept)
     if "sentence.classes" in contents.family.modules and not stored.config().model.classifies:
         raise InputError(
@@ -195,7 +197,7 @@ def _with_keys(contents: Contents, family: Family, kept: Path, stored: StoredMod
     keys = family.keys(ConfigJson(contents.config, str(kept / "config.json")))
     before = config_of({**keys, **{key: getattr(now, key) for key in family.told_by}}).model
     same = {key: getattr(before, key) for key in ("dropout", "attention_dropout", "init_std")}
-    if now.positions == "rope":  # if the samples were shorter, keep the model's maximum length
+    if now.positions == "rope":  # keep the original length after training on shorter samples
         same["seq_length"] = max(before.seq_length, now.seq_length)
     old = family.config(before, 0)
     new = contents.family.config(now.model_copy(update=same), 0)
@@ -204,7 +206,7 @@ def _with_keys(contents: Contents, family: Family, kept: Path, stored: StoredMod
     changed = {key: value for key, value in new.items() if old.get(key) != value}
     if not changed:
         return contents
-    note = f"config.json has another {', '.join(changed)}, as it was trained"
+    note = f"config.json has the trained model's {', '.join(changed)}"
     return replace(
         contents, config={**contents.config, **changed}, note=_joined(contents.note, note)
     )
@@ -242,7 +244,7 @@ def _with_task_head(
     contents: Contents, stored: StoredModel, needed: Mapping[str, Declaration]
 ) -> Contents:
     """Return the contents with the head for the task that the model was trained on, in place of a
-    head that predicts tokens. The table of learned positions has as many rows as the trained
+    head that predicts tokens. The table of learned positions has as many rows as in the trained
     model."""
     text = contents.family
     family = with_task(family_of(ConfigJson(contents.config, "config.json")), stored.task)
@@ -285,7 +287,7 @@ def _buffers(kept: Path | None) -> set[str]:
 
 
 def _new_contents(stored: StoredModel, needed: Mapping[str, Declaration]) -> Contents:
-    """Return the contents for a model that did not come from Hugging Face."""
+    """Return the contents for a model that was not converted from Hugging Face."""
     # import h5py only here: imported models have no shards
     from ptdmpi.convert.tokenizer import tokenizer_of
 
@@ -305,7 +307,7 @@ def _new_contents(stored: StoredModel, needed: Mapping[str, Declaration]) -> Con
     for tensor in counterparts(family, needed):
         size = 4 * math.prod(tensor.shape)
         described[family.full(tensor.theirs)] = Stored("F32", tensor.shape, size)
-    if not model.tie_embeddings:  # some versions of `transformers` then read only the repetitions
+    if not model.tie_embeddings:  # some versions of `transformers` read only the repetition
         for name, repeated in family.again.items():
             described[family.full(name)] = described[family.full(repeated)]
     headers = tensors.new_headers(described)
@@ -351,7 +353,7 @@ def _in_type(contents: Contents, plan: Plan, dtype: str) -> Contents:
 
 
 def _with_packed(contents: Contents, packed: PackedModel) -> Contents:
-    """Return the contents in which packed tensors replace the quantized matrices."""
+    """Return the contents after packed tensors have replaced the quantized matrices."""
     config = {**contents.config, "quantization_config": packed.config(contents.family)}
     return replace(contents, config=config, headers=packed.headers(contents.headers))
 
@@ -387,8 +389,8 @@ class _Values:
     packed: PackedModel | None
 
     def __call__(self, name: str, stored: Stored) -> Iterator[Tensor]:
-        """Yield the elements of the tensor `name` of the target format, in pieces. Raise InputError
-        if the checkpoint is damaged."""
+        """Yield the elements of the tensor `name` of the target format, as one or more tensors.
+        Raise InputError if the checkpoint is damaged."""
         whole = None
         if self.packed is not None:
             whole = self.packed.values(self.reader, name)

@@ -14,9 +14,10 @@ from ptdmpi.data.words import BYTES, SPECIAL_NAMES, read_vocabulary, tokens_of
 from ptdmpi.inference.stored import StoredModel
 from ptdmpi.inference.tokenizer import TOKENIZER, find_tokenizer, shard_header, template_file
 
-# The names of the special tokens of a masked language model: ptdmpi's -> those in `transformers`.
+# Maps ptdmpi's names of the special tokens of a masked language model to the names in
+# `transformers`.
 ROLES = {"begin": "cls_token", "separator": "sep_token", "mask": "mask_token"}
-END = "<|endoftext|>"  # the name of an end of document that is not a token of the tokenizer
+END = "<|endoftext|>"  # the end-of-document name for a tokenizer without such a token
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,14 @@ class SpecialToken:
     name: str
 
 
-# key in tokenizer_config.json -> special token
+# Maps keys of tokenizer_config.json to special tokens.
 SpecialTokens = Mapping[str, SpecialToken]
 
 
 @dataclass(frozen=True)
 class ExtraFiles:
-    """Files for a model's directory (name -> content), and a note about files that are missing or
-    replaced. `eod_id` is the id at the end of a text, for a model that continues texts."""
+    """Files for a model's directory, as a table from name to content, and a note about files that
+    are missing or replaced. `eod_id` is the end-of-document id of a model that continues texts."""
 
     eod_id: int | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -87,19 +88,19 @@ def template_of(stored: StoredModel, kept: Path | None) -> ExtraFiles:
     before = PLAIN
     if kept is not None:
         before = find_template(kept / TOKENIZER, None, "").source
-    note = f"{TEMPLATE} is that of its conversations"
+    note = f"{TEMPLATE} is the template of its training data"
     if before != PLAIN:
         if own == before:
             return ExtraFiles()
-        note += ", in place of another that came with the model"
+        note += ", in place of the template that came with the model"
     return ExtraFiles(files={TEMPLATE: own.encode()}, note=note)
 
 
 def _tokenizer_files(
     eod_id: int | None, content: bytes, special: SpecialTokens, seq_length: int
 ) -> ExtraFiles:
-    """Return two files: the unchanged tokenizer.json, and a tokenizer_config.json that names the
-    special tokens and adds those that the tokenizer lacks."""
+    """Return two files: the unchanged tokenizer.json, and a tokenizer_config.json. The second file
+    names the special tokens, and adds the special tokens that the tokenizer lacks."""
     known = {number: token for token, number in tokens_of(json.loads(content))}
     missing = {token.number: token.name for token in special.values() if token.number not in known}
     note = ""

@@ -7,9 +7,9 @@ from ptdmpi.convert.family import ConfigJson
 
 
 def window_keys(config: ConfigJson, sliding: list[bool]) -> dict[str, Any]:
-    """Return the keys of [model] for sliding windows. The layers with a window are those that
-    `layer_types` names, or else those that `sliding` marks. Raise InputError for values that are
-    not supported."""
+    """Return the keys of [model] for sliding windows. `layer_types` in config.json says which
+    layers have a window. If config.json has no `layer_types`, the layers for which `sliding` is
+    True have a window. Raise InputError for values that are not supported."""
     window = config.values.get("sliding_window")
     types = config.get("layer_types")
     if types is not None:
@@ -40,8 +40,8 @@ def require_whole(config: ConfigJson, key: str, value: Any) -> int:
 
 
 def sliding_layers(model: ModelConfig) -> list[bool]:
-    """Return for each layer whether it has the window of [model], even if the window is longer than
-    a sample."""
+    """Return True for each layer that has the window of [model], else False. A layer has the window
+    even if the window is longer than a sample."""
     layers = range(model.layers)
     named = {"all": [True] * model.layers, "even": [layer % 2 == 0 for layer in layers]}
     if isinstance(model.sliding_layers, str):

@@ -20,8 +20,8 @@ def normalise(answer: str) -> str:
     """Return an answer in lower case, without articles, punctuation and repeated spaces.
 
     TriviaQA's script and LLaMA (arXiv 2302.13971, appendix A) compare answers in this form. A
-    number keeps its sign and its decimal point, since -1.5 is not 15. If nothing would be left,
-    only case and spaces are normalized.
+    number keeps its sign and its decimal point, since -1.5 is not 15. If this form would be empty,
+    only the case and the spaces are changed.
     """
     if NUMBER.fullmatch(answer.strip()):
         return answer.strip().rstrip(".").lstrip("+").replace(",", "")
@@ -30,7 +30,8 @@ def normalise(answer: str) -> str:
 
 
 def compiled(pattern: str | None) -> re.Pattern[str] | None:
-    """Compile the regular expression `pattern`; None stays None. Raises InputError."""
+    """Return the compiled regular expression `pattern`, or None if `pattern` is None. Raises
+    InputError."""
     if pattern is None:
         return None
     try:
@@ -42,8 +43,9 @@ def compiled(pattern: str | None) -> re.Pattern[str] | None:
 def extract(generated: str, until: Sequence[str], pattern: re.Pattern[str] | None) -> str:
     """Return the answer in a generated text.
 
-    The answer is the text before the first of `until`. With a pattern the answer is the last match
-    of the pattern in that text (its first group, if it has one), or "" if there is no match.
+    The answer is the text before the first occurrence of a string in `until`. If a pattern is
+    given, the answer is the last match of the pattern in that text, or "" if there is no match. If
+    the pattern has groups, the answer is the first group of this match.
     """
     text = cut(generated, until)
     if pattern is None:
@@ -62,7 +64,7 @@ def cut(text: str, until: Sequence[str]) -> str:
 
 
 class Stop:
-    """A test whether the text of new ids contains one of the strings `until`."""
+    """A test whether the text of newly generated token ids contains one of the strings `until`."""
 
     def __init__(self, text: Text, until: Sequence[str]) -> None:
         self.text = text
@@ -75,9 +77,9 @@ class Stop:
 
 
 def majority(answers: Sequence[str]) -> str:
-    """Return the most frequent non-empty answer; of equally frequent ones, the first.
+    """Return the most frequent non-empty answer; of several equally frequent answers, the first.
 
-    `answers` are in the form that `normalise` returns. Returns "" if all are empty.
+    `answers` are in the form that `normalise` returns. Returns "" if all answers are empty.
     """
     given = [answer for answer in answers if answer]
     if not given:
@@ -88,9 +90,9 @@ def majority(answers: Sequence[str]) -> str:
 def matches(items: Sequence[TaskItem], answers: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Return the fraction of items that were answered correctly, and further scores.
 
-    `answers` has the samples of each item. `exact_match` judges the majority vote of an item's
-    samples (self-consistency; Wang et al. 2022, arXiv 2203.11171), `exact_match_single` judges each
-    sample separately.
+    `answers` has the sampled answers to each item. `exact_match` is the fraction of items for which
+    the majority vote of the sampled answers is right (self-consistency; Wang et al. 2022, arXiv
+    2203.11171). `exact_match_single` is the fraction of all sampled answers that are right.
     """
     voted = 0
     single = 0

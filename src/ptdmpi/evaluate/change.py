@@ -14,8 +14,8 @@ from ptdmpi.inference.stored import kind_of, open_model
 
 
 def check_datasets(path: Path, evaluated: Sequence[Path], others: Iterable[Path]) -> None:
-    """Raise InputError if the model at `path` has no perplexity on the datasets `evaluated`, or if
-    one of these or of `others` does not fit it."""
+    """Raise InputError if the perplexity of the model at `path` cannot be computed on the datasets
+    `evaluated`, or if a dataset in `evaluated` or `others` was made with another tokenizer."""
     stored = open_model(path)
     if evaluated and stored.config().model.masked:
         raise InputError(
@@ -43,8 +43,8 @@ def perplexities(
     """Return the perplexities of two models on each dataset, as `before` and `after`, with the
     number of `tokens` and the `precision` of the first model.
 
-    All ranks call this and get the results. `kind` is the kind of state that is loaded as the
-    weights of the first model. For the second model, its weights are loaded.
+    All ranks call this and get the results. `kind` says whether the weights of the first model or
+    their moving average are loaded. The second model is always loaded with its weights.
     """
     first = _perplexities(before, datasets, world, kind=kind, precision=precision)
     second = _perplexities(after, datasets, world, kind=kind_of(average=False), precision=precision)

@@ -13,8 +13,9 @@ def continuation(text: Text, context: str, rest: str, place: str = "") -> Reques
     """Return the request for the probability of `rest` after `context`.
 
     The context and the continuation are tokenized together, because a token may span the end of the
-    context. Spaces between the two belong to `rest`, as tokenizers put them before words. Every
-    non-empty text has at least one token to score. `place` is the beginning of error messages.
+    context. Spaces between the context and the continuation become part of the continuation,
+    because tokenizers join a space with the word after it. If `rest` is not empty, at least one
+    token is scored. `place` is the beginning of error messages.
     """
     end = len(context.rstrip(" "))
     rest = context[end:] + rest
@@ -45,7 +46,7 @@ def requests(
 
 
 class ChoiceScores(NamedTuple):
-    """The two scores of one choice: after the context of its item, and after the neutral
+    """The scores of one choice after the context of its item (`here`) and after the neutral
     context."""
 
     choice: str
@@ -69,10 +70,10 @@ def accuracies(items: Sequence[TaskItem], scores: Sequence[Score]) -> dict[str, 
 
     `scores` has the score of each request that `requests` returns for the items, in the same order.
     Four measures are computed: the log-likelihood itself; the log-likelihood per character (LLaMA,
-    arXiv 2302.13971, section 3, after Gao et al. 2021); the log-likelihood per token; and the
+    arXiv 2302.13971, section 3, following Gao et al. 2021); the log-likelihood per token; and the
     difference between the log-likelihoods after the item's context and after the neutral context
-    (LLaMA for OpenBookQA and BoolQ, after Brown et al. 2020). If several choices have the greatest
-    value, the first one is taken as the model's choice.
+    (LLaMA uses this difference for OpenBookQA and BoolQ, following Brown et al. 2020). If several
+    choices have the greatest value, the first one is taken as the model's choice.
     """
     right = dict.fromkeys(MEASURES, 0)
     rest = iter(scores)

@@ -1,4 +1,4 @@
-"""Accuracy of models with a head for a task, in any layout."""
+"""Accuracy of models with a classification or multiple-choice head, in any parallel layout."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,8 +24,8 @@ def files_of(
     """Return the form of the model's inputs, and the task files `paths` converted to sequences of
     tokens.
 
-    The texts are encoded by the tokenizer of `stored`, or by `tokenizer`. The sequences have the
-    length that `config` says. Raises InputError.
+    The texts are encoded by `tokenizer`, or if it is None, by the tokenizer of `stored`. A sequence
+    has at most as many tokens as `config` allows. Raises InputError.
     """
     text = find_text(stored, tokenizer)
     frame = framing(text, tokenizer or name_of(stored), config.model)
@@ -59,8 +59,9 @@ def predictions(model: InferenceModel, file: LabelledFile, form: LabelledForm) -
 def accuracy(file: LabelledFile, predicted: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
     """Return the fraction of samples that were classified correctly, and further scores.
 
-    `by_class` has the same fraction for each class in `names` (None: the class has no samples).
-    `most_frequent` is the accuracy of always choosing the most frequent class.
+    `by_class` has the number of samples and the accuracy of each class in `names`; the accuracy of
+    a class without samples is None. `most_frequent` is the accuracy of always choosing the most
+    frequent class.
     """
     right = predicted == file.labels
     count = len(file.labels)

@@ -27,7 +27,7 @@ from ptdmpi.inference.text import Text
 if TYPE_CHECKING:  # this import starts MPI, but files are also read without MPI
     from ptdmpi.inference.model import InferenceModel
 
-# texts that end a function (Chen et al. 2021)
+# a generated function ends before the first of these texts (Chen et al. 2021)
 ENDS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 
 
@@ -53,7 +53,8 @@ class CodeTask:
     place: str
 
     def program(self, written: str) -> str:
-        """Return the complete program. The program has passed its test if it runs to its end."""
+        """Return the complete program with the model's text `written`. It passes if it runs to its
+        end."""
         return f"{self.prompt}{written}\n{self.test}\ncheck({self.entry_point})\n"
 
 
@@ -73,8 +74,8 @@ def read(path: Path) -> list[CodeTask]:
 
 @dataclass(frozen=True)
 class CodeAsking:
-    """The options for code tasks: how programs are generated, and the `ks` for which pass@k is
-    computed."""
+    """The options for code tasks: how programs are generated, and the values of k (`ks`) for which
+    pass@k is computed."""
 
     samples: int
     sampling: Sampling

@@ -1,8 +1,8 @@
-"""An adapter for lm-evaluation-harness (Gao et al. 2021), which answers its three kinds of requests
-in any layout.
+"""An adapter for lm-evaluation-harness (Gao et al. 2021). It answers the harness's three kinds of
+requests with a model in any parallel layout.
 
-Rank 0 runs the harness and makes the requests. The other ranks take part in each answer until rank
-0 is done. Only `simple_evaluate` needs the package `lm_eval` (extra `eval`).
+Rank 0 runs the harness and makes the requests. The other ranks take part in the computation of each
+answer until rank 0 is done. Only `simple_evaluate` needs the package `lm_eval` (extra `eval`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,8 @@ MAX_NEW_TOKENS = 256  # the default of lm-evaluation-harness
 
 
 class Writing(NamedTuple):
-    """A prompt of the harness, and how it is continued, at most up to the first of `until`."""
+    """A prompt of the harness and the options of its continuation, which ends before the first
+    occurrence of a string in `until`."""
 
     ids: list[int]
     max_new_tokens: int
@@ -31,8 +32,8 @@ class Writing(NamedTuple):
 
 
 class Harness:
-    """The requests of `lm_eval.api.model.LM`. Rank 0 makes the requests, and the other ranks call
-    `serve`."""
+    """An implementation of the requests of `lm_eval.api.model.LM`. Rank 0 makes the requests, and
+    the other ranks call `serve`."""
 
     def __init__(self, model: InferenceModel, text: Text) -> None:
         self.model = model
@@ -40,7 +41,7 @@ class Harness:
         self.world = model.axes.world
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Return (log-likelihood in nats, greedy or not) of each pair (context, continuation).
+        """Return (log-likelihood in nats, is greedy) for each pair (context, continuation).
 
         The second value is True if greedy decoding gives this continuation.
         """
@@ -51,8 +52,8 @@ class Harness:
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """Return the log-likelihood of each complete text in nats.
 
-        The first token is predicted after an end of document. Longer texts are scored in windows of
-        `seq_length`; neighbouring windows share one token.
+        The first token is predicted after an end-of-document token. Longer texts are scored in
+        windows of `seq_length`; neighbouring windows share one token.
         """
         parts: list[list[Request]] = []
         length = self.model.seq_length
@@ -68,7 +69,8 @@ class Harness:
         return [sum(next(scores).log_likelihood for _ in part) for part in parts]
 
     def generate_until(self, pairs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Return the continuation of each (context, options), up to the first of options["until"].
+        """Return the continuation of each (context, options), up to the first string in
+        options["until"].
 
         The options have the names and meanings of the harness.
         """
@@ -115,7 +117,8 @@ class Harness:
         return None
 
     def _written(self, wanted: Sequence[Writing]) -> list[str]:
-        """Return the continuations. Prompts with the same sampling are continued together."""
+        """Return the continuation of each prompt. Prompts with equal sampling options are continued
+        together."""
         written: dict[int, str] = {}
         for sampling in dict.fromkeys(prompt.sampling for prompt in wanted):
             prompts = [

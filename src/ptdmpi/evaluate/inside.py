@@ -1,8 +1,9 @@
 """The process inside the sandbox: it sets limits, then runs an untrusted program.
 
 The process is started by the path of this file, without importing the project: `python -I -S
-inside.py TOKEN_FD VERDICT_FD BYTES SECONDS`, with the program on stdin. `inside.py` writes the
-token to VERDICT_FD if the program runs to its end, else the name of the exception.
+inside.py TOKEN_FD VERDICT_FD BYTES SECONDS`, with the program on stdin. If the program runs to its
+end, `inside.py` copies a random word from TOKEN_FD to VERDICT_FD. Otherwise `inside.py` writes the
+name of the exception to VERDICT_FD.
 """
 
 import ctypes
@@ -18,7 +19,7 @@ DUMPABLE = 4
 DROP_BOUND = 24
 NO_NEW_PRIVILEGES = 38
 AMBIENT = 47
-CLEAR_ALL = 4  # a sub-command of AMBIENT
+CLEAR_ALL = 4  # the sub-command of AMBIENT that removes all capabilities
 CAPABILITY_VERSION = 0x20080522
 CAPABILITIES = 64
 
@@ -44,7 +45,7 @@ def confine(memory_bytes: int, cpu_s: int) -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        # otherwise /proc/self, which the library needs, belongs to root
+        # without this call /proc/self belongs to root, and the library could not be imported
         libc.prctl(DUMPABLE, 1, 0, 0, 0)
     libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     libc.prctl(AMBIENT, CLEAR_ALL, 0, 0, 0)
@@ -54,13 +55,14 @@ def confine(memory_bytes: int, cpu_s: int) -> None:
 
 
 def keep_library() -> None:
-    """Make modules importable through open directories: the interpreter's library may be below a
-    directory, such as root's home, that the user without rights may not enter."""
+    """Make modules importable through open directories, also for the user `nobody`. The
+    interpreter's library may be below a directory, such as root's home, that this user may not
+    enter."""
     opened = {}
     for path in sys.path:
         try:
             directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:  # python311.zip need not exist
+        except OSError:  # for example, python311.zip need not exist
             continue
         opened[path] = f"/proc/self/fd/{directory}"
     sys.path[:] = opened.values()

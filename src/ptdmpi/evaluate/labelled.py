@@ -1,8 +1,9 @@
-"""Task files for models with a head, converted to sequences. The files have JSON lines of texts
-with a label, or of questions.
+"""Task files for models with a classification or multiple-choice head, converted to sequences. Each
+JSON line has one or two texts with a label, or a question with its candidates (possible answers).
 
-If a text is too long for a sequence, the first part (the passage) is cut at its end, and then the
-question at its end. The candidate is never cut. The number of cut sequences is counted.
+If the texts are too long for a sequence, the passage (the first text) is cut at its end. If that is
+not enough, the question is also cut at its end. The candidate is never cut. The number of cut
+sequences is counted.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from ptdmpi.evaluate.tasks import TaskItem, item_of, values_of
 from ptdmpi.inference.lines import numbered_lines
 from ptdmpi.inference.text import Text, token_ids
 
-# this separates passage, question and answer for a model that reads them as one text
+# this text separates passage, question and candidate in a sequence
 BETWEEN = "\n"
 
 
@@ -29,8 +30,8 @@ BETWEEN = "\n"
 class LabelledItem:
     """One sample of a task file, as text.
 
-    Each sequence of the sample has the text `first` and one of `seconds` ("": no second text). If
-    there are candidates, `question` is put before each second text. `place` is the file and the
+    Each sequence of the sample has the text `first` and one text of `seconds` ("": no second text).
+    If there are candidates, `question` is put before each second text. `place` is the file and the
     line, for error messages.
     """
 
@@ -52,8 +53,9 @@ class LabelledItem:
 class Framing:
     """The form of a model's sequences, which consist of one or two texts.
 
-    A masked model has the token `begin` before the texts and `separator` after each; its vocabulary
-    needs `needed` rows for these. Other models have `text.prefix` before the texts.
+    A sequence of a masked model has the token `begin` before the texts and `separator` after each
+    text. A sequence of a causal model has the tokens `text.prefix` before the texts. The model's
+    vocabulary must have at least `needed` tokens.
     """
 
     text: Text
@@ -64,9 +66,10 @@ class Framing:
 
     @property
     def form(self) -> LabelledForm:
-        """Return the form of the sequences when they are converted to arrays."""
+        """Return the form of the arrays that hold the sequences: length, padding id and token
+        types."""
         last_type = 0 if self.model.token_types == 1 else 1
-        # an id that the model has; the tokenizer may have another end of document
+        # pad with the model's end-of-document id, which may differ from the tokenizer's
         pad = self.text.eod
         return LabelledForm(self.model.seq_length, pad, self.model.masked, last_type)
 
@@ -80,7 +83,7 @@ class Framing:
     def row(self, first: Sequence[int], second: Sequence[int] | None) -> tuple[LabelledRow, int]:
         """Return the sequence of one or two texts, and the number of tokens that do not fit.
 
-        If `second` is None, there is one text.
+        If `second` is None, the sequence has only the text `first`.
         """
         rest = list(second or ())
         head = list(self.text.prefix)
@@ -103,7 +106,7 @@ def framing(text: Text, name: str, model: ModelConfig) -> Framing:
     """Return the form of the sequences of `model` with the tokenizer of `text`.
 
     `name` is the argument of `load_tokenizer` for this tokenizer. Raises InputError if a sequence
-    has no room for two texts.
+    has no room for one token of each of two texts.
     """
     size = text.tokenizer.vocab_size
     begin = text.eod
@@ -122,8 +125,8 @@ def framing(text: Text, name: str, model: ModelConfig) -> Framing:
 def items(path: Path, task: TaskConfig) -> list[LabelledItem]:
     """Return the samples of a file as texts.
 
-    If the task does not say how many candidates a question has, all questions must have as many as
-    the first. Raises InputError that names the line.
+    If `task.choices` is 0, all questions must have as many candidates as the first question. Raises
+    InputError that names the line.
     """
     samples: list[LabelledItem] = []
     for place, line in numbered_lines(path, "sample"):
@@ -231,7 +234,7 @@ def _with_candidate(item: LabelledItem, number: int, frame: Framing) -> tuple[li
     if len(candidate) > room:
         raise InputError(
             f"{item.place}: choice {number} has {len(candidate)} tokens, but a sequence of "
-            f"model.seq_length = {frame.model.seq_length} has room for {room}; legal: at most so "
+            f"model.seq_length = {frame.model.seq_length} has room for {room}; legal: at most this "
             "many"
         )
     kept = question[: room - len(candidate)]

@@ -17,7 +17,7 @@ from ptdmpi.inference.model import InferenceModel
 
 
 class Window(NamedTuple):
-    """A part of a shard that is scored in one forward pass.
+    """A range of tokens of a shard that is scored in one forward pass.
 
     The inputs of a window begin with token `first`, and its labels end before token `end`. Only
     labels from token `scored` on are scored.
@@ -51,13 +51,14 @@ def perplexity(
     model: InferenceModel, dataset: Dataset, stride: int | None = None, words: int | None = None
 ) -> dict[str, Any]:
     """Return exp(mean negative log-likelihood) over all tokens of the shards, on every rank, with
-    further numbers.
+    the number of tokens and the mean in nats.
 
-    `words` is the number of words in the original text. If `words` is given, the sum over tokens is
-    also divided by that number, which allows comparing tokenizers (Shoeybi et al. 2019, arXiv
-    1909.08053, section 5.3 and appendix E.1). `stride` is the number of tokens that a window
-    scores, 32 in that paper. If `stride` is None, it is `seq_length`, which takes the shortest time
-    (then only the last window overlaps). Every rank calls this. Raises InputError.
+    `words` is the number of words in the original text. If `words` is given, the summed negative
+    log-likelihood is also divided by the number of words. This perplexity per word allows comparing
+    models with different tokenizers (Shoeybi et al. 2019, arXiv 1909.08053, section 5.3 and
+    appendix E.1). `stride` is the number of tokens that a window scores, 32 in that paper. If
+    `stride` is None, it is `seq_length`. That takes the shortest time, because only the last window
+    of a shard overlaps another window. Every rank calls this function. Raises InputError.
     """
     if stride is None:
         stride = model.seq_length
@@ -116,7 +117,7 @@ def _sums(model: InferenceModel, dataset: Dataset, stride: int) -> tuple[float, 
 
 
 def _groups(all_windows: Iterator[Window], rows: int) -> Iterator[list[Window]]:
-    """Yield groups of `rows` windows."""
+    """Yield lists of up to `rows` windows; each list forms one batch."""
     while group := list(islice(all_windows, rows)):
         yield group
 
@@ -124,8 +125,8 @@ def _groups(all_windows: Iterator[Window], rows: int) -> Iterator[list[Window]]:
 def _batch(
     dataset: Dataset, group: Sequence[Window], model: InferenceModel
 ) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels [s, b] of the windows. Raises InputError for a token outside the
-    vocabulary."""
+    """Return inputs and labels of the windows, each a tensor [tokens, windows]. Raises InputError
+    for a token outside the vocabulary."""
     width = max(window.end - window.first for window in group)
     ids = np.zeros((width, len(group)), dtype=np.int64)
     for column, window in enumerate(group):

@@ -1,5 +1,5 @@
-"""The questions of a task file, which are prepared once, without the model, and can then be put to
-a model repeatedly."""
+"""Questions of a task file. They are prepared once, without the model, and a model can then answer
+them repeatedly."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -23,12 +23,13 @@ if TYPE_CHECKING:  # this import starts MPI, but questions are also prepared wit
 
 @dataclass(frozen=True)
 class Asking:
-    """The form in which the items of a task file are put to a model.
+    """The options for the prompts that are made from the items of a task file, and for the answers.
 
     `separator` is put between a context and its answer. The probability of a choice is also
-    computed after the context `neutral`, for comparison. Answers are generated with `sampling`,
-    `samples` answers for each item, up to `max_new_tokens` tokens or one of `until`. The pattern
-    `extract` finds the part of an answer that counts.
+    computed after the context `neutral`, for comparison. For each item, `samples` answers are
+    generated with `sampling`. An answer ends after `max_new_tokens` tokens or before one of the
+    strings `until`. The pattern `extract` finds the part of an answer that is compared with the
+    right answers.
     """
 
     separator: str = " "
@@ -42,7 +43,8 @@ class Asking:
 
 @dataclass(frozen=True)
 class Questions(ABC):
-    """The items of one file. The object can be pickled, so that one rank prepares it for all.
+    """The items of one file. The object can be pickled, so that one rank can prepare it for all
+    ranks.
 
     `truncated` is the number of items that are cut at their beginning because they are longer than
     a sequence.
@@ -67,7 +69,7 @@ class Questions(ABC):
 
 @dataclass(frozen=True)
 class Choices(Questions):
-    """Items of multiple choice: two requests for each choice of an item."""
+    """Multiple-choice items, with two requests for each choice of an item."""
 
     wanted: tuple[tuple[Request, ...], ...]
 
@@ -89,12 +91,12 @@ class Choices(Questions):
 
 @dataclass(frozen=True)
 class Answers(Questions):
-    """Items for which the model generates answers: one prompt (ids) for each item."""
+    """Items for which the model generates answers, with one prompt (token ids) for each item."""
 
     prompts: tuple[tuple[int, ...], ...]
 
     def ask(self, model: "InferenceModel", text: Text, numbers: range) -> list[Any]:
-        """Return the answers of each item, `asking.samples` of them."""
+        """Return `asking.samples` generated answers for each item."""
         asking = self.asking
         samples = asking.samples
         stop = Stop(text, asking.until)
@@ -118,7 +120,7 @@ class Answers(Questions):
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes of a model that decide whether a question can be put to it."""
+    """A model's sequence length and vocabulary size. Questions must fit within these limits."""
 
     seq_length: int
     vocab_size: int
@@ -148,7 +150,7 @@ def questions(
         if max(ids) >= limits.vocab_size:
             raise InputError(
                 f"{item.place}: id {max(ids)} is outside the model's vocabulary of "
-                f"{limits.vocab_size}; was it trained with this tokenizer?"
+                f"{limits.vocab_size}; was the model trained with this tokenizer?"
             )
     truncated = sum(len(ids) > room for ids in encoded)
     prompts = tuple(tuple(ids[-room:]) for ids in encoded)
@@ -163,7 +165,8 @@ def _choices(
     asking: Asking,
     limits: Limits,
 ) -> Choices:
-    """Return items of multiple choice as requests. Raises InputError."""
+    """Return multiple-choice items as requests. Raises InputError for a request that does not
+    fit."""
     wanted = requests(text, items, contexts, separator=asking.separator, neutral=asking.neutral)
     for request in wanted:
         fitted(request, limits.seq_length, limits.vocab_size)

@@ -24,8 +24,8 @@ from ptdmpi.inference.tensors import as_tensors
 
 
 def score(run: Path, paths: tuple[Path, ...], world: World, **options: Any) -> list[dict[str, Any]]:
-    """Store the log-probabilities of the labels in datasets of pairs, and return a table for each.
-    Every rank calls this.
+    """Store the log-probabilities of the labels in datasets of answer pairs, and return a table of
+    results for each dataset. Every rank calls this function.
 
     `options` are the options of the command. Raises InputError on every rank.
     """
@@ -88,8 +88,9 @@ def _score(model: InferenceModel, dataset: Dataset, world: World, name: str) -> 
 
 
 def _rows(model: InferenceModel, dataset: Dataset, rows: range) -> dict[int, np.ndarray]:
-    """Return the log-probabilities of the labels of each row, float32 [length], by the number of
-    the row; 0 for labels that do not count. Every rank gets the log-probabilities of all rows."""
+    """Return the log-probabilities of the labels of each row, as a dictionary from the row's number
+    to an array float32 [length]. Labels that the loss ignores have the value 0. Every rank gets the
+    log-probabilities of all rows."""
     length = dataset.row_length
     each = rows_of(length, model)
     data = model.axes["data"]
@@ -113,13 +114,14 @@ def _rows(model: InferenceModel, dataset: Dataset, rows: range) -> dict[int, np.
 
 
 def _batch(dataset: Dataset, rows: np.ndarray) -> MicrobatchRows:
-    """Return rows of a dataset as a training run reads them."""
+    """Return the given rows of a dataset as a micro-batch, in the form that training uses."""
     length = dataset.row_length
     tokens = dataset.read(rows, length)
     batch = MicrobatchRows(tokens[:, :-1], tokens[:, 1:], None, rows)
 
     def locate(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (dataset 0, sample) for each sample."""
+        """Return the dataset of each sample, which is always number 0, and the sample's number in
+        it."""
         return np.zeros_like(ids), ids
 
     batch = with_weights(LabelWeights([dataset], locate, length), batch)

@@ -23,7 +23,7 @@ from ptdmpi.inference.text import Text, find_text
 from ptdmpi.inference.tokenizer import tokenizer_sha256
 
 Options = Mapping[str, Any]
-Work = dict[str, tuple[list[TaskItem], list[str]]]  # file -> its items, and the context of each
+Work = dict[str, tuple[list[TaskItem], list[str]]]  # maps a file to its items and their contexts
 
 
 def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def evaluate(run: Path, world: World, **options: Any) -> dict[str, Any]:
         )
     if not (work or options["lm_eval"] or options["code"]):
         return results
-    # on rank 0 first, so that its InputError is raised on every rank
+    # `find_text` runs on rank 0 first, so that its InputError is raised on every rank
     world.on_root(lambda: find_text(stored, options["tokenizer"]) and None)
     text = find_text(stored, options["tokenizer"])
     results["tasks"] = _scores(model, world, text, work=work, options=options)
@@ -150,7 +150,7 @@ def _read(options: Options) -> Work:
     if options["shots"]:
         examples = tasks.read(options["shots_from"])
     if len(examples) < options["shots"]:
-        raise InputError(f"{options['shots_from']} has {len(examples)} items of --shots")
+        raise InputError(f"{options['shots_from']} has only {len(examples)} items for --shots")
     work: Work = {}
     for path in options["tasks"]:
         items = tasks.read(path)

@@ -1,12 +1,12 @@
-"""A sandbox for programs that a model has written: a separate process that inherits nothing.
+"""A sandbox for programs that a model has written: a separate process with its own environment.
 
 The sandbox limits time, memory, files and processes. A program gets its own directory, no network
 and no capabilities. The sandbox stops accidents and simple tricks, but not a program that was
 written to break out. A program can still do the following. If root starts the program, it runs as
-the user `nobody`: it may read the files that all users may read, and the readable files next to the
-interpreter's library that `..` leads to. If another user starts the program, it may read that
-user's files. The program may make any system call. Run programs that are not trusted at all in a
-container.
+the user `nobody`. It may then read the files that all users may read, and readable files next to
+the interpreter's library, which `..` in a path reaches. If another user starts the program, it may
+read that user's files. The program may make any system call. Run programs that are not trusted at
+all in a container.
 """
 
 import os
@@ -70,10 +70,12 @@ class Sandbox:
         `without_network`.
         """
         prefix = () if self.network else without_network()
-        # a random word, which a program can write only if it has read it
+        # a program can write this random word to the verdict only if it has read the word from its
+        # pipe
         word = secrets.token_hex(16)
         with tempfile.TemporaryDirectory(prefix="ptdmpi-", ignore_cleanup_errors=True) as folder:
-            # so that programs of root can use it, which run as a user without rights
+            # if root starts the program, it runs as the user nobody, who must be able to use the
+            # folder
             os.chmod(folder, 0o777)
             verdict = self._verdict(prefix, folder, program.encode(errors="replace"), word.encode())
         if verdict is None:

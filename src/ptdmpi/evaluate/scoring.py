@@ -1,4 +1,4 @@
-"""Log-likelihoods of given tokens, computed in any layout."""
+"""Log-likelihoods of given tokens, computed in any parallel layout."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -39,8 +39,8 @@ class Request:
 class Score:
     """The score of one request.
 
-    `log_likelihood` is the sum over its `tokens`, in nats. `greedy` is True if each token is the
-    most probable one at its position.
+    `log_likelihood` is the sum over the `tokens` scored tokens, in nats. `greedy` is True if each
+    token is the most probable token at its position.
     """
 
     log_likelihood: float
@@ -82,9 +82,9 @@ def score(model: "InferenceModel", requests: Sequence[Request]) -> list[Score]:
 
 
 def fitted(request: Request, seq_length: int, vocab_size: int) -> Request:
-    """Return the request without those first tokens that do not fit into a sequence.
+    """Return the request, without its first tokens if it is longer than `seq_length`.
 
-    Raises InputError if the removed tokens include scored ones, or if an id is outside the
+    Raises InputError if the removed tokens include scored tokens, or if an id is outside the
     vocabulary.
     """
     ids = request.ids
@@ -96,8 +96,8 @@ def fitted(request: Request, seq_length: int, vocab_size: int) -> Request:
         )
     if min(ids) < 0 or max(ids) >= vocab_size:
         raise SharedInputError(
-            f"{place}id {max(ids)} is outside the model's vocabulary of {vocab_size}; was it "
-            "trained with this tokenizer?"
+            f"{place}id {max(ids)} is outside the model's vocabulary of {vocab_size}; was the "
+            "model trained with this tokenizer?"
         )
     cut = max(0, len(ids) - 1 - seq_length)
     if cut >= first:
@@ -108,8 +108,8 @@ def fitted(request: Request, seq_length: int, vocab_size: int) -> Request:
 
 
 def _groups(lengths: Sequence[int], model: "InferenceModel") -> Iterator[list[int]]:
-    """Yield groups of the numbers of requests that are scored together. `lengths` are in descending
-    order."""
+    """Yield lists of request numbers; the requests of a list form one batch. `lengths` are the
+    numbers of tokens of the requests, in descending order."""
     start = 0
     while start < len(lengths):
         rows = rows_of(lengths[start], model)
@@ -124,7 +124,8 @@ def rows_of(length: int, model: "InferenceModel") -> int:
 
 
 def _batch(requests: Sequence[Request], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return inputs and labels [s, b]; shorter sequences are padded, which has no effect."""
+    """Return inputs and labels, each a tensor [tokens, requests]. Shorter sequences are padded at
+    their end, which does not change the scores."""
     width = max(len(request.ids) for request in requests)
     ids = torch.zeros(width, len(requests), dtype=torch.int64)
     for column, request in enumerate(requests):

@@ -1,5 +1,5 @@
 """Task files of JSON lines. A line has a context, and either choices with the number of the right
-one, or answers."""
+choice, or the right answers."""
 
 import json
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ class TaskItem:
 
 
 def read(path: Path) -> list[TaskItem]:
-    """Return the items in a .jsonl file, which must all be of one kind. Raises InputError that
-    names the line."""
+    """Return the items in a .jsonl file. Either all items must have choices, or all items must have
+    answers. Raises InputError that names the line."""
     items = [item_of(line, place) for place, line in numbered_lines(path, "item")]
     if len({bool(item.choices) for item in items}) > 1:
         raise InputError(f"{path} mixes multiple choice with answers; legal: one kind in a file")

@@ -1,2 +1,1 @@
-"""Generation of text by a trained model: sampling, stopping, and the tokenizer that belongs to the
-model."""
+"""Generation of text by a trained model: sampling, stopping, and conversations."""

@@ -1,4 +1,4 @@
-"""Conversations with a model on the terminal, one line after the other."""
+"""Conversations with a model on the terminal: the model answers each line of the user."""
 
 import sys
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Chat:
     """A conversation: the user's lines and the model's answers so far. Every rank has the same
     conversation.
 
-    The model reads all lines and answers, in the form of its chat template. Without a template,
+    The model reads the whole conversation, in the form of its chat template. Without a template,
     each line and each answer ends with a newline. If the conversation leaves no room for an answer,
     the oldest line and answer are dropped. A line that is too long by itself is cut at its
     beginning.
@@ -38,7 +38,7 @@ class Chat:
         self.said: list[str] = []
         self.answers = 0
         self._shown = ""
-        # on rank 0 first, so that its InputError is raised on every rank
+        # `_dialogue` runs on rank 0 first, so that its InputError is raised on every rank
         writer.world.on_root(lambda: _dialogue(writer) and None)
         self.dialogue = _dialogue(writer)
         most = writer.model.seq_length - self.dialogue.around - 1
@@ -73,7 +73,8 @@ class Chat:
             return "Ctrl-C"
 
     def answer(self, line: str) -> str:
-        """Return the model's answer to `line`, and print it token by token on the deciding rank."""
+        """Return the model's answer to `line`. The rank that samples the tokens prints each at
+        once."""
         writer = self.writer
         ids = self._within(line)
         self._shown = ""
@@ -94,8 +95,8 @@ class Chat:
 
     @property
     def _room(self) -> int:
-        """Return the maximum number of tokens of an answer: as requested, or by default half of
-        `seq_length`."""
+        """Return the maximum number of tokens of an answer: the option `max_new_tokens`, or by
+        default the smaller one of MAX_NEW_TOKENS and half of `seq_length`."""
         asked: int | None = self.writer.options["max_new_tokens"]
         if asked is not None:
             return asked
@@ -150,7 +151,8 @@ def _dialogue(writer: Writer) -> Dialogue:
 
 
 def _asked(read: Callable[[], str | None]) -> tuple[str | None, str]:
-    """Return rank 0's next line; at the end of the conversation, None and the reason."""
+    """Return rank 0's next line, or None at the end of the conversation, and the reason for an
+    end."""
     try:
         line = read()
         # Open MPI's mpirun does not report the end of input, so a command can end the conversation

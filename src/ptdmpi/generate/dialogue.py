@@ -75,7 +75,7 @@ class Dialogue:
             ids = self._without_spaces(asks, left)
             if whole[: len(ids)] == ids:
                 return left
-        return 0  # other tokens would change too, so nothing is left out
+        return 0  # leaving out spaces would change other tokens, too
 
     def _without_spaces(self, asks: str, left: int) -> list[int]:
         """Return the ids of a template's text without its last `left` characters."""

@@ -34,7 +34,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The new ids of a prompt, without an end of document.
+    """The new ids of a prompt, without the end-of-document token.
 
     `reason` says why the continuation ended: "eod", "length" or "finished". The reason is empty
     while the continuation has not ended.
@@ -57,7 +57,7 @@ def check(prompt: Prompt, model: "InferenceModel") -> None:
     if min(prompt.ids) < 0 or max(prompt.ids) >= model.vocab_size:
         raise SharedInputError(
             f"a prompt has id {max(prompt.ids)}: the model has a vocabulary of {model.vocab_size}; "
-            "was it trained with this tokenizer?"
+            "was the model trained with this tokenizer?"
         )
     room = model.seq_length - len(prompt.ids)
     if room < 1:
@@ -83,7 +83,8 @@ def generate(
     """Return the continuation of each prompt, on every rank.
 
     Every rank calls this with the same prompts. `ends` are the ids that end a text. Groups of
-    `rows` prompts are distributed over the data ranks. Raises InputError.
+    `rows` prompts are distributed over the data ranks. Raises InputError for a prompt that `check`
+    refuses, and for logits that are not finite.
     """
     for prompt in prompts:
         check(prompt, model)
@@ -93,7 +94,7 @@ def generate(
     groups = [order[start : start + rows] for start in range(0, len(order), rows)]
     done: dict[int, Continuation] = {}
     mine = groups[data.rank :: data.size]
-    # callers that pass one group at a time show their own progress
+    # callers that pass one group of prompts at a time show their own progress
     shown = progress("generating", len(mine), "batch")
     with shown if len(mine) > 1 else nullcontext(lambda more: None) as advance:
         for group in mine:
@@ -112,7 +113,7 @@ def _continue(
     sampling: Sampling,
     ends: Collection[int],
 ) -> list[Continuation]:
-    """Return the continuations of one group of prompts, on all ranks of this data rank."""
+    """Return the continuations of one group of prompts, on all ranks of this model replica."""
     lengths = torch.tensor([len(prompt.ids) for prompt in prompts])
     width = int(lengths.max())
     ids = torch.zeros(width, len(prompts), dtype=torch.int64)
@@ -152,7 +153,8 @@ def _longer(
     sampling: Sampling,
     ends: Collection[int],
 ) -> Continuation:
-    """Return a continuation with one more token, sampled from logits [V], unless it has ended."""
+    """Return a continuation with one more token, sampled from the logits [vocabulary]. A
+    continuation that has ended is returned unchanged."""
     if text.reason:
         return text
     token = choose(logits, sampling, prompt.number, len(prompt.ids) + len(text.ids))

@@ -27,7 +27,7 @@ class LoadedModel:
         self.checkpoint: Path = writer.stored.checkpoint
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special ids at its begin or end."""
+        """Return the token ids of a text, without special ids at its beginning or end."""
         return list(self._writer.text.encode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -80,9 +80,10 @@ def load(
 
     `layout` is text such as "t=2,p=2", the axis sizes for each model. If `layout` is None, it is
     the layout of the training run, if there are enough ranks. `precision` None means the precision
-    of the training run. `adapter` names adapters on top of the model. `ema`: load the moving
-    average of the weights. Every rank calls this. Raises InputError, on all ranks, if the model
-    cannot be loaded. After the load, an exception that one rank does not catch ends all ranks.
+    of the training run. `adapter` is the directory of adapters that are applied to the model.
+    `ema`: load the moving average of the weights. Every rank calls this. Raises InputError, on all
+    ranks, if the model cannot be loaded. After the load, an exception that one rank does not catch
+    ends all ranks.
     """
     world = World()
     end_together(world)

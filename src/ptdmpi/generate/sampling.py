@@ -19,7 +19,8 @@ class Sampling:
 
     `temperature` 0 takes the most probable token. `top_k` is the number of most probable tokens to
     sample from; None means all tokens. `top_p` restricts sampling to the fewest tokens whose
-    probabilities add up to it (nucleus sampling; Holtzman et al. 2020, arXiv 1904.09751).
+    probabilities add up to at least `top_p` (nucleus sampling; Holtzman et al. 2020, arXiv
+    1904.09751).
     """
 
     temperature: float = 1.0
@@ -44,8 +45,8 @@ GREEDY = Sampling(temperature=0.0)
 def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
     """Return (ids, log weights) of the tokens that can be sampled, the most probable first.
 
-    `logits` is float32 [V]. Tokens with equal logits are ordered by their ids. Temperature is
-    applied first, then top-k, then top-p.
+    `logits` is float32 [vocabulary]. Tokens with equal logits are ordered by their ids. Temperature
+    is applied first, then top-k, then top-p.
     """
     order = np.argsort(-logits, kind="stable")
     if sampling.temperature == 0.0:
@@ -65,7 +66,7 @@ def candidates(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.n
 
 def choose(logits: np.ndarray, sampling: Sampling, sample: int, position: int) -> int:
     """Return the token at position `position` of sample number `sample`, sampled from logits
-    float32 [V].
+    float32 [vocabulary].
 
     Raises InputError if logits are NaN or infinite.
     """

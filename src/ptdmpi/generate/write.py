@@ -63,7 +63,7 @@ def _silent(more: float) -> None:
 
 
 class Writer:
-    """A model and its tokenizer, by which texts are continued.
+    """A model with its tokenizer, which continues texts.
 
     Every rank has a writer, and calls all methods except `prepare`, which only rank 0 calls. All
     methods raise InputError on every rank.
@@ -86,7 +86,7 @@ class Writer:
             adapter=options["adapter"],
             kind=kind_of(options["ema"]),
         )
-        # on rank 0 first, so that its InputError is raised on every rank
+        # `find_text` runs on rank 0 first, so that its InputError is raised on every rank
         world.on_root(lambda: find_text(self.stored, options["tokenizer"]) and None)
         self.text = find_text(self.stored, options["tokenizer"])
 

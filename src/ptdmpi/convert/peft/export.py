@@ -26,8 +26,8 @@ def export(source: Path, target: Path, kind: str = WEIGHTS) -> int:
     """Write the adapters that `source` names into the directory `target`, and return the number of
     their elements.
 
-    `kind` is the state to export as the adapters' weights, for example their running average. Raise
-    InputError for adapters that are missing or damaged, or that `peft` cannot represent; then
+    `kind` says which stored values are exported: the adapters' weights or their running average.
+    Raise InputError for adapters that are missing or damaged, or that `peft` cannot represent; then
     `target` is not written.
     """
     adapter = load_adapter(source, kind)
@@ -72,7 +72,7 @@ def _by_module(
 
 
 def _outputs(model: ModelConfig, place: AdapterPlace) -> int:
-    """Return the number of outputs of the linear that an adapter changes."""
+    """Return the number of outputs of the linear layer that an adapter changes."""
     linear = parameters.layer(model)[place.linear.split(".", 2)[2]]
     assert isinstance(linear, Linear)
     return sum(linear.outputs)
@@ -81,8 +81,8 @@ def _outputs(model: ModelConfig, place: AdapterPlace) -> int:
 def _stacked(
     model: ModelConfig, own: Sequence[AdapterPlace], pairs: Sequence[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Return one A and one B for the adapters `own`, which all belong to one module of
-    `transformers`. `pairs` has A and B of each adapter."""
+    """Return one matrix A and one matrix B for the adapters `own`, which all change the same module
+    of `transformers`. `pairs` has A and B of each adapter."""
     if not is_fused(model, own[0]) or len(pairs[0][1]) == _outputs(model, own[0]):
         return pairs[0]
     a = torch.cat([pair[0] for pair in pairs])
@@ -95,8 +95,9 @@ def _stacked(
 
 
 def _factors(adapter: LoadedAdapter, own: Sequence[AdapterPlace]) -> Tensor:
-    """Return the (IA)^3 factors of one module in the shape that `peft` uses: [outputs, 1] if they
-    multiply the output of a linear, [1, inputs] if they multiply its input."""
+    """Return the (IA)^3 factors of one module in the shape that `peft` uses. The shape is [outputs,
+    1] if the factors multiply the output of a linear layer, and [1, inputs] if they multiply its
+    input."""
     first = own[0]
     if first.by_rows:
         return first.factors(adapter.tensors)[None]
@@ -109,8 +110,8 @@ def _factors(adapter: LoadedAdapter, own: Sequence[AdapterPlace]) -> Tensor:
 
 
 def _config(adapter: LoadedAdapter, family: Family, ranks: Mapping[str, int]) -> dict[str, Any]:
-    """Return the content of adapter_config.json. `ranks` maps the ending of a module's name to its
-    rank."""
+    """Return the content of adapter_config.json. `ranks` maps the ending of a module's name to the
+    rank of its adapter."""
     adapt = adapter.adapted.adapt
     own = _by_module(family, adapter.model, adapt)
     short = _short(family, adapter.model)
@@ -149,8 +150,8 @@ def _config(adapter: LoadedAdapter, family: Family, ranks: Mapping[str, int]) ->
 
 
 def _task_type(adapter: LoadedAdapter) -> str | None:
-    """Return `peft`'s name of the model's task; None for a choice of candidates, which `peft` does
-    not know."""
+    """Return `peft`'s name of the model's task, or None for masked language models and for multiple
+    choice, for which `peft` has no name."""
     kind = adapter.adapted.task.kind
     if kind == "classification":
         return "SEQ_CLS"
@@ -160,15 +161,16 @@ def _task_type(adapter: LoadedAdapter) -> str | None:
 
 
 def _ending(name: str, numbered: bool = False) -> str:
-    """Return the part of a module's name after the layer number; with `numbered`, including the
-    number."""
+    """Return the end of a module's name after the layer number. If `numbered` is True, the end
+    begins with the layer number."""
     parts = name.split(".")
     number = next(n for n, part in enumerate(parts) if part.isdigit())
     return ".".join(parts[number + (not numbered) :])
 
 
 def _short(family: Family, model: ModelConfig) -> dict[str, str]:
-    """Return the names by which `peft` finds the modules of a layer, by their endings.
+    """Return a table that maps the ending of each module name of a layer to the short name by which
+    `peft` finds the module.
 
     The short name is the last part of the ending, or the full ending if two modules share that part
     (GPT-2's c_proj).

@@ -1,5 +1,4 @@
-"""The names of `peft`'s files, and the modules of `transformers` that ptdmpi's adapters belong
-to."""
+"""The names of `peft`'s files, and the modules of `transformers` that ptdmpi's adapters change."""
 
 from ptdmpi.config import InputError, ModelConfig
 from ptdmpi.convert.adapters import AdapterPlace
@@ -12,18 +11,18 @@ PREFIX = "base_model.model."
 
 
 def module_of(family: Family, place: AdapterPlace) -> str:
-    """Return the name in `transformers`, without prefix, of the module that an adapter belongs to.
+    """Return the name in `transformers`, without prefix, of the module that an adapter changes.
     Raise InputError if the family has no such module."""
     layer, _, linear = place.linear.removeprefix("layers.").partition(".")
     theirs = family.modules.get(f"layers.{{i}}.{linear}", ())
     if not theirs:
-        raise InputError(f"a {family.model_type} of Hugging Face has nothing like {place.linear}")
+        raise InputError(f"a {family.model_type} of Hugging Face has no {place.linear}")
     output = place.output if len(theirs) > 1 else 0
     return theirs[output].replace("{i}", layer)
 
 
 def is_fused(model: ModelConfig, place: AdapterPlace) -> bool:
-    """Return True if one module of `transformers` has all outputs of ptdmpi's linear; False if
-    there is one module for each output."""
+    """Return True if one module of `transformers` has all outputs of ptdmpi's linear layer, and
+    False if there is one module for each output."""
     family = family_for(model)
     return len(family.modules[f"layers.{{i}}.{place.linear.split('.', 2)[2]}"]) == 1

@@ -33,8 +33,8 @@ from ptdmpi.model.state import WEIGHTS, key
 from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.shape import parameters
 
-# Options of `peft` that change the forward pass or the base model, and of which ptdmpi supports
-# only these values.
+# Options of `peft` that change the forward pass or the base model. ptdmpi supports only these
+# values of the options.
 LEGAL: dict[str, Sequence[Any]] = {
     "bias": ("none",),
     "use_dora": (False,),
@@ -42,7 +42,7 @@ LEGAL: dict[str, Sequence[Any]] = {
     "trainable_token_indices": (None,),
     # this option makes adapters act only after certain tokens
     "alora_invocation_tokens": (None,),
-    # PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the weights of the base
+    # other values (PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA) change the weights of the base model
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
 }
 
@@ -55,7 +55,7 @@ def import_peft(source: Path, base: Path, target: Path) -> int:
     do not fit the model; then `target` is not written.
     """
     config = read_json(source / CONFIG_FILE)
-    header_text(source / WEIGHTS_FILE)  # reports a damaged file
+    header_text(source / WEIGHTS_FILE)  # raises InputError for a damaged file
     tensors = {
         name.removeprefix(PREFIX): values.float()
         for name, values in load_file(source / WEIGHTS_FILE).items()
@@ -79,9 +79,10 @@ def import_peft(source: Path, base: Path, target: Path) -> int:
 def _with_head(
     stored: StoredModel, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str
 ) -> tuple[ModelConfig, TaskConfig]:
-    """Return the base model with the task head that the file contains, and the task.
+    """Return the section [model] of the base model with the task head that the file contains, and
+    the task.
 
-    The task is the task of the base model, or a classification whose classes have default names.
+    The task is the base model's task, or if it has none, a classification with default class names.
     Raise InputError if other modules were trained, or if the head does not fit the task.
     """
     whole = stored.config()
@@ -108,8 +109,8 @@ def _head(
     stored: StoredModel, family: Family, model: ModelConfig, tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Remove the head's weights from `tensors` and return them. Weights that the file does not
-    contain are taken from the base. Raise InputError for a weight of another shape, or for one that
-    is in neither."""
+    contain are taken from the base model. Raise InputError for a weight of a wrong shape, or for a
+    weight that neither the file nor the base model contains."""
     head = {}
     shapes = parameters.task_head(model)
     with stored.reader() as reader:
@@ -128,8 +129,9 @@ def _head(
 
 @dataclass(frozen=True)
 class _Module:
-    """A module of `transformers` with an adapter: the position of the adapter in ptdmpi's model,
-    and the names of its tensors, which are A and B, or the factors."""
+    """A module of `transformers` with an adapter. `place` is the position of the adapter in
+    ptdmpi's model. `names` are the names of the adapter's tensors: A and B, or the (IA)^3
+    factors."""
 
     place: AdapterPlace
     names: Sequence[str]
@@ -138,8 +140,9 @@ class _Module:
 def _own(
     config: Mapping[str, Any], tensors: dict[str, Tensor], model: ModelConfig, where: str
 ) -> tuple[AdaptConfig, dict[str, Tensor]]:
-    """Return the section [adapt], without its base, and the tensors of the adapters in ptdmpi's
-    form. Raise InputError for adapters that are not supported, or that do not fit the model."""
+    """Return the section [adapt], without the key `base`, and the tensors of the adapters under
+    ptdmpi's names. Raise InputError for adapters that are not supported, or that do not fit the
+    model."""
     kinds: dict[str, Literal["lora", "ia3"]] = {"LORA": "lora", "IA3": "ia3"}
     method = kinds.get(str(config.get("peft_type")))
     if method is None:
@@ -160,7 +163,7 @@ def _own(
             f"{where}: not all layers from {first} to the last, {model.layers - 1}, have adapters "
             "of the same linears"
         )
-    # the section [adapt] of a run that continues with these adapters
+    # these keys of [adapt] are for a run that continues to train these adapters
     common: dict[str, Any] = {"method": method, "targets": targets, "first_layer": first}
     if targets_of(AdaptConfig(method=method), model.gates).keys() == set(targets):
         common["targets"] = "all"
@@ -171,9 +174,10 @@ def _own(
 
 
 def _without_idle(own: Sequence[_Module], tensors: Mapping[str, Tensor]) -> list[_Module]:
-    """Return the modules without idle targets. One module of `transformers` (c_attn) has the rows
-    of several targets, whether they are adapted or not. A target is idle if its adapters change
-    nothing in any layer, while another target of the same linear is changed."""
+    """Return the modules whose targets are not idle. One module of `transformers` (c_attn) has the
+    rows of several targets, whether the targets have adapters or not. A target is idle if its
+    adapters change nothing in any layer, while another target of the same linear layer is
+    changed."""
     changes: dict[str, dict[str, bool]] = {}
     for module in own:
         by_target = changes.setdefault(module.place.linear.split(".", 2)[2], {})
@@ -192,8 +196,8 @@ def _without_idle(own: Sequence[_Module], tensors: Mapping[str, Tensor]) -> list
 
 
 def _used(module: _Module, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return A and B of one adapter. Ranks that only other targets of the same module use are left
-    out, because an export has concatenated the adapters of all targets."""
+    """Return A and B of one adapter. An export concatenates the adapters of all targets of a
+    module, so the ranks that only other targets use are left out."""
     a, whole = (tensors[name] for name in module.names)
     b = _part(module.place, whole)
     used = b.any(0)
@@ -230,7 +234,7 @@ def _modules(
 def _require_fit(
     model: ModelConfig, place: AdapterPlace, tensors: Mapping[str, Tensor], names: Sequence[str]
 ) -> None:
-    """Raise InputError if the tensors of an adapter do not fit the linear that it changes."""
+    """Raise InputError if the tensors of an adapter do not fit the linear layer that it changes."""
     linear = parameters.layer(model)[place.linear.split(".", 2)[2]]
     assert isinstance(linear, Linear)
     own = place.rows.stop - place.rows.start
@@ -247,8 +251,8 @@ def _require_fit(
             fits = len(shape) == 2 and shape[0] in outputs and shape[1] == rank
             legal = "outputs"
         else:
-            # the shape says whether inputs (feedforward_modules in `peft`) or outputs are
-            # multiplied
+            # the shape of the factors says whether they multiply inputs (feedforward_modules in
+            # `peft`) or outputs
             shapes = [[1, linear.inputs]] if place.by_rows else [[n, 1] for n in outputs]
             fits = shape in shapes
             legal = f"channels, as {shapes[0]},"
@@ -262,7 +266,7 @@ def _require_fit(
 
 def _part(place: AdapterPlace, whole: Tensor) -> Tensor:
     """Return the rows of a tensor of the file that belong to one adapter of ptdmpi. The tensor may
-    have the rows of all outputs of a linear."""
+    have the rows of all outputs of a linear layer."""
     size = place.rows.stop - place.rows.start
     if place.by_rows or len(whole) == size:
         return whole
@@ -273,7 +277,7 @@ def _low_rank(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], own: Sequence[_Module], where: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the keys of [adapt] for LoRA, and A and B of all adapters. All adapters get the
-    highest rank.
+    highest rank of any adapter in the file.
 
     Adapters of a lower rank are padded with zeros, and B is multiplied by the ratio of the
     adapter's scale to the common scale. Raise InputError if the configuration contradicts the
@@ -295,7 +299,7 @@ def _low_rank(
         if stated != theirs:
             raise InputError(
                 f"{where}: r or rank_pattern give rank {stated:g} of {name}, but "
-                f"{module.names[0]} has {counted(theirs, 'row')}; legal: as many"
+                f"{module.names[0]} has {counted(theirs, 'row')}; legal: the same"
             )
         factor = alphas.get(name, alpha) / theirs / scale
         if factor != 1.0:
@@ -313,8 +317,8 @@ def _low_rank(
 def _pattern(
     config: Mapping[str, Any], name: str, modules: Sequence[str], where: str
 ) -> dict[str, float]:
-    """Return (module -> number) for the modules that match a key of the table `name` in
-    adapter_config.json.
+    """Return the number of each module that matches a key of the table `name` in
+    adapter_config.json, by the module's name.
 
     A key of the table is a regular expression for a module's name, or for the end of a name after a
     dot. The first key that matches is used, as in `peft.utils.other.get_pattern_key`. Raise
@@ -345,8 +349,8 @@ def _pattern(
 def _number(
     table: Mapping[str, Any], name: str, where: str, *, least: float = 1e-9, below: float = math.inf
 ) -> float:
-    """Return the number `name` of adapter_config.json. Raise InputError if the value is not a
-    number in [least, below)."""
+    """Return the number in the key `name` of adapter_config.json. Raise InputError if the value is
+    not a number in [least, below)."""
     value = table.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < below:
         legal = "a number above 0" if below == math.inf else f"{least:g} to below {below:g}"

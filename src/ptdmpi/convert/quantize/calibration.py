@@ -1,4 +1,4 @@
-"""The activations of calibration samples between layers, with one layer in memory at a time."""
+"""The activations of calibration samples between layers. Only one layer is in memory at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ class CalibrationSamples:
     length: int
 
     def read(self, stored: StoredModel) -> Tensor:
-        """Return the ids of the samples, [count, length]. Raise InputError if the shards do not fit
-        the model, or have too few samples."""
+        """Return the token ids of the samples, [count, length]. Raise InputError if the shards do
+        not fit the model, or have too few samples."""
         dataset = Dataset(self.directory)
         length = self.length
         known = stored.config().model.seq_length
@@ -53,13 +53,13 @@ class CalibrationSamples:
 class Calibration:
     """The activations of calibration samples between the layers of a model, in float32.
 
-    The layers are processed in order. The input of each is the output of the quantized layers
+    The layers are processed in order. The input of each layer is the output of the quantized layers
     before it.
     """
 
     def __init__(self, stored: StoredModel, ids: Tensor) -> None:
-        """Prepare the samples `ids` [n, s] for the first layer. Raise InputError for a masked
-        language model."""
+        """Prepare the samples `ids` [samples, tokens] for the first layer. Raise InputError for a
+        masked language model."""
         self.vocab_size = stored.vocab_size
         config = stored.config(precision="fp32")
         if config.model.masked:
@@ -67,7 +67,7 @@ class Calibration:
                 f"{stored.path} is a masked language model, for which there are no calibration "
                 "samples; legal: --method absmax"
             )
-        # the short sequence length makes the table of angles only as long as a sample
+        # with this shorter sequence length the table of rotary angles is only as long as a sample
         if config.model.positions == "rope":
             config = config.replace("model", seq_length=ids.shape[1])
         self.config: Config = config
@@ -75,8 +75,8 @@ class Calibration:
         self.activations: Sequence[Tensor | None] = [None for _ in self.batches]
 
     def hessians(self, stage: Stage, modules: Sequence[str]) -> dict[str, Tensor]:
-        """Return X^T X [i, i] in float64 for some linears of a layer, by the names of the linears.
-        X are the inputs of a linear, for all samples."""
+        """Return X^T X [inputs, inputs] in float64 for some linear layers of a stage, by the names
+        of the linear layers. X are a linear layer's inputs for all samples."""
         sums: dict[str, Tensor] = {}
         hooks = []
         for name in modules:
@@ -89,7 +89,7 @@ class Calibration:
         return sums
 
     def advance(self, stage: Stage) -> None:
-        """Replace the activations by the outputs of a layer with its present weights."""
+        """Replace the activations by the layer's outputs, computed with its present weights."""
         self.activations = list(self._outputs(stage))
 
     def _outputs(self, stage: Stage) -> Iterator[Tensor]:
@@ -99,7 +99,8 @@ class Calibration:
 
 
 def _add(sums: dict[str, Tensor], name: str, module: Any, inputs: tuple[Tensor, ...]) -> None:
-    """Add X^T X of the input X of a linear to the sum for this linear; used as a forward hook."""
+    """Add X^T X of a linear layer's input X to the sum of this layer. PyTorch calls this as a
+    hook."""
     x = inputs[0].flatten(0, -2)
     product = (x.t() @ x).double()
     if name in sums:

@@ -10,7 +10,7 @@ from ptdmpi.model.low_bit.codes import Packed, codes_of, packed, scales_of, valu
 from ptdmpi.plan.layer.low_bit import LowBit
 
 # This fraction of the mean of the Hessian's diagonal is added to the diagonal before GPTQ inverts
-# it (section 3, step 3: "dampening" of 1 %).
+# the Hessian (section 3, step 3: "dampening" of 1 %).
 DAMPING = 0.01
 # The number of columns in a block. Errors are compensated within the block first, then in all later
 # columns (section 3, step 2: B).
@@ -18,14 +18,14 @@ COLUMNS = 128
 
 
 def gptq(weight: Tensor, hessian: Tensor, form: LowBit) -> Packed:
-    """Return the quantized matrix, given the `weight` [o, i] and the `hessian` H = X^T X [i, i] of
-    its inputs X (algorithm 1).
+    """Return the quantized matrix, given the `weight` [outputs, inputs] and the `hessian` X^T X
+    [inputs, inputs] of its calibration inputs X (algorithm 1).
 
     The columns are rounded one by one, and later columns compensate the error of the outputs as far
-    as they can. The columns with the greatest inputs come first, while most columns are left to
-    compensate their errors (`act-order` of the authors' program, github.com/IST-DASLab/gptq). The
-    order of act-order mixes the blocks of a row, so the scales are computed before, from the
-    original matrix. Columns whose inputs were always zero are rounded independently.
+    as they can. The columns with the greatest inputs are rounded first, while most columns can
+    still compensate their errors (`act-order` of the authors' program, github.com/IST-DASLab/gptq).
+    This order mixes the blocks of a row, so the scales are computed beforehand from the original
+    matrix. Columns whose inputs were always zero are rounded independently.
     """
     order = hessian.diagonal().argsort(descending=True, stable=True)
     left = weight.double()[:, order]
@@ -53,10 +53,10 @@ def gptq(weight: Tensor, hessian: Tensor, form: LowBit) -> Packed:
 
 
 def _inverse_factor(hessian: Tensor) -> Tensor:
-    """Return the upper Cholesky factor of H^-1 (section 3, step 3).
+    """Return the upper Cholesky factor of the inverse of the Hessian H (section 3, step 3).
 
-    Row j of the factor has these values from column j on: row j of the inverse of H without the
-    columns before j, divided by the square root of that row's first element.
+    Let H_j be H without its first j rows and columns. From column j on, row j of the factor is the
+    first row of the inverse of H_j, divided by the square root of that row's first element.
     """
     hessian = hessian.clone()
     diagonal = hessian.diagonal()

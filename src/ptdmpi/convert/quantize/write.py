@@ -42,15 +42,16 @@ from ptdmpi.plan.layer.parts import Linear
 from ptdmpi.plan.shape import parameters
 
 Json = Mapping[str, Any]
-# The keys of a manifest that describe the weights themselves. The new manifest does not copy these
-# keys from the original.
+# The keys of a manifest that describe the weights themselves. They are not copied from the original
+# manifest into the new one.
 OWN = ("format_version", "progress", "model", QUANTIZATION)
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """The result of a quantization: the number of quantized matrices, the number of all their
-    elements, and the size in bytes of all weight files before and after."""
+    """The result of a quantization. `elements` is the number of elements of all quantized matrices.
+    `bytes_before` is the size in bytes of all weights as float32, and `bytes` is the size of the
+    new weight file."""
 
     path: Path
     codes: str
@@ -75,9 +76,10 @@ def quantize(
     the model at `target`.
 
     Each element is rounded to the nearest level (absmax), or, with calibration `samples`, by
-    `gptq`. Embedding tables, norms, biases and the head are copied. `kind` is the state to quantize
-    as weights, for example their running average. Raise InputError if the checkpoint is damaged or
-    already quantized, or if the format does not fit the model; then `target` is not written.
+    `gptq`. Embedding tables, norms, biases and the head are copied. `kind` says which stored values
+    are quantized: the weights or their running average. Raise InputError if the checkpoint is
+    damaged or already quantized, or if the format does not fit the model; then `target` is not
+    written.
     """
     stored = open_model(source, kind)
     if stored.manifest.form is not None:
@@ -119,8 +121,8 @@ def quantize(
 
 
 def matrices(model: ModelConfig) -> list[str]:
-    """Return the logical names of the weights to quantize: the weights of all linears in all
-    layers."""
+    """Return the logical names of the weights to quantize: the weights of the linear layers in all
+    transformer layers."""
     parts = parameters.layer(model).items()
     linears = [name for name, part in parts if isinstance(part, Linear)]
     return [f"layers.{i}.{name}.weight" for i in range(model.layers) for name in linears]
@@ -143,7 +145,7 @@ def _require_block(model: ModelConfig, form: LowBit) -> None:
 
 
 class Maker:
-    """The source of a model's quantized matrices, which must be requested in the order of the
+    """The producer of a model's quantized matrices, which must be requested in the order of the
     layers.
 
     `description` is the entry QUANTIZATION of the manifest, with the format and the method.
@@ -190,8 +192,8 @@ class Maker:
         return values
 
     def _layer(self, samples: Calibration, number: int) -> dict[str, Packed]:
-        """Return all matrices of a layer, quantized by `gptq`, and advance the samples through the
-        quantized layer."""
+        """Return all matrices of a layer, quantized by `gptq`. Also compute the samples'
+        activations after the quantized layer."""
         names = [name for name in matrices(samples.config.model) if _is_of(name, number)]
         with _as_input_error():
             stage, buffer = loaded_layer(samples.config, samples.vocab_size, number, self.reader)
@@ -230,7 +232,7 @@ def _fill(reader: Reader, name: str, box: Box, values: Array) -> Array:
 
 
 def _others(reader: Reader, names: Iterable[str]) -> Iterator[Outgoing]:
-    """Yield the weights that are not quantized, in pieces of complete rows."""
+    """Yield the weights that are not quantized, in blocks of complete rows."""
     for name in sorted(names):
         stored = reader.manifest[key(WEIGHTS, name)]
         for box in slabs(stored.shape, np.dtype(stored.dtype).itemsize):
@@ -271,7 +273,7 @@ def _scales(maker: Maker, name: str) -> Array:
 
 def _write(folder: Path, stored: StoredModel, parts: list[Outgoing], description: Json) -> None:
     """Write a checkpoint that contains only weights. The new checkpoint has the step and the
-    history of the original."""
+    history of the original checkpoint."""
     directory = folder / "checkpoints"
     temporary = directory / (files.name_of(stored.step) + ".tmp")
     temporary.mkdir(parents=True)
@@ -287,7 +289,7 @@ def _write(folder: Path, stored: StoredModel, parts: list[Outgoing], description
 
 
 def _advanced(part: Outgoing, advance: Callable[[float], object]) -> Array:
-    """Return the values of a part, and advance the progress display."""
+    """Return the values of an entry of the checkpoint, and advance the progress display."""
     values = part.values()
     advance(part.nbytes)
     return values

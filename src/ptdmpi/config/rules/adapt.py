@@ -50,7 +50,7 @@ def _unused_keys(adapt: AdaptConfig) -> Iterator[str]:
 
 def _layer_rules(adapt: AdaptConfig, model: ModelConfig, task: TaskConfig) -> Iterator[str]:
     """Yield the mistakes in the choice of the layers and linears that get adapters. If the head of
-    a task is trained, it is legal that no layer has adapters.
+    a task is trained, the layers need not have any adapters.
     """
     if not adapt.adapts:
         return

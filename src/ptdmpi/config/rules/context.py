@@ -9,8 +9,8 @@ from ptdmpi.config.configuration import Sections
 
 
 class _Excluded(NamedTuple):
-    """A setting that cannot be combined with context parallelism: whether the setting is used, its
-    text, the reason, and the legal values.
+    """A setting that cannot be combined with context parallelism: whether a run has the setting,
+    the text of the setting, the reason, and the legal values.
     """
 
     is_set: bool
@@ -20,7 +20,7 @@ class _Excluded(NamedTuple):
 
 
 def context_rules(sections: Sections) -> Iterator[str]:
-    """Yield the settings that are not legal if `parallel.context` is above 1."""
+    """Yield a mistake for each setting that is not legal if `parallel.context` is above 1."""
     parallel = sections.parallel
     if parallel is None or parallel.context == 1:
         return

@@ -25,8 +25,8 @@ from ptdmpi.config.zero import covers_state
 
 
 def method_rules(sections: Sections) -> Iterator[str]:
-    """Yield the mistakes in [data_parallel], and the settings of other sections that its method
-    excludes.
+    """Yield the mistakes in [data_parallel], and a mistake for each setting of another section that
+    cannot be combined with the data-parallel method.
     """
     section = sections.data_parallel
     yield from where_known(_unused, section)
@@ -92,7 +92,8 @@ def _loss_scale_rules(section: DataParallelConfig, precision: PrecisionConfig) -
 
 
 def _unused(section: DataParallelConfig) -> Iterator[str]:
-    """Yield the keys that the chosen method or compressor does not use."""
+    """Yield a mistake for each key that is set but is not used by the chosen method or
+    compressor."""
     fields = type(section).model_fields.items()
     given = {key for key, field in fields if getattr(section, key) != field.default}
     for key, methods in USED_BY.items():
@@ -117,7 +118,8 @@ def _unused(section: DataParallelConfig) -> Iterator[str]:
 
 
 def _together(section: DataParallelConfig) -> Iterator[str]:
-    """Yield the keys that no known method combines, if replicas differ."""
+    """Yield a mistake for each combination of keys that no published method has, for methods after
+    whose steps the weights of replicas may differ."""
     if section.method not in DIFFERING:
         return
     if not encodes(section):
@@ -155,8 +157,8 @@ def _together(section: DataParallelConfig) -> Iterator[str]:
 
 
 def _rank_rules(section: DataParallelConfig, model: ModelConfig) -> Iterator[str]:
-    """Yield a mistake if the low-rank factors are not smaller than any of the tiles that they
-    replace.
+    """Yield a mistake if PowerSGD would shrink no tile: if for every tile of the model the two
+    low-rank factors have at least as many numbers as the tile.
     """
     if section.method == "all_reduce":
         return
@@ -181,8 +183,8 @@ def _default(section: DataParallelConfig, key: str) -> str:
 
 
 def _beside_sharding(section: DataParallelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Yield a mistake for each setting that shards or offloads state that the data-parallel method
-    needs as a whole, to change it or to send it.
+    """Yield a mistake for each setting that shards or offloads state which the data-parallel method
+    must change or send completely.
     """
     if section.method == "all_reduce":
         return

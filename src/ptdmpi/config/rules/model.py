@@ -12,7 +12,8 @@ MIN_MASKED_LENGTH = 8
 
 
 def shape_rules(model: ModelConfig) -> Iterator[str]:
-    """Yield the mistakes in the sizes of a model, and in the requirements of its objective."""
+    """Yield the mistakes in the sizes of a model, in its sublayers, and in the keys of its training
+    objective."""
     if not model.head_size:
         yield (
             f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}; "
@@ -60,7 +61,7 @@ def _sublayer_rules(model: ModelConfig) -> Iterator[str]:
 
 
 def _objective_rules(model: ModelConfig) -> Iterator[str]:
-    """Yield the mistakes in keys of masked language models and of heads for tasks."""
+    """Yield the mistakes in the keys for masked language models and for heads for tasks."""
     if model.classifies != bool(model.classes):
         yield (
             f'model.classes = {model.classes} and model.output_head = "{model.output_head}" do not '
@@ -91,8 +92,8 @@ def _objective_rules(model: ModelConfig) -> Iterator[str]:
 
 
 def masked_log_rules(model: ModelConfig, log: LogConfig) -> Iterator[str]:
-    """Yield the keys of [log] that need a model that predicts the next token, if the model is
-    masked."""
+    """Yield a mistake for each key of [log] that needs predictions of the next token, if the model
+    is a masked model, which cannot predict it."""
     if model.masked and log.bigram_baseline:
         yield "log.bigram_baseline predicts the next token, not masked ones"
     if model.masked and log.tasks:
@@ -100,8 +101,8 @@ def masked_log_rules(model: ModelConfig, log: LogConfig) -> Iterator[str]:
 
 
 def quantize_rules(quantize: QuantizeConfig) -> Iterator[str]:
-    """Yield a mistake for each key of [quantize] that has no effect. The rules about layouts check
-    that no layout cuts a block.
+    """Yield a mistake for each key of [quantize] that has no effect. The module `legality` checks
+    that a layout does not divide a block between ranks.
     """
     default = QuantizeConfig.model_fields["block"].default
     if quantize.weights == "none" and quantize.block != default:

@@ -82,7 +82,8 @@ def _matrices_and_moments(section: DataParallelConfig) -> Iterator[str]:
 def _offload_rules(
     optimizer: OptimizerConfig, parallel: ParallelConfig, precision: PrecisionConfig
 ) -> Iterator[str]:
-    """Yield a mistake if there is no state to offload: neither moments nor master weights."""
+    """Yield a mistake if `parallel.offload` is set but there is no state to offload: neither
+    moments nor separate master weights."""
     has_masters = PRECISIONS[precision.compute].has_masters
     if parallel.offload != "none" and not optimizer.moments and not has_masters:
         yield (
@@ -92,7 +93,8 @@ def _offload_rules(
 
 
 def _step_rules(optimizer: OptimizerConfig, run: RunConfig) -> Iterator[str]:
-    """Yield a mistake if warm-up and decay have more steps than the run."""
+    """Yield a mistake if the warm-up, or warm-up and final decay together, have more steps than the
+    run."""
     last = 0
     if optimizer.decay == "wsd":
         last = optimizer.last_steps(run.steps)
@@ -120,7 +122,8 @@ def _average_rules(optimizer: OptimizerConfig, section: DataParallelConfig) -> I
 
 
 def _own_mistake(name: str) -> str:
-    """Return the mistake in the name of the user's own optimizer; "" if there is no mistake."""
+    """Return the mistake in the user's own optimizer, which `name` names; "" if there is no
+    mistake."""
     if not name:
         return 'optimizer.kind = "own" needs optimizer.own = "module:class"'
     try:
@@ -142,15 +145,15 @@ def _own_mistake(name: str) -> str:
 
 
 def _names_a_moment(name: object) -> bool:
-    """Return True if a checkpoint can store state under this name, next to the weights."""
+    """Return True if a checkpoint can store a kind of optimizer state under this name."""
     if not isinstance(name, str) or not name.isprintable() or set(name) & set("/#"):
         return False
     return name not in ("", WEIGHTS)
 
 
 def _optimizer_keys(optimizer: OptimizerConfig) -> Iterator[str]:
-    """Yield a mistake for each key that is set although only another kind of optimizer, or of
-    decay, uses it.
+    """Yield a mistake for each key that is set but has no effect with the chosen kind of optimizer
+    or of decay.
     """
     kind, fields = optimizer.kind, OptimizerConfig.model_fields
     for key, kinds in OPTIMIZED_BY.items():

@@ -1,5 +1,5 @@
-"""Rules about the distribution of a run over ranks: axes, layout, the division of the data,
-gradient noise.
+"""Rules about the distribution of a run over ranks: the sizes of the axes, the layout, the division
+of datasets over data ranks, and the measurement of gradient noise.
 """
 
 from collections.abc import Iterator
@@ -36,8 +36,8 @@ def spare_rules(ranks: int, spare: int) -> Iterator[str]:
 
 
 def axis_rules(parallel: ParallelConfig, ranks: int, spare: int) -> Iterator[str]:
-    """Yield a mistake if the product of the axes is not `ranks`. The `spare` spare ranks are not
-    among the `ranks` ranks.
+    """Yield a mistake if the product of the sizes of the axes is not `ranks`. `ranks` does not
+    include the `spare` spare ranks.
     """
     model_ranks = parallel.model_ranks
     words = "tensor * pipeline"
@@ -64,8 +64,8 @@ def axis_rules(parallel: ParallelConfig, ranks: int, spare: int) -> Iterator[str
 
 
 def layout_rules(sections: Sections, ranks: int) -> Iterator[str]:
-    """Yield the reasons why the layout on `ranks` ranks is not legal. Rules about sections that
-    could not be read are skipped.
+    """Yield the mistakes in the layout of a run on `ranks` ranks, one line each. Rules about
+    sections that could not be read are skipped.
     """
     parallel = sections.parallel
     if parallel is None:
@@ -77,7 +77,7 @@ def layout_rules(sections: Sections, ranks: int) -> Iterator[str]:
     recompute = sections.recompute or RecomputeConfig()
     layout = Layout.of(parallel, batch or BatchConfig(global_size=1), recompute, data)
     if parallel.shard_group == "node" and not covers_state(parallel.zero):
-        # the layout does not know this group yet
+        # `Layout.of` treats "node" as "all", so the rules about layouts do not see this mistake
         yield groups_need_zero("node")
     model = sections.model
     if model is not None:
@@ -86,7 +86,8 @@ def layout_rules(sections: Sections, ranks: int) -> Iterator[str]:
 
 
 def zero_rules(parallel: ParallelConfig, run: RunConfig) -> Iterator[str]:
-    """Yield a mistake if gradients are to be summed both along one tree and in shards."""
+    """Yield a mistake if the run must sum the gradients of microbatches along one tree, and
+    `parallel.zero` sums them in shards after each microbatch."""
     if parallel.zero not in stages_of_zero(run.reproducible):
         yield (
             "run.reproducible = true adds up the microbatches' gradients along one tree, and "
@@ -95,8 +96,9 @@ def zero_rules(parallel: ParallelConfig, run: RunConfig) -> Iterator[str]:
 
 
 def noise_rules(sections: Sections, ranks: int) -> Iterator[str]:
-    """Yield the reasons why gradient noise cannot be measured. The measurement needs data ranks
-    that each compute a complete gradient and then sum the gradients.
+    """Yield a mistake for each setting with which gradient noise cannot be measured. The
+    measurement needs several data ranks, each of which computes a complete gradient, and the sum of
+    these gradients.
     """
     log = sections.log
     if log is None or not log.gradient_noise_every_steps:

@@ -16,7 +16,7 @@ MOST_SAMPLES = 2**63 - 1
 
 
 def run_rules(run: RunConfig) -> Iterator[str]:
-    """Yield the mistakes for which only the section [run] is needed."""
+    """Yield the mistakes in combinations of keys of the section [run]."""
     if run.profile_steps and not run.profiled:
         yield f'run.profile_steps = "{run.profile_steps}": the first step is after the last one'
     if run.on_corruption == "restart" and not run.verify_every:
@@ -26,7 +26,8 @@ def run_rules(run: RunConfig) -> Iterator[str]:
 
 
 def length_rules(run: RunConfig, batch: BatchConfig) -> Iterator[str]:
-    """Yield a mistake if the run has so many samples that their numbers overflow."""
+    """Yield a mistake if the run has so many samples that a sample number would overflow 64
+    bits."""
     most = MOST_SAMPLES // batch.global_size
     if run.steps > most:
         yield (
@@ -36,8 +37,8 @@ def length_rules(run: RunConfig, batch: BatchConfig) -> Iterator[str]:
 
 
 def validation_rules(sections: Sections) -> Iterator[str]:
-    """Yield a mistake for each key that has an effect only with validations, or with tasks, if the
-    run has none.
+    """Yield a mistake for each key that has an effect only in a run with validations, or with
+    tasks, if the run has no validations or no tasks.
     """
     wishes = {}
     if sections.run is not None:
@@ -64,8 +65,8 @@ def _task_file_rules(log: LogConfig) -> Iterator[str]:
 
 
 def own_loss_rules(sections: Sections) -> Iterator[str]:
-    """Yield a mistake for each setting that cannot be combined with the user's own loss, and for a
-    wrong name of that loss.
+    """Yield a mistake for each setting that cannot be combined with the user's own loss, and a
+    mistake if the name of the loss is wrong.
     """
     if sections.run is None or not sections.run.loss:
         return
@@ -89,8 +90,8 @@ def own_loss_rules(sections: Sections) -> Iterator[str]:
 
 def compile_rules(sections: Sections) -> Iterator[str]:
     """Yield a mistake for each setting that cannot be combined with `run.compile`. A layer is
-    compiled as one forward and one backward graph. Therefore the layer must not communicate, and it
-    must run the same operations in every step.
+    compiled as one graph for the forward and one graph for the backward. So the layer must not send
+    messages, and must run the same operations in every step.
     """
     if sections.run is None or not sections.run.compile:
         return
@@ -134,7 +135,7 @@ def _not_compiled_data(data: DataConfig) -> Iterator[_Refusal]:
 
 
 def _not_compiled_adapters(adapt: AdaptConfig) -> Iterator[_Refusal]:
-    # dropout of adapters is decided by Python in each step; adapters without dropout have not been
-    # tested with compilation
+    # Python code decides the dropout of adapters in each step, which a graph cannot do; adapters
+    # without dropout were not tested with compilation
     if adapt.adapts:
         yield _Refusal(f'adapt.method = "{adapt.method}"', 'method = "none"')

@@ -1,5 +1,5 @@
 """Rules about the section [task]: the requirements of a head for a task, and the settings that
-cannot be combined with it.
+cannot be combined with a task.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Checksums of a shard's tokens in blocks, by which training verifies what it reads.
+"""Checksums for blocks of a shard's tokens, with which training verifies the tokens that it reads.
 
 A shard has a dataset `token_blocks`: the CRC-32 of each block of BLOCK_TOKENS tokens; the last
 block may be shorter. Shards of older versions do not have this dataset, and are read without
@@ -16,13 +16,13 @@ from ptdmpi.config import InputError
 from ptdmpi.data.header import ShardHeader, format_checksum
 
 BLOCKS = "token_blocks"
-# A block is 32 KiB of uint16: the checksum of a block takes about as long as a page fault on a file
-# that is not cached.
+# The number of tokens of a block, which has 32 KiB of uint16 tokens. Computing the checksum of a
+# block takes about as long as a page fault on a file that is not cached.
 BLOCK_TOKENS = 1 << 14
 
 
 class Tokens(Protocol):
-    """The tokens of a shard, which are read as slices with a start and a stop."""
+    """The interface of a shard's tokens, which are read as slices with a start and a stop."""
 
     def __getitem__(self, part: slice) -> np.ndarray:
         """Return the tokens of a slice."""
@@ -50,7 +50,8 @@ class BlockSums:
                 self._filled = 0
 
     def values(self) -> np.ndarray:
-        """Return the checksums so far, uint32 [blocks]."""
+        """Return the checksums of all tokens added so far, uint32 [blocks]. The last block may be
+        incomplete."""
         sums = list(self._sums)
         if self._filled:
             sums.append(self._last)
@@ -58,8 +59,9 @@ class BlockSums:
 
 
 def block_sums(path: Path, tokens: int) -> np.ndarray | None:
-    """Return the checksums of the blocks of a shard, uint32 [blocks]; None if the shard has none.
-    Raise InputError if the checksums are damaged."""
+    """Return the stored checksums of the blocks of a shard with `tokens` tokens, uint32 [blocks].
+    Return None if the shard does not store checksums. Raise InputError if the checksums are
+    damaged."""
     blocks = -(-tokens // BLOCK_TOKENS)
     try:
         with h5py.File(path, "r") as file:
@@ -74,7 +76,7 @@ def block_sums(path: Path, tokens: int) -> np.ndarray | None:
 
 
 class VerifiedTokens:
-    """The tokens of a shard. Each block is verified when a token of it is first read."""
+    """The tokens of a shard. Each block is verified when one of its tokens is first read."""
 
     def __init__(self, tokens: Tokens, header: ShardHeader, sums: np.ndarray) -> None:
         """Store the tokens, the header, and the checksums `sums` that `block_sums` returns."""

@@ -1,9 +1,9 @@
-"""The log-probabilities that a reference model gives to the labels in shards of pairs.
+"""The log-probabilities that a reference model assigns to the labels in shards of pairs of answers.
 
 The folder REFERENCE of a dataset has one array per shard, float32 [tokens], in numpy's format.
 Element i is the log-probability of token i, given the earlier tokens of its document. The element
-is 0 for tokens that do not count as labels. SUMMARY in that folder names the model and the shards,
-with checksums, and is written last.
+is 0 for tokens that do not count as labels. The file SUMMARY in this folder names the model and the
+shards, with checksums, and is written after the arrays.
 """
 
 import hashlib
@@ -33,8 +33,8 @@ class References:
     """The stored log-probabilities of one dataset."""
 
     def __init__(self, dataset: Dataset) -> None:
-        """Read the summary. Raise InputError if there is no summary, or if the summary belongs to
-        other shards."""
+        """Read the summary of the log-probabilities. Raise InputError if there is no summary, or if
+        it was made from other shards."""
         self.folder = dataset.directory / REFERENCE
         self._headers = dataset.headers
         summary = _read_summary(self.folder / SUMMARY)
@@ -51,7 +51,8 @@ class References:
 
     @property
     def sha256(self) -> str:
-        """Return a hash of all log-probabilities, without reading them."""
+        """Return a hash of the checksums of all log-probabilities, so that the arrays need not be
+        read."""
         return hashlib.sha256(json.dumps(self._checksums).encode()).hexdigest()
 
     def shard(self, number: int) -> np.ndarray:
@@ -70,8 +71,8 @@ class References:
 
 
 class ReferencedSamples:
-    """A dataset of pairs together with its reference log-probabilities. A run treats a dataset with
-    other log-probabilities as different data."""
+    """A dataset of pairs together with its reference log-probabilities. `sha256` covers the
+    log-probabilities, so a run treats changed log-probabilities as changed data."""
 
     def __init__(self, dataset: Dataset, references: References) -> None:
         self._dataset = dataset
@@ -86,7 +87,7 @@ class ReferencedSamples:
 
 
 class LabelReferences:
-    """The log-probabilities of the labels of samples."""
+    """The log-probabilities of the labels of samples, from the shards of several datasets."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class LabelReferences:
 
 
 def with_references(references: LabelReferences, microbatch: MicrobatchRows) -> MicrobatchRows:
-    """Return the microbatch with the log-probabilities of its labels."""
+    """Return a copy of the microbatch with the log-probabilities of its labels (`references`)."""
     return microbatch._replace(references=references.of(microbatch.samples))
 
 
@@ -128,7 +129,7 @@ def write_shard(header: ShardHeader, values: np.ndarray) -> dict[str, Any]:
     path = folder / f"{header.path.stem}.npy"
     try:
         folder.mkdir(exist_ok=True)
-        # remove an earlier summary, because it does not describe the new values
+        # remove an earlier summary, because its checksums do not match the new values
         (folder / SUMMARY).unlink(missing_ok=True)
         with replacing(path) as temporary, open(temporary, "wb") as file:
             np.save(file, values, allow_pickle=False)
@@ -148,8 +149,8 @@ def write_summary(directory: Path, model: str, shards: Mapping[str, Any]) -> Non
 
 
 def _identity(header: ShardHeader) -> list[str]:
-    """Return the data on which the log-probabilities of a shard depend: the checksums of its tokens
-    and of their weights."""
+    """Return the values that identify a shard for its log-probabilities: the checksums of its
+    tokens and of their weights."""
     return [header.checksum, header.weights_checksum]
 
 

@@ -66,11 +66,10 @@ class TrainBatches:
 
     With B = `global_size`, b = `micro_size`, d = `data_size` and m = B / (d b): step k (from 0)
     trains on global samples k*B to (k+1)*B - 1. If `order` starts later in the run, steps and
-    samples are counted from the start of `order`. Microbatch j of a step contains its samples j*b
-    to (j+1)*b
-    - 1, and data rank r has the contiguous block j = r*m to (r+1)*m - 1. So the samples of a step
-    and their order do not depend on the layout (data-parallel size d, tensor-parallel size t,
-    pipeline-parallel size p).
+    samples are counted from the start of `order`. Microbatch j of a step contains the samples j*b
+    to (j+1)*b - 1 of the step, and data rank r has the contiguous block of microbatches r*m to
+    (r+1)*m - 1. So the samples of a step and their order do not depend on the layout (data-parallel
+    size d, tensor-parallel size t, pipeline-parallel size p).
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class TrainBatches:
 
     def _read(self, first: int, steps: int) -> _Block:
         """Read the microbatches of at most `steps` consecutive steps, beginning with step `first`.
-        The result ends at the end of the window of step `first` at the latest."""
+        Steps after the window of step `first` are not read."""
         number, place = divmod(first - self._order.start.step, self._window_steps)
         window = self._locate(number)
         steps = min(steps, self._window_steps - place)

@@ -104,20 +104,20 @@ class ChatTemplate:
     @property
     def asks(self) -> str:
         """Return the text of a conversation of one user turn that ends with the prompt for an
-        answer. Raises the same errors as `render`."""
+        answer. Raise the same errors as `render`."""
         return self.render([{"role": "user", "content": "a"}], ask=True)
 
     @property
     def lead(self) -> str:
         """Return the spaces that the template writes before an answer, but not at the end of the
-        prompt for an answer. Raises the same errors as `render`."""
+        prompt for an answer. Raise the same errors as `render`."""
         lead = self._around.before
         return "" if lead.strip(" ") else lead
 
     def end_of_turn(self, special: Collection[str]) -> str | None:
         """Return the text of the special token that the template writes directly after an answer:
         the longest of the texts in `special` with which the text after an answer begins. Return
-        None if it begins with none of them. Raises the same errors as `render`."""
+        None if it begins with none of them. Raise the same errors as `render`."""
         after = self._around.after.lstrip()
         ends = (text for text in special if after.startswith(text))
         return max(ends, key=len, default=None)

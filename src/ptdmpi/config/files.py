@@ -99,7 +99,7 @@ def with_values(tree: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
         name, dot, leaf = key.partition(".")
         section = sections.setdefault(name, {})
         if not (dot and leaf and isinstance(section, dict)):
-            raise InputError(f"{key}: no key of a section; write a name such as run.steps")
+            raise InputError(f"{key} is not a key; write SECTION.KEY, such as run.steps")
         if value is None:
             section.pop(leaf, None)
         else:

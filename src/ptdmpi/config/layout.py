@@ -258,7 +258,7 @@ def parse(text: str) -> dict[str, int]:
         letter, _, value = part.strip().partition("=")
         if letter not in LETTERS or not value.isdigit() or int(value) < 1:
             raise InputError(
-                f'layout {text}: "{part}" is no size; write t=8,p=8,d=1,v=3,b=1 '
+                f'layout {text}: "{part}" is not a size; write sizes such as t=8,p=8,d=1,v=3,b=1 '
                 "(c, e, d, v and b may be left out)"
             )
         if LETTERS[letter] in sizes:
@@ -296,7 +296,7 @@ def complete(sizes: Mapping[str, int], ranks: int | None, **settings: Any) -> La
     if ranks is not None and layout.ranks != ranks:
         raise InputError(
             f"layout {layout}: t c p d = {layout.ranks}, but --ranks is {ranks}; "
-            "leave d out, or make them agree"
+            "leave d out, or correct one of the two"
         )
     settings = {key: value for key, value in settings.items() if value is not None}
     return replace(layout, **{"schedule": default_schedule(layout.virtual), **settings})

@@ -138,7 +138,7 @@ def _model_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
         first is not None and (layout.stages < 2 or not 1 <= first <= most),
         lambda: (
             f"parallel.first_layers = {first}: "
-            + (f"legal: 1 to {most}" if layout.stages > 1 else 'one stage has all; legal: "auto"')
+            + (f"legal: 1 to {most}" if layout.stages > 1 else 'there is one stage; legal: "auto"')
         ),
     )
 
@@ -175,8 +175,8 @@ def _expert_rules(layout: Layout, model: ModelConfig) -> Iterator[Rule]:
         "no_experts",
         expert > 1 and experts == 0,
         lambda: (
-            f"parallel.expert = {expert} deals experts over ranks, and model.experts = 0; legal: "
-            "expert = 1"
+            f"parallel.expert = {expert} distributes experts over ranks, but model.experts = 0; "
+            "legal: expert = 1"
         ),
     )
     yield Rule(
@@ -243,7 +243,7 @@ def _blocks(layout: Layout, model: ModelConfig) -> Rule:
         if legal:
             remedy = f"legal nearby: {nearest(block, legal)}"
             if model.adapt.adapts:
-                remedy += ", of an adapt.base in such blocks"
+                remedy += ", if the adapt.base has blocks of this size"
         return (
             f"quantize.block = {block} does not divide the inputs of all linears on a tensor rank "
             f"({', '.join(map(str, widths))}); {remedy}"
@@ -316,8 +316,8 @@ def groups_need_zero(group: int | str) -> str:
     nothing."""
     said = f'"{group}"' if isinstance(group, str) else group
     return (
-        f"parallel.shard_group = {said} belongs to parallel.zero = 1, 2 or 3; legal with zero = 0: "
-        'shard_group = "all"'
+        f"parallel.shard_group = {said} has an effect only with parallel.zero = 1, 2 or 3; legal "
+        'with zero = 0: shard_group = "all"'
     )
 
 
@@ -351,7 +351,7 @@ def _shard_rules(layout: Layout) -> Iterator[Rule]:
         covers_gradients(layout.zero) and layout.schedule in SPLITTING,
         lambda: (
             f"parallel.zero = {layout.zero} sums a layer's gradient as soon as its backward is "
-            f'over, and schedule = "{layout.schedule}" puts gradients of weights off; legal: '
+            f'over, but schedule = "{layout.schedule}" delays the gradients of weights; legal: '
             'zero = 0 or 1, or schedule = "1f1b", "interleaved" or "gpipe"'
         ),
     )
@@ -364,13 +364,13 @@ def _recompute_rules(layout: Layout, model: ModelConfig | None) -> Iterator[Rule
     yield Rule(
         "recompute_layers",
         not full and layers is not None,
-        lambda: 'recompute.layers belongs to recompute.mode = "full"',
+        lambda: 'recompute.layers has an effect only with recompute.mode = "full"',
     )
     partitions, key = layout.partition_activations, "recompute.partition_activations"
     yield Rule(
         "partition_mode",
         partitions and not full,
-        lambda: f'{key} belongs to recompute.mode = "full"',
+        lambda: f'{key} has an effect only with recompute.mode = "full"',
     )
     yield Rule(
         "partition_sequence",
@@ -416,9 +416,9 @@ def _batch_rules(layout: Layout, batch: int) -> Iterator[Rule]:
         "length",
         layout.microbatches(batch) > most,
         lambda: (
-            f"batch.global_size = {batch} makes {layout.microbatches(batch)} microbatches of a "
-            f"step, and with {counted(layout.stages, 'stage')} at most "
-            f"{most} are ordered in advance; legal: a global_size of at most {most * unit}, "
+            f"batch.global_size = {batch} gives a step {layout.microbatches(batch)} microbatches, "
+            f"but with {counted(layout.stages, 'stage')} the schedule of a step may have at most "
+            f"{most}; legal: a global_size of at most {most * unit}, "
             f"or a micro_size of at least {-(-batch // (most * layout.data))}"
         ),
     )

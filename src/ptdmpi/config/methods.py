@@ -184,11 +184,11 @@ def said_at_start(section: DataParallelConfig) -> str:
     chosen = [key for key, field in fields if getattr(section, key) != field.default]
     text = ", ".join(f"{key} = {toml_text(getattr(section, key))}" for key in chosen)
     if section.method == "compressed":
-        return f"data_parallel: {text}: the update differs from that of the whole gradients"
+        return f"data_parallel: {text}: the update differs from the update with exact gradients"
     return (
-        f"data_parallel: {text}: the update differs from that of the whole batch's "
-        "gradient; losses and norms are those of the different replicas, validations and tasks "
-        "those of their mean"
+        f"data_parallel: {text}: the update differs from the update with the gradient of the "
+        "global batch; losses and norms come from the separate replicas, validations and tasks use "
+        "the mean of the replicas"
     )
 
 

@@ -17,7 +17,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 def _without_nul(path: str) -> str:
     if "\0" in path:
-        raise ValueError("no path has a NUL in it")
+        raise ValueError("a path must not contain a NUL character")
     return path
 
 
@@ -82,7 +82,7 @@ class Section(FrozenTable):
         declared = [item for item in metadata if isinstance(item, OnResume)]
         if len(declared) != 1:
             raise TypeError(
-                f"{cls.__name__}.{key} declares {len(declared)} meanings of a change on resume; "
+                f"{cls.__name__}.{key} declares {len(declared)} effects of a change on resume; "
                 "annotate it with one of Bound, BoundOrder, Reported and Free"
             )
         return declared[0]

@@ -19,4 +19,4 @@ def wire_mistakes(name: str) -> Iterator[str]:
     """Yield the mistake in `comm.wire = name`, as one line; yield nothing if the name is legal."""
     if name != AUTO and name not in WIRES:
         legal = ", ".join(f'"{known}"' for known in (AUTO, *WIRES))
-        yield f'comm.wire = "{name}": no such wire; legal: {legal}'
+        yield f'comm.wire = "{name}": no such transport; legal: {legal}'

@@ -69,7 +69,7 @@ def block_sums(path: Path, tokens: int) -> np.ndarray | None:
                 return None
             stored = file[BLOCKS]
             if stored.shape != (blocks,) or stored.dtype != np.dtype("<u4"):
-                raise InputError(f"shard {path}: {BLOCKS} is not of {blocks} blocks: damaged")
+                raise InputError(f"shard {path}: {BLOCKS} does not have {blocks} blocks: damaged")
             return np.asarray(stored[()])
     except (OSError, RuntimeError, AttributeError) as error:
         raise InputError(f"shard {path}: {BLOCKS} cannot be read: {error}") from None
@@ -104,7 +104,7 @@ class VerifiedTokens:
             raise InputError(
                 f"shard {self._header.path}: tokens {start} to {stop - 1} have checksum "
                 f"{format_checksum(checksum)}, recorded {format_checksum(int(self._sums[block]))}: "
-                "damaged; restore the file, or make it anew by ptdmpi-data tokenize "
+                "damaged; restore the file, or make it again with ptdmpi-data tokenize "
                 '(data.verify = "off" would train on it as it is)'
             )
         self._verified[block] = 1

@@ -307,14 +307,14 @@ def _listed(path: Path, entry: dict[str, Any]) -> ShardHeader:
     entry is damaged."""
     with_weights = _FIELDS - {"pairs"}  # `pairs` is only listed if it is True
     if entry.keys() not in (_FIELDS, with_weights, with_weights - {*_OPTIONAL}):
-        raise ValueError("other fields than a header has")
+        raise ValueError("its fields are not the fields of a header")
     numbers = (entry["byte_offset"], entry["documents_byte_offset"], entry["eod_id"])
     named = ("tokens", "documents", "vocab_size", "row_length", "weights_byte_offset")
     counts = tuple(entry[name] for name in named if name in entry)  # each must be at least 1
     if entry.get("pairs", True) is not True:
         raise ValueError("pairs is not true")
     if set(map(type, numbers + counts)) != {int} or min(numbers) < 0 or min(counts) < 1:
-        raise ValueError("a number is missing, or below what it can be")
+        raise ValueError("a number is missing or too small")
     return ShardHeader(path=path, listed=True, **{**entry, "dtype": _DTYPES[entry["dtype"]]})
 
 

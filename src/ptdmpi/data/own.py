@@ -45,7 +45,7 @@ class OwnDataset:
         try:
             length = len(self._own)
         except (TypeError, ValueError, OverflowError) as error:
-            raise InputError(f"{path}: its length is no number of samples: {error}") from error
+            raise InputError(f"{path}: its length is not a number of samples: {error}") from error
         if not length:
             raise InputError(f"{path} has no samples")
         self.tokenizer = str(getattr(self._own, "tokenizer", path))

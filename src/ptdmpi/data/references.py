@@ -26,7 +26,7 @@ from ptdmpi.data.shards import Dataset
 REFERENCE = "reference"  # the name of the folder
 SUMMARY = "reference.json"
 _OPEN_SHARDS = 512  # maximum number of shards whose log-probabilities are mapped at a time
-MADE_BY = "make them by ptdmpi-data score MODEL DATA"
+MADE_BY = "make them with ptdmpi-data score MODEL DATA"
 
 
 class References:
@@ -66,7 +66,7 @@ class References:
         if values.dtype != np.float32 or values.shape != (self._headers[number].tokens,):
             raise InputError(f"{path}: has {values.dtype} {list(values.shape)}; {MADE_BY}")
         if format_checksum(zlib.crc32(values.data)) != self._checksums[number]:
-            raise InputError(f"{path}: is damaged: its checksum is another one; {MADE_BY}")
+            raise InputError(f"{path}: is damaged: it has another checksum; {MADE_BY}")
         return values
 
 

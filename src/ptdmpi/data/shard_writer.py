@@ -262,5 +262,5 @@ class ShardWriter:
         if match := re.search(r"error message = '([^']+)'", text):
             reason = match[1]
         return InputError(
-            f"shard {self.path} cannot be written: {reason}; free space or choose another place"
+            f"shard {self.path} cannot be written: {reason}; free disk space, or use another disk"
         )

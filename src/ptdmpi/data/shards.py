@@ -60,7 +60,7 @@ def find_shards(directory: str | Path) -> list[Path]:
         )
     if not shards:
         raise InputError(
-            f"dataset {directory}: no *.h5 file in it; make some by ptdmpi-data tokenize"
+            f"dataset {directory} has no *.h5 files; make some with ptdmpi-data tokenize"
         )
     return [directory / name for name in shards]
 
@@ -78,7 +78,7 @@ def find_headers(directory: str | Path) -> list[ShardHeader]:
     if gone:
         raise InputError(
             f"dataset {directory}: its {SUMMARY} lists {counted(len(gone), 'shard')} that cannot "
-            f"be found, such as {gone[0]}; restore them, or remove {SUMMARY} to do without them"
+            f"be found, such as {gone[0]}; restore them, or remove {SUMMARY} to train without them"
         )
     first, *others = [listed.get(path.name) or read_header(path) for path in paths]
     return [confirmed(first), *others]

@@ -113,8 +113,8 @@ def _tokenizer(dataset: Dataset, needed: bool) -> tuple[dict[str, Any], dict[str
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is no tokenizer.json"
         raise InputError(
-            f"{path}: {reason}; masking of whole words needs it: put it in the folder of the "
-            "shards, or set data.whole_words = false"
+            f"{path}: {reason}; masking of whole words needs this file: put it into the folder "
+            "of the shards, or set data.whole_words = false"
         ) from None
     return tree, ids
 

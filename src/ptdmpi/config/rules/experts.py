@@ -40,7 +40,7 @@ def expert_rules(sections: Sections) -> Iterator[str]:
     default = ModelConfig.model_fields["balance_coefficient"].default
     if model.balance == "none" and model.balance_coefficient != default:
         yield (
-            f"model.balance_coefficient = {model.balance_coefficient} is of no use to balance = "
+            f"model.balance_coefficient = {model.balance_coefficient} has no effect with balance = "
             f'"none"; legal: {default}'
         )
     yield from _form_rules(model)
@@ -57,13 +57,13 @@ def _unused_keys(model: ModelConfig) -> Iterator[str]:
         default = ModelConfig.model_fields[key].default
         if value != default:
             yield (
-                f"model.{key} = {toml_text(value)} is of no use without experts; legal: {key} = "
+                f"model.{key} = {toml_text(value)} has no effect without experts; legal: {key} = "
                 f"{toml_text(default)}, or model.experts above 0"
             )
     if model.expert_hidden != model.ffn_hidden:
         yield (
-            f"model.expert_hidden = {model.expert_hidden} is of no use without experts; legal: "
-            f"{model.ffn_hidden} as model.ffn_hidden, or model.experts above 0"
+            f"model.expert_hidden = {model.expert_hidden} has no effect without experts; legal: "
+            f"{model.ffn_hidden}, the value of model.ffn_hidden, or model.experts above 0"
         )
 
 
@@ -73,14 +73,14 @@ def _size_rules(model: ModelConfig) -> Iterator[str]:
     """
     if not 1 <= model.experts_per_token <= model.experts:
         yield (
-            f"model.experts_per_token = {model.experts_per_token} of model.experts = "
+            f"model.experts_per_token = {model.experts_per_token}, but model.experts = "
             f"{model.experts}; legal: 1 to {model.experts}"
         )
         return
     if model.experts_per_token == 1 and model.router_normalize:
         yield (
-            "model.router_normalize = true makes the weight of a single expert 1, and its router "
-            "has no gradient; legal: router_normalize = false, or model.experts_per_token above 1"
+            "model.router_normalize = true gives a single expert the weight 1, so the router has "
+            "no gradient; legal: router_normalize = false, or model.experts_per_token above 1"
         )
     if model.experts % model.router_groups:
         yield (
@@ -93,9 +93,9 @@ def _size_rules(model: ModelConfig) -> Iterator[str]:
     least = -(-model.experts_per_token // each)
     if not least <= model.router_top_groups <= model.router_groups:
         yield (
-            f"model.router_top_groups = {model.router_top_groups} of {model.router_groups} groups "
-            f"of {each} experts, of which {model.experts_per_token} are chosen; legal: {least} to "
-            f"{model.router_groups}"
+            f"model.router_top_groups = {model.router_top_groups}: each of the "
+            f"{model.router_groups} groups contains {each} of the experts, and a token uses "
+            f"{model.experts_per_token}; legal: {least} to {model.router_groups}"
         )
 
 
@@ -107,9 +107,9 @@ def _form_rules(model: ModelConfig) -> Iterator[str]:
             'bias = false, "attention" or "qkv"'
         )
     if "mlp" not in model.sublayers:
-        yield 'model.sublayers has no "mlp", which experts replace; legal: "mlp" among them'
+        yield 'model.sublayers has no "mlp", which experts replace; legal: sublayers with "mlp"'
     if model.block_norm == "post":
-        yield 'model.block_norm = "post" with experts; legal: "pre" or "sandwich"'
+        yield 'model.block_norm = "post" cannot be combined with experts; legal: "pre", "sandwich"'
 
 
 def _excluded(sections: Sections) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,7 @@ def preference_rules(sections: Sections) -> Iterator[str]:
         *where_known(_log, sections.log),
     ]
     for key, legal in refusals:
-        yield f"[preference] compares two answers of a pair, without {key}; legal: {legal}"
+        yield f"[preference] cannot be combined with {key}; legal: {legal}"
 
 
 def _data(data: DataConfig) -> Iterator[tuple[str, str]]:
@@ -34,7 +34,7 @@ def _data(data: DataConfig) -> Iterator[tuple[str, str]]:
 
 def _run(run: RunConfig) -> Iterator[tuple[str, str]]:
     if run.loss:
-        yield f'run.loss = "{run.loss}"', "one of both"
+        yield f'run.loss = "{run.loss}"', "only one of the two"
 
 
 def _model(model: ModelConfig) -> Iterator[tuple[str, str]]:

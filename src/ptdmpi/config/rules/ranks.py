@@ -30,7 +30,7 @@ def spare_rules(ranks: int, spare: int) -> Iterator[str]:
         return
     legal = f"0 to {ranks - 1}" if ranks > 1 else "only 0"
     yield (
-        f"run.spare_ranks = {spare} leaves no rank to train, for {ranks} were started; "
+        f"run.spare_ranks = {spare} leaves no rank to train, because only {ranks} were started; "
         f"legal: {legal}"
     )
 
@@ -45,7 +45,7 @@ def axis_rules(parallel: ParallelConfig, ranks: int, spare: int) -> Iterator[str
     if parallel.context > 1:
         words = "tensor * context * pipeline"
         sizes = f"{parallel.tensor} * {parallel.context} * {parallel.pipeline}"
-    beside = f" beside {counted(spare, 'spare one')}" if spare else ""
+    beside = f" in addition to {counted(spare, 'spare rank')}" if spare else ""
     if parallel.data == "auto":
         if ranks % model_ranks:
             yield (
@@ -90,8 +90,9 @@ def zero_rules(parallel: ParallelConfig, run: RunConfig) -> Iterator[str]:
     `parallel.zero` sums them in shards after each microbatch."""
     if parallel.zero not in stages_of_zero(run.reproducible):
         yield (
-            "run.reproducible = true adds up the microbatches' gradients along one tree, and "
-            f"parallel.zero = {parallel.zero} one by one, in shards; legal: zero = 0 or 1"
+            "run.reproducible = true sums the gradients of all microbatches along one tree, but "
+            f"parallel.zero = {parallel.zero} sums them after each microbatch, in shards; legal: "
+            "zero = 0 or 1"
         )
 
 
@@ -115,7 +116,7 @@ def _noise_key(log: LogConfig) -> str:
 def _noise_of_ranks(ranks: int, log: LogConfig, parallel: ParallelConfig) -> Iterator[str]:
     key = _noise_key(log)
     if ranks <= parallel.model_ranks:
-        yield f"{key} gradients of data ranks: it needs d of at least 2; legal: 0"
+        yield f"{key} gradients of data ranks, so d must be at least 2; legal: 0"
     if covers_state(parallel.zero):
         yield (
             f"{key} whole gradients of data ranks, which parallel.zero = {parallel.zero} cuts "
@@ -126,7 +127,7 @@ def _noise_of_ranks(ranks: int, log: LogConfig, parallel: ParallelConfig) -> Ite
 def _noise_of_trees(log: LogConfig, run: RunConfig) -> Iterator[str]:
     if run.reproducible:
         yield (
-            f"{_noise_key(log)} gradients of data ranks, and run.reproducible = true sums "
+            f"{_noise_key(log)} gradients of data ranks, but run.reproducible = true sums "
             "microbatches along one tree, in which no rank has a gradient of its own; legal: 0"
         )
 
@@ -135,7 +136,7 @@ def _noise_of_methods(log: LogConfig, method: DataParallelConfig) -> Iterator[st
     if replicas_differ(method):
         yield (
             f"{_noise_key(log)} gradients of data ranks with their sum, which data_parallel.method "
-            f'= "{method.method}" does not take; legal: 0, or method = "all_reduce"'
+            f'= "{method.method}" does not compute; legal: 0, or method = "all_reduce"'
         )
 
 
@@ -148,9 +149,9 @@ def split_rules(sections: Sections, ranks: int) -> Iterator[str]:
 def _split_and_losses(data: DataConfig, run: RunConfig) -> Iterator[str]:
     if data.split == "by_rank" and run.on_failure == "shrink":
         yield (
-            'data.split = "by_rank" gives each data rank datasets that no other reads, and '
-            'run.on_failure = "shrink" would go on without those of a lost one; legal: on_failure '
-            '= "abort", or split = "shared"'
+            'data.split = "by_rank" gives each data rank its own datasets, but run.on_failure = '
+            '"shrink" would continue without the datasets of a lost rank; legal: on_failure = '
+            '"abort", or split = "shared"'
         )
 
 
@@ -165,7 +166,6 @@ def _split_shares(ranks: int, data: DataConfig, parallel: ParallelConfig) -> Ite
         below = count // size * size
         legal = " or ".join(str(n) for n in (below, below + size) if n)
         yield (
-            f'data.split = "by_rank" deals {count} training datasets to {size} data ranks, '
-            f"which get equally many; legal: {legal} [[data.train]], or another "
-            "parallel.data"
+            f'data.split = "by_rank" cannot divide {count} training datasets equally over {size} '
+            f"data ranks; legal: {legal} [[data.train]], or another parallel.data"
         )

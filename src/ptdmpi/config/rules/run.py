@@ -32,7 +32,7 @@ def length_rules(run: RunConfig, batch: BatchConfig) -> Iterator[str]:
     if run.steps > most:
         yield (
             f"run.steps = {run.steps} times batch.global_size = {batch.global_size} are more "
-            f"samples than 64 bits number; legal: at most {most} steps"
+            f"samples than a 64-bit integer can count; legal: at most {most} steps"
         )
 
 
@@ -77,14 +77,14 @@ def own_loss_rules(sections: Sections) -> Iterator[str]:
     model = sections.model
     if model is not None and (model.classifies or model.sentence_order):
         yield (
-            "run.loss replaces the loss of tokens, and this model also predicts classes or the "
-            "order of segments; legal: another output_head, or sentence_order = false"
+            "run.loss replaces the loss of tokens, but this model predicts classes or the order of "
+            "segments; legal: another output_head, or sentence_order = false"
         )
     log = sections.log
     if log is not None and log.gradient_noise_every_steps:
         yield (
             f"log.gradient_noise_every_steps = {log.gradient_noise_every_steps} weights gradients "
-            "by their tokens, and run.loss counts its own terms; legal: 0"
+            "by numbers of tokens, but run.loss counts its own terms; legal: 0"
         )
 
 
@@ -102,7 +102,7 @@ def compile_rules(sections: Sections) -> Iterator[str]:
         *where_known(_not_compiled_adapters, sections.adapt),
     ]
     for key, legal in refusals:
-        yield f"run.compile = true compiles a layer as one graph, without {key}; legal: {legal}"
+        yield f"run.compile = true cannot be combined with {key}; legal: {legal}"
 
 
 class _Refusal(NamedTuple):
@@ -119,7 +119,7 @@ def _not_compiled_parallel(parallel: ParallelConfig) -> Iterator[_Refusal]:
         yield _Refusal(f"parallel.zero = {parallel.zero}", "zero = 0 or 1")
     if parallel.schedule.startswith("zb"):
         key = f'parallel.schedule = "{parallel.schedule}"'
-        yield _Refusal(key, "one whose backward is whole")
+        yield _Refusal(key, "a schedule that does not split the backward")
 
 
 def _not_compiled_model(model: ModelConfig) -> Iterator[_Refusal]:

@@ -124,7 +124,7 @@ def _shard(references: Sequence[References], dataset: int, shard: int) -> np.nda
 
 def write_shard(header: ShardHeader, values: np.ndarray) -> dict[str, Any]:
     """Write the log-probabilities of one shard, float32 [tokens], and return its entry in the
-    summary. Raise InputError if they cannot be written."""
+    summary. Raise InputError if the file cannot be written."""
     folder = header.path.parent / REFERENCE
     path = folder / f"{header.path.stem}.npy"
     try:

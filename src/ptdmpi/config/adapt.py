@@ -45,7 +45,7 @@ class AdaptConfig(Section):
     [task], are trained. An adapter is a low-rank product that is added to a linear (LoRA, Hu et al.
     2021, arXiv 2106.09685), or a scale of keys, values or the MLP's hidden activations ((IA)^3, Liu
     et al. 2022). `targets` has names of `TARGETS`, or globs for such names. "all" means every
-    linear; for the method "ia3", "all" means the three targets of its paper. Layers before
+    linear; for the method "ia3", "all" means the three targets of `IA3_TARGETS`. Layers before
     `first_layer` have neither adapters nor a backward pass. `base` is the model whose weights are
     frozen.
 

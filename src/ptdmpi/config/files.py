@@ -136,8 +136,8 @@ def resolve(tree: Mapping[str, Any], ranks: int, node_ranks: int | None = None) 
 
 
 def _begun(config: Config) -> Config:
-    """Return the configuration in which `adapt.method = "full"` is replaced by its meaning: an
-    ordinary training that begins from the weights of `adapt.base`."""
+    """Return the configuration in which `adapt.method = "full"` is replaced by an ordinary training
+    of all weights that begins from `adapt.base`."""
     if config.adapt.method != "full":
         return config
     begun = config.replace("checkpoint", initial=config.adapt.base)
@@ -215,7 +215,7 @@ def _meant(section: type[Section], error: ValidationError) -> set[str]:
 def _with_model(tree: Mapping[str, Any], mistakes: list[str]) -> Mapping[str, Any]:
     """Return the tree with `model.preset` replaced by the keys of the preset that it names. An
     unknown preset is added to `mistakes`. In this case the keys of another preset are used, so that
-    they are not reported as missing.
+    keys of the model are not reported as missing.
     """
     model = tree.get("model")
     if not isinstance(model, Mapping) or "preset" not in model:

@@ -153,12 +153,13 @@ class Layout:
 
     @property
     def shards_gradients(self) -> bool:
-        """Return True if the gradients are sharded. They are then reduced after each microbatch."""
+        """Return True if the gradients are sharded. Sharded gradients are reduced after each
+        microbatch."""
         return covers_gradients(self.zero) and self.shards > 1
 
     @property
     def shards_weights(self) -> bool:
-        """Return True if the weights are sharded. They are then gathered for each use."""
+        """Return True if the weights are sharded. Sharded weights are gathered for each use."""
         return covers_weights(self.zero) and self.shards > 1
 
     @property

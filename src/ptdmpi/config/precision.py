@@ -1,8 +1,8 @@
 """The table of numeric precisions, with one row for each. The model, the planner and the checks
 read this table.
 
-`precision.compute` names a row of the table. No other code lists precisions: it reads the types and
-their sizes in bytes from this table. A new precision needs a row here and its name in
+`precision.compute` names a row of the table. No other code lists precisions: all code reads the
+types and their sizes in bytes from this table. A new precision needs a row here and its name in
 `PrecisionName`. If the matrix products of the new precision need more than operands of another
 type, for example scales, the precision also needs a kernel (`ptdmpi.model.kernels`).
 """

@@ -54,8 +54,8 @@ class LabelledForm:
     """The form of the samples for a model: rows of `seq_length` ids, padded with the id `pad`.
 
     If `first` is True, the model's head reads the activation at the first token, as in a model with
-    bidirectional attention. Otherwise it reads the activation at the last token of each sequence,
-    on which padding has no influence. `last_type` is the token type of the second text.
+    bidirectional attention. Otherwise the head reads the activation at the last token of each
+    sequence, on which padding has no influence. `last_type` is the token type of the second text.
     """
 
     seq_length: int
@@ -152,8 +152,8 @@ def in_order(
     all).
 
     A microbatch has `micro` samples. Each rank gets a contiguous block of microbatches, and all
-    ranks have the same number of microbatches. Samples after the last sample repeat it, with
-    weights of 0.
+    ranks have the same number of microbatches. Samples after the last sample repeat the last
+    sample, with weights of 0.
     """
     samples = len(file.labels)
     if most is not None:

@@ -104,9 +104,9 @@ class MaskedSamples:
         """Return global sample `number`, made from a window: its token ids (int [n]) and the
         document numbers of its tokens (int [n]).
 
-        The sample's text is the part of one document that is inside the window. It is the document
-        of a randomly chosen token of the window, so that every token is used if training is long
-        enough.
+        The sample's text is the part of one document that is inside the window. This document
+        contains a randomly chosen token of the window, so that every token is used if training is
+        long enough.
         """
         # The number of drawn random numbers depends only on the length of the window, even if some
         # numbers are not used. So no choice changes the random numbers of other choices.
@@ -205,8 +205,8 @@ class MaskedSamples:
 
 
 def _uniforms(seed: int, number: int, count: int) -> np.ndarray:
-    """Return `count` random numbers in [0, 1) for sample `number`. They are the same on every
-    machine.
+    """Return `count` random numbers in [0, 1) for sample `number`. The numbers are the same on
+    every machine.
 
     The numbers come from Philox, a counter-based generator without state (Salmon et al. 2011).
     """

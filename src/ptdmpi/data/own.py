@@ -92,8 +92,8 @@ class OwnDataset:
         return ids, weights.astype(np.float32)
 
     def _array(self, values: Any, name: str, number: int) -> np.ndarray:
-        """Return the values of a sample as an array. Raise InputError if they cannot be converted
-        to an array."""
+        """Return the values of a sample as an array. Raise InputError if the values cannot be
+        converted to an array."""
         try:
             return np.asarray(values)
         except (TypeError, ValueError, OverflowError) as error:

@@ -57,7 +57,7 @@ class References:
 
     def shard(self, number: int) -> np.ndarray:
         """Return the log-probabilities of one shard's tokens, float32 [tokens], mapped into memory.
-        Raise InputError if they are damaged."""
+        Raise InputError if the file is damaged or cannot be read."""
         path = self.folder / f"{self._headers[number].path.stem}.npy"
         try:
             values: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)

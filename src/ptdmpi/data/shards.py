@@ -125,8 +125,9 @@ def _open_limit(shards: int) -> int:
 class _MappedTokens:
     """The tokens of a shard, read through a memory map.
 
-    If a file is truncated while it is mapped, reading it ends the process by a bus error, without a
-    message. To prevent this, each read checks the size of the file first, which takes 1 us.
+    If a file is truncated while it is mapped, reading the map ends the process by a bus error,
+    without a message. To prevent this, each read checks the size of the file first, which takes 1
+    us.
     """
 
     def __init__(self, header: ShardHeader):

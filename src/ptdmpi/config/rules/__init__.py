@@ -1,8 +1,8 @@
 """All rules about combinations of keys in a configuration.
 
-A rule is a function whose arguments are sections of a configuration. It yields one line for each
-mistake. A rule about several sections is skipped if one of these sections could not be read
-(`where_known`).
+A rule is a function whose arguments are sections of a configuration. The function yields one line
+for each mistake. A rule about several sections is skipped if one of these sections could not be
+read (`where_known`).
 """
 
 from collections.abc import Iterator

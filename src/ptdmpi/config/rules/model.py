@@ -93,7 +93,7 @@ def _objective_rules(model: ModelConfig) -> Iterator[str]:
 
 def masked_log_rules(model: ModelConfig, log: LogConfig) -> Iterator[str]:
     """Yield a mistake for each key of [log] that needs predictions of the next token, if the model
-    is a masked model, which cannot predict it."""
+    is a masked model. A masked model cannot predict the next token."""
     if model.masked and log.bigram_baseline:
         yield "log.bigram_baseline predicts the next token, but this model predicts masked tokens"
     if model.masked and log.tasks:
